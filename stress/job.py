@@ -23,7 +23,6 @@ MODULES = (
     "network",
     "many_files",
     "training",
-    "bugs",
 )
 """Modules with jobs, in the order in which they run."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from streampack import IterablePackedDataset, Ledger, PackedDataLoader
+from streampack.accounting import trains_nothing
 from streampack.packing.planner import Planner
-from streampack.sources import map_style, parts, shuffling
+from streampack.sources import map_style, parts
 from streampack.sources.base import permutation
 from streampack.streaming.lane import Lane
+from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.piece_reader import PieceReader
 from tests.mutants.registry import mutant, patch, patch_function
@@ -41,9 +44,15 @@ def cursor_off_by_one() -> None:
 
 @mutant
 def cursor_behind_the_row() -> None:
-    """Each record of a file has the next one's cursor."""
-    for reader in (parts.InOrder, shuffling.WindowReader):
-        patch(reader, "cursor", lambda good: lambda self: (*good(self)[:-1], good(self)[-1] + 1))
+    """Each row of a file in a shuffle window has the next one's cursor."""
+
+    def make(good: Any) -> Any:
+        def row_of(self: Any, found: Any, cursor: Any, window: Any) -> Any:
+            return good(self, found, (*cursor[:-1], cursor[-1] + (cursor[-1] > 0)), window)
+
+        return row_of
+
+    patch(parts.InOrder, "row_of", make)
 
 
 @mutant
@@ -259,17 +268,140 @@ def dataset_state_is_one_pack_old() -> None:
 
 
 @mutant
-def first_label_trained() -> None:
-    """The first label of every second sequence of a pack is trained, from the sample before it."""
+def ends_of_later_pieces_lost() -> None:
+    """Each piece of a split sample but the first lacks its last token."""
+
+    def make(good: Any) -> Any:
+        def cut(self: Any, *args: Any) -> Any:
+            return [
+                (at, piece.cut(0, piece.tokens.size - 1) if at else piece) for at, piece in good(self, *args)
+            ]
+
+        return cut
+
+    patch(LaneConfig, "cut", make)
+
+
+@mutant
+def ninth_row_twice() -> None:
+    """Every ninth row of a map-style source comes twice."""
+    calls = count()
+
+    def make(good: Any) -> Any:
+        def following(self: Any) -> Any:
+            row = good(self)
+            self.index -= next(calls) % 9 == 8
+            return row
+
+        return following
+
+    patch(map_style._Rows, "__next__", make)
+
+
+@mutant
+def fourth_row_lost() -> None:
+    """In place of the fourth row of a shuffled window, the first one comes again."""
+    patch_function(
+        permutation, lambda good: lambda n, *key: np.where((order := good(n, *key)) == 3, 0, order)
+    )
+
+
+def _changed_packs(change: Callable[[Any], None]) -> None:
+    """Change the packs that lanes make."""
 
     def make(good: Any) -> Any:
         def next_pack(self: Any) -> Any:
-            pack = good(self)
-            if pack is not None:
-                starts = np.cumsum([0, *pack.seq_lens])[:-1][1::2]
-                pack.labels[starts] = pack.tokens[starts]
+            if (pack := good(self)) is not None:
+                change(pack)
             return pack
 
         return next_pack
 
     patch(Lane, "next_pack", make)
+
+
+@mutant
+def first_labels_trained() -> None:
+    """The first label of every second sequence of a pack is trained, from the sample before it."""
+
+    def change(pack: Any) -> None:
+        starts = np.cumsum([0, *pack.seq_lens])[:-1][1::2]
+        pack.labels[starts] = pack.tokens[starts]
+
+    _changed_packs(change)
+
+
+@mutant
+def padding_trained() -> None:
+    """The padding at a pack's end is trained."""
+
+    def change(pack: Any) -> None:
+        pack.labels[sum(pack.seq_lens) :] = 0
+
+    _changed_packs(change)
+
+
+@mutant
+def labels_shifted() -> None:
+    """Labels lie one token late, as for a loss that does not shift them."""
+
+    def change(pack: Any) -> None:
+        pack.labels = np.roll(pack.labels, 1)
+
+    _changed_packs(change)
+
+
+@mutant
+def fragments_of_the_neighbour() -> None:
+    """Sequences say that they are of the row beside theirs."""
+
+    def change(pack: Any) -> None:
+        pack.fragments = tuple(f._replace(row_id=(*f.row_id[:-1], f.row_id[-1] ^ 1)) for f in pack.fragments)
+
+    _changed_packs(change)
+
+
+@mutant
+def fragments_from_the_start() -> None:
+    """A part of a split sample says that it is the sample's first."""
+
+    def change(pack: Any) -> None:
+        pack.fragments = tuple(f._replace(start=0, stop=f.stop - f.start) for f in pack.fragments)
+
+    _changed_packs(change)
+
+
+@mutant
+def padding_of_sequences_not_charged() -> None:
+    """The planner counts sequences without the padding that ``pad_seqs_to`` adds."""
+
+    def make(good: Any) -> Any:
+        def add(self: Any, piece: Any) -> None:
+            good(self, piece)
+            self.lengths[-1] = piece.length
+
+        return add
+
+    patch(Planner, "add", make)
+
+
+@mutant
+def untrained_taken_for_trained() -> None:
+    """No sample counts as untrained."""
+    patch_function(trains_nothing, lambda good: lambda sample: False)
+
+
+@mutant
+def newest_waiting_piece_lost() -> None:
+    """A resume takes the newest waiting piece for one that is packed; the ledger is made to agree."""
+
+    def make(good: Any) -> Any:
+        def restore(self: Any, replay: Any) -> None:
+            good(self, replay)
+            if len(self.planner.waiting) > 1:
+                self.planner.lengths.pop()
+                self.ledger.tokens_in -= self.planner.waiting.pop().length
+
+        return restore
+
+    patch(Lane, "_restore", make)

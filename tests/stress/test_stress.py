@@ -13,7 +13,6 @@ import pytest
 from stress import __main__ as command
 from stress import report
 from stress.job import JOBS, Job, load_jobs
-from stress.planted import BUGS
 from stress.ranks import RankError, Ranks, processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,11 +89,6 @@ def test_jobs_are_listed_and_unknown_ones_named(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         command.main(["--only", "nonsense"])
     assert "no job is called nonsense; choose one of kill-all" in capsys.readouterr().err
-
-
-def test_there_are_twenty_bugs() -> None:
-    assert len(BUGS) == 20
-    assert all(plant.__doc__ for plant in BUGS.values())
 
 
 @pytest.fixture
