@@ -119,7 +119,8 @@ def _dispatch(words: list[str]) -> int:
     except Exception as error:
         if not raised_here(error):
             raise
-        print(f"{getattr(options, 'path', 'streampack: error')}: {error}", file=sys.stderr)
+        said = " ".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"{getattr(options, 'path', 'streampack: error')}: {said}", file=sys.stderr)
         return 1
 
 

@@ -186,7 +186,7 @@ def test_overlong(name: str) -> None:
             {"name": "multi_pack"},
             "method='multi_pack' is unknown; choose one of 'random_padding', 'group_by_length_padding', "
             "'minibatch_packing', 'fixed_length', 'fixed_length_posid', 'multipack', 'sorted_packing', "
-            "'random_packing', 'exact_fit'",
+            "'random_packing', 'exact_fit'; did you mean 'multipack'?",
         ),
         ([3, 0], {}, "sample 1 has 0 tokens; remove it, or drop empty samples before packing"),
         ([3, 1.5], {}, "sample 1: its length 1.5 is not a whole number"),

@@ -317,11 +317,12 @@ MISTAKES = (
     ),
     Mistake(
         door=CONFIGS,
-        title="A tokenizer with more ids than the model",
+        title="The checkpoint of another model",
         make=lambda folder: validated(folder, "model.vocab_size", 4),
-        message="data: rows.jsonl:2: token id 4 is outside the vocabulary of 4 ids (0 to 3); use the model's own "
-        "tokenizer, or resize the model's embeddings",
-        cure="Tokenizer and weights belong together: take both from one folder.",
+        message="model: the checkpointer's weights do not fit the model: size mismatch for tok_embeddings.weight, "
+        "(16, 16) in the checkpoint and (4, 16) in the model; size mismatch for output.weight, (16, 16) in the "
+        "checkpoint and (4, 16) in the model; name the model that the checkpoint is of",
+        cure="The function that builds the model has the checkpoint's name: `torchtune.models.llama3_2.llama3_2_1b`.",
     ),
     Mistake(
         door=CONFIGS,
