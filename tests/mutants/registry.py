@@ -97,17 +97,17 @@ def patch(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> N
 
 def patch_function(good: Callable[..., Any], make: Callable[[Any], Callable[..., Any]]) -> None:
     """Replace a function in every module of streampack that has it under whatever name."""
-    bad = _watched(good, make)
+    good = inspect.unwrap(good)  # another mutant may have wrapped it
     places = [
-        (module, name)
+        (module, name, value)
         for key, module in list(sys.modules.items())
         if key.partition(".")[0] == "streampack"
         for name, value in list(vars(module).items())
-        if value is good
+        if inspect.isfunction(value) and inspect.unwrap(value) is good
     ]
     assert places, f"no module of streampack has {good}"
-    for module, name in places:
-        setattr(module, name, bad)
+    for module, name, value in places:
+        setattr(module, name, _watched(value, make))
 
 
 def _watched(good: Any, make: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
