@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from streampack.loader.workers import Worker
-from streampack.packing.batch import trained_in
+from streampack.packing.batch import trains
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.read_report import REPORT_EVERY, ReadReport
@@ -38,9 +38,9 @@ class RankBatch:
     costs: Sequence[int] = ()
     """Attention costs of the batch on each rank; empty for a single rank."""
     trained: int = 0
-    """Trained tokens of the batch on all ranks, once they have agreed on it."""
+    """How many packs of the batch train something, on all ranks, once they have agreed on it."""
     tokens: int = 0
-    """All of its tokens but padding."""
+    """All tokens of the batch but the padding at packs' ends."""
 
     @property
     def packs(self) -> list[Pack]:
@@ -48,11 +48,9 @@ class RankBatch:
         return [event.pack for event in self.events if event.pack is not None]
 
     def count(self) -> tuple[int, int]:
-        """Count the trained tokens and all tokens of this part."""
+        """Count the packs of this part that train something, and its tokens."""
         packs = self.packs
-        return sum(map(trained_in, packs)), sum(
-            each.stop - each.start for pack in packs for each in pack.fragments
-        )
+        return sum(map(trains, packs)), sum(sum(pack.seq_lens) for pack in packs)
 
     @property
     def exists(self) -> bool:

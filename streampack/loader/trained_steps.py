@@ -23,10 +23,10 @@ class TrainedSteps:
         self.warns = warns
         self.steps = self.empty = 0  # steps so far, and those that trained nothing
         self.any_trained = False  # whether a step trained something
-        self.current = (0, 0, 0)  # trained tokens, tokens, and those that fit, of the step that has begun
+        self.current = (0, 0, 0)  # trained, tokens, and those that fit, of the step that has begun
 
     def add(self, trained: int, tokens: int, capacity: int, *, ends_step: bool) -> None:
-        """Count a batch of all ranks: its trained tokens, its tokens without padding, and all that fit."""
+        """Count a batch of all ranks: what of it is trained (packs or tokens), its tokens, and all that fit."""
         before, counts = self.current, (trained, tokens, capacity)
         trained, tokens, capacity = (a + b for a, b in zip(before, counts, strict=True))
         self.current = (0, 0, 0) if ends_step else (trained, tokens, capacity)

@@ -129,11 +129,13 @@ class Batch:
         return trained if self.groups is None else trained + (self.groups.first_labels != IGNORE_INDEX).sum()
 
 
-def trained_in(pack: Pack) -> int:
-    """Return the number of tokens of a pack that the loss counts, as `Batch.num_trained`."""
-    trained = np.count_nonzero(pack.labels[1:] != IGNORE_INDEX)
+def trains(pack: Pack) -> bool:
+    """Return whether the loss counts any token of a pack."""
+    labels, end = pack.labels, pack.seq_lens[0] if pack.seq_lens else 0
+    if end > 1 and labels.item(end - 1) != IGNORE_INDEX:  # most first sequences end in a trained token
+        return True
     first_labels = () if pack.groups is None else pack.groups.first_labels
-    return int(trained) + sum(label != IGNORE_INDEX for label in first_labels)
+    return bool((labels[1:] != IGNORE_INDEX).any()) or any(label != IGNORE_INDEX for label in first_labels)
 
 
 def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None = None) -> Batch:

@@ -158,11 +158,12 @@ class LaneConfig:
         if bounds == [(0, length)]:
             return [(0, sample)]
         pieces = [(start, sample.cut(start, stop)) for start, stop in bounds]
-        eos, last = self.truncate_eos, int(sample.tokens[-1])
-        if eos is None and last in self.eos_ids:
-            eos = last
-        if eos is not None and bounds and bounds[-1][1] < length:
-            pieces = [(start, with_eos(piece, eos)) for start, piece in pieces]
+        if bounds and bounds[-1][1] < length:  # cut on the right
+            eos, last = self.truncate_eos, int(sample.tokens[-1])
+            if eos is None and last in self.eos_ids:
+                eos = last
+            if eos is not None:
+                pieces = [(start, with_eos(piece, eos)) for start, piece in pieces]
         return pieces
 
     def _cut_group(self, group: Group) -> list[tuple[int, Sample]]:

@@ -105,7 +105,7 @@ def dropout_of_the_attention_lost() -> None:
     def make(good: Any) -> Any:
         def prepare(model: Any, **settings: Any) -> Any:
             for module in model.modules():
-                if hasattr(module, "attn_dropout"):
+                if isinstance(getattr(module, "attn_dropout", None), float):
                     module.attn_dropout = 0.0
             return good(model, **settings)
 

@@ -128,6 +128,9 @@ def _watched(good: Any, make: Callable[[Any], Callable[..., Any]]) -> Callable[.
                 write_trace(broken)
             raise
 
+    # Warnings are shown at the first line outside of the package: the wrapper counts as the function that it wraps.
+    code = inspect.unwrap(good).__code__
+    watched.__code__ = watched.__code__.replace(co_filename=code.co_filename)
     return watched
 
 
