@@ -94,7 +94,7 @@ class TransformersInputs:
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
         self._require_prepared()
         self.require_length(max_seq_len)
-        require_token_ids(batch.tokens, config.vocab_size)
+        require_token_ids(batch.tokens, self._count_embeddings(config))
         if self.media:
             require_text(batch.tokens, self.media)
         shared = SharedPrefixes.of(batch)
@@ -152,6 +152,13 @@ class TransformersInputs:
                 f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
                 f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
             )
+
+    def _count_embeddings(self, config: Any) -> int:
+        """Return how many ids the model has; moshi has one more than its config says."""
+        try:
+            return int(max(config.vocab_size, self.model.get_input_embeddings().num_embeddings))
+        except (NotImplementedError, AttributeError):  # its embeddings are hidden, or have no such number
+            return int(config.vocab_size)
 
     def _require_prepared(self) -> None:
         """Check that nobody has switched the model's attention since it was prepared.
