@@ -25,6 +25,8 @@ from tests.support.shards import packs, shards, source, stream, used
 from tests.support.web import Web, random_faults
 
 TOKEN = "hf_canarytoken"
+
+
 DATA = "hf://datasets/org/name"
 
 
@@ -105,13 +107,6 @@ def test_a_pinned_path_is_parsed(web: Web, kind: str, repo: str, name: str) -> N
     web.files[f"/{kind}{repo}/resolve/{commit}/{name}"] = b"words"
     storage = RemoteStorage("hf", options={"endpoint": web.url, "token": False}, patience=5)
     assert storage.fetch(File(found[0], name, 5), 1, 4) == b"ord"
-
-
-@pytest.mark.parametrize("path", ["main/a.jsonl", "0123456789/a.jsonl", "0" * 41 + "/a.jsonl"])
-def test_a_branch_is_not_taken_for_a_commit(path: str) -> None:
-    assert PINNED.fullmatch(f"hf://gpt2@{path}") is None
-    assert PINNED.fullmatch(f"{DATA}@{path}") is None
-    assert PINNED.fullmatch(f"hf://datasets/org/name/more@{'0' * 40}/a.jsonl") is None
 
 
 def test_a_manifest_and_token_shards(hub: Hub, tmp_path: Path) -> None:

@@ -1,16 +1,129 @@
-"""Listings ask once for each file, and refuse a file with two names."""
+"""Paths as users write them, listings, manifests, look-ups, and the marks by which a changed file is named."""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from streampack import JSONLSource
-from tests.support.corpus import numbered, write
+from streampack import (
+    DatatroveSource,
+    FlatTokensSource,
+    IterablePackedDataset,
+    JSONLSource,
+    MegatronSource,
+    ParquetSource,
+    TokenShardSource,
+)
+from streampack.sources import Reading
+from streampack.sources.as_source import as_source
+from streampack.storage.base import File, redact
+from streampack.storage.file_marks import FileMarks
+from streampack.tokenize.tokenize import tokenize
+from tests.support.corpus import Numbers, numbered, read_all, rows, write
+from tests.support.foreign_tokens import write_datatrove, write_flat, write_megatron
+from tests.support.shards import shards, source, urls
+from tests.support.web import Web
+
+ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
+
+
+def lines(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tokens_of(source: Any) -> list[list[int]]:
+    return [pack["tokens"].tolist() for pack in IterablePackedDataset(source, max_seq_len=6)]
+
+
+def test_a_folder_of_json_lines(tmp_path: Path) -> None:
+    lines(tmp_path / "en" / "a.jsonl", ROWS[:1])
+    lines(tmp_path / "b.ndjson", ROWS[1:])
+    lines(tmp_path / ".cache" / "c.jsonl", ROWS)
+    (tmp_path / "README.md").write_text("not data")
+    assert [file.name for file in JSONLSource(tmp_path).files] == ["b.ndjson", "en/a.jsonl"]
+    for paths in (tmp_path, str(tmp_path), JSONLSource([tmp_path])):
+        assert tokens_of(paths) == [[4, 5, 6, 1, 2, 3]]
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(lines(tmp_path / "a.jsonl", ROWS).parent)
+    with pytest.raises(ValueError, match="no file matches ''"):
+        as_source("")
+    assert tokens_of(".") == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_a_folder_of_parquet_and_one_of_both(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    (tmp_path / "data").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "data" / "a.parquet")
+    assert isinstance(as_source(tmp_path), ParquetSource)
+    assert tokens_of(tmp_path) == [[1, 2, 3, 4, 5, 6]]
+    lines(tmp_path / "b.jsonl", ROWS)
+    with pytest.raises(
+        ValueError, match=r"holds Parquet and JSON lines; name those to read, such as .*/\*.parquet"
+    ):
+        as_source(tmp_path)
+
+
+def test_a_folder_of_token_shards(tmp_path: Path) -> None:
+    tokenize(ROWS, out=tmp_path, progress=False)
+    assert isinstance(as_source(tmp_path), TokenShardSource)
+    assert tokens_of(tmp_path) == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lines(tmp_path / "data" / "a.jsonl", ROWS)
+    tokenize(ROWS, out=tmp_path / "shards", progress=False)
+    (tmp_path / "names.txt").write_text("data/a.jsonl\n")
+    for paths in (
+        "~/data/a.jsonl", "~/data/*.jsonl", "~/data", "~/shards", JSONLSource(manifest="~/names.txt"),
+        TokenShardSource("~/shards"),
+    ):  # fmt: skip
+        assert tokens_of(paths) == [[1, 2, 3, 4, 5, 6]], paths
+
+
+def test_a_json_array_is_refused_with_a_source_that_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    from streampack import HFSource
+
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS, indent=1))
+    with pytest.raises(ValueError) as error:
+        as_source(path)
+    assert str(error.value).startswith(f"{path}: it is one JSON array and no lines; let datasets read it: ")
+    way_out = str(error.value).split("read it: ")[1]
+    assert tokens_of(eval(way_out, {"HFSource": HFSource})) == [[1, 2, 3, 4, 5, 6]]
+    lines(tmp_path / "lines.json", ROWS)  # the ending does not say that it is none
+    assert tokens_of(tmp_path / "lines.json") == [[1, 2, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_formats_that_datasets_reads(tmp_path: Path, ending: str, separator: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    from streampack import HFSource
+
+    path = tmp_path / f"rows.{ending}"
+    path.write_text(f"text{separator}n\nred dog{separator}1\n")
+    with pytest.raises(ValueError) as error:
+        as_source(str(path))
+    start, _, way_out = str(error.value).partition("read it: ")
+    assert start == f"{path}: it is no file of JSON lines; let datasets "
+    source = eval(way_out, {"HFSource": HFSource, "datasets": datasets})
+    assert [row.data for row in source.read(Reading())] == [{"text": "red dog", "n": 1}]
 
 
 def test_a_listing_asks_once_for_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +177,208 @@ def test_a_url_by_two_names_is_refused() -> None:
     fsspec.filesystem("memory").pipe("/twice/names.txt", lines)
     with pytest.raises(ValueError, match="are one file; name every file once"):
         JSONLSource(manifest="memory://twice/names.txt")
+
+
+OUTSIDE = (
+    "../a.jsonl", "sub/../../a.jsonl", "..", "/etc/passwd", "~/a.jsonl", "file:///etc/passwd", "https://elsewhere/a",
+    "pipe:cat /etc/passwd", "zip::a.jsonl", "simplecache::https://elsewhere/a.jsonl", "a\\..\\b.jsonl", "C:\\a.jsonl",
+    "a\x00b.jsonl",
+)  # fmt: skip
+
+
+def test_a_manifest_with_sizes_saves_a_request_each(web: Web) -> None:
+    web.files = shards("jsonl", 4)
+    lines = [json.dumps({"name": path[3:], "size": len(content)}) for path, content in web.files.items()]
+    web.files["/c/shards.txt"] = "\n".join(lines).encode()
+    data = source("jsonl", manifest=f"{web.url}/c/shards.txt?key=1")
+    assert {path.partition("?")[0] for path, _ in web.requests} == {"/c/shards.txt"}
+    assert len(list(data.read(Reading()))) == 160
+    assert {path.partition("?")[2] for path, _ in web.requests} == {"key=1"}, "the query goes with every name"
+    assert data.fingerprint() == source("jsonl", [url for url in urls(web) if "jsonl" in url]).fingerprint()
+    web.files["/c/shards.txt"] = b"000.jsonl\n\n003.jsonl\n"
+    assert len(list(source("jsonl", manifest=f"{web.url}/c/shards.txt").read(Reading()))) == 80
+
+
+@pytest.mark.parametrize("place", ["here", "web"])
+def test_names_that_lead_out_of_a_manifests_folder(web: Web, tmp_path: Path, place: str) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "a.jsonl").write_text('{"i": 1}\n')
+    manifest = str(tmp_path / "in/shards.txt") if place == "here" else f"{web.url}/in/shards.txt"
+    for name in OUTSIDE:
+        text = json.dumps({"name": name})
+        (tmp_path / "in" / "shards.txt").write_text(text)
+        web.files["/in/shards.txt"] = text.encode()
+        with pytest.raises(ValueError) as error:
+            source("jsonl", manifest=manifest)
+        assert str(error.value) == (
+            f"{manifest}:1: the name {name!r} is refused: it must be relative and stay below the manifest's folder"
+        )
+    assert all(path == "/in/shards.txt" for path, _ in web.requests)
+
+
+def test_links_out_of_a_manifests_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "inner").mkdir(parents=True)
+    (tmp_path / "secret.jsonl").write_text('{"i": 1}\n')
+    (folder / "good.jsonl").write_text('{"i": 2}\n')
+    (folder / "inner" / "target.jsonl").write_text('{"i": 3}\n')
+    (folder / "good-link.jsonl").symlink_to(folder / "inner" / "target.jsonl")
+    (folder / "bad-link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    (folder / "bad-folder").symlink_to(tmp_path)
+    manifest = folder / "shards.txt"
+    manifest.write_text("good.jsonl\ngood-link.jsonl\n")
+    assert sorted(row.data["i"] for row in JSONLSource(manifest=manifest).read(Reading())) == [2, 3]
+    for name in ("bad-link.jsonl", "bad-folder/secret.jsonl"):
+        manifest.write_text(f"good.jsonl\n{name}\n")
+        with pytest.raises(
+            ValueError, match=f":2: the name '{name}' is refused: it is a link that leads out"
+        ):
+            JSONLSource(manifest=manifest)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no file"),
+        ("{", ":1: Expecting property name"),
+        ('{"name": 3}', ":1: an entry has a name"),
+        ('{"name": "a.jsonl", "size": "3"}', ":1: an entry has a name"),
+        ('{"size": 3}', ":1: an entry has a name"),
+        ("none.jsonl", "none.jsonl: there is no such file"),
+    ],
+)
+def test_bad_manifests(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "shards.txt").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        JSONLSource(manifest=tmp_path / "shards.txt")
+
+
+def test_settings_are_checked(web: Web, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name the files, or a manifest of them"):
+        JSONLSource()
+    with pytest.raises(
+        ValueError, match="is a glob, and a web server does not list files; name each file, or a manifest"
+    ):
+        JSONLSource(f"{web.url}/*.jsonl")
+    with pytest.raises(ValueError, match=r"lie in several places \(http://127.0.0.1:\d+, this machine\)"):
+        JSONLSource([f"{web.url}/a.jsonl", str(tmp_path / "a.jsonl")])
+    web.files = {"/a.jsonl": b""}
+    with pytest.raises(ValueError, match="/a.jsonl: it is empty"):
+        JSONLSource(f"{web.url}/a.jsonl")
+
+
+def test_redact_removes_user_query_and_fragment() -> None:
+    assert redact("https://u:p@host:1/a/b.jsonl?x=1#y") == "https://host:1/a/b.jsonl"
+    assert redact("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
+    assert redact("/a/b?c") == "/a/b?c"
+    assert redact("hf://gpt2@main/a.jsonl") == "hf://gpt2@main/a.jsonl"
+    assert redact("hf://u:p@gpt2/a.jsonl") == "hf://gpt2/a.jsonl"
+
+
+DOCUMENTS = [[i] * (1 + i % 5) for i in range(1, 40)]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Web]:
+    write_megatron(tmp_path, DOCUMENTS, dtype="uint16")
+    write_datatrove(tmp_path, DOCUMENTS)
+    write_flat(tmp_path / "a.npy", [token for document in DOCUMENTS for token in (*document, 0)])
+    with Web({f"/c/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}) as server:
+        yield server
+
+
+def opened(kind: str, served: Web, **settings: Any) -> Any:
+    name = {"megatron": "text_document_0", "datatrove": "00000_unshuffled.ds", "flat": "a.npy"}[kind]
+    url = f"{served.url}/c/{name}?sig=canary"
+    if kind == "flat":
+        return FlatTokensSource(url, eos_token_id=0, dtype="uint16", **settings)
+    return {"megatron": MegatronSource, "datatrove": DatatroveSource}[kind](url, **settings)
+
+
+@pytest.mark.parametrize("kind", ["megatron", "datatrove", "flat"])
+def test_one_rank_looks_files_up_for_all(served: Web, kind: str) -> None:
+    """The others get what it found, pickled, and ask for nothing. The query stays, and is shown to nobody."""
+    asked: list[str] = []
+    found: list[bytes] = []
+
+    def first(work: Any, *, of: str) -> Any:
+        asked.append(of)
+        found.append(pickle.dumps(work()))
+        return pickle.loads(found[-1])
+
+    expected = read_all(opened(kind, served, once=first))
+    assert all("sig=canary" in path for path, _ in served.requests)
+    assert "canary" not in "".join(asked)
+    requests = len(served.requests)
+    left = [pickle.loads(each) for each in found]
+    source = opened(kind, served, once=lambda work, *, of: left.pop(0))
+    assert len(served.requests) == requests, "nothing was asked for"
+    assert not left
+    again = read_all(source)
+    assert [row["tokens"].tolist() for row in again] == [row["tokens"].tolist() for row in expected]
+
+
+def test_a_storage_that_refuses_an_index_is_an_error_that_names_it(served: Web) -> None:
+    served.fault = lambda path: "403" if path.endswith(".idx") else None
+    with pytest.raises(PermissionError, match=r"/c/text_document_0.idx: HTTP 403, access is denied") as error:
+        opened("megatron", served)
+    assert "canary" not in str(error.value)
+
+
+def marks(files: dict[str, tuple[int, str]]) -> FileMarks:
+    """Make marks of files, given as (size, tag) by name."""
+    listed = [File(f"/c/{name}", name, size) for name, (size, _) in files.items()]
+    return FileMarks(listed, [tag for _, tag in files.values()])
+
+
+def many(count: int) -> dict[str, tuple[int, str]]:
+    return {f"{number:06}.jsonl": (1000 + number % 7, f"{number:016x}") for number in range(count)}
+
+
+def test_a_new_a_missing_and_a_renamed_file() -> None:
+    files = many(count := 7)
+    more = {**files, "zz.jsonl": (5, "new")}
+    assert str(marks(more).difference(marks(files).state())).startswith("/c/zz.jsonl is new; it had ")
+    words = str(marks(files).difference(marks(more).state()))
+    assert words.startswith("files in 1 of ")
+    assert words.endswith(f"and now there are {count:,} of {sum(size for size, _ in files.values()):,}")
+    first, *others = files
+    renamed = {**{name: files[name] for name in others}, "zz.jsonl": files[first]}
+    assert "/c/zz.jsonl is new" in str(marks(renamed).difference(marks(files).state()))
+
+
+@given(st.integers(1, 300), st.sets(st.integers(0, 299), min_size=1))
+def test_only_changed_files_are_named(count: int, changed: set[int]) -> None:
+    files = many(count)
+    names = {f"{number:06}.jsonl" for number in changed if number < count}
+    after = marks({name: (size, "other" if name in names else tag) for name, (size, tag) in files.items()})
+    words = after.difference(marks(files).state())
+    assert (words is None) == (not names)
+    if words is not None and words.startswith("/c/"):
+        assert words.split()[0].removeprefix("/c/") in names
+
+
+@pytest.mark.parametrize("sums", [b"", b"x", b"x" * 16, b"x" * 48, b"\xff" * 16 * 4096, "text", None])
+def test_damaged_marks_are_no_error(sums: Any) -> None:
+    state = {**marks(many(9)).state(), "content": "0" * 16, "sums": sums}
+    assert isinstance(marks(many(9)).difference(state), str)
+    for odd in (None, 3, {}, [], "x"):
+        assert marks(many(9)).difference(odd) == "nothing is known of the files it was made with"
+
+
+def test_a_refused_state_names_the_changed_file(tmp_path: Path) -> None:
+    for number in range(9):
+        write(tmp_path / f"{number}.jsonl", rows(20, seed=number))
+
+    def data() -> IterablePackedDataset:
+        return IterablePackedDataset(JSONLSource(f"{tmp_path}/*.jsonl"), encoder=Numbers(), max_seq_len=24)
+
+    state = data().state_dict()
+    path = tmp_path / "4.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"n": 1', b'"n": 2'))
+    with pytest.raises(ValueError) as error:
+        data().load_state_dict(state)
+    assert str(error.value) == (
+        f"the state was made with another corpus: {path} is another file; resume with what the run began with, "
+        "or start a new run"
+    )

@@ -1,4 +1,4 @@
-"""Storage that fails for a moment costs a moment; storage that fails for good is named."""
+"""Storage that fails for a moment costs a moment; an outage costs its budget; what fails for good is named."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader
+from streampack import JSONLSource, Mix, PackedDataLoader
 from streampack.sources import Holdout
 from streampack.storage import ranges
 from streampack.storage import retries as retry
 from streampack.storage.base import File, LocalStorage
 from streampack.storage.retries import PERMANENT, Busy, Retries
-from tests.support.corpus import Numbers, make_source, plain, rows, write
+from streampack.storage.use import StorageUse
+from tests.support.corpus import make_source, plain, rows, write
+from tests.support.shards import packs, stream
 
 ROWS = rows(60)
 
@@ -145,30 +148,21 @@ def shaken(source: JSONLSource, storage: Shaky) -> JSONLSource:
     return source
 
 
-def stream(source: Any, **changes: Any) -> IterablePackedDataset:
-    common = {"max_seq_len": 24, "buffer_size": 6, "encoder": Numbers(), "num_lanes": 2, "shuffle": True}
-    return IterablePackedDataset(source, **{**common, "shuffle_window": 5, "epochs": 2, **changes})
-
-
-def packs(dataset: IterablePackedDataset) -> list[Any]:
-    return [plain(pack) for pack in dataset.stream()]
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "zst"])
 def test_each_single_read_may_fail(
     tmp_path: Path, kind: str, slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = ROWS[:30]
-    whole = packs(stream(make_source(kind, tmp_path, data), epochs=1))
+    whole = packs(make_source(kind, tmp_path, data))
     storage = Shaky()
     monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
     sources = [shaken(make_source(kind, tmp_path, data), storage) for _ in range(2)]
-    assert packs(stream(sources[0], epochs=1)) == whole
+    assert packs(sources[0]) == whole
     calls = storage.calls
     assert calls >= 12
     for call in range(calls):
         storage.calls, storage.fails = 0, {call}
-        assert packs(stream(sources[1], epochs=1)) == whole, f"call {call}"
+        assert packs(sources[1]) == whole, f"call {call}"
     assert len(slept) == calls
 
 
@@ -178,7 +172,7 @@ def test_a_permanent_failure_names_the_place(
     path = write(tmp_path / "a.jsonl", ROWS)
     storage = Shaky()
     monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
-    dataset = stream(shaken(JSONLSource(path), storage), num_lanes=1, shuffle=False, epochs=1)
+    dataset = stream(shaken(JSONLSource(path), storage), num_lanes=1, shuffle=False)
     storage.fails = set(range(8, 10_000))
     running = dataset.stream()
     found: list[Any] = []
@@ -198,7 +192,7 @@ def test_a_permanent_failure_names_the_place(
         assert line.endswith(f"; trying again in {wait:.1f} s")
     storage.fails = set()  # and when it is back, and the stream is asked again, nothing is missing
     found += [plain(pack) for pack in running]
-    assert found == packs(stream(path, num_lanes=1, shuffle=False, epochs=1))
+    assert found == packs(path, num_lanes=1, shuffle=False)
 
 
 # Against the other ranks' patience.
@@ -227,7 +221,7 @@ def test_a_budget_longer_than_the_other_ranks_wait_is_refused(tmp_path: Path) ->
     path = write(tmp_path / "a.jsonl", ROWS)
     for source in (JSONLSource(path), Holdout(JSONLSource(path), fraction=0.1, part="train")):
         loader = PackedDataLoader(stream(source), timeout=15)
-        assert len(list(loader)) > 20, "alone, nobody waits"
+        assert len(list(loader)) > 10, "alone, nobody waits"
         loader.rank_sync = Ranks(loader.rank_sync.timeout)  # type: ignore[assignment]
         with pytest.raises(ValueError) as error:
             iter(loader)
@@ -238,6 +232,149 @@ def test_a_budget_longer_than_the_other_ranks_wait_is_refused(tmp_path: Path) ->
         loader = PackedDataLoader(stream(source), timeout=16)
         loader.rank_sync = Ranks(loader.rank_sync.timeout)  # type: ignore[assignment]
         iter(loader)
+    loader = PackedDataLoader(stream(JSONLSource(path), max_outage=30))
+    loader.rank_sync = Ranks(loader.rank_sync.timeout)  # type: ignore[assignment]
+    with pytest.raises(
+        ValueError, match="for 1816 s and the other ranks wait 0:30:00 at most; lower max_outage or"
+    ):
+        iter(loader)
     loader = PackedDataLoader(stream(JSONLSource(path, retries=4)), timeout=15)
     loader.rank_sync = Ranks(loader.rank_sync.timeout)  # type: ignore[assignment]
     iter(loader)
+
+
+RETRIES = Retries(attempts=3, first=1.0, longest=10.0)  # they wait for 7 s at most
+
+
+class Clock:
+    """Time that passes in waits, and in requests; storage does not answer in ``down`` (from, to)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *down: tuple[float, float]) -> None:
+        self.now, self.down = 1000.0, [(1000 + start, 1000 + end) for start, end in down]
+        self.tries = 0
+        self.request = 0.0
+        fake = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(retry, "time", fake)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+    def read(self) -> str:
+        self.tries += 1
+        if any(start <= self.now < end for start, end in self.down):
+            self.now += self.request
+            raise TimeoutError(f"no answer, try {self.tries}")
+        return "read"
+
+
+def test_without_max_outage_the_retries_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, (0, 1e9))
+    with pytest.raises(TimeoutError, match="try 4") as error:
+        RETRIES.call(clock.read)
+    assert not hasattr(error.value, "__notes__")
+    assert 1003.5 <= clock.now <= 1007
+
+
+def test_an_outage_within_the_budget_ends_in_a_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, use = Clock(monkeypatch, (0, 300)), StorageUse(limit=600)
+    with caplog.at_level(logging.WARNING):
+        assert RETRIES.call(clock.read, doing="reading a.jsonl", use=use) == "read"
+    assert 1300 <= clock.now <= 1310
+    assert use.waited == clock.now - 1000
+    # The retries, 3.5 to 7 s, are not counted.
+    assert use.waited - 7 <= use.spent <= use.waited - 3.5
+    assert use.retries == clock.tries - 1 >= 30
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == use.retries
+    assert lines[0].startswith("no answer, try 1 while reading a.jsonl; trying again in ")
+    assert lines[3].startswith("no answer, try 4 while reading a.jsonl; the storage has not answered for ")
+    assert lines[3].endswith(" s, giving up in 10 min")
+    assert "has not answered for 5 min; " in lines[-1] or "has not answered for 4 min; " in lines[-1]
+
+
+def test_all_outages_of_a_process_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, use = Clock(monkeypatch, (0, 100), (200, 300), (400, 500)), StorageUse(limit=150)
+    assert RETRIES.call(clock.read, use=use) == "read"
+    assert 90 < use.spent < 110
+    clock.now = 1200.0
+    with pytest.raises(TimeoutError) as error:
+        RETRIES.call(clock.read, use=use)
+    assert use.spent == pytest.approx(150, abs=0.1), "the last wait ends when the budget does"
+    [note] = error.value.__notes__
+    assert note.endswith("and the 2 min of max_outage are used up")
+    clock.now = 1400.0
+    before = clock.tries
+    with pytest.raises(TimeoutError):
+        RETRIES.call(clock.read, use=use)
+    assert clock.tries == before + 4, "a read still has its retries"
+    clock.now = 1497.0
+    assert RETRIES.call(clock.read, use=use) == "read", "so that a short failure ends no run"
+
+
+def test_requests_that_hang_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, use = Clock(monkeypatch, (0, 1e9)), StorageUse(limit=100)
+    clock.request = 30.0
+    with pytest.raises(TimeoutError):
+        RETRIES.call(clock.read, use=use)
+    assert 99 <= use.spent <= 130, "a request that has begun is awaited"
+
+
+def test_a_server_that_names_a_wait_gets_it_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, use = Clock(monkeypatch), StorageUse(limit=50)
+
+    def read() -> None:
+        clock.tries += 1
+        error = Busy("come back later")
+        error.retry_after = 40.0
+        raise error
+
+    with pytest.raises(Busy):
+        RETRIES.call(read, use=use)
+    assert clock.now - 1000 == pytest.approx(7 + 40 + 10)
+    assert clock.tries == 4
+
+
+# Runs.
+
+
+class Down:
+    """A storage that fails all reads after the first ones until the clock says that the outage is over."""
+
+    block, patience = 1 << 10, 0.0
+
+    def __init__(self, clock: Clock, *, after: int) -> None:
+        self.clock = clock
+        self.left = after
+
+    def fetch(self, file: File, start: int, stop: int) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            self.clock.read()
+        return LocalStorage().fetch(file, start, stop)
+
+    def tag(self, file: File) -> str:
+        return LocalStorage().tag(file)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_run_outlives_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool) -> None:
+    def source(storage: Any = None) -> Any:
+        found = []
+        for name in ("a", "b")[: 1 + mixed]:
+            made = JSONLSource(write(tmp_path / f"{name}.jsonl", rows(300)))
+            if storage is not None:
+                made.corpus = replace(made.corpus, storage=storage, retries=RETRIES)
+            found.append({"name": name, "source": made, "weight": 1})
+        return Mix(found) if mixed else found[0]["source"]
+
+    expected = [plain(pack) for pack in stream(source()).stream()]
+    clock = Clock(monkeypatch, (0, 1000))
+    data = stream(source(Down(clock, after=6)), max_outage=20)
+    assert [plain(pack) for pack in data.stream()] == expected
+    assert 900 < data.lane_config.use.spent < 1100
+    with pytest.raises(TimeoutError) as error:
+        list(stream(source(Down(clock := Clock(monkeypatch, (0, 1000)), after=6)), max_outage=10).stream())
+    assert "10 min of max_outage are used up" in str(error.value.__notes__)

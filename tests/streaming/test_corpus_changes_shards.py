@@ -13,7 +13,7 @@ import pytest
 from streampack import IterablePackedDataset, TokenShardSource
 from streampack.sources import Reading
 from streampack.tokenize.tokenize import tokenize
-from tests.tokenize.test_jobs import add, numbered, small, write
+from tests.support.tokenizing import add, numbered, small, write_numbered
 
 EPOCHS = 3
 
@@ -53,7 +53,7 @@ def test_what_was_added_is_read_from_the_next_epoch_on(tmp_path: Path, grows: st
     if grows == "files":
         small(add(tmp_path / "corpus", 1), folders[0])
     else:
-        write(tmp_path / "other" / "x.jsonl", 100, 40)
+        write_numbered(tmp_path / "other" / "x.jsonl", 100, 40)
         folders.insert(0, tmp_path / "new")
         small(type(source)(tmp_path / "other"), folders[0])
     with pytest.raises(

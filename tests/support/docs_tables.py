@@ -1,4 +1,4 @@
-"""Tables in docs/ that are made from the code: keys of a config, hints for other tools' keys, mistakes and messages.
+"""Tables in docs/ that are made from the code: keys of a config, hints for other tools' keys.
 
 ``python -m tests.support.docs_tables`` writes them between their marks; tests/test_docs_tables.py compares them.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import streampack
 from streampack.training.config import VALIDATION_KEYS, RunConfig
 from streampack.training.hints import TORCHTUNE_KEYS, TRAINER_KEYS
-from tests.support.mistakes import MISTAKES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PASSED_BY_RECIPES = {"self", "source", "encoder", "tokenizer", "once", "epochs", "vocab_size", "padding_idx"}
@@ -112,16 +111,6 @@ def hints_table(hints: Mapping[str, str], there: str) -> str:
     return table([there, "here"], rows)
 
 
-def mistakes_list() -> str:
-    """Return the mistakes with their messages and cures, under the doors where one meets them."""
-    parts = []
-    for door in dict.fromkeys(mistake.door for mistake in MISTAKES):
-        parts.append(f"## {door}")
-        for mistake in (each for each in MISTAKES if each.door == door):
-            parts.append(f"### {mistake.title}\n\n```text\n{mistake.message}\n```\n\n{mistake.cure}")
-    return "\n\n".join(parts)
-
-
 COMPONENTS = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
     *("MegatronSource", "DatatroveSource", "FlatTokensSource"),
@@ -141,7 +130,6 @@ def tables() -> dict[tuple[str, str], str]:
         ("reference/config.md", "data"): keys_table(streampack.IterablePackedDataset),
         ("guides/coming_from_torchtune.md", "keys"): hints_table(TORCHTUNE_KEYS, "torchtune"),
         ("guides/coming_from_trainer.md", "keys"): hints_table(TRAINER_KEYS, "Trainer, SFTTrainer"),
-        ("reference/errors.md", "mistakes"): mistakes_list(),
     }
     for name in COMPONENTS:
         made["reference/config.md", name] = keys_table(getattr(streampack, name))

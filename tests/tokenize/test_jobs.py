@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +11,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streampack import JSONLSource, MDSSource, ParquetSource, TextEncoder, TokenShardSource, cli
-from streampack.sources import Holdout, Reading
-from streampack.types import Sample
+from streampack import JSONLSource, MDSSource, ParquetSource, TextEncoder, TokenShardSource
+from streampack.sources import Holdout
 from tests.support.stores import running
-from tests.tokenize.test_tokenize import PROBED, Killed, Letters, Logged, content, run
-from tests.tokenize.test_tokenize_object_stores import into
-
-
-def write(path: Path, first: int, count: int) -> None:
-    """Write a file of numbered rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"text": f"{i} " * (1 + i % 7)}) for i in range(first, first + count)]
-    path.write_text("\n".join(lines) + "\n")
-
-
-def add(folder: Path, number: int) -> JSONLSource:
-    """Add a file of 40 rows to a folder; return the source of all."""
-    write(folder / f"{'bac'[number]}.jsonl", 100 * number, 40)  # the second comes before the first
-    return JSONLSource(str(folder / "*.jsonl"))
-
-
-def rows(*folders: Path | str, **options: Any) -> list[int]:
-    """Return the numbers of the rows of token shards, sorted."""
-    found = TokenShardSource(folders if len(folders) > 1 else folders[0], **options).read(Reading())
-    return sorted(int(bytes(row.data["tokens"][1:-1].tolist()).split()[0]) for row in found)
-
-
-def numbered(*files: int) -> list[int]:
-    return [100 * number + i for number in files for i in range(40)]
-
-
-def small(source: Any, out: Any, **options: Any) -> Any:
-    return run(source, out, **{"lanes": 2, "shard_tokens": 200, **options})
+from tests.support.tokenizing import (
+    PROBED,
+    Dies,
+    Killed,
+    Letters,
+    Logged,
+    add,
+    content,
+    into,
+    numbered,
+    rows,
+    small,
+    write_numbered,
+)
 
 
 @pytest.fixture
@@ -83,20 +66,11 @@ def test_files_are_added_while_a_call_is_not_done(
     tmp_path: Path, after: int, grown: dict[str, bytes]
 ) -> None:
     """It is stopped, perhaps before its first shard; then the next call ends what it began before it adds more."""
-    folder, out, seen = tmp_path / "corpus", tmp_path / "out", [0]
-
-    class Dies(TextEncoder):
-        def __call__(self, row: Mapping[str, Any], /) -> Sample:
-            seen[0] += 1
-            if seen[0] > after + PROBED * number:
-                raise Killed
-            return super().__call__(row)
-
-    number = 1
+    folder, out = tmp_path / "corpus", tmp_path / "out"
     for number in (1, 2):
         source = add(folder, number - 1)
         try:
-            small(source, out, encoder=Dies(Letters()))
+            small(source, out, encoder=Dies(after + (number - 1) * PROBED))
         except Killed:
             small(source, out, shard=(0, 2))  # one of two lanes, so that the generation is begun
             assert len(list(out.glob("generation-*"))) == number
@@ -109,7 +83,7 @@ def test_files_are_added_while_a_call_is_not_done(
 def test_a_generation_without_a_shard_is_made_anew(tmp_path: Path) -> None:
     """A call failed at its first row; nothing is lost when the next one has other settings and more files."""
     folder, out = tmp_path / "corpus", tmp_path / "out"
-    write(folder / "b.jsonl", 0, 40)
+    write_numbered(folder / "b.jsonl", 0, 40)
     with pytest.raises(ValueError, match="column 'words' is missing"):
         small(JSONLSource(folder), out, encoder=TextEncoder(Letters(), column="words"))
     assert [path.name for path in out.glob("[!.]*")] == ["generation-000.json.gz"]
@@ -154,11 +128,11 @@ def test_parts_that_find_different_files(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_several_folders_and_globs(tmp_path: Path) -> None:
     """The names of files begin elsewhere when other folders are added; a file that has moved with them is the same."""
-    write(tmp_path / "corpus/en/web/a.jsonl", 0, 40)
+    write_numbered(tmp_path / "corpus/en/web/a.jsonl", 0, 40)
     small(JSONLSource(tmp_path / "corpus/en/web"), tmp_path / "out")
     before = content(tmp_path / "out")
-    write(tmp_path / "corpus/en/books/a.jsonl", 100, 40)
-    write(tmp_path / "corpus/fr/a.jsonl", 200, 40)
+    write_numbered(tmp_path / "corpus/en/books/a.jsonl", 100, 40)
+    write_numbered(tmp_path / "corpus/fr/a.jsonl", 200, 40)
     source = JSONLSource([tmp_path / "corpus/fr", str(tmp_path / "corpus/en/*/*.jsonl")])
     out = small(source, tmp_path / "out")
     assert rows(out) == numbered(0, 1, 2)
@@ -172,7 +146,7 @@ def test_several_folders_and_globs(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda path: path.unlink(), r"1 removed \(b.jsonl\)"),
-        (lambda path: write(path, 7, 41), r"1 changed \(b.jsonl\)"),
+        (lambda path: write_numbered(path, 7, 41), r"1 changed \(b.jsonl\)"),
         (lambda path: path.rename(path.with_name("z.jsonl")), r"1 removed \(b.jsonl\)"),
     ],
 )
@@ -236,25 +210,3 @@ def test_sources_that_cannot_be_read_in_part(tmp_path: Path) -> None:
     ):
         small(TokenShardSource(tokens), tmp_path / "again", **settings)
     assert MDSSource.of_files is TokenShardSource.of_files
-
-
-CONFIG = """
-data:
-  source: {{_component_: streampack.JSONLSource, paths: ["{folder}/en", "{folder}/fr/*.jsonl"]}}
-  encoder: {{_component_: streampack.TokensEncoder, labels: null}}
-  max_seq_len: 512
-"""
-
-
-def test_the_command(tmp_path: Path) -> None:
-    config = tmp_path / "data.yaml"
-    config.write_text(CONFIG.format(folder=tmp_path))
-    words = ["tokenize", "--config", str(config), "--out", str(tmp_path / "out")]
-    for number, name in enumerate(("en/a", "fr/a", "fr/b")):
-        path = tmp_path / f"{name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f'{{"tokens": [{number}]}}\n')
-        if number:
-            assert cli.main(words) == 0
-    tokens = [row.data["tokens"].tolist() for row in TokenShardSource(tmp_path / "out").read(Reading())]
-    assert tokens == [[0], [1], [2]]

@@ -19,8 +19,7 @@ import pytest
 from streampack import JSONLSource
 from streampack.tokenize.tokenize import tokenize
 from tests.support.stores import lacking, running
-from tests.tokenize.test_tokenize import Logged, content, corpus, run
-from tests.tokenize.test_tokenize_object_stores import stored
+from tests.support.tokenizing import Logged, content, corpus, run, stored
 
 ray = pytest.importorskip("ray", reason="needs Ray: make test-ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

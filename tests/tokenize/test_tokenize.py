@@ -8,71 +8,31 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, TextEncoder, TokenShardSource, cli
 from streampack.sources import Holdout, Reading, bad_records
-from streampack.sources.examples import EXAMPLES
 from streampack.storage.folders import LocalFolder
-from streampack.tokenize.tokenize import from_config, tokenize
+from streampack.tokenize.tokenize import tokenize
 from streampack.types import Sample
 from tests.support.corpus import write
+from tests.support.tokenizing import (
+    PROBED,
+    Dies,
+    Killed,
+    Letters,
+    Logged,
+    content,
+    corpus,
+    run,
+    wait_for,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Letters:
-    """A tokenizer: a token for every byte."""
-
-    vocab_size = 258
-
-    def encode(self, text: str, *, add_bos: bool, add_eos: bool) -> list[int]:
-        return [256] * add_bos + list(text.encode()) + [257] * add_eos
-
-
-class Logged(TextEncoder):
-    """An encoder that logs the process of every row, and sleeps."""
-
-    def __init__(self, log: Path, *, seconds: float = 0) -> None:
-        super().__init__(Letters())
-        self.log = log
-        self.seconds = seconds
-
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:
-        time.sleep(self.seconds)
-        with self.log.open("a") as log:
-            log.write(f"{os.getpid()}\n")
-        return super().__call__(row)
-
-
-def corpus(folder: Path, count: int = 300) -> JSONLSource:
-    rng = np.random.default_rng(0)
-    folder.mkdir(exist_ok=True)
-    for part in range(2):
-        lines = [json.dumps({"text": f"{part}:{i} " * int(rng.integers(1, 20))}) for i in range(count // 2)]
-        (folder / f"{part}.jsonl").write_text("\n".join(lines))
-    return JSONLSource(str(folder / "*.jsonl"))
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("[!.]*")) if path.is_file()}
-
-
-PROBED = 2 * EXAMPLES  # rows encoded beforehand, for the fingerprint of the encoder
-
-
-def run(
-    source: Any, out: Path, *, workers: int = 1, lanes: int | None = 5, encoder: Any = None, **options: Any
-) -> Path:
-    encoder = encoder or TextEncoder(Letters())
-    settings = {"shard_tokens": 1500, "progress": False, **options}
-    return tokenize(source, out=out, encoder=encoder, workers=workers, lanes=lanes, **settings)
 
 
 def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
@@ -96,26 +56,13 @@ def test_without_tqdm_there_is_no_bar(tmp_path: Path, monkeypatch: pytest.Monkey
     assert content(run(source, tmp_path / "out", progress=True)) == shown
 
 
-class Killed(BaseException):
-    """Caught by no handler, like a SIGKILL."""
-
-
 @pytest.mark.parametrize("after", [40, 250])
 def test_a_stopped_call_is_resumed(tmp_path: Path, after: int) -> None:
     source = corpus(tmp_path / "corpus")
     whole = content(run(source, tmp_path / "whole"))
-    encode, seen = TextEncoder(Letters()), [-PROBED]
-
-    class Dies(TextEncoder):
-        def __call__(self, row: Mapping[str, Any], /) -> Sample:
-            seen[0] += 1
-            if seen[0] > after:
-                raise Killed
-            return encode(row)
-
     out = tmp_path / "out"
     with pytest.raises(Killed):
-        run(source, out, encoder=Dies(Letters()))
+        run(source, out, encoder=Dies(after))
     complete = content(out)
     assert set(complete) <= set(whole)
     assert all(whole[name] == data for name, data in complete.items())
@@ -142,7 +89,7 @@ def test_complete_shards_are_kept(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from tests.tokenize.test_tokenize import Logged, corpus, run
+from tests.support.tokenizing import Logged, corpus, run
 folder = Path(sys.argv[1])
 run(corpus(folder / "corpus"), folder / "out", encoder=Logged(folder / "log", seconds=0.01), workers=2)
 """
@@ -151,13 +98,6 @@ run(corpus(folder / "corpus"), folder / "out", encoder=Logged(folder / "log", se
 def encoded(folder: Path) -> int:
     log = folder / "log"
     return len(log.read_text().splitlines()) if log.exists() else 0
-
-
-def wait_for(condition: Callable[[], bool], *, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.02)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not list its processes")
@@ -169,7 +109,7 @@ def test_a_killed_call_is_resumed(tmp_path: Path) -> None:
             wait_for(lambda: encoded(tmp_path) > 60)
         finally:
             process.kill()
-    wait_for(lambda: not any(map(running, set((tmp_path / "log").read_text().split()))), seconds=10)
+    wait_for(lambda: not any(map(alive, set((tmp_path / "log").read_text().split()))), seconds=10)
     assert not (tmp_path / "out" / "index.json").exists()
     for path in (tmp_path / "out").glob("tokens-*"):
         assert path.read_bytes() == whole[path.name]
@@ -177,7 +117,7 @@ def test_a_killed_call_is_resumed(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == whole
 
 
-def running(pid: str) -> bool:
+def alive(pid: str) -> bool:
     """Return whether a process exists and is no zombie."""
     try:
         state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
@@ -282,17 +222,9 @@ def whole_lines(folder: Path) -> list[str]:
 @pytest.mark.parametrize("after", [20, 250])
 def test_skipped_records_are_counted_across_a_resume(tmp_path: Path, after: int) -> None:
     source, bad = broken_corpus(tmp_path / "corpus"), tmp_path / "bad"
-    whole, seen = content(run(source, tmp_path / "whole", **SKIP)), [0]
-
-    class Dies(TextEncoder):
-        def __call__(self, row: Mapping[str, Any], /) -> Sample:
-            seen[0] += 1
-            if seen[0] > after:
-                raise Killed
-            return super().__call__(row)
-
+    whole = content(run(source, tmp_path / "whole", **SKIP))
     with pytest.raises(Killed):
-        run(source, tmp_path / "out", encoder=Dies(Letters()), **SKIP, quarantine=bad)
+        run(source, tmp_path / "out", encoder=Dies(after), **SKIP, quarantine=bad)
     run(source, tmp_path / "out", **SKIP, quarantine=bad, workers=2)
     assert content(tmp_path / "out") == whole, "the counts in the headers, too"
     assert len(listed(bad)) == 2 * len(BROKEN)
@@ -474,24 +406,6 @@ def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_part_of_a_file(
     assert not [path for path in files if path.name.startswith(".") and path.name != ".lock"]
     assert cli.main(words) == 0
     assert TokenShardSource(out).tokens == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ("", "the following arguments are required: --out"),
-        ("--out x", "--config is missing: name a config or the path of a YAML file"),
-        ("--config x --out y --wrokers 2", "'--wrokers' is neither an option nor KEY=VALUE"),
-    ],
-)
-def test_wrong_words_are_refused(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tokenize", *words.split()]) == 2
-    assert capsys.readouterr().err.startswith(f"streampack: error: {error}")
-
-
-def test_a_config_needs_a_source() -> None:
-    with pytest.raises(ValueError, match="data.source is missing; name where the rows come from"):
-        from_config({"data": {"encoder": None}})
 
 
 class Meanwhile(TextEncoder):

@@ -1,7 +1,4 @@
-"""Token shards in object stores: the bytes of a local run, whatever dies, also with two writers of one lane.
-
-The stores are a file system in memory, in one process, and moto's S3 server on loopback, if it is installed.
-"""
+"""Parts of a corpus by processes that know nothing of one another, in any order, killed, at once; and into stores."""
 
 from __future__ import annotations
 
@@ -12,11 +9,9 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from streampack import TextEncoder, TokenShardSource, cli
@@ -24,9 +19,102 @@ from streampack.sources import Reading
 from streampack.storage.folders import RemoteFolder
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries
+from streampack.tokenize.lane_shards import write_lane
 from streampack.types import Sample
 from tests.support.stores import Store, lacking, running
-from tests.tokenize.test_tokenize import Killed, Letters, Logged, content, corpus, run, wait_for
+from tests.support.tokenizing import (
+    Dies,
+    Killed,
+    Letters,
+    Logged,
+    content,
+    corpus,
+    into,
+    run,
+    stored,
+    wait_for,
+)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_shards_of_the_work_make_the_same_bytes(tmp_path: Path, count: int) -> None:
+    source = corpus(tmp_path / "corpus")
+    expected = content(run(source, tmp_path / "whole"))
+    out = tmp_path / "parts"
+    order = [*range(count)][::-1]
+    for index in [*order, order[0]]:  # one of them twice
+        run(source, out, shard=(index, count), workers=1 + index % 2)
+        assert not (out / "index.json").exists()
+    assert len(content(run(source, out, finish=True))) == len(expected)
+    assert content(out) == expected
+    assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == sorted(expected)
+
+
+def test_shards_at_the_same_time(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus")
+    expected = content(run(source, tmp_path / "whole"))
+    out = tmp_path / "parts"
+    context = mp.get_context("fork")
+    processes = [context.Process(target=run, args=(source, out), kwargs={"shard": (i, 3)}) for i in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    run(source, out, finish=True)
+    assert content(out) == expected
+
+
+def sleepy(source: Any, out: Path, log: Path) -> None:
+    run(source, out, shard=(1, 2), encoder=Logged(log, seconds=0.005))
+
+
+def test_a_shard_that_was_killed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = corpus(tmp_path / "corpus")
+    out, log = tmp_path / "parts", tmp_path / "log"
+    run(source, out, shard=(0, 2), encoder=Logged(log))
+    process = mp.get_context("fork").Process(target=sleepy, args=(source, out, log))
+    process.start()
+    while not list(out.glob("tokens-00001-00000.bin")):
+        time.sleep(0.005)
+    with (
+        pytest.raises(ValueError, match=r"in use by process \d+ on .*; wait until it has ended, or stop it"),
+        monkeypatch.context() as impatient,
+    ):
+        impatient.setitem(write_lane.__kwdefaults__, "patience", 0)
+        run(source, out, shard=(1, 2), encoder=Logged(log))
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    with pytest.raises(ValueError, match=r"is not complete: [12] of 5 lanes are missing or end early \([13]"):
+        run(source, out, finish=True, encoder=Logged(log))
+    run(source, out, shard=(1, 2), encoder=Logged(log))
+    run(source, out, finish=True, encoder=Logged(log))
+    assert content(out) == content(run(source, tmp_path / "whole", encoder=Logged(log)))
+    assert not list(out.glob(".tokens-*"))
+
+
+def test_a_whole_run_writes_what_shards_left_out(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus")
+    run(source, tmp_path / "parts", shard=(2, 5))
+    assert content(run(source, tmp_path / "parts")) == content(run(source, tmp_path / "whole"))
+
+
+def test_shards_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = corpus(tmp_path / "corpus")
+    for shard, message in (
+        ((5, 5), "shard=5/5 is none of 0/5 to 4/5"),
+        ((0, 6), "shard=0/6 of 5 lanes: some shards would have nothing to do; give all of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(source, tmp_path / "out", shard=shard)
+    with pytest.raises(
+        ValueError, match="finish=True writes the index of all shards, and shard= writes some"
+    ):
+        run(source, tmp_path / "out", shard=(0, 2), finish=True)
+    with pytest.raises(ValueError, match="is not complete: 5 of 5 lanes are missing"):
+        run(source, tmp_path / "out", finish=True)
+    assert cli.main(["tokenize", "--config", "quickstart", "--out", "x", "--shard", "1-2"]) == 2
+    assert "'1-2' is no shard; write I/N, such as 0/8" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -53,23 +141,6 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def scratch(folder: Path, name: str = "scratch") -> Path:
     (folder / name).mkdir(exist_ok=True)
     return folder / name
-
-
-def stored(store: Store, place: str) -> dict[str, bytes]:
-    """Return the files of a folder of a store. moto lists an object shortly before it can be read: look again then."""
-    scheme, _, path = place.partition("://")
-    files = fsspec.filesystem(scheme, **store.options, skip_instance_cache=True)
-    for _ in range(100):
-        files.invalidate_cache()
-        with suppress(FileNotFoundError):
-            return {found.rpartition("/")[2]: files.cat_file(found) for found in sorted(files.find(path))}
-        time.sleep(0.05)
-    raise AssertionError(f"{place} lists a file that cannot be read")
-
-
-def into(store: Store, source: Any, place: str, **options: Any) -> dict[str, bytes]:
-    run(source, place, storage_options=store.options, **options)  # type: ignore[arg-type]
-    return stored(store, place)
 
 
 def test_the_bytes_in_memory_are_those_of_a_local_run(memory: Store, tmp_path: Path) -> None:
@@ -100,33 +171,14 @@ def test_shards_that_are_stored_are_not_made_again(
 
 @pytest.mark.parametrize("after", [40, 250])
 def test_a_stopped_call_goes_on(memory: Store, tmp_path: Path, after: int) -> None:
-    source, place, seen = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", [-24]
+    source, place = corpus(tmp_path / "corpus"), f"{memory.url}/tokens"
     expected = content(run(source, tmp_path / "local"))
-
-    class Dies(TextEncoder):
-        def __call__(self, row: Mapping[str, Any], /) -> Sample:
-            seen[0] += 1
-            if seen[0] > after:
-                raise Killed
-            return super().__call__(row)
-
     with pytest.raises(Killed):
-        into(memory, source, place, encoder=Dies(Letters()))
+        into(memory, source, place, encoder=Dies(after))
     complete = stored(memory, place)
     assert complete.items() < expected.items()
     assert "index.json" not in complete
     assert into(memory, source, place) == expected
-
-
-def test_parts_in_any_order(memory: Store, tmp_path: Path) -> None:
-    source, place = corpus(tmp_path / "corpus"), f"{memory.url}/tokens"
-    expected = content(run(source, tmp_path / "local"))
-    for index in (2, 0, 0):
-        into(memory, source, place, shard=(index, 3))
-    with pytest.raises(ValueError, match=r"versioned://bucket/tokens is not complete: 2 of 5 lanes"):
-        into(memory, source, place, finish=True)
-    into(memory, source, place, shard=(1, 3))
-    assert into(memory, source, place, finish=True) == expected
 
 
 def test_a_part_of_a_file_is_no_shard(memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,336 @@
+"""What a newcomer does wrong, by door: each is refused with what happened and the way out."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import streampack
+from streampack import (
+    IterablePackedDataset,
+    JSONLSource,
+    MapSource,
+    Mix,
+    MultipackBatchSampler,
+    PackedDataLoader,
+    PackedDataset,
+    PreferenceEncoder,
+    TextEncoder,
+    method_loader,
+    prepare_model_for_packing,
+)
+from streampack.cli import main
+from tests.support import hf_trainers
+from tests.support.hf_tokenizers import byte_level
+
+ROWS = [{"input_ids": [5] * 9}] * 9
+
+
+def packs(source: Any, **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(source, **{"max_seq_len": 64, **settings})
+
+
+def first(source: Any, **settings: Any) -> Any:
+    """Make the first pack."""
+    return next(iter(packs(source, **settings)))
+
+
+def of_file(content: str | bytes, **settings: Any) -> Any:
+    """Make the first pack of a file of rows, which lies in the working directory."""
+    Path("rows.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    return first("rows.jsonl", **settings)
+
+
+def of_text(content: str | bytes) -> Any:
+    return of_file(content, encoder=TextEncoder(byte_level()))
+
+
+def of_datasets(rows: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset, DatasetDict
+
+    return DatasetDict(train=Dataset.from_list(rows))
+
+
+def resumed(rows: int = 9, **settings: Any) -> None:
+    """Resume a run of nine rows with other rows or settings."""
+    loader = PackedDataLoader(packs(ROWS))
+    next(iter(loader))
+    other = PackedDataLoader(packs(ROWS[:1] * rows, **settings))
+    other.load_state_dict(loader.state_dict())
+    next(iter(other))
+
+
+def trained(rows: list[dict[str, Any]]) -> None:
+    trainer = hf_trainers.trainer_of(Path(), train_dataset=packs(rows, epochs=None), max_steps=2)
+    streampack.prepare_trainer_for_packing(trainer)
+    trainer.train()
+
+
+PAIR = {"prompt": "a", "chosen": "b" * 61, "rejected": "c"}
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    # Files and rows.
+    "no file": (
+        lambda: first("data/*.jsonl"),
+        "no file matches 'data/*.jsonl' (looked in HERE); check the path or the glob",
+    ),
+    "array": (
+        lambda: of_text('[{"text": "a"}]'),
+        "rows.jsonl:1: a row must be a JSON object, this is a list; if the file is one JSON array, let datasets",
+    ),
+    "text file": (
+        lambda: of_text("hello world\n"),
+        "if the file is plain text, let datasets read it: HFSource('text', data_files='rows.jsonl', split='train')",
+    ),
+    "latin-1": (
+        lambda: of_text('{"text": "é"}\n'.encode("latin-1")),
+        "JSON is UTF-8: convert the file, such as by iconv -f LATIN1 -t UTF-8",
+    ),
+    "all splits": (
+        lambda: first(of_datasets([{"input_ids": [5]}])),
+        "a DatasetDict has several splits: 'train'; give one, such as dataset['train']",
+    ),
+    # Tokenizers and samples.
+    "no encoder": (
+        lambda: of_file('{"text": "a"}\n'),
+        "rows.jsonl:1: column 'tokens' is missing; the row's columns are 'text'; such rows need an encoder: "
+        "encoder=TextEncoder(tokenizer), or data.encoder in a config",
+    ),
+    "a tokenizer": (
+        lambda: packs([{"text": "a"}], encoder=byte_level()),
+        "encoder is a tokenizer, a TokenizersBackend; wrap it: TextEncoder(tokenizer) for rows of text",
+    ),
+    "pairs": (
+        lambda: first([PAIR]),
+        "the row is a preference pair ('chosen', 'rejected'), whose answers must stay in one pack; such rows need an "
+        "encoder: encoder=PreferenceEncoder(tokenizer)",
+    ),
+    "long pair": (
+        lambda: first([PAIR], encoder=PreferenceEncoder(byte_level())),
+        "sample 0 is a group of 65 tokens, max_seq_len is 64, and a group is never split; set overlong to 'truncate'",
+    ),
+    "bare text": (
+        lambda: first(["hello"], encoder=TextEncoder(byte_level())),
+        "sample 0: the row is a str, 'hello'; it must be a dict with a column 'text'",
+    ),
+    "column": (
+        lambda: of_text('{"content": "a"}\n'),
+        "rows.jsonl:1: column 'text' is missing; the row's columns are 'content'; the encoder's option column= names",
+    ),
+    "empty": (
+        lambda: first([{"input_ids": []}]),
+        "sample 0 has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples",
+    ),
+    "no content": (
+        lambda: first(
+            [{"messages": [{"role": "user", "content": None}]}], encoder=streampack.ChatEncoder(byte_level())
+        ),
+        "column 'messages', message 0 (user) has no content (null) and no tool_calls; mend the row, or leave it out",
+    ),
+    "overlong": (
+        lambda: first([{"input_ids": [5] * 100}]),
+        "sample 0 has 100 tokens, max_seq_len is 64; set overlong to 'split', 'truncate' or 'drop', or raise",
+    ),
+    "vocabulary": (
+        lambda: first([{"input_ids": [5, 2000]}], vocab_size=1000),
+        "sample 0: token id 2000 is outside the vocabulary of 1000 ids (0 to 999); use the model's own tokenizer",
+    ),
+    "labels": (
+        lambda: first([{"input_ids": [5, 6, 7], "labels": [6, 7]}]),
+        "sample 0: 'input_ids' has 3 entries and 'labels' has 2; labels are unshifted, one per token",
+    ),
+    "columns of ids": (
+        lambda: first([{"ids": [1, 2], "n": 2}]),
+        "encoder=TokensEncoder(tokens='ids', labels=None)",
+    ),
+    # Datasets and loaders.
+    "strategy": (
+        lambda: packs(ROWS, strategy="bfd"),
+        "strategy='bfd' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'; for documents that "
+        "continue in the next pack set split_across_pack=True",
+    ),
+    "default_collate": (
+        lambda: next(iter(DataLoader(packs(ROWS), batch_size=2))),
+        "give the DataLoader collate_fn=streampack.collate_packed, or iterate a PackedDataLoader",
+    ),
+    "rows to the loader": (
+        lambda: PackedDataLoader(ROWS),  # type: ignore[arg-type]
+        "a list is no stream of packs; give PackedDataLoader an IterablePackedDataset(rows, max_seq_len=...)",
+    ),
+    "lanes": (
+        lambda: next(iter(PackedDataLoader(packs(ROWS, num_lanes=1), num_workers=2))),
+        "1 lane cannot feed 2 consumers (ranks x workers): some would get nothing; use fewer workers",
+    ),
+    "no state": (
+        lambda: PackedDataLoader(packs(ROWS)).load_state_dict({}),
+        "this dict is no state of an IterablePackedDataset (version 1); give what loader.state_dict() returned",
+    ),
+    "other data": (
+        lambda: resumed(rows=11),
+        "the state was made with corpus.rows=9 and this dataset has corpus.rows=11; resume with what the run began",
+    ),
+    "other settings": (
+        lambda: resumed(max_seq_len=128),
+        "the state was made with max_seq_len=64 and this dataset has max_seq_len=128",
+    ),
+    "dataset's key": (lambda: packs(ROWS, shufle=True), "'shufle'; did you mean 'shuffle'"),
+    "map-style key": (
+        lambda: PackedDataset(ROWS, max_seq_len=8, pading_idx=1),  # type: ignore[call-arg]
+        "'pading_idx'; did you mean 'padding_idx'",
+    ),
+    "loader's key": (
+        lambda: PackedDataLoader(packs(ROWS), batch=1),  # type: ignore[call-arg]
+        "'batch'; did you mean 'batch_size'",
+    ),
+    "weight": (
+        lambda: Mix([{"name": "a", "source": MapSource(ROWS), "weight": 10**400}]),
+        "; give its fraction of the trained tokens",
+    ),
+    # Models and Trainer.
+    "attention": (
+        lambda: prepare_model_for_packing(hf_trainers.model(), attention="flash_attention_2"),
+        "'flash'; did you mean 'flash'",
+    ),
+    "model's vocabulary": (
+        lambda: trained([{"input_ids": [5, 99_999]}] * 9),
+        "token id 99999 is outside the model's vocabulary of 1024 ids (0 to 1023); use the model's own tokenizer, or",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_mistake_is_named_with_its_way_out(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, fragment = REFUSED[name]
+    with pytest.raises((ValueError, TypeError, OSError)) as error:
+        make()
+    assert fragment in str(error.value).replace(f"{tmp_path}/", "").replace(str(tmp_path), "HERE")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fragment"),
+    [
+        ("gradient_accumulation_steps", 8, "; packs_per_step is the packs of an optimizer step over all ranks"),
+        ("per_device_train_batch_size", 8, "; write batch_size, which counts packs"),
+        ("data.max_seq_len", 4096, "is above model.max_seq_len=32, the positions that the model has; lower"),
+        ("model.vocab_size", 4, "weights do not fit the model: size mismatch for tok_embeddings.weight, (16, 16)"),
+        ("data.source._component_", "streampack.JSONSource", "leads to nothing that can be called; did you mean"),
+        ("data.source._component_", "my_code.Rows", "if you trust my_code, say so outside of the config: --trust"),
+        ("data.encoder", "streampack.TextEncoder", "is text; write it as a component: {_component_: streampack.Te"),
+        ("checkpointer.checkpoint_dir", "models/llama", "is no folder; download the weights, or correct the path"),
+        ("data", [{"tokens": [3, 4], "labels": [-100, -100]}] * 40, "the first pack trains nothing: every label of"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_config_is_refused_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, fragment: str
+) -> None:
+    from streampack.training.config import to_plain
+    from streampack.training.validate import validate
+    from tests.support.tiny import tiny_config
+
+    monkeypatch.setenv("STREAMPACK_TRUST", "tests")
+    config = to_plain(tiny_config(tmp_path, rows=100))
+    if key == "data":
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in value))
+        del config["data"]["encoder"]
+        config["validation"] = None
+    else:
+        *above, last = key.split(".")
+        node: Any = config
+        for each in above:
+            node = node[each]
+        node[last] = value
+    said = validate(config)[0]
+    assert key.rpartition(".")[2] in said or key.partition(".")[0] in said
+    assert fragment in said
+
+
+@pytest.mark.parametrize(
+    ("package", "open_door", "extra"),
+    [
+        ("pyarrow", lambda: first("rows.parquet"), "reading Parquet needs pyarrow: pip install 'streampack[parquet]'"),
+        ("torchtune", lambda: main(["validate", "quickstart"]), "pip install 'streampack[tune]'"),
+    ],
+    ids=["pyarrow", "torchtune"],
+)  # fmt: skip
+def test_a_package_that_is_missing_is_named_by_its_extra(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    open_door: Callable[[], Any],
+    extra: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, package, None)
+    try:
+        open_door()
+        said = capsys.readouterr().err
+    except ImportError as error:
+        said = str(error)
+    assert extra in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragment"),
+    [
+        ({"padding_idx": 10}, "padding_idx=10 is outside the vocabulary of 10 ids (0 to 9); give a token of the"),
+        ({"truncate_eos": 10}, "truncate_eos=10 is outside the vocabulary of 10 ids (0 to 9); give a token of the"),
+        ({"padding_idx": True}, "padding_idx=True is not a whole number; give one of at least 0"),
+        ({"truncate_eos": -1}, "truncate_eos=-1 is below 0; give at least 0"),
+    ],
+)  # fmt: skip
+def test_token_ids_are_checked_against_the_vocabulary(settings: Any, fragment: str) -> None:
+    given = {"max_seq_len": 6, "vocab_size": 10, **settings}
+    makers: list[Callable[[], Any]] = [lambda: packs(ROWS, **given), lambda: PackedDataset(ROWS, **given)]
+    if "truncate_eos" not in settings:
+        makers.append(lambda: method_loader(ROWS, method="exact_fit", batch_size=1, **given))
+    for make in makers:
+        with pytest.raises(ValueError) as error:
+            make()
+        assert str(error.value).startswith(fragment)
+
+
+NOWHERE = "https://nowhere.invalid/a.jsonl"
+
+
+@pytest.mark.parametrize("number", [2**63, 10**400], ids=["64 bits", "no float"])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("num_lanes", lambda n: packs(ROWS, num_lanes=n)),
+        ("padding_idx", lambda n: packs(ROWS, padding_idx=n)),
+        ("max_seq_len", lambda n: packs(ROWS, max_seq_len=n)),
+        ("max_outage", lambda n: packs(ROWS, max_outage=n)),
+        ("batch_size", lambda n: PackedDataLoader(packs(ROWS), batch_size=n)),
+        ("num_workers", lambda n: PackedDataLoader(packs(ROWS), num_workers=n)),
+        ("timeout", lambda n: PackedDataLoader(packs(ROWS), timeout=n)),
+        ("max_tokens", lambda n: MultipackBatchSampler([1, 2], max_tokens=n)),
+        ("max_seq_len", lambda n: PackedDataset(ROWS, max_seq_len=n)),
+        ("retries", lambda n: JSONLSource(NOWHERE, retries=n)),
+        ("timeout", lambda n: JSONLSource(NOWHERE, timeout=n)),
+        ("max_line_bytes", lambda n: JSONLSource(__file__, max_line_bytes=n)),
+    ],
+)
+def test_numbers_that_no_machine_can_hold_are_refused_by_name(name: str, make: Any, number: int) -> None:
+    with pytest.raises(ValueError, match=f"^{name}={number} is "):
+        make(number)
+
+
+def test_hints_leave_signatures_as_they_are() -> None:
+    for each in (IterablePackedDataset, PackedDataset, PackedDataLoader):
+        assert "args" not in inspect.signature(each).parameters
+        with pytest.raises(TypeError, match="missing"):
+            each()
