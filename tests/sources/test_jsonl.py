@@ -83,6 +83,24 @@ def test_every_row_of_a_file_exactly_once(
         assert source.fetch(row.row_id) == row.data
 
 
+@pytest.mark.parametrize("window", [1, 25])
+def test_a_window_is_shuffled_as_a_whole(tmp_path: Path, window: int) -> None:
+    """Of files in an order of their own, each window holds the rows of its stretch, in an order that none other has."""
+    for f in range(10):
+        write(tmp_path / f"{f}.jsonl", [{"i": 10 * f + i} for i in range(10)])
+    source = JSONLSource(tmp_path)
+    order, found = ([row["i"] for row in read_all(source, shuffle_window=each)] for each in (1, window))
+    stretch = [10 * f + i for f in dict.fromkeys(i // 10 for i in order) for i in range(10)]
+    assert stretch != sorted(stretch), "the files are permuted, too"
+    places = {number: place for place, number in enumerate(stretch)}
+    orders = set()
+    for begin in range(0, 100, window):
+        own = [places[i] - begin for i in found[begin : begin + window]]
+        assert sorted(own) == list(range(len(own)))
+        orders.add(tuple(own))
+    assert len(orders) == (100 // window if window > 1 else 1)
+
+
 def test_lines_that_begin_where_a_file_was_cut(tmp_path: Path) -> None:
     path, rows = tmp_path / "a.jsonl", numbered(256)
     path.write_bytes(b"".join(json.dumps(row).encode().ljust(31) + b"\n" for row in rows))
@@ -222,20 +240,6 @@ def test_the_fingerprint_depends_on_names_and_content(tmp_path: Path) -> None:
     assert JSONLSource(tmp_path).fingerprint() != fingerprint
 
 
-def test_the_fingerprint_reads_only_the_ends_of_files(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", numbered(20_000))
-    middle = path.stat().st_size // 2
-    assert middle > 2 << 16
-    before = JSONLSource(path).fingerprint()
-    content = bytearray(path.read_bytes())
-    content[middle] ^= 1
-    path.write_bytes(content)
-    assert JSONLSource(path).fingerprint() == before
-    content[-(1 << 16)] ^= 1
-    path.write_bytes(content)
-    assert JSONLSource(path).fingerprint() != before
-
-
 def test_a_file_that_changes_during_a_run(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{i}.jsonl", numbered(5)) for i in range(2)]
     size = paths[1].stat().st_size
@@ -369,21 +373,6 @@ def test_damaged_archives_are_errors_that_name_the_file(tmp_path: Path, suffix: 
     assert "holds no rows" not in said
 
 
-def test_an_archive_cut_off_at_the_end_of_a_line(tmp_path: Path) -> None:
-    """All lines are whole, and half of the corpus is missing."""
-    compressor = zstandard.ZstdCompressor().compressobj()
-    first = "".join(json.dumps(row) + "\n" for row in numbered(100)).encode()
-    packed = compressor.compress(first) + compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
-    kept = len(packed)
-    packed += compressor.compress(first) + compressor.flush()
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(packed)
-    assert len(read_all(JSONLSource(path))) == 200
-    path.write_bytes(packed[:kept])
-    with pytest.raises(ValueError, match=f"{path}"):
-        read_all(JSONLSource(path))
-
-
 PACKED = {
     "bzip2 data": bz2.compress,
     "xz data": lzma.compress,
@@ -452,20 +441,6 @@ def texts_of(count: int) -> list[dict[str, Any]]:
     """Return rows sorted by length, so that the first ones do not represent the rest."""
     rng = np.random.default_rng(0)
     return [{"text": "x" * n} for n in sorted(rng.lognormal(4, 1, count).astype(int).tolist())]
-
-
-@pytest.mark.parametrize("files", [1, 3])
-def test_probe_of_plain_files(tmp_path: Path, files: int) -> None:
-    rows = texts_of(20_000)
-    step = len(rows) // files
-    source = JSONLSource(
-        [write(tmp_path / f"{i}.jsonl", rows[i * step : (i + 1) * step]) for i in range(files)]
-    )
-    probed, scale = source.probe(256)
-    assert 200 <= len(probed) <= 260
-    true = sum(len(row["text"]) for row in rows)
-    assert sum(len(row.data["text"]) for row in probed) * scale == pytest.approx(true, rel=0.15)
-    assert source.bytes_read < 300 * 1000, "not the whole corpus"
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
