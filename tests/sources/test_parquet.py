@@ -100,7 +100,9 @@ def test_lanes_are_even(
     lanes = [len(list(source.read(Reading(lane, num_lanes=num_lanes)))) for lane in range(num_lanes)]
     total = sum(map(sum, counts))
     assert sum(lanes) == total
-    assert max(lanes) - min(lanes) <= max(map(sum, counts)) + total // (num_lanes * per_lane), "a file, or a part"
+    assert max(lanes) - min(lanes) <= max(map(sum, counts)) + total // (num_lanes * per_lane), (
+        "a file, or a part"
+    )
 
 
 def test_the_fingerprint_depends_on_columns_and_content(tmp_path: Path) -> None:

@@ -232,6 +232,19 @@ def test_iterables_and_functions_of_iterables(rows: Any) -> None:
     assert read_all(source) == numbered(10), "and once more"
 
 
+@pytest.mark.parametrize("window", [0, 4])
+def test_an_iterable_may_change_the_row_that_it_gave(window: int) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        message = {"content": -1}
+        row = {"messages": [message]}
+        for i in range(20):
+            message["content"] = i
+            yield row
+
+    found = list(IterableSource(rows).read(Reading(shuffle_window=window)))
+    assert sorted(row.data["messages"][0]["content"] for row in found) == list(range(20))
+
+
 @pytest.mark.parametrize(("window", "lane"), [(0, 0), (4, 1)])
 def test_a_generator_that_raises_midway(window: int, lane: int) -> None:
     """A generator that raised is finished, which a naive reader would take for the end of the data."""
