@@ -232,8 +232,7 @@ def test_iterables_and_functions_of_iterables(rows: Any) -> None:
     assert read_all(source) == numbered(10), "and once more"
 
 
-@pytest.mark.parametrize("window", [0, 4])
-def test_an_iterable_may_change_the_row_that_it_gave(window: int) -> None:
+def test_an_iterable_may_change_the_rows_of_a_window() -> None:
     def rows() -> Iterator[dict[str, Any]]:
         message = {"content": -1}
         row = {"messages": [message]}
@@ -241,7 +240,7 @@ def test_an_iterable_may_change_the_row_that_it_gave(window: int) -> None:
             message["content"] = i
             yield row
 
-    found = list(IterableSource(rows).read(Reading(shuffle_window=window)))
+    found = list(IterableSource(rows).read(Reading(shuffle_window=4)))
     assert sorted(row.data["messages"][0]["content"] for row in found) == list(range(20))
 
 
