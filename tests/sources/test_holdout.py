@@ -1,13 +1,30 @@
+"""Rows that are held out for validation: the same ones whatever reads them, of a source or of those of a mixture."""
+
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack import IterablePackedDataset, TokensEncoder
-from streampack.sources import Holdout, MapSource, Reading
+from streampack import (
+    IterablePackedDataset,
+    MapSource,
+    Mix,
+    TokensEncoder,
+)
+from streampack.sources import Holdout, Reading
 from streampack.sources.base import BadRecord
-from streampack.sources.holdout import PARTS
+from streampack.sources.holdout import PARTS, hold_out
+from tests.support.corpus import all_of, samples_in
+from tests.support.corpus import rows as numbers
+from tests.support.mixtures import (
+    APART,
+    make,
+    shifted,
+    three,
+)
 
 
 def rows(count):
@@ -42,12 +59,6 @@ def test_added_rows_move_no_other_row():
     _, before = both(MapSource(rows(100)))
     _, after = both(MapSource(rows(200)))
     assert [i for i in read(after) if i < 100] == read(before)
-
-
-def test_the_fingerprint_depends_on_the_fraction():
-    source = MapSource(rows(100))
-    prints = {Holdout(source, fraction=s, part=p).fingerprint() for s in (0.1, 0.2) for p in PARTS}
-    assert len(prints) == 4
 
 
 def test_the_estimate_counts_only_its_part():
@@ -164,3 +175,40 @@ def test_a_column_of_bfloat16_is_hashed():
     corpus = [{**row, "weight": torch.tensor([i], dtype=torch.bfloat16)} for i, row in enumerate(rows(100))]
     train, held_out = both(MapSource(corpus))
     assert sorted(read(train) + read(held_out)) == list(range(100))
+
+
+def test_a_mixture_behind_a_holdout_is_refused() -> None:
+    data = make(Holdout(three(), fraction=0.5, part="train"))
+    with pytest.raises(RuntimeError, match="hold rows out of its sources, not of the whole"):
+        list(data)
+
+
+def test_a_fraction_is_held_out_of_every_source() -> None:
+    train, held_out = hold_out(three("all_exhausted", (1, 1, 1)), fraction=0.3)
+    assert isinstance(held_out, Mix)
+    assert (train.stop, held_out.stop) == ("all_exhausted", "first_exhausted")  # type: ignore[attr-defined]
+    assert held_out.names == ["short", "middling", "long"]
+    found = [samples_in(make(part, num_lanes=1)) for part in (train, held_out)]
+    assert not set(found[0]) & set(found[1])
+    everything = all_of(row for i in range(3) for row in shifted(numbers(60), APART * i))
+    assert set(found[0]) < set(everything)
+    assert {i // APART for i in found[1]} == {0, 1, 2}
+    alone = hold_out(MapSource(numbers(30)), fraction=0.3)
+    assert all(isinstance(part, Holdout) for part in alone)
+
+
+def test_a_fraction_is_held_out_of_the_sources_that_are_named() -> None:
+    small = three("all_exhausted", (1, 1, 1), short=1)
+    train, held_out = hold_out(small, fraction={"middling": 0.3, "long": 0.6, "short": 0})
+    assert held_out.names == ["middling", "long"]
+    found = [samples_in(make(part, num_lanes=1)) for part in (train, held_out)]
+    assert not set(found[0]) & set(found[1])
+    assert 0 in found[0], "the one row of the small source"
+    assert {i // APART for i in found[1]} == {1, 2}
+    assert [entry.source.fraction for entry in held_out.entries] == [0.3, 0.6]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="out of 'other', and the sources are short, middling, long"):
+        hold_out(small, fraction={"other": 0.1})
+    with pytest.raises(ValueError, match="out of 'short', and the sources are no mixture"):
+        hold_out(MapSource(numbers(30)), fraction={"short": 0.1})
+    with pytest.raises(ValueError, match="nothing is held out of any source"):
+        hold_out(small, fraction={"long": 0})

@@ -1,21 +1,24 @@
-"""Hugging Face datasets as sources: map-style and streaming, loaded or by name."""
+"""Hugging Face's datasets as sources: loaded or by name, streams by row and by table, and what is refused."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Array2D, Dataset, DatasetDict, Features, IterableDataset, Value
 from torch.utils.data import DataLoader
 
-from streampack import HFSource, IterablePackedDataset, MapSource
-from streampack.sources import Reading
-from tests.support.conformance import check_cursors, check_resume_everywhere
+from streampack import HFSource, IterablePackedDataset
+from streampack.sources import Reading, hugging_face
+from streampack.sources.arrow_rows import ArrowRow
+from tests.support.conformance import check_cursors
 
 Row = dict[str, Any]
 
@@ -85,23 +88,6 @@ def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str) -> None:
         ]
 
 
-@pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("num_lanes", [2, 5])
-def test_lanes_that_are_read_side_by_side_do_not_disturb_one_another(
-    tmp_path: Path, kind: str, num_lanes: int
-) -> None:
-    dataset = MADE[kind](shards(tmp_path))
-    source, rng, found = HFSource(dataset), np.random.default_rng(0), []
-    readers = [source.read(Reading(lane, num_lanes=num_lanes)) for lane in range(num_lanes)]
-    while readers:
-        reader = readers[int(rng.integers(len(readers)))]
-        if (row := next(reader, None)) is None:
-            readers.remove(reader)
-        else:
-            found.append(row.data["tokens"][0])
-    assert sorted(found) == sorted(row["tokens"][0] for row in dataset)
-
-
 @pytest.mark.parametrize("kind", ["stream", "filtered", "interleaved"])
 def test_reading_resumes_at_every_cursor(tmp_path: Path, kind: str) -> None:
     source = HFSource(MADE[kind](shards(tmp_path, rows=14)))
@@ -112,19 +98,6 @@ def test_reading_resumes_at_every_cursor(tmp_path: Path, kind: str) -> None:
                     Reading(lane, num_lanes=num_lanes, shuffle_window=3, start=start)
                 )
             )
-
-
-@pytest.mark.parametrize("num_lanes", [3, 7])
-def test_resume_at_every_pack(tmp_path: Path, num_lanes: int) -> None:
-    folder = shards(tmp_path, rows=60)
-
-    def make() -> IterablePackedDataset:
-        source = HFSource(streamed(folder))
-        return IterablePackedDataset(
-            source, max_seq_len=32, num_lanes=num_lanes, shuffle=True, shuffle_window=5
-        )
-
-    assert len(check_resume_everywhere(make, packs=12)) > 10
 
 
 @pytest.mark.parametrize(("consumers", "lanes"), [(2, 4), (3, 3)])
@@ -205,38 +178,34 @@ def test_no_code_of_a_dataset_is_run(tmp_path: Path) -> None:
 
 
 def test_unusable_datasets_are_refused(tmp_path: Path) -> None:
-    rows = Dataset.from_list(rows_of(3))
-    with pytest.raises(ValueError, match="a list is no Hugging Face dataset; give one, or its name"):
-        HFSource([1])
-    with pytest.raises(ValueError, match="name, split, data_files and revision are for a dataset by name"):
-        HFSource(rows, split="train")
-    with pytest.raises(ValueError, match="the dataset has several splits; name one: split='test'"):
-        HFSource(DatasetDict(test=rows))
-    for dataset in (rows, streamed(shards(tmp_path))):
-        with pytest.raises(ValueError, match="the dataset has no column 'text'; it has 'tokens', 'labels'"):
-            HFSource(dataset, columns=["text"])
-    with pytest.raises(ValueError, match="the length of this stream is unknown; set max_steps"):
-        HFSource(streamed(tmp_path / "shards")).probe(5)
+    rows, stream = Dataset.from_list(rows_of(3)), streamed(shards(tmp_path))
+    for dataset, how, message in (
+        ([1], {}, "a list is no Hugging Face dataset; give one, or its name"),
+        (rows, {"split": "train"}, "name, split, data_files and revision are for a dataset by name"),
+        (DatasetDict(test=rows), {}, "the dataset has several splits; name one: split='test'"),
+        (rows, {"columns": ["text"]}, "the dataset has no column 'text'; it has 'tokens', 'labels'"),
+        (stream, {"columns": ["text"]}, "the dataset has no column 'text'; it has 'tokens', 'labels'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            HFSource(dataset, **how)
 
 
 def test_rows_are_located_by_shard_and_number(tmp_path: Path) -> None:
     source = HFSource(streamed(shards(tmp_path)))
     for row in source.read(Reading(shuffle_window=5)):
         assert source.fetch(row.row_id) == row.data
-    assert source.locate((2, 5)) == "shard 2, row 5"
-    assert HFSource(Dataset.from_list(rows_of(3))).locate((2,)) == "sample 2"
+    assert [HFSource(Dataset.from_list(rows_of(3))).locate((2,)), source.locate((2, 5))] == [
+        "sample 2",
+        "shard 2, row 5",
+    ]
 
 
-def test_the_fingerprint_depends_on_columns_and_rows(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_columns(tmp_path: Path) -> None:
     folder = shards(tmp_path)
-    first = HFSource(streamed(folder)).fingerprint()
-    assert HFSource(streamed(folder)).fingerprint() == first
-    assert HFSource(streamed(folder), columns=["tokens"]).fingerprint() != first
-    lines = (folder / "train-2.jsonl").read_text().splitlines()
-    (folder / "train-2.jsonl").write_text("\n".join(lines[1:]))
-    assert HFSource(streamed(folder)).fingerprint() != first
-    rows = Dataset.from_list(rows_of(30))
-    assert HFSource(rows).fingerprint() == MapSource(rows).fingerprint()
+    assert (
+        HFSource(streamed(folder), columns=["tokens"]).fingerprint()
+        != HFSource(streamed(folder)).fingerprint()
+    )
 
 
 def test_errors_of_the_stream_consume_nothing(tmp_path: Path) -> None:
@@ -271,3 +240,122 @@ def test_a_torch_worker_reads_all_shards_of_a_stream(tmp_path: Path) -> None:
         for token in pack["tokens"][: int(pack["seq_lens"][: pack["num_seqs"]].sum())].tolist()
     }
     assert seen == set(range(40))
+
+
+# By table: the same rows, but several at a time.
+
+
+def table_rows(count: int) -> list[Row]:
+    rng = np.random.default_rng(count)
+    lengths = rng.integers(0, 9, count).tolist()
+    rows = [{"tokens": [i] * (n + 1), "labels": [-100, *[i] * n]} for i, n in enumerate(lengths)]
+    other = [{"text": str(i), "score": [None, 0.5], "empty": None} for i in range(count)]
+    return [row | more for row, more in zip(rows, other, strict=True)]
+
+
+def files(folder: Path, *, rows: int = 45) -> list[str]:
+    """Write three files with row groups of seven rows."""
+    made = table_rows(rows)
+    paths = []
+    for number, part in enumerate(np.array_split(np.arange(rows), 3)):
+        table = pa.Table.from_pylist([made[i] for i in part])
+        paths.append(str(folder / f"{number}.parquet"))
+        pq.write_table(table, paths[-1], row_group_size=7)
+    return paths
+
+
+def tables(folder: Path, rows: int = 45) -> IterableDataset:
+    return datasets.load_dataset(
+        "parquet", data_files=files(folder, rows=rows), split="train", streaming=True
+    )
+
+
+BY_TABLE: dict[str, Callable[[Path], Any]] = {
+    "files": tables,
+    "some columns": lambda folder: tables(folder).select_columns(["labels", "text"]),
+    "row groups": lambda folder: tables(folder).reshard(),
+    "a shard": lambda folder: tables(folder).shard(3, 1),
+    "a table": lambda folder: Dataset.from_list(table_rows(45)).to_iterable_dataset(num_shards=2),
+    "a list is missing": lambda folder: Dataset.from_list(
+        [*table_rows(9), {**table_rows(1)[0], "tokens": None}, *table_rows(3)]
+    ).to_iterable_dataset(),
+}
+
+
+@pytest.mark.parametrize(("kind", "batch_bytes"), [("files", 100), *((kind, 1 << 24) for kind in BY_TABLE)])
+def test_rows_of_a_table_are_those_of_the_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch_bytes: int
+) -> None:
+    monkeypatch.setattr(hugging_face, "BATCH_BYTES", batch_bytes)
+    dataset = BY_TABLE[kind](tmp_path)
+    source = HFSource(dataset)
+    assert source.source.by_table
+    expected = list(dataset)
+    rows = [row.data for row in source.read(Reading())]
+    assert all(type(row) is ArrowRow for row in rows) or kind == "a list is missing"
+    assert rows == expected
+    assert [list(row) for row in rows] == [list(row) for row in expected]
+    for number, row in enumerate(dataset.shard(dataset.num_shards, 0)):
+        assert source.fetch((0, number)) == row
+
+
+BY_ROW: dict[str, Callable[[Path], Any]] = {
+    "mapped": lambda folder: tables(folder).map(lambda row: {"labels": row["tokens"]}),
+    "filtered": lambda folder: tables(folder).filter(lambda row: row["tokens"][0] % 3),
+    "formatted": lambda folder: tables(folder).select_columns(["tokens", "labels"]).with_format("numpy"),
+    "text": lambda folder: tables(folder).select_columns(["text"]),
+    "concatenated": lambda folder: datasets.concatenate_datasets([tables(folder)] * 2),
+    "decoded": lambda folder: Dataset.from_list(
+        [{"tokens": [1], "image": [[1.0]]}],
+        features=Features({"tokens": [Value("int32")], "image": Array2D((1, 1), "float32")}),
+    ).to_iterable_dataset(),
+}
+
+
+@pytest.mark.parametrize("kind", BY_ROW)
+def test_other_streams_are_read_by_row(tmp_path: Path, kind: str) -> None:
+    dataset = BY_ROW[kind](tmp_path)
+    source = HFSource(dataset)
+    assert not source.source.by_table
+    found = [{name: np.asarray(v).tolist() for name, v in row.data.items()} for row in source.read(Reading())]
+    assert found == [{name: np.asarray(v).tolist() for name, v in row.items()} for row in dataset]
+
+
+def test_packs_and_states_are_those_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = tables(tmp_path)
+
+    def run() -> list[Any]:
+        data = IterablePackedDataset(dataset, max_seq_len=16, num_lanes=5, shuffle=True, shuffle_window=6)
+        return [([pack[key].tolist() for key in ("tokens", "labels")], data.state_dict()) for pack in data]
+
+    by_table = run()
+    monkeypatch.setattr(hugging_face, "BY_TABLE", frozenset())
+    assert not HFSource(dataset).source.by_table
+    assert run() == by_table
+
+
+def test_errors_of_a_stream_of_tables_consume_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [3, 2, 0]
+    whole = IterableDataset.iter
+
+    def hiccup(self: IterableDataset, batch_size: int) -> Iterator[Any]:
+        last = failures.pop() if failures else None
+        for number, table in enumerate(whole(self, batch_size)):
+            if number == last:
+                raise ConnectionError("a hiccup")
+            yield table
+
+    source = HFSource(tables(tmp_path))
+    monkeypatch.setattr(IterableDataset, "iter", hiccup)
+    reader, got = source.read(Reading()), []
+    while True:
+        try:
+            got.append(next(reader).data["tokens"][0])
+        except StopIteration:
+            break
+        except ConnectionError as error:
+            assert error.__notes__[-1].startswith("while reading shard 0, row ")
+    assert got == list(range(45))
+    assert not failures

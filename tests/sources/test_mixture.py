@@ -1,32 +1,40 @@
-"""A mixture: where its epochs end, its encoders and names, and the mixtures that are refused."""
+"""Mixtures: ends of epochs, fractions of trained tokens, small sources, encoders and names, resumes, refusals."""
 
 from __future__ import annotations
 
+import json
 import pickle
+import warnings
 from collections import Counter
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
     IterablePackedDataset,
-    JSONLSource,
     MapSource,
     Mix,
+    PackedDataLoader,
     Sample,
     TokensEncoder,
 )
 from streampack.sources import Holdout, Reading
-from streampack.sources.holdout import hold_out
-from tests.support.corpus import Numbers, all_of, in_memory, rows, samples_in, write
+from tests.support.conformance import check_resume_everywhere, content
+from tests.support.corpus import Numbers, rows, samples_in, write
 from tests.support.mixtures import (
     APART,
+    ENDLESS,
+    ONCE,
     SHUFFLED,
+    TWICE,
     entry,
     make,
     shifted,
@@ -157,19 +165,35 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "stop", "message"),
+    ("entries", "message"),
     [
-        ([], "never", "a mixture of no sources has no rows; name at least one"),
-        ("a", "sometime", "stop='sometime' is unknown; choose one of 'first_exhausted', 'all_exhausted', 'never'"),
-        ("aa", "never", "two sources are named 'a'; give each a name of its own"),
-        (["a/b"], "never", "a source of a mixture is named 'a/b'; give it a name without a slash"),
-        ([""], "never", "a source of a mixture is named ''; give it a name without a slash"),
+        ([], "a mixture of no sources has no rows; name at least one"),
+        ([{"name": "a"}] * 2, "two sources are named 'a'; give each a name of its own"),
+        ([{"name": "a/b"}], "a source of a mixture is named 'a/b'; give it a name without a slash"),
+        ([{"name": ""}], "a source of a mixture is named ''; give it a name without a slash"),
+        ([{"wieght": 1}], "source 'a' has no 'wieght'; its keys are name, source, weight, encoder"),
+        ([{"weight": None}], "source 'a' has no weight; its keys are"),
+        ([{"source": None}], "source 'a' has no source; its keys are"),
+        *(
+            (
+                [{"weight": weight}],
+                "source 'a' has weight=.*; give its fraction of the trained tokens, 0 to leave",
+            )
+            for weight in (-1, float("nan"), float("inf"), "1", True)
+        ),
     ],
-)  # fmt: skip
-def test_bad_mixtures_are_refused(names: list[str], stop: str, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        Mix([entry(name, rows(3)) for name in names], stop=stop)
-    assert str(error.value) == message
+)
+def test_bad_mixtures_are_refused(entries: list[dict[str, Any]], message: str) -> None:
+    whole = [entry("a", rows(3)) | changes for changes in entries]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Mix([{key: value for key, value in each.items() if value is not None} for each in whole])
+
+
+def test_an_unknown_stop_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="'sometime' is unknown; choose one of 'first_exhausted', 'all_exhausted', 'ne"
+    ):
+        Mix([entry("a", rows(3))], stop="sometime")
 
 
 def test_a_mixture_within_a_mixture_becomes_its_sources() -> None:
@@ -186,25 +210,6 @@ def test_a_mixture_within_a_mixture_becomes_its_sources() -> None:
     )
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "1", True])
-def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"source 'a' has weight=.*; give its fraction of the trained tokens, 0 to leave"
-    ):
-        Mix([entry("a", rows(3), weight)])
-
-
-def test_keys_of_a_source_are_checked() -> None:
-    with pytest.raises(
-        ValueError, match="source 'a' has no 'wieght'; its keys are name, source, weight, encoder"
-    ):
-        Mix([{"name": "a", "source": rows(3), "wieght": 1}])
-    with pytest.raises(ValueError, match="source 'a' has no weight; its keys are"):
-        Mix([{"name": "a", "source": rows(3)}])
-    with pytest.raises(ValueError, match="source 'a' has no source; its keys are"):
-        Mix([{"name": "a", "weight": 3}])
-
-
 @pytest.mark.parametrize("bad", ["masked", "broken"])
 def test_a_source_that_trains_nothing_is_refused(tmp_path: Path, bad: str) -> None:
     (tmp_path / "a.jsonl").write_text("{\n" * 5)
@@ -216,43 +221,6 @@ def test_a_source_that_trains_nothing_is_refused(tmp_path: Path, bad: str) -> No
     skipping = {"on_bad_record": "skip", "max_bad_records": 10**6}
     with pytest.raises(ValueError, match="lane 0 of 1: the last 1000 rows of source 'bad' trained no token"):
         list(IterablePackedDataset(mix, max_seq_len=8, num_lanes=1, **skipping))  # type: ignore[arg-type]
-
-
-def test_a_mixture_behind_a_holdout_is_refused() -> None:
-    data = make(Holdout(three(), fraction=0.5, part="train"))
-    with pytest.raises(RuntimeError, match="hold rows out of its sources, not of the whole"):
-        list(data)
-
-
-def test_a_fraction_is_held_out_of_every_source() -> None:
-    train, held_out = hold_out(three("all_exhausted", (1, 1, 1)), fraction=0.3)
-    assert isinstance(held_out, Mix)
-    assert (train.stop, held_out.stop) == ("all_exhausted", "first_exhausted")  # type: ignore[attr-defined]
-    assert held_out.names == ["short", "middling", "long"]
-    found = [samples_in(make(part, num_lanes=1)) for part in (train, held_out)]
-    assert not set(found[0]) & set(found[1])
-    everything = all_of(row for i in range(3) for row in shifted(rows(60), APART * i))
-    assert set(found[0]) < set(everything)
-    assert {i // APART for i in found[1]} == {0, 1, 2}
-    alone = hold_out(MapSource(rows(30)), fraction=0.3)
-    assert all(isinstance(part, Holdout) for part in alone)
-
-
-def test_a_fraction_is_held_out_of_the_sources_that_are_named() -> None:
-    small = three("all_exhausted", (1, 1, 1), short=1)
-    train, held_out = hold_out(small, fraction={"middling": 0.3, "long": 0.6, "short": 0})
-    assert held_out.names == ["middling", "long"]
-    found = [samples_in(make(part, num_lanes=1)) for part in (train, held_out)]
-    assert not set(found[0]) & set(found[1])
-    assert 0 in found[0], "the one row of the small source"
-    assert {i // APART for i in found[1]} == {1, 2}
-    assert [entry.source.fraction for entry in held_out.entries] == [0.3, 0.6]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="out of 'other', and the sources are short, middling, long"):
-        hold_out(small, fraction={"other": 0.1})
-    with pytest.raises(ValueError, match="out of 'short', and the sources are no mixture"):
-        hold_out(MapSource(rows(30)), fraction={"short": 0.1})
-    with pytest.raises(ValueError, match="nothing is held out of any source"):
-        hold_out(small, fraction={"long": 0})
 
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])
@@ -275,12 +243,435 @@ def test_a_probe_sees_all_sources() -> None:
     assert len(found) * scale == pytest.approx(180)
 
 
-def test_a_mixture_is_local_if_all_of_its_sources_are(tmp_path: Path) -> None:
-    """Of others, lanes are prepared before their turn."""
-    folder = tmp_path / "mixed"
-    folder.mkdir()
-    path = write(folder / "a.jsonl", rows(3))
-    here, there = JSONLSource(path), JSONLSource(f"{in_memory(folder)}/a.jsonl")
-    for second, local in ((here, True), (there, False)):
-        entries = [{"name": "a", "source": here, "weight": 1}, {"name": "b", "source": second, "weight": 1}]
-        assert Mix(entries).local is local
+# Fractions.
+
+
+def trained_by_source(
+    mix: Mix,
+    trained: Mapping[int, Iterable[int]],
+    *,
+    tokens: int,
+    reopened: int | None = None,
+    stagger: int = 2048,
+    **reading: Any,
+) -> list[int]:
+    """Read until ``tokens`` tokens are trained, and return how many of them each source trained.
+
+    ``trained`` has the numbers of trained tokens of each source's rows. Every ``reopened`` rows, the reader is replaced
+    by a new one at its cursor.
+    """
+    reader = mix.read(Reading(**reading, stagger=stagger))
+    lengths = {i: iter(each) for i, each in trained.items()}
+    totals = [0] * len(mix.names)
+    for rows_read in count(1):
+        row = next(reader)
+        number = next(lengths[leaf := mix.source_index(row.row_id)])
+        reader.charge(training(number))
+        totals[leaf] += number
+        if sum(totals) >= tokens:
+            return totals
+        if reopened and rows_read % reopened == 0:
+            front = reader.front
+            reader = mix.read(Reading(**reading, start=reader.cursor))
+            reader.restore_front(front)
+    raise AssertionError
+
+
+def unencoded(names: Iterable[str], weights: Iterable[float], size: int = 50) -> Mix:
+    """Return a mixture of sources whose rows are not encoded."""
+    return Mix(
+        [
+            entry(n, MapSource([{"i": i} for i in range(size)]), w)
+            for n, w in zip(names, weights, strict=True)
+        ],
+        stop="never",
+    )
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.floats(0.01, 1), st.integers(1, 300)), min_size=1, max_size=6),
+    st.integers(0, 99),
+    st.integers(1, 4000),
+    st.integers(0, 300),
+)
+def test_fractions_stay_within_the_stated_bound(
+    sources: list[tuple[float, int]], seed: int, tokens: int, stagger: int
+) -> None:
+    """The bound is that of `MixtureScheduler`'s docstring."""
+    weights, longest = zip(*sources, strict=True)
+    mix = unencoded(map(str, range(len(sources))), weights)
+    rng = np.random.default_rng(seed)
+    lengths = {i: [1, *rng.integers(0, most + 1, 10_000).tolist()] for i, most in enumerate(longest)}
+    totals = trained_by_source(mix, lengths, tokens=tokens, seed=seed, stagger=stagger)
+    for got, weight in zip(totals, weights, strict=True):
+        wanted = weight / sum(weights) * sum(totals)
+        assert abs(got - wanted) <= len(sources) * max(*longest, stagger) + 1e-5 * sum(totals)
+
+
+def skewed(lane: int) -> dict[int, Iterable[int]]:
+    """Lengths of three sources with means of about 10, 100 and 1,000 tokens, exponential, up to 4,000."""
+    rng = np.random.default_rng(lane)
+
+    def of_mean(mean: int) -> Iterator[int]:
+        while True:
+            yield from (min(4000, 1 + int(n)) for n in rng.exponential(mean, 1000))
+
+    return {i: of_mean(10 * 10**i) for i in range(3)}
+
+
+TARGETS = (0.7, 0.2, 0.1)
+
+
+def worst_errors(lanes: int, few: int, tokens: int, reopened: int) -> tuple[float, float]:
+    """Return how far the fractions of a lane, and of all lanes, are from the weights at most."""
+    mix = unencoded("abc", TARGETS, size=64)
+    found = [
+        trained_by_source(mix, skewed(lane), tokens=tokens, reopened=reopened, lane=lane, num_lanes=lanes)
+        for lane in range(0, lanes, max(1, lanes // few))
+    ]
+    fractions = [np.array(totals) / sum(totals) for totals in [*found, np.sum(found, 0)]]
+    off = [float(np.abs(share - TARGETS).max()) for share in fractions]
+    return max(off[:-1]), off[-1]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "few", "tokens", "within"),
+    [(8, 2, 200_000, 0.03), pytest.param(64, 16, 2_000_000, 0.005, marks=pytest.mark.slow)],
+)
+def test_fractions_of_trained_tokens_with_skewed_lengths(
+    lanes: int, few: int, tokens: int, within: float
+) -> None:
+    """The bound of a lane is 3 x 4,000 of its tokens: 6 points, and 0.6 points."""
+    worst, together = worst_errors(lanes, few=few, tokens=tokens, reopened=997)
+    assert worst < within
+    assert together < within
+
+
+def test_errors_of_lanes_cancel() -> None:
+    """After few tokens in each, 64 lanes together are nearer to the weights than a lane is on average."""
+    mix = unencoded("abc", TARGETS, size=64)
+    for tokens in (300, 1000, 3000):
+        found = [
+            trained_by_source(
+                mix, {i: repeat(10 * 10**i) for i in range(3)}, tokens=tokens, lane=lane, num_lanes=64
+            )
+            for lane in range(64)
+        ]
+        together = np.sum(found, 0) / np.sum(found)
+        alone = [np.abs(np.array(totals) / sum(totals) - TARGETS).max() for totals in found]
+        assert np.abs(together - TARGETS).max() < 0.5 * np.mean(alone)
+        assert tokens == 300 or len({tuple(totals) for totals in found}) > 10
+
+
+def test_only_trained_tokens_count() -> None:
+    """Prompts, tokens that are cut off or dropped, and the first token of each sequence do not count."""
+    prompts = [{"tokens": [1] * 20, "labels": [IGNORE_INDEX] * 15 + [1] * 5}] * 400
+    answers = [{"tokens": [2] * 20, "labels": [2] * 20}] * 400
+    giants = [
+        {"tokens": [3] * (40 if i % 2 else 11), "labels": [3] * (40 if i % 2 else 11)} for i in range(400)
+    ]
+    mix = Mix([entry("prompts", prompts), entry("answers", answers), entry("giants", giants)], stop="never")
+    for policy, length in (("truncate", 24), ("drop", 24), ("split", 24)):
+        data = IterablePackedDataset(mix, max_seq_len=length, overlong=policy, epochs=None, num_lanes=1)
+        packs = list(islice(data, 700))
+        trained = Counter[int]()
+        for pack in packs:
+            labels = pack["labels"]
+            trained.update(labels[labels != IGNORE_INDEX].tolist())
+        source_stats = data.source_stats()
+        assert sum(stats.tokens_in for stats in source_stats.values()) == data.ledger().tokens_in
+        assert [stats.trained for stats in source_stats.values()] == [trained[1], trained[2], trained[3]]
+        assert max(trained.values()) - min(trained.values()) < 0.02 * trained.total()
+
+
+def resumed(state: dict[str, Any], weights: Iterable[float], **settings: Any) -> IterablePackedDataset:
+    data = make(three("never", weights), **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the mixture's weights changed")
+        data.load_state_dict(state)
+    return data
+
+
+def test_weights_changed_at_a_resume() -> None:
+    """A second resume with the same weights changes nothing."""
+    settings = {**ENDLESS, **SHUFFLED, "num_lanes": 2, "overlong": "split", "max_seq_len": 9}
+    before = make(three("never", (7, 2, 1)), **settings)
+    for _ in islice(before, 50):
+        pass
+    with pytest.warns(UserWarning, match="weights changed") as warned:
+        make(three("never", (1, 2, 7)), **settings).load_state_dict(before.state_dict())
+    assert str(warned[0].message) == (
+        "the mixture's weights changed since the state was written: short 0.7 -> 0.1, long 0.1 -> 0.7. The rows that "
+        "wait were drawn by the old ones; the next are drawn by the new ones, and the fractions approach them"
+    )
+    check_resume_everywhere(lambda: resumed(before.state_dict(), (1, 2, 7), **settings), packs=20)
+    after = resumed(before.state_dict(), (1, 2, 7), **settings)
+    started = after.source_stats()
+    for _ in islice(after, 400):
+        pass
+    gained = np.array([stats.trained - started[name].trained for name, stats in after.source_stats().items()])
+    assert np.abs(gained / gained.sum() - (0.1, 0.2, 0.7)).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"overlong": "split", "max_seq_len": 9}, {"buffer_size": 64}], ids=["whole", "split", "many"]
+)
+def test_weights_changed_repeatedly_lose_and_repeat_no_row(more: dict[str, Any]) -> None:
+    """Rows wait whenever they change. A row of the source that ends an epoch comes once in it, others at most once."""
+    settings: dict[str, Any] = {
+        "epochs": 6,
+        **SHUFFLED,
+        "num_lanes": 1,
+        "strategy": "best_fit",
+        "buffer_size": 32,
+    }
+    settings |= more
+    few = {"short": 40, "middling": 25, "long": 20}
+    packs: list[Any] = []
+    data = None
+    for weights in ((7, 2, 1), (1, 2, 7), (1, 1, 1), (5, 1, 1)):
+        state = data and data.state_dict()
+        data = make(three("first_exhausted", weights, **few), **settings)
+        if state is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="the mixture's weights changed")
+                data.load_state_dict(state)
+            assert data.ledger().buffered > 0
+        packs += islice(data, 5)
+    assert data is not None
+    packs += data
+    lengths = {row["i"]: row["n"] for i, size in enumerate(few.values()) for row in source_rows(i, size)}
+    found = samples_in(packs)
+    for i, places in found.items():
+        times = len(places) / lengths[i]
+        assert times == int(times) <= settings["epochs"], "whole, and at most once an epoch"
+    assert sum(map(len, found.values())) == data.ledger().packed == data.ledger().tokens_in
+    assert any(len(places) == settings["epochs"] * lengths[i] for i, places in found.items())
+
+
+def source_rows(number: int, size: int) -> list[dict[str, int]]:
+    """Return the rows of a source of `three`."""
+    return shifted(rows(size, longest=(4, 12, 24)[number], seed=number), APART * number)
+
+
+# Resumes.
+
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("all-twice", "all_exhausted", {**TWICE, **SHUFFLED, "num_lanes": 2}),
+    ("first-endless", "first_exhausted", {**ENDLESS, **SHUFFLED, "num_lanes": 2}),
+    ("all-endless-wrap", "all_exhausted", {**ENDLESS, **SHUFFLED, "num_lanes": 2, "split_across_pack": True}),
+    ("never-split", "never", {**ENDLESS, **SHUFFLED, "num_lanes": 2, "overlong": "split", "max_seq_len": 9}),
+    ("all-truncate", "all_exhausted", {**ONCE, "overlong": "truncate", "max_seq_len": 14, "strategy": "best_fit"}),
+]  # fmt: skip
+
+
+FEW = {"short": 24, "middling": 16, "long": 10}  # so that epochs end within the packs that are looked at
+
+
+@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_resume_at_every_pack(kind: str, settings: dict[str, Any]) -> None:
+    packs = check_resume_everywhere(lambda: make(three(kind, **FEW), **settings), packs=30)
+    assert len(packs) > 8
+
+
+def test_source_stats_after_a_resume_are_those_of_an_unbroken_run() -> None:
+    settings = {**ENDLESS, **SHUFFLED, "num_lanes": 2}
+    whole = make(three("never"), **settings)
+    for _ in islice(whole, 45):
+        pass
+    state = None
+    for _ in range(15):
+        part = make(three("never"), **settings)
+        if state is not None:
+            part.load_state_dict(state)
+        for _ in islice(part, 3):
+            pass
+        state = part.state_dict()
+    assert state == whole.state_dict()
+    assert part.source_stats() == whole.source_stats()
+    source_stats, ledger = whole.source_stats(), whole.ledger()
+    assert list(source_stats) == ["short", "middling", "long"]
+    for name in ("samples", "tokens_in", "packed"):
+        assert sum(getattr(stats, name) for stats in source_stats.values()) == getattr(ledger, name)
+
+
+def test_workers_make_the_batches_of_one_process_and_their_state_can_be_saved(tmp_path: Path) -> None:
+    """Two worker processes make the same batches and counts as one process; their state is plain."""
+    settings = {**ENDLESS, **SHUFFLED, "num_lanes": 4}
+    batches, loaders = [], []
+    for workers in (0, 2):
+        loader = PackedDataLoader(make(three("never"), **settings), batch_size=3, num_workers=workers)
+        batches.append([batch.tokens.tolist() for batch in islice(loader, 20)])
+        loaders.append(loader)
+    assert batches[0] == batches[1]
+    assert loaders[0].source_stats() == loaders[1].source_stats()
+    assert sum(stats.packed for stats in loaders[0].source_stats().values()) == loaders[0].ledger().packed
+    state = loaders[0].state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+    assert state["weights"] == {"short": 0.7, "middling": 0.2, "long": 0.1}
+
+
+def test_errors_consume_nothing_and_states_do_not_grow() -> None:
+    expected = [content(pack) for pack in islice(make(three(), **ENDLESS, num_lanes=1), 400)]
+    encoder, found, sizes = Numbers(), [], []
+    encoder.bad = APART + 7
+    data = make(three(), **ENDLESS, num_lanes=1, encoder=encoder)
+    for _ in range(2):  # iterated anew, it is there again
+        with pytest.raises(ValueError, match="^middling: sample 7: cannot be encoded$"):
+            found.extend(map(content, data))
+    assert len(found) < 40
+    encoder.bad = None
+    for pack in islice(data, 400 - len(found)):
+        found.append(content(pack))
+        sizes.append(len(pickle.dumps(data.state_dict())))
+    assert found == expected
+    assert max(sizes) < 1.3 * sizes[10]
+
+
+def test_broken_records_are_skipped(tmp_path: Path) -> None:
+    """Every seventh row of each source cannot be encoded, and every ninth line of two of them is no JSON."""
+    for i, path in enumerate(paths := [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]):
+        lines = write(path, shifted(rows(60, longest=14, seed=i), APART * i)).read_text().splitlines()
+        path.write_text("".join("{\n" if k % 9 == 0 else f"{line}\n" for k, line in enumerate(lines)))
+
+    class Sevenths(Numbers):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            if row["i"] % 7 == 0:
+                raise ValueError("is a seventh")
+            return super().__call__(row)
+
+    def make_it() -> IterablePackedDataset:
+        mix = Mix([entry("a", paths[0], 2), entry("b", paths[1]), entry("c", shifted(rows(60), 2 * APART))])
+        settings = {**TWICE, **SHUFFLED, "num_lanes": 2, "on_bad_record": "skip", "max_bad_records": 1000}
+        return make(mix, encoder=Sevenths(), quarantine=tmp_path / "bad", **settings)
+
+    check_resume_everywhere(make_it, packs=30)
+    for path in (tmp_path / "bad").iterdir():
+        path.unlink()
+    data = make_it()
+    came = samples_in(data)
+    whole = [row for i in range(3) for row in shifted(rows(60, longest=14, seed=i), APART * i)]
+    good = {r["i"] for r in whole if r["i"] % 7 and (r["i"] >= 2 * APART or r["i"] % APART % 9)}
+    assert set(came) == good
+    by_lane = [path.read_text().splitlines() for path in (tmp_path / "bad").iterdir()]
+    assert all(len(set(lines)) == len(lines) for lines in by_lane), "each once in a lane"
+    listed = {line for lines in by_lane for line in lines}
+    assert len(listed) == 60 * 3 - len(good)
+    assert {json.loads(line)["shard"] for line in listed} == {"a/a.jsonl", "b/b.jsonl", "c/list"}
+    quarantine = data.lane_config.quarantine
+    assert quarantine is not None
+    assert quarantine.report().startswith(f"{len(listed)} listed"), (
+        "a report counts once what several lanes list"
+    )
+    assert all(stats.epochs >= 4 for stats in data.source_stats().values()), "two lanes, two epochs"
+
+
+# Sources that have fewer rows than there are lanes.
+
+
+LANES = 32
+
+
+def small_and_large(small: Any, *, weight: float = 0.1, large: int = 2000, stop: str = "never") -> Mix:
+    return Mix(
+        [entry("small", small, weight), entry("large", shifted(rows(large, longest=12), APART), 1 - weight)],
+        stop=stop,
+    )
+
+
+@pytest.mark.parametrize("stop", ["never", "all_exhausted"])
+@pytest.mark.parametrize("count", [1, 2, 5, 33])
+def test_a_source_of_few_rows_keeps_its_weight_and_each_comes_as_often(count: int, stop: str) -> None:
+    data = make(small_and_large(rows(count, longest=12), stop=stop), epochs=None, num_lanes=LANES, **SHUFFLED)
+    lanes, came = Counter[int](), Counter[int]()
+    for pack in islice(data, 2000):
+        lanes[pack["lane"]] += 1
+        came.update(row_id[1] for row_id in (f.row_id for f in pack["fragments"]) if row_id[0] == 0)
+    assert set(lanes) == set(range(LANES))
+    assert max(lanes.values()) - min(lanes.values()) <= 1, "no lane ended"
+    stats = data.source_stats()
+    trained = [source.trained for source in stats.values()]
+    assert abs(trained[0] / sum(trained) - 0.1) < (0.01 if stop == "never" else 0.03), (
+        "epochs have 70 rows a lane"
+    )
+    assert set(came) == set(range(count))
+    if stop == "never":
+        assert max(came.values()) - min(came.values()) <= 0.2 * max(came.values())
+        passes = stats["small"].epochs / LANES
+        assert abs(passes * count - stats["small"].samples) < 0.1 * stats["small"].samples, (
+            "a lane counts the passes in which it has no rows as well"
+        )
+
+
+@pytest.mark.parametrize(
+    ("stop", "how"), [("never", ENDLESS), ("all_exhausted", ENDLESS), ("first_exhausted", ONCE)]
+)
+def test_a_run_with_a_source_of_two_rows_resumes_at_every_pack(stop: str, how: dict[str, Any]) -> None:
+    mix = small_and_large(rows(2, longest=9), weight=0.3, large=60, stop=stop)
+    packs = check_resume_everywhere(lambda: make(mix, num_lanes=5, **how, **SHUFFLED), packs=40)
+    assert len(packs) > 5
+
+
+def test_all_exhausted_leaves_no_row_out() -> None:
+    data = make(small_and_large(rows(3), large=300, stop="all_exhausted"), num_lanes=8, epochs=2)
+    came: dict[int, Counter[Any]] = {0: Counter(), 1: Counter()}
+    for pack in data:
+        came[pack["epoch"]].update(fragment.row_id for fragment in pack["fragments"])
+    assert [len(counts) for counts in came.values()] == [303, 303]
+    large = {n for counts in came.values() for row_id, n in counts.items() if row_id[0] == 1}
+    assert large <= {1, 2}
+
+
+def test_first_exhausted_ends_where_a_lane_has_no_row_left() -> None:
+    """A lane without rows of a source ends when that is needed. In the next epoch others are without."""
+    mix = small_and_large(rows(3), large=300, stop="first_exhausted")
+    once = make(mix, num_lanes=8, epochs=4)
+    came = [Counter(), Counter(), Counter(), Counter()]  # type: list[Counter[Any]]
+    for pack in once:
+        came[pack["epoch"]].update(fragment.row_id for fragment in pack["fragments"])
+    assert all(max(counts.values()) == 1 for counts in came)
+    assert all(sum(source == 0 for source, _ in counts) == 3 for counts in came)
+    endless = make(mix, num_lanes=8, epochs=None)
+    lanes = Counter(pack["lane"] for pack in islice(endless, 400))
+    assert set(lanes.values()) == {50}, "a lane without a row in one epoch goes on with the next"
+
+
+@pytest.mark.parametrize("stop", ["never", "all_exhausted", "first_exhausted"])
+def test_a_source_without_rows_is_refused(stop: str) -> None:
+    """A lane that has no rows looks whether the others have some."""
+    none = Holdout(MapSource(rows(1)), fraction=1e-9, part="validation")
+    with pytest.raises(ValueError) as error:
+        list(make(small_and_large(none, weight=0.5, stop=stop), num_lanes=4))
+    assert str(error.value) == (
+        "lane 0 of 4: source 'small' has no rows in 9 passes over it, so its weight cannot be reached; leave the "
+        "source out"
+    )
+
+
+@pytest.mark.parametrize("trained", [2, 0])
+def test_a_small_source_in_which_few_rows_are_trained_is_read_on(trained: int) -> None:
+    masked = {"tokens": [1, 2], "labels": [-100] * 2}
+    few = [*[{"tokens": [1] * 9, "labels": [1] * 9}] * trained, *[masked] * (30 - trained)]
+    large = [{"tokens": [2] * 9, "labels": [2] * 9}] * 200
+    mix = Mix([entry("few", few), entry("large", large)], stop="never")
+    data = IterablePackedDataset(mix, max_seq_len=24, num_lanes=8, untrained="drop", epochs=None)
+    if not trained:
+        with pytest.raises(ValueError, match=r"the last 100\d rows of source 'few' trained no token"):
+            next(iter(data))
+        return
+    packs = list(islice(data, 200))
+    assert len(packs) == 200
+    stats = data.source_stats()
+    assert abs(stats["few"].trained / stats["large"].trained - 1) < 0.2
+
+
+def test_the_default_lanes_are_those_that_all_sources_fill_together() -> None:
+    many, few = MapSource([{}] * 2048), MapSource([{}] * 20)
+    sources = [entry("a", many), entry("b", many), entry("c", few)]
+    assert Mix(sources, stop="never").natural_lanes() == 8
+    assert Mix(sources[1:]).natural_lanes() == 4
+    assert Mix(sources[2:]).natural_lanes() == 1
+    assert Mix(sources, stop="first_exhausted").natural_lanes() == 1

@@ -1,4 +1,4 @@
-"""Rows of Arrow batches: whatever their type and chunks, the same values, samples and errors as of Python lists."""
+"""Rows of Arrow tables, of Parquet files and datasets: the same as of Python lists, whatever their types and chunks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Array2D, Dataset, Features, Value, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, ParquetSource, TokensEncoder
+from streampack import (
+    IGNORE_INDEX,
+    HFSource,
+    IterablePackedDataset,
+    MapSource,
+    PackedDataset,
+    ParquetSource,
+    TokensEncoder,
+)
 from streampack.packing.samples import check_sample
-from streampack.sources import arrow_rows
-from streampack.sources.arrow_rows import ArrowBatch, ArrowRow, column_of, holds_ids
+from streampack.sources import arrow_dataset, arrow_rows
+from streampack.sources.arrow_dataset import ArrowDataset
+from streampack.sources.arrow_rows import ArrowBatch, ArrowRow, column_of
+from streampack.sources.as_source import as_source
 from streampack.sources.holdout import PARTS, Holdout, hold_out
-from streampack.sources.map_style import MapSource
 
 NUMBERS = {
     pa.int8(): (-128, 127),
@@ -34,12 +44,16 @@ NUMBERS = {
     pa.int64(): (-(2**63), 2**63 - 1),
     pa.uint64(): (0, 2**64 - 1),
 }
+
+
 ENCODERS = [
     TokensEncoder(),
     TokensEncoder(labels=None),
     TokensEncoder(tokens="input_ids"),
     TokensEncoder(tokens="ids", labels="targets"),
 ]
+
+
 NAMES = (
     "tokens",
     "input_ids",
@@ -133,74 +147,11 @@ def test_ids_are_arrays_without_a_copy() -> None:
     assert column_of(row, "nothing") is None
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_wide_ids_are_narrowed(whole: bool) -> None:
-    batch = ArrowBatch({"tokens": pa.array([[5, 6], [7]])}, whole=whole)
-    assert TokensEncoder(labels=None)(batch.row(0)).tokens.dtype == np.int32
-    assert column_of(batch.row(0), "tokens").dtype == (np.int32 if whole else np.int64)
-    batch = ArrowBatch({"tokens": pa.array([[5, 6], [2**31]])}, whole=whole)
-    assert [TokensEncoder(labels=None)(batch.row(i)).tokens.dtype for i in (0, 1)] == [np.int32, np.int64]
-
-
-def test_a_batch_is_checked_as_a_whole() -> None:
-    def below(tokens: list[list[int]], labels: list[list[int]], *, whole: bool = True) -> int | None:
-        kind = pa.list_(pa.int64())
-        columns = {"tokens": pa.array(tokens, kind), "labels": pa.array(labels, kind)}
-        ids = TokensEncoder().checked_in(ArrowBatch(columns, whole=whole))
-        return None if ids is None else ids.below
-
-    assert below([[5], [7]], [[5], [-100]]) == 8
-    assert below([[5], [7]], [[50], [-100]]) == 51
-    assert below([[5], [-100]], [[5], [7]]) is None
-    assert below([[5], [7]], [[5], [-99]]) is None
-    assert below([[5, 5], [7]], [[5], [7, 7]]) is None
-    assert below([[5], [2**31]], [[5], [7]]) is None
-    assert below([[5], [7]], [[5], [2**31]]) is None
-    assert below([[5], [7]], [[5], [-(2**40)]]) is None
-    assert below([[]], [[]]) == 0
-    unread = ArrowBatch({"tokens": pa.array([[5], [7]] * 8)}, whole=False)
-    for index in range(4):
-        assert TokensEncoder(labels=None).checked_in(unread) is None
-        unread.row(index)
-    assert (ids := TokensEncoder(labels=None).checked_in(unread)) is not None
-    assert ids.below == 8
-    assert ids.sample(1).tokens.dtype == column_of(unread.row(1), "tokens").dtype == np.int32
-
-
-def test_other_columns_are_heeded_in_whole_batches() -> None:
-    one = pa.array([[1, 1]])
-
-    def checked(encoder: TokensEncoder, *names: str) -> bool:
-        return encoder.checked_in(ArrowBatch(dict.fromkeys(names, one), whole=True)) is not None
-
-    assert checked(TokensEncoder(), "tokens", "labels")
-    assert checked(TokensEncoder(), "input_ids")
-    assert checked(TokensEncoder(labels=None), "input_ids", "tokens")
-    assert checked(TokensEncoder(tokens="ids", labels="targets"), "ids", "targets", "tokens", "input_ids")
-    assert not checked(TokensEncoder(), "tokens")
-    assert not checked(TokensEncoder(), "tokens", "input_ids", "labels")
-    assert not checked(TokensEncoder(), "input_ids", "completion_mask")
-    assert checked(TokensEncoder(), "input_ids", "attention_mask")
-    assert not checked(TokensEncoder(), "input_ids", "attention_mask", "position_ids")
-    zero = ArrowBatch({"input_ids": one, "attention_mask": pa.array([[0, 1]])}, whole=True)
-    assert TokensEncoder().checked_in(zero) is None
-
-
 def test_a_copy_is_a_dict_without_the_batch() -> None:
     row = ArrowBatch({"tokens": pa.array([[5, 6], [7]]), "text": pa.array(["a", "b"])}, whole=True).row(0)
     for copied in (copy.copy(row), copy.deepcopy(row), pickle.loads(pickle.dumps(row))):
         assert copied == {"tokens": [5, 6], "text": "a"}
         assert type(copied) is dict
-
-
-def test_other_columns_stay_as_they_are() -> None:
-    for kind in (pa.list_(pa.bool_()), pa.list_(pa.float32()), pa.list_(pa.list_(pa.int32())), pa.int32()):
-        assert not holds_ids(kind)
-    assert not holds_ids(pa.list_(pa.dictionary(pa.int32(), pa.int32())))
-    assert type(ArrowBatch({"text": pa.array(["a"])}, whole=True).row(0)) is dict
-
-
-# Whole runs, with arrays and with lists.
 
 
 @contextmanager
@@ -319,3 +270,98 @@ def test_long_rows_are_decoded_few_at_a_time(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(ArrowBatch, "__init__", seen)
     assert run(path) == wanted
     assert max(sizes) < 20
+
+
+# Datasets of Hugging Face, by number.
+
+
+pytest.importorskip("datasets")
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(count)
+    ids = [rng.integers(1, 99, n).tolist() for n in rng.integers(1, 9, count)]
+    return [{"input_ids": each, "labels": [-100, *each[1:]], "text": str(i)} for i, each in enumerate(ids)]
+
+
+def whole() -> Dataset:
+    return Dataset.from_list(rows_of(50))
+
+
+def saved(folder: Path) -> Dataset:
+    whole().save_to_disk(folder, num_shards=3)
+    return Dataset.load_from_disk(folder)
+
+
+def side_by_side(folder: Path) -> Dataset:
+    parts = [Dataset.from_list(rows_of(40)[part]) for part in (slice(15), slice(15, 40))]
+    rest = concatenate_datasets(parts).remove_columns("input_ids")
+    return concatenate_datasets([Dataset.from_list(rows_of(40)).select_columns("input_ids"), rest], axis=1)
+
+
+DATASETS = {
+    "a list": lambda folder: whole(),
+    "several chunks": lambda folder: concatenate_datasets(
+        [Dataset.from_list(rows_of(n)) for n in (9, 1, 30)]
+    ),
+    "side by side": side_by_side,
+    "selected": lambda folder: whole().select([3, 3, 40, 0, 7]),
+    "a range": lambda folder: whole().select(range(10, 30)),
+    "some columns": lambda folder: whole().select_columns(["input_ids"]),
+    "filtered": lambda folder: whole().filter(lambda row: len(row["input_ids"]) > 3),
+    "on disk": saved,
+}
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_rows_and_packs_are_those_of_the_dataset(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make(tmp_path)
+    monkeypatch.setattr(arrow_dataset, "BATCH_ROWS", 4)
+    monkeypatch.setattr(arrow_dataset, "KEPT_BATCHES", 3)
+    source = as_source(dataset)
+    assert isinstance(source.dataset, ArrowDataset)
+    rows = pickle.loads(pickle.dumps(source)).dataset
+    for i in [*range(len(dataset)), *np.random.default_rng(0).permutation(len(dataset)).tolist(), -1]:
+        assert i < 0 or type(rows[i]) is ArrowRow
+        assert rows[i] == dataset[i]
+        assert list(rows[i]) == list(dataset[i])
+    with pytest.raises(IndexError):
+        rows[len(dataset)]
+
+    def packs_of(source: Any) -> Any:
+        data = IterablePackedDataset(source, max_seq_len=16, num_lanes=2, shuffle=True, vocab_size=99)
+        return [([pack[key].tolist() for key in ("tokens", "labels")], data.state_dict()) for pack in data]
+
+    by_row = packs_of(MapSource(dataset))
+    assert packs_of(dataset) == by_row
+    assert [pack for pack, _ in packs_of(HFSource(dataset))] == [pack for pack, _ in by_row]
+    assert source.fingerprint() == HFSource(dataset).fingerprint() == MapSource(dataset).fingerprint()
+    packed, other = (PackedDataset(data, max_seq_len=16) for data in (dataset, list(dataset)))
+    assert isinstance(packed.ds, ArrowDataset)
+    assert [pack["tokens"].tolist() for pack in packed] == [pack["tokens"].tolist() for pack in other]
+
+
+def test_formatted_and_decoded_datasets_are_read_by_row() -> None:
+    dataset = Dataset.from_list(rows_of(5))
+    for other in (
+        dataset.with_format("numpy"),
+        dataset.with_format(columns=["text"]),
+        dataset.with_transform(lambda batch: batch),
+        dataset.select_columns(["text"]),
+        Dataset.from_list(
+            [{"tokens": [1], "image": [[1.0]]}],
+            features=Features({"tokens": [Value("int32")], "image": Array2D((1, 1), "float32")}),
+        ),
+    ):
+        source = as_source(other)
+        assert isinstance(source, MapSource)
+        assert source.dataset is other
+
+
+def test_int32_ids_are_views_of_the_table() -> None:
+    features = Features({"tokens": [Value("int32")], "labels": [Value("int32")]})
+    dataset = Dataset.from_dict({"tokens": [[1, 2], [3]], "labels": [[1, 2], [3]]}, features=features)
+    table = dataset.data.column("tokens").chunk(0).values.to_numpy()
+    assert np.shares_memory(ArrowDataset(dataset)[1].stored("tokens"), table)

@@ -1,0 +1,349 @@
+"""What every source promises, whatever it reads: each row once, in an order that the seed decides, found again by its
+number, resumed at every cursor and every pack, and told from another corpus."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from streampack import (
+    DatatroveSource,
+    FlatTokensSource,
+    HFSource,
+    Holdout,
+    IterablePackedDataset,
+    IterableSource,
+    JSONLSource,
+    MapSource,
+    MDSSource,
+    MegatronSource,
+    Mix,
+    PackedDataLoader,
+    ParquetSource,
+    Sample,
+    Source,
+    TokenShardSource,
+)
+from streampack.fingerprint import plain
+from streampack.sources import Reading, flat_tokens, hugging_face, parquet, row_groups
+from streampack.sources.base import Reader
+from streampack.tokenize.tokenize import tokenize
+from streampack.types import Row
+from tests.support.conformance import check_cursors, check_resume_everywhere, content
+from tests.support.corpus import in_memory, write
+from tests.support.foreign_tokens import write_datatrove, write_flat, write_megatron
+from tests.support.mds import write_mds
+
+COUNT = 42
+Rows = list[dict[str, Any]]
+ROWS: Rows = [{"i": i, "text": "x" * (i * 7 % 23)} for i in range(COUNT)]
+OTHERS = [{"i": 9, "text": ""}, *ROWS[1:]]  # in files of the same sizes
+
+
+class Own(Source):
+    """A user's source."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.data = rows
+
+    def fingerprint(self) -> str:
+        return f"own {self.data}"
+
+    def rows(self, start: int, step: int) -> Iterator[dict[str, Any]]:
+        yield from self.data[start::step]
+
+
+def files(rows: Rows) -> list[Rows]:
+    return [rows[:13], rows[13:27], rows[27:]]
+
+
+def documents(rows: Rows) -> list[list[int]]:
+    return [[row["i"]] * (1 + place % 9) for place, row in enumerate(rows)]
+
+
+def lines(folder: Path, rows: Rows, *suffixes: str) -> JSONLSource:
+    paths = [folder / f"{i}.jsonl{suffix}" for i, suffix in enumerate(suffixes)]
+    return JSONLSource([write(path, part) for path, part in zip(paths, files(rows), strict=True)])
+
+
+def parquet_files(folder: Path, rows: Rows, *, row_group_size: int = 4) -> ParquetSource:
+    for i, part in enumerate(files(rows)):
+        pq.write_table(pa.Table.from_pylist(part), folder / f"{i}.parquet", row_group_size=row_group_size)
+    return ParquetSource(folder)
+
+
+def one_row_group(folder: Path, rows: Rows) -> ParquetSource:
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+    return ParquetSource(folder)
+
+
+def tokens(folder: Path, rows: Rows, *, masked: bool = False) -> Path:
+    made = [{"tokens": np.array(ids), "labels": np.array(ids)} for ids in documents(rows)]
+    for row in made[1::2] if masked else []:
+        row["labels"][:2] = -100
+    return tokenize(made, out=folder, lanes=1, shard_tokens=70, progress=False)
+
+
+def marked(folder: Path, rows: Rows) -> Path:
+    losses = [[j % 3 > 0 for j in range(len(document))] for document in documents(rows)]
+    return write_datatrove(folder, documents(rows), losses=losses, per_file=14)
+
+
+def flat_files(folder: Path, rows: Rows, *, end: bool) -> Path:
+    """Write files of tokens whose documents end, or begin, with the token 999; behind the latter is their number."""
+    for number in range(3):
+        own = [[*document, 999] for document in documents(rows)[14 * number : 14 * (number + 1)]]
+        ids = [token for document in own for token in (document if end else document[::-1])]
+        write_flat(folder / f"{number}.bin", ids, header=None if end else "numpy")
+    return folder
+
+
+COLUMNS = {"i": "int", "text": "str"}
+MAKE: dict[str, Callable[[Path, Rows], Any]] = {
+    "jsonl": lambda folder, rows: lines(folder, rows, "", "", ""),
+    "compressed": lambda folder, rows: lines(folder, rows, ".gz", ".zst", ""),
+    "one compressed file": lambda folder, rows: JSONLSource(write(folder / "all.jsonl.zst", rows)),
+    "parquet": parquet_files,
+    "large row groups": lambda folder, rows: parquet_files(folder, rows, row_group_size=100),
+    "one row group": one_row_group,
+    "whole parquet files": parquet_files,
+    "mds.zstd": lambda folder, rows: MDSSource(write_mds(folder, rows, COLUMNS, compression="zstd:3")),
+    "one compressed shard": lambda folder, rows: MDSSource(
+        write_mds(folder, rows, COLUMNS, compression="gz", per_shard=COUNT)
+    ),
+    "mds by url": lambda folder, rows: MDSSource(in_memory(write_mds(folder, rows, COLUMNS))),
+    "tokens": lambda folder, rows: TokenShardSource(tokens(folder, rows)),
+    "masked tokens by url": lambda folder, rows: TokenShardSource(
+        in_memory(tokens(folder, rows, masked=True))
+    ),
+    "megatron": lambda folder, rows: MegatronSource(
+        write_megatron(folder, documents(rows), per_file=14, sentence=4)
+    ),
+    "datatrove with loss by url": lambda folder, rows: DatatroveSource(
+        f"{in_memory(marked(folder, rows))}/*.ds"
+    ),
+    "flat": lambda folder, rows: FlatTokensSource(
+        flat_files(folder, rows, end=True), eos_token_id=999, dtype="uint16"
+    ),
+    "flat by url": lambda folder, rows: FlatTokensSource(
+        f"{in_memory(flat_files(folder, rows, end=False))}/*.bin", bos_token_id=999
+    ),
+    "datasets": lambda folder, rows: HFSource(Dataset.from_list(rows)),
+    "stream": lambda folder, rows: HFSource(Dataset.from_list(rows).to_iterable_dataset(num_shards=3)),
+    "one shard": lambda folder, rows: HFSource(Dataset.from_list(rows).to_iterable_dataset()),
+    "tables": lambda folder, rows: HFSource(
+        Dataset.from_list([{"tokens": ids, "labels": ids} for ids in documents(rows)]).to_iterable_dataset(
+            num_shards=3
+        )
+    ),
+    "map": lambda folder, rows: MapSource(rows),
+    "iterable": lambda folder, rows: IterableSource(rows),
+    "holdout": lambda folder, rows: Holdout(MapSource(rows), fraction=0.3, part="train"),
+    "own": lambda folder, rows: Own(rows),
+}
+SHARED = {
+    "compressed": "2 compressed files are shared by 4 lanes: each is read by 2",
+    "one compressed file": "1 compressed file is shared by 8 lanes: each is read by 8",
+    "one row group": "1 row group is shared by 8 lanes: each is read by 8",
+    "one compressed shard": "1 compressed shard is shared by 8 lanes: each is read by 8",
+    "one shard": "1 shard is shared by 8 lanes: each is read by 8",
+    "iterable": "1 iterable is shared by 8 lanes: each is read by 8",
+}
+UNKNOWN = ("iterable", "own")  # how many rows there are
+
+
+@pytest.fixture(params=MAKE)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(parquet, "PARTS_PER_LANE", 0 if request.param == "whole parquet files" else 16)
+    monkeypatch.setattr(row_groups, "BATCH_ROWS", 3)
+    monkeypatch.setattr(row_groups, "KEPT_GROUPS", 2)
+    monkeypatch.setattr(flat_tokens, "LEAST_PART", 1)
+    monkeypatch.setattr(flat_tokens, "CHUNK", 22)
+    monkeypatch.setattr(hugging_face, "BATCH_ROWS", 4)
+    return str(request.param)
+
+
+@pytest.fixture
+def source(kind: str, tmp_path: Path) -> Any:
+    return MAKE[kind](tmp_path, ROWS)
+
+
+def number(row: Mapping[str, Any]) -> int:
+    return int(row["i"] if "i" in row else next(token for token in row["tokens"] if token != 999))
+
+
+def expected(source: Any) -> list[int]:
+    keeps = source.keeps if isinstance(source, Holdout) else lambda row: True
+    return [row["i"] for row in ROWS if keeps(row)]
+
+
+class Plain(Reader):
+    """A reader whose rows compare: lists instead of arrays."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    @property
+    def cursor(self) -> Any:
+        return self.reader.cursor
+
+    def __next__(self) -> Row:
+        row = next(self.reader)
+        return row._replace(data={name: plain(value) for name, value in row.data.items()})
+
+    def skip(self) -> None:
+        self.reader.skip()
+
+
+def stream(source: Any, **settings: Any) -> IterablePackedDataset:
+    def encode(row: Mapping[str, Any]) -> Sample:
+        ids = np.full(1 + number(row) % 9, number(row))
+        return Sample(ids, ids)
+
+    shuffled = {"shuffle": True, "shuffle_window": 5, "num_lanes": 2}
+    return IterablePackedDataset(
+        source, encoder=encode, max_seq_len=24, buffer_size=4, **{**shuffled, **settings}
+    )
+
+
+@pytest.mark.parametrize(("num_lanes", "window"), [(1, 0), (3, 7), (5, 1000), (8, 3)])
+def test_each_row_comes_once_and_is_fetched_again(
+    source: Any, kind: str, num_lanes: int, window: int
+) -> None:
+    """From lanes that are read side by side, one row of one, then some of another."""
+    rng, found = np.random.default_rng(0), []
+    readers = {
+        lane: source.read(Reading(lane, num_lanes=num_lanes, shuffle_window=window))
+        for lane in range(num_lanes)
+    }
+    came = dict.fromkeys(readers, 0)
+    while readers:
+        lane = rng.choice(list(readers))
+        if (row := next(readers[lane], None)) is None:
+            del readers[lane]
+            continue
+        came[lane] += 1
+        found.append(number(row.data))
+        assert plain(source.fetch(row.row_id)) == plain(row.data)
+    assert sorted(found) == expected(source)
+    assert num_lanes > 1 or found == sorted(found)
+    if kind in SHARED and kind != "compressed":
+        assert max(came.values()) - min(came.values()) <= 2, "lanes that share are about as long"
+
+
+@pytest.mark.parametrize(("num_lanes", "window"), [(3, 0), (3, 7), (8, 3)])
+def test_reading_resumes_at_every_cursor(source: Any, kind: str, num_lanes: int, window: int) -> None:
+    reading = {"num_lanes": num_lanes, "epoch": 1, "seed": 2, "shuffle_window": window}
+    found = []
+    for lane in range(num_lanes):
+        found += check_cursors(
+            lambda start, lane=lane: Plain(source.read(Reading(lane, start=start, **reading))),  # type: ignore[misc]
+            # A hold-out skips rows only when it has read them; a generator's end is known only when it is asked.
+            announced=kind not in ("holdout", *UNKNOWN),
+        )
+    assert sorted(map(number, found)) == expected(source)
+
+
+def test_resume_at_every_pack(source: Any) -> None:
+    assert len(check_resume_everywhere(lambda: stream(source), packs=12)) > 5
+
+
+@pytest.mark.parametrize("kind", ["compressed", "parquet", "mds.zstd", "tokens", "stream"])
+def test_a_worker_makes_the_packs_of_this_process(kind: str, tmp_path: Path) -> None:
+    source = MAKE[kind](tmp_path, ROWS)
+    batches = [
+        [batch.tokens.tolist() for batch in PackedDataLoader(stream(source), num_workers=workers)]
+        for workers in (0, 1)
+    ]
+    assert batches[0] == batches[1]
+    assert len(batches[0]) > 5
+
+
+def test_rows_have_places_of_their_own(source: Any) -> None:
+    places, shards = set(), set()
+    for row in source.read(Reading(shuffle_window=7)):
+        places.add(source.locate(row.row_id))
+        near = source.locate_cheaply(row.row_id)
+        assert near == source.locate(row.row_id) or ", byte " in near
+        shards.add(source.shard(row.row_id))
+    assert len(places) == len(expected(source))
+    assert len(shards) in (1, 3, 5, len(places))
+
+
+def test_a_source_can_be_pickled(source: Any) -> None:
+    list(source.read(Reading()))
+    again = pickle.loads(pickle.dumps(source))
+    assert [number(row.data) for row in again.read(Reading())] == expected(source)
+    assert again.fingerprint() == source.fingerprint()
+
+
+def test_a_corpus_may_move_and_another_one_is_refused(source: Any, kind: str, tmp_path: Path) -> None:
+    """The other one has one row that differs, and files of the same sizes."""
+    folders = [tmp_path.with_name(f"{tmp_path.name}-{name}") for name in ("same", "other")]
+    for folder in folders:
+        folder.mkdir()
+    same, other = MAKE[kind](folders[0], ROWS), MAKE[kind](folders[1], OTHERS)
+    assert same.fingerprint() == source.fingerprint() != other.fingerprint()
+    dataset = stream(source)
+    running = iter(dataset)
+    packs = [next(running) for _ in range(3)]
+    moved = stream(same)
+    moved.load_state_dict(dataset.state_dict())
+    assert list(map(content, [*packs, *moved])) == list(map(content, stream(source)))
+    with pytest.raises(ValueError, match="the state was made with|is another file"):
+        stream(other).load_state_dict(dataset.state_dict())
+
+
+def test_a_probe_scales_to_all_rows(source: Any, kind: str) -> None:
+    if kind in (*UNKNOWN, "stream", "one shard", "tables"):
+        with pytest.raises(ValueError, match="the length of .* is unknown; set max_steps"):
+            source.probe(10)
+        return
+    found, scale = source.probe(COUNT)
+    assert len(found) * scale == pytest.approx(len(expected(source)), rel=0.1)
+    assert [number(source.fetch(row.row_id)) for row in found] == [number(row.data) for row in found]
+    assert source.natural_lanes() >= 1
+
+
+def test_seed_and_epoch_decide_the_order(source: Any) -> None:
+    state, numpy_state = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 - must not change
+
+    def order(**settings: Any) -> list[int]:
+        rows = source.read(Reading(**{"shuffle_window": 20, **settings}))
+        return [number(row.data) for row in rows]
+
+    orders = [order(shuffle_window=0), order(), order(epoch=1), order(seed=1), order(epoch=1, seed=1)]
+    assert len(set(map(tuple, orders))) == 5
+    assert orders[1] == order()
+    one, other = (source.read(Reading(shuffle_window=20)) for _ in range(2))
+    interleaved = [(number(next(one).data), number(next(other).data)) for _ in range(10)]
+    assert [a for a, _ in interleaved] == [b for _, b in interleaved] == orders[1][:10]
+    assert random.getstate() == state
+    assert np.random.get_state()[1].tolist() == numpy_state  # noqa: NPY002
+
+
+def test_the_log_says_what_lanes_share(source: Any, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    said = SHARED.get(kind, "")
+    lanes = 8 if said else 3
+    for wrapped, prefix in (
+        (source, ""),
+        (Holdout(source, fraction=0.1, part="train"), ""),
+        (Mix([{"name": "a", "source": source, "weight": 1}]), "a: "),
+    ):
+        caplog.clear()
+        data = stream(wrapped, num_lanes=lanes)
+        with caplog.at_level(logging.WARNING, "streampack.streaming.dataset"):
+            assert len([next(iter(data)), *data]) > 1, "iterated twice"
+        found = [r.getMessage() for r in caplog.records if r.name == "streampack.streaming.dataset"]
+        assert found == [f"{prefix}{said} of them, which take turns with its rows"] * bool(said)
+    assert source.shared(1) == []

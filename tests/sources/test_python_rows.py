@@ -1,0 +1,335 @@
+"""Rows of Python objects: what a user's data is taken for, rows by number, iterables, columns, own sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import IterableDataset as TorchIterable
+
+from streampack import (
+    IterablePackedDataset,
+    IterableSource,
+    JSONLSource,
+    MapSource,
+    Mix,
+    PackedDataLoader,
+    PackedDataset,
+    Source,
+    TextEncoder,
+)
+from streampack.sources import Reading
+from streampack.sources.as_source import as_source
+from streampack.tokenize.tokenize import tokenize
+from tests.support.corpus import numbered, read_all, write
+
+
+def test_each_kind_of_data_becomes_its_source(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", numbered(3))
+    for given_, kind in (
+        (path, JSONLSource),
+        (str(path), JSONLSource),
+        (str(tmp_path / "*.jsonl"), JSONLSource),
+        (numbered(3), MapSource),
+        (lambda: numbered(3), IterableSource),
+        ({1: 2}.values(), IterableSource),
+    ):
+        assert type(as_source(given_)) is kind
+    source = MapSource(numbered(3))
+    assert as_source(source) is source
+    for nothing in (3, None, object()):
+        with pytest.raises(
+            ValueError, match=f"a {type(nothing).__name__} holds no rows; give a source, a path"
+        ):
+            as_source(nothing)
+    with pytest.raises(ValueError, match="empty"):
+        as_source([])
+
+
+def test_an_iterable_dataset_with_a_length_is_an_iterable() -> None:
+    """torch's Dataset has a __getitem__ that raises, and an IterableDataset may have a length."""
+    from torch.utils.data import IterableDataset
+
+    class Sized(IterableDataset[dict[str, Any]]):
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter(numbered(3))
+
+    assert type(as_source(Sized())) is IterableSource
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_what_a_hugging_face_tokenizer_returns_is_a_corpus(as_array: bool) -> None:
+    """A batch of a tokenizer is rows by columns; rows of its kind are rows. Padding in it is refused, not packed."""
+    transformers = pytest.importorskip("transformers")
+    ids = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    columns: Any = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+    batch = transformers.BatchEncoding(columns)
+    if as_array:
+        batch = [transformers.BatchEncoding({"input_ids": np.array(row)}) for row in ids]
+    packs = IterablePackedDataset(batch, max_seq_len=5, num_lanes=1)
+    assert [pack["tokens"].tolist() for pack in packs] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]
+    padded = {
+        "input_ids": np.array([[1, 2, 0], [4, 5, 6]]),
+        "attention_mask": np.array([[1, 1, 0], [1, 1, 1]]),
+    }
+    with pytest.raises(ValueError, match="tokenize without padding"):
+        list(IterablePackedDataset(transformers.BatchEncoding(padded), max_seq_len=5))
+
+
+ROWS = [{"input_ids": [5, 6]}]
+
+
+def stream(source: Any = ROWS, **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(source, max_seq_len=8, **settings)
+
+
+TWICE = "gives packs, not rows; give the dataset that was packed, or leave packing to one of the two"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda _: stream(stream()), f"IterablePackedDataset {TWICE}"),
+        (lambda _: stream(PackedDataLoader(stream())), f"PackedDataLoader {TWICE}"),
+        (lambda _: stream(PackedDataset(ROWS, max_seq_len=8)), f"PackedDataset {TWICE}"),
+        (lambda _: Mix([{"name": "a", "source": stream(), "weight": 1}]), f"IterablePackedDataset {TWICE}"),
+        (
+            lambda _: stream(JSONLSource),
+            "the source is the class JSONLSource; make one of it: JSONLSource(path)",
+        ),
+        (
+            lambda _: stream(encoder=TextEncoder),
+            "is the class TextEncoder; call it .* encoder=TextEncoder(tokenizer)",
+        ),
+        (
+            lambda _: stream(Mix([{"name": "a", "source": ROWS, "weight": 1, "encoder": TextEncoder}])),
+            "is the class TextEncoder; call it",
+        ),
+        (lambda out: tokenize(ROWS, out=out, encoder=TextEncoder), "is the class TextEncoder; call it"),
+    ],
+)
+def test_packs_and_classes_are_refused_at_construction(tmp_path: Path, make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        make(tmp_path / "out")
+
+
+IDS = [[1, 2, 3], [4, 5], [6]]
+
+
+def tokens_of(data: Any) -> list[list[int]]:
+    return [pack["tokens"].tolist() for pack in IterablePackedDataset(data, max_seq_len=6)]
+
+
+def test_a_dict_of_columns() -> None:
+    labels = [[-100, 2, 3], [4, 5], [6]]
+    for columns in ({"input_ids": IDS}, {"tokens": [np.array(ids) for ids in IDS], "labels": labels}):
+        assert tokens_of(columns) == [[1, 2, 3, 4, 5, 6]]
+        assert PackedDataset(columns, max_seq_len=6)[0]["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert tokens_of({"input_ids": np.arange(6).reshape(2, 3)}) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_a_pandas_frame() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"input_ids": IDS, "weight": [0.5, 1, 2], "n": [1, 2, 3]})
+    assert tokens_of(frame[frame["weight"] < 2]) == [[1, 2, 3, 4, 5, 0]]
+    assert PackedDataset(frame, max_seq_len=6)[0]["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
+    source = as_source(frame)
+    assert isinstance(source, MapSource)
+    assert source.fetch((1,)) == {"input_ids": [4, 5], "weight": 1.0, "n": 2}
+
+
+def test_a_dict_of_rows_by_number_is_not_read_as_columns() -> None:
+    rows = {i: {"input_ids": ids} for i, ids in enumerate(IDS)}
+    assert tokens_of(rows) == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="the columns must be of one length, .* 'input_ids': 3, 'labels': 2"):
+        as_source({"input_ids": IDS, "labels": IDS[:2]})
+
+
+def test_a_dict_of_datasets_is_refused() -> None:
+    with pytest.raises(ValueError, match="a dict of 'train', 'test' holds no columns of rows; .* make a Mix"):
+        as_source({"train": "a.jsonl", "test": "b.jsonl"})
+
+
+def test_tables_of_other_libraries_are_refused_with_a_way_out() -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match=r"give table.to_pylist\(\), or datasets.Dataset\(table\)"):
+        as_source(pyarrow.table({"input_ids": IDS}))
+
+
+class Dataset:
+    """A map-style dataset with one bad row."""
+
+    def __init__(self, rows: list[Any], bad: int = -1, error: Exception | None = None) -> None:
+        self.rows, self.bad, self.error = rows, bad, error
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.bad and self.error is not None:
+            raise self.error
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("window", [0, 1])
+def test_errors_of_a_dataset_consume_nothing(window: int) -> None:
+    data = Dataset(numbered(20), 12, OSError("gone"))
+    reader = MapSource(data).read(Reading(0, num_lanes=1, shuffle_window=window))
+    found = []
+    with pytest.raises(OSError, match="gone"):
+        found.extend(row.data for row in reader)
+    cursor = reader.cursor
+    with pytest.raises(OSError, match="gone"):
+        next(reader)
+    assert reader.cursor == cursor
+    data.bad = -1
+    before = [row.data for row in MapSource(data).read(Reading(0, num_lanes=1, shuffle_window=window))]
+    assert before[cursor[0] :] == [row.data for row in reader]
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError) as error:
+        MapSource([])
+    assert str(error.value) == "the dataset (list) is empty; it must have at least one row"
+
+
+def test_the_fingerprint_depends_on_the_number_and_content_of_rows() -> None:
+    rows = [{"tokens": [i, i + 1], "labels": [i, i + 1]} for i in range(100)]
+    fingerprint = MapSource(rows).fingerprint()
+    assert MapSource(Dataset(rows)).fingerprint() == fingerprint
+    arrays = [{k: np.array(v) for k, v in row.items()} for row in rows]
+    assert MapSource(arrays).fingerprint() == fingerprint
+    assert MapSource(rows[:-1]).fingerprint() != fingerprint
+    assert MapSource([*rows[:-1], rows[0]]).fingerprint() != fingerprint
+    long = [{"tokens": np.arange(5000)}, {"tokens": np.arange(5000)}]
+    before = MapSource(long).fingerprint()
+    long[1]["tokens"][2500] = 7  # where numpy's repr shows an ellipsis
+    assert MapSource(long).fingerprint() != before
+
+
+def test_iterators_are_refused() -> None:
+    for once in ((row for row in numbered(3)), iter(numbered(3)), map(dict, numbered(3))):
+        with pytest.raises(ValueError, match=r"can be read only once.*pass a function that makes it"):
+            IterableSource(once)
+        with pytest.raises(ValueError, match="can be read only once"):
+            as_source(once)
+
+
+@pytest.mark.parametrize("rows", [numbered(10), lambda: iter(numbered(10)), lambda: numbered(10)])
+def test_iterables_and_functions_of_iterables(rows: Any) -> None:
+    source = IterableSource(rows)
+    assert read_all(source) == numbered(10)
+    assert read_all(source) == numbered(10), "and once more"
+
+
+def test_an_iterable_may_change_the_rows_of_a_window() -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        message = {"content": -1}
+        row = {"messages": [message]}
+        for i in range(20):
+            message["content"] = i
+            yield row
+
+    found = list(IterableSource(rows).read(Reading(shuffle_window=4)))
+    assert sorted(row.data["messages"][0]["content"] for row in found) == list(range(20))
+
+
+@pytest.mark.parametrize(("window", "lane"), [(0, 0), (4, 1)])
+def test_a_generator_that_raises_midway(window: int, lane: int) -> None:
+    """A generator that raised is finished, which a naive reader would take for the end of the data."""
+    broken = [True]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for row in numbered(20):
+            if row["i"] == 11 and broken[0]:
+                raise OSError("gone")
+            yield row
+
+    source = IterableSource(rows)
+    reader = source.read(Reading(lane, num_lanes=2, shuffle_window=window))
+    found = []
+    for _ in range(3):
+        with pytest.raises(OSError, match="gone"):
+            found.extend(row.data["i"] for row in reader)
+    broken[0] = False
+    found += [row.data["i"] for row in reader]
+    assert sorted(found) == list(range(lane, 20, 2))
+
+
+def test_iterable_fingerprint_is_of_the_first_rows() -> None:
+    assert IterableSource(numbered(12)).fingerprint() == IterableSource(numbered(13)).fingerprint()
+    assert IterableSource(numbered(3)).fingerprint() != IterableSource(numbered(4)).fingerprint()
+    assert IterableSource(numbered(3)).fingerprint() != IterableSource(numbered(3)[1:]).fingerprint()
+    assert IterableSource([]).fingerprint() != IterableSource(numbered(3)).fingerprint()
+    long = [{"tokens": np.arange(5000)}]
+    before = IterableSource(long).fingerprint()
+    long[0]["tokens"][2500] = 7
+    assert IterableSource(long).fingerprint() != before
+
+
+class SharesOut(TorchIterable[dict[str, Any]]):
+    """A dataset that shares out its rows among torch's workers."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from [{"input_ids": [1 + i] * 5} for i in range(40)][start::step]
+
+
+@pytest.mark.parametrize(
+    "wrap", [IterableSource, lambda data: Mix([{"name": "a", "source": data, "weight": 1}])]
+)
+def test_an_iterable_that_shares_out_its_rows_loses_none(wrap: Any) -> None:
+    data = IterablePackedDataset(wrap(SharesOut()), max_seq_len=8)
+    with pytest.raises(
+        ValueError, match="2 consumers .* would take turns with the rows of an iterable, and lose"
+    ):
+        list(DataLoader(data, batch_size=None, num_workers=2))
+    for read in (
+        DataLoader(IterablePackedDataset(wrap(SharesOut()), max_seq_len=8), batch_size=None, num_workers=1),
+        PackedDataLoader(IterablePackedDataset(wrap(SharesOut()), max_seq_len=8), num_workers=2),
+    ):
+        found = [int(batch["tokens"][0] if isinstance(batch, dict) else batch.tokens[0, 0]) for batch in read]
+        assert sorted(found) == list(range(1, 41))
+
+
+class Squares(Source):
+    def __init__(self, count: int, *, broken: int | None = None) -> None:
+        self.count = count
+        self.broken = broken
+
+    def fingerprint(self) -> str:
+        return f"squares below {self.count}"
+
+    def rows(self, start: int, step: int) -> Iterator[dict[str, Any]]:
+        for n in range(start, self.count, step):
+            if n == self.broken:
+                raise ValueError(f"{n} is broken")
+            yield {"input_ids": [n % 1000] * (n % 7 + 1)}
+
+
+def test_an_error_names_the_row_and_is_raised_again() -> None:
+    iterator = iter(IterablePackedDataset(Squares(9, broken=5), max_seq_len=64, num_lanes=1))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="5 is broken") as error:
+            next(iterator)
+        assert "while reading row 5" in error.value.__notes__[0]
+
+
+def test_a_source_without_rows_or_read_is_an_error() -> None:
+    class Empty(Source):
+        def fingerprint(self) -> str:
+            return "nothing"
+
+    with pytest.raises(NotImplementedError, match="Empty needs either rows, or read, locate and fetch"):
+        next(iter(IterablePackedDataset(Empty(), max_seq_len=8, num_lanes=1)))
