@@ -1,7 +1,13 @@
-"""Log-probabilities of sequences and pairs of answers, against one prediction after the other."""
+"""Log-probabilities of sequences, pairs of answers and policies, against one prediction after the other.
+
+Losses of pairs against torchtune's classes and the papers' formulas, those of policies against a loop over tokens.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -10,20 +16,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, collate_packed
+from streampack import IGNORE_INDEX, Batch, Group, IterablePackedDataset, collate_packed
 from streampack.losses import (
+    PreferenceLoss,
+    bradley_terry_losses,
     label_weights,
     last_values,
     pair_of,
+    policy_losses,
     require_unshared,
     sequence_logps,
     token_logps,
     token_losses,
     trained_tokens,
 )
-from streampack.losses import sequences as sequences_module
 from streampack.packing.batch import null_pack, stack_packs
-from streampack.packing.groups import Group
 from tests.support.groups import batch_of, label, segments, trees
 
 VOCAB = 64
@@ -90,29 +97,19 @@ def test_numbers_of_tokens_are_at_their_labels() -> None:
 
 
 def test_numbers_of_plain_batches_are_their_cross_entropies() -> None:
-    rows = [
-        {"tokens": [i % 50 + 1] * n, "labels": [i % 50 + 1] * n} for i, n in enumerate([5, 9, 2, 7, 30, 4])
-    ]
-    batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=32, num_lanes=1)))
+    batch = packed([[i + 1] * n for i, n in enumerate([5, 9, 2, 7, 27, 4])])
     assert batch.groups is None
     logits = logits_for(batch, dtype=torch.float32)
     assert torch.equal(token_logps(logits, batch), -token_losses(logits, batch.labels))
     sums, counts = sequence_logps(logits, batch)
-    theirs, numbers = naive_sums_of_plain(logits, batch)
-    assert torch.equal(counts, numbers)
-    assert torch.allclose(sums, theirs, rtol=1e-6)
-
-
-def naive_sums_of_plain(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    losses = token_losses(logits, batch.labels)
-    sums, counts = torch.zeros(batch.seq_lens.shape), torch.zeros(batch.seq_lens.shape, dtype=torch.int64)
+    sums, losses = sums.detach(), token_losses(logits, batch.labels).detach()
     for pack, lengths in enumerate(batch.seq_lens.tolist()):
-        start = 0
-        for number, length in enumerate(lengths):
-            sums[pack, number] = -losses[pack, start : start + length].sum()
-            counts[pack, number] = (batch.labels[pack, start : start + length] != IGNORE_INDEX).sum()
-            start += length
-    return sums, counts
+        ends = [*accumulate(lengths, initial=0)]
+        for number, (start, stop) in enumerate(pairwise(ends)):
+            assert float(sums[pack, number]) == pytest.approx(
+                -float(losses[pack, start:stop].sum()), rel=1e-6
+            )
+            assert counts[pack, number] == (batch.labels[pack, start:stop] != IGNORE_INDEX).sum()
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
@@ -197,49 +194,27 @@ def test_shared_and_unshared_groups_have_the_same_numbers(
             start, stop = path[-1]
             logits[pack, start:stop] = table[seen[start - stop :] % 1000]
         sums, counts = sequence_logps(logits, batch)
-        leaves = [place for _, answers in sequences_module._groups(batch) for place in answers]
-        by_row = dict(sequences_module._groups(batch))
-        assert len(leaves) == sum(map(len, by_row.values()))
-        flat = sums.flatten(), counts.flatten()
         found.append(
-            {row: [(float(flat[0][i]), int(flat[1][i])) for i in answers] for row, answers in by_row.items()}
+            {
+                row: ([float(sums[place]) for place in places], [int(counts[place]) for place in places])
+                for row, places in answers_of(batch).items()
+            }
         )
     assert found[0].keys() == found[1].keys()
-    for row, answers in found[0].items():
-        assert [count for _, count in answers] == [count for _, count in found[1][row]]
-        assert [value for value, _ in answers] == pytest.approx(
-            [value for value, _ in found[1][row]], rel=1e-9
-        )
+    for row, (values, numbers) in found[0].items():
+        assert numbers == found[1][row][1]
+        assert values == pytest.approx(found[1][row][0], rel=1e-9)
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    right = sequences_module._branches
-
-    def wrong(batch: Batch) -> Any:
-        branches = right(batch)
-        return branches and change(branches)
-
-    monkeypatch.setattr(sequences_module, "_branches", wrong)
-
-
-MUTATIONS = {
-    "predictor off by one": lambda b: b._replace(
-        predictors=[(pack, max(0, at - 1)) for pack, at in b.predictors]
-    ),
-    "the token before, a sibling's": lambda b: b._replace(
-        predictors=list(zip(b.starts[0].tolist(), (b.starts[1] - 1).tolist(), strict=True))
-    ),
-    "labels in another order": lambda b: b._replace(labels=b.labels.roll(1)),
-}
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_these_tests_see_a_wrong_predictor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, MUTATIONS[name])
-    with pytest.raises(AssertionError):
-        test_sums_counts_and_gradients_are_those_of_single_predictions(1, 512)
-    with pytest.raises(AssertionError):
-        test_numbers_of_tokens_are_at_their_labels()
+def answers_of(batch: Batch) -> dict[Any, list[tuple[int, int]]]:
+    """The segments that no other continues, by row: pack and number of each."""
+    assert batch.groups is not None
+    found: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    for pack, (fragments, parents) in enumerate(zip(batch.fragments, batch.groups.parents, strict=True)):
+        for number, fragment in enumerate(fragments):
+            if number not in parents:
+                found[fragment.row_id].append((pack, number))
+    return found
 
 
 def pairs_of_rows(batch: Batch) -> list[tuple[tuple[int, ...], ...]]:
@@ -264,9 +239,10 @@ def preference_groups(count: int = 9) -> list[Group]:
     return groups
 
 
-def packed(groups: list[Group]) -> Batch:
-    rows = [{"group": group} for group in groups]
-    data = IterablePackedDataset(rows, max_seq_len=28, num_lanes=1, encoder=lambda row: row["group"])
+def packed(samples: list[Any], **settings: Any) -> Batch:
+    rows = [{"sample": sample} for sample in samples]
+    common: dict[str, Any] = {"max_seq_len": 28, "num_lanes": 1, "encoder": lambda row: row["sample"]}
+    data = IterablePackedDataset(rows, **common | settings)
     return collate_packed(list(data))
 
 
@@ -297,25 +273,15 @@ def test_a_group_of_another_number_of_answers_is_no_pair(answers: int) -> None:
             pair_of(packed([each]))
 
 
-def test_parts_of_split_samples_are_no_answers_of_a_group() -> None:
-    rows: list[Any] = [{"input_ids": [1] * 20}, {"group": preference_groups(1)[0]}, {"input_ids": [2] * 3}]
-    data = IterablePackedDataset(
-        rows,
-        max_seq_len=16,
-        num_lanes=1,
-        overlong="split",
-        encoder=lambda row: row.get("group") or row["input_ids"],
-    )
-    batch = collate_packed(list(data))
-    assert any(fragment.start for fragments in batch.fragments for fragment in fragments if fragment.trained)
-    found = sorted(len(answers) for _, answers in sequences_module._groups(batch))
-    assert found == [1, 1, 1, 2]
+def test_parts_of_a_split_sample_are_no_pair() -> None:
+    batch = packed([*preference_groups(1), [1] * 40], overlong="split")
+    assert sum(fragment.row_id == (1,) for fragments in batch.fragments for fragment in fragments) == 2
+    with pytest.raises(ValueError, match=r"row \(1,\) has 1 answer and a pair has 2"):
+        pair_of(batch)
 
 
 def test_plain_samples_are_no_pairs_and_padding_has_none() -> None:
-    plain = collate_packed(
-        list(IterablePackedDataset([{"input_ids": [1, 2]}] * 2, max_seq_len=8, num_lanes=1))
-    )
+    plain = packed([[1, 2]] * 2)
     with pytest.raises(ValueError, match="has 1 answer and a pair has 2"):
         pair_of(plain)
     empty = stack_packs([null_pack(8), null_pack(8)])
@@ -330,9 +296,7 @@ def test_plain_samples_are_no_pairs_and_padding_has_none() -> None:
 
 
 def test_last_values_are_not_those_of_padding() -> None:
-    rows = [{"input_ids": [9] * n} for n in (3, 8, 5)]
-    data = IterablePackedDataset(rows, max_seq_len=16, pad_seqs_to=8, strategy="next_fit", num_lanes=1)
-    batch = collate_packed(list(data))
+    batch = packed([[9] * n for n in (3, 8, 5)], max_seq_len=16, pad_seqs_to=8, strategy="next_fit")
     values = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
     assert last_values(values, batch).tolist() == [[2, 15], [16 + 4, 0]]
 
@@ -357,3 +321,234 @@ def test_cross_entropy_over_shared_prompts_is_refused() -> None:
             refuse(shared)
     weights = label_weights(unshared, loss_norm="token")
     assert weights.sum() == shared.num_trained == unshared.num_trained
+
+
+# Losses of pairs.
+
+DRAWN = torch.Generator().manual_seed(0)
+LOGPS = [-20 * torch.rand(50, generator=DRAWN, dtype=torch.float64) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [
+        ("DPOLoss", {"beta": 0.3}, {"beta": 0.3}),
+        ("DPOLoss", {"beta": 0.3, "label_smoothing": 0.2}, {"beta": 0.3, "label_smoothing": 0.2}),
+        ("RSOLoss", {"gamma": 0.3}, {"beta": 0.3, "form": "hinge"}),
+    ],
+)
+def test_losses_and_rewards_are_torchtunes(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    losses = pytest.importorskip("torchtune.rlhf.loss")
+    found, expected = [], []
+    for module, results in ((PreferenceLoss(**ours), found), (getattr(losses, name)(**theirs), expected)):
+        logps = [each.clone().requires_grad_() for each in LOGPS]
+        values = module(*logps)
+        results += [*values, *torch.autograd.grad(values[0].sum(), logps)]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+    assert not found[1].requires_grad
+    assert not found[2].requires_grad
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "formula"),
+    [
+        ({"form": "ipo", "beta": 0.4}, lambda c, r, rc, rr: ((c - rc) - (r - rr) - 1 / 0.8) ** 2),
+        ({"form": "ipo", "beta": 0.4, "label_smoothing": 0.1},
+         lambda c, r, rc, rr: 0.9 * ((c - rc) - (r - rr) - 1 / 0.8) ** 2
+                              + 0.1 * ((r - rr) - (c - rc) - 1 / 0.8) ** 2),
+        ({"beta": 2.0, "margin": 0.5, "reference_free": True},  # SimPO, of means
+         lambda c, r, rc, rr: -math.log(sigmoid(2 * (c - r) - 0.5))),
+        ({"form": "hinge", "beta": 0.2, "margin": 0.5},
+         lambda c, r, rc, rr: max(0.0, 1.5 - 0.2 * ((c - rc) - (r - rr)))),
+    ],
+)  # fmt: skip
+def test_other_forms_are_those_of_their_papers(settings: dict[str, Any], formula: Any) -> None:
+    losses, chosen, rejected = PreferenceLoss(**settings)(*(each / 4 for each in LOGPS))
+    rows = list(zip(*((each / 4).tolist() for each in LOGPS), strict=True))
+    assert losses.tolist() == pytest.approx([formula(*row) for row in rows])
+    free = settings.get("reference_free", False)
+    beta = settings["beta"]
+    assert chosen.tolist() == pytest.approx([beta * (c - (0 if free else rc)) for c, _, rc, _ in rows])
+    assert rejected.tolist() == pytest.approx([beta * (r - (0 if free else rr)) for _, r, _, rr in rows])
+
+
+def test_equal_policies_lose_ln_2() -> None:
+    losses, chosen, rejected = PreferenceLoss()(*LOGPS[:2], *LOGPS[:2])
+    assert losses.tolist() == pytest.approx([math.log(2)] * 50)
+    assert not chosen.any()
+    assert not rejected.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"form": "dpo"}, "form='dpo' is unknown; choose one of 'sigmoid', 'ipo', 'hinge'"),
+        ({"beta": 0}, "beta=0 is no weight; give a number above 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing=0.5 is no fraction of wrong pairs; give a number from 0"),
+        ({"margin": -1.0}, "margin=-1.0 with form='sigmoid'; give 0, or a positive number"),
+        ({"margin": 1.0, "form": "ipo"}, "margin=1.0 with form='ipo'; give 0, or a positive number with"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PreferenceLoss(**settings)
+
+
+def test_bradley_terry_is_the_odds_of_the_right_order() -> None:
+    chosen, rejected, margins = LOGPS[:3]
+    for margin in (0.0, -margins):
+        losses = bradley_terry_losses(chosen, rejected, margin=margin)
+        differences = (chosen - rejected - margin).tolist()
+        assert losses.tolist() == pytest.approx([-math.log(sigmoid(each)) for each in differences])
+
+
+# Losses of policies.
+
+
+def rollouts(**without: bool) -> Batch:
+    """A prompt with three answers and one with two, with advantages and log-probabilities of two older policies."""
+    groups, draw = [], np.random.default_rng(5)
+    for lengths in ([4, 3, 5, 1], [2, 6, 2]):
+        size = sum(lengths)
+        tokens = draw.integers(1, 16, size)
+        labels = np.where(np.arange(size) < lengths[0], IGNORE_INDEX, tokens)
+        masked = np.arange(size) < lengths[0]
+        fields = {"advantage": [math.nan, *draw.normal(size=len(lengths) - 1)]}
+        token_fields = {
+            name: np.where(masked, np.nan, -5 * draw.random(size)) for name in ("old_logps", "ref_logps")
+        }
+        kept = {name: values for name, values in token_fields.items() if not without.get(name)}
+        fields = {} if without.get("advantage") else fields
+        parents = [-1, *[0] * (len(lengths) - 1)]
+        groups.append(
+            Group(tokens, labels, lengths=lengths, parents=parents, fields=fields, token_fields=kept)
+        )
+    return packed(groups)
+
+
+def naive_policy(logps: torch.Tensor, batch: Batch, low: float, high: float, kl: float) -> torch.Tensor:
+    assert batch.groups is not None
+    losses = torch.zeros_like(logps)
+    old, ref = (batch.groups.token_fields.get(name) for name in ("old_logps", "ref_logps"))
+    trained = trained_tokens(batch)
+    for pack, segment, path in segments(batch):
+        advantage = float(batch.groups.fields["advantage"][pack, segment])
+        for token in range(*path[-1]):
+            if not trained[pack, token]:
+                continue
+            logp = logps[pack, token]
+            before = logp.detach() if old is None else old[pack, token]
+            ratio = torch.exp(logp - before)
+            bound = ratio.clamp(1 - low, 1 + high)
+            loss = -min(ratio * advantage, bound * advantage)
+            if kl:
+                assert ref is not None
+                distance = ref[pack, token] - logp
+                loss = loss + kl * (distance.exp() - distance - 1)
+            losses[pack, token] = loss
+    return losses
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+@pytest.mark.parametrize("sampled_now", [False, True])
+def test_each_token_has_the_loss_of_the_formula(kl: float, sampled_now: bool) -> None:
+    batch = rollouts(old_logps=sampled_now)
+    logits = torch.randn(*batch.tokens.shape, 16, generator=torch.Generator().manual_seed(1)).double()
+    logits.requires_grad_()
+    logps = token_logps(logits, batch)
+    ours = policy_losses(logps, batch, clip=(0.2, 0.3), kl=kl)
+    theirs = naive_policy(logps, batch, 0.2, 0.3, kl)
+    assert torch.allclose(ours, theirs)
+    assert (ours != 0).sum() == trained_tokens(batch).sum() == 17
+    grads = [torch.autograd.grad(each.sum(), logits, retain_graph=True)[0] for each in (ours, theirs)]
+    assert torch.allclose(*grads)
+    assert grads[0].isfinite().all()
+    assert grads[0].any()
+
+
+def test_padding_alone_has_no_loss_but_a_gradient() -> None:
+    batch = stack_packs([null_pack(8)])
+    logits = torch.randn(1, 8, 5, requires_grad=True)
+    losses = policy_losses(token_logps(logits, batch), batch)
+    losses.sum().backward()
+    assert not losses.any()
+    assert logits.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (lambda: rollouts(advantage=True), {}, r"no 'advantage' among its fields \(none\); name its column in the"),
+        (lambda: rollouts(ref_logps=True), {"kl": 0.1}, r"no 'ref_logps' among its token_fields \(old_logps\); name"),
+        (rollouts, {"clip": (1.5, 0.2)}, r"clip=\(1.5, 0.2\) is no pair of distances from 1; give two such as"),
+        (lambda: packed([[1, 2]]), {}, "the batch has no groups, so no advantages; encode rows with RolloutEncoder"),
+    ],
+)  # fmt: skip
+def test_what_a_policys_loss_lacks_is_named(make: Any, settings: dict[str, Any], message: str) -> None:
+    batch = make()
+    with pytest.raises(ValueError, match=message):
+        policy_losses(torch.zeros(batch.tokens.shape), batch, **settings)
+
+
+# On a GPU as on a CPU, and the same each time.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+)
+def test_sums_and_gradients_are_those_of_the_cpu(dtype: torch.dtype, limit: float) -> None:
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        logits = logits_for(BATCH, dtype=dtype).detach().to(device).requires_grad_()
+        sums, counts = sequence_logps(list(logits.chunk(3, 1)), BATCH.to(device), chunk_size=7)
+        (grad,) = torch.autograd.grad(
+            (sums * torch.arange(sums.numel(), device=device).view_as(sums)).sum(), logits
+        )
+        found.append((sums.detach().cpu(), counts.cpu(), grad.cpu()))
+    (sums, counts, grad), *others = found
+    for a, b, c in others:
+        assert torch.allclose(a, sums, rtol=limit)
+        assert torch.equal(b, counts)
+        assert torch.allclose(c, grad, rtol=limit, atol=limit)
+    assert all(torch.equal(a, b) for a, b in zip(*others, strict=True))
+
+
+@pytest.mark.gpu
+def test_many_siblings_have_the_same_gradient_each_time() -> None:
+    """Their first tokens share a predictor, at which gradients are added up."""
+    size = 1 + 200
+    group = Group([1] * size, [-100, *[3] * 200], lengths=[1] * size, parents=[-1, *[0] * 200])
+    batch = batch_of([group], max_seq_len=256).to("cuda")
+    grads = []
+    for _ in range(3):
+        logits = logits_for(batch.to("cpu"), dtype=torch.float32).detach().cuda().requires_grad_()
+        sums, _ = sequence_logps(logits, batch)
+        weights = torch.rand(sums.shape, generator=torch.Generator().manual_seed(0)).cuda()
+        grads.append(torch.autograd.grad((sums * weights).sum(), logits)[0])
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+@pytest.mark.gpu
+def test_losses_of_pairs_and_of_policies_are_those_of_the_cpu() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        batch = packed(preference_groups()).to(device)
+        sums = sequence_logps(logits_for(batch.to("cpu")).detach().to(device), batch)[0].flatten()
+        chosen, rejected = pair_of(batch)
+        losses, *_ = PreferenceLoss()(sums[chosen], sums[rejected], sums[chosen] * 0, sums[rejected] * 0)
+        found.append(losses.cpu())
+    assert torch.allclose(*found)
+    batch = rollouts()
+    logits = logits_for(batch).detach()
+    ours, theirs = (
+        policy_losses(token_logps(logits.to(device), batch.to(device)), batch.to(device), kl=0.1).cpu()
+        for device in ("cpu", "cuda")
+    )
+    assert torch.allclose(ours, theirs)

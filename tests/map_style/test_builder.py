@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import types
 from typing import Any
 
 import pytest
 
-from streampack.map_style.builder import packed_dataset
-from streampack.map_style.dataset import PackedDataset
-from tests.map_style.test_dataset import rows_of
+from streampack import PackedDataset, packed_dataset
+
+
+def rows_of(lengths: list[int]) -> list[dict[str, list[int]]]:
+    """Samples of tokens ``1000 * (sample + 1) + place``."""
+    rows = ([1000 * (i + 1) + j for j in range(length)] for i, length in enumerate(lengths))
+    return [{"tokens": tokens, "labels": tokens} for tokens in rows]
 
 
 class Tokenizer:
@@ -39,11 +42,17 @@ def node(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"_component_": "my_data.build", "lengths": [5, 3, 12]}
 
 
+def make(node: Any, limit: int | None = 8, *, tokenizer: Any = None, **settings: Any) -> PackedDataset:
+    return packed_dataset(tokenizer or Tokenizer(limit), dataset=node, **{"packed": True, **settings})
+
+
 def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
-    packed = packed_dataset(Tokenizer(8), dataset=node, packed=True, overlong="drop", buffer_size=3)
+    tokenizer = Tokenizer(8)
+    packed = make({**node, "packed": False}, tokenizer=tokenizer, overlong="drop", buffer_size=3)
     assert (packed.max_seq_len, packed.padding_idx, packed.packing.buffer_size) == (8, 77, 3)
-    assert packed.ledger().dropped["overlong"] == 12  # the tokenizer did not cut it to 8
+    assert packed.ledger().dropped["overlong"] == 12, "the tokenizer did not cut it to 8"
     assert packed[0]["tokens"].tolist() == [1000, 1001, 1002, 1003, 1004, 2000, 2001, 2002]
+    assert tokenizer.max_seq_len == 8, "the recipe's tokenizer is not changed"
 
 
 @pytest.mark.parametrize(
@@ -57,105 +66,56 @@ def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
 def test_long_samples_are_cut_by_default(node: Any, settings: dict[str, Any], third: list[int]) -> None:
     tokenizer = Tokenizer(8)
     tokenizer.eos_id = 9  # type: ignore[attr-defined]
-    packed = packed_dataset(tokenizer, dataset=node, packed=True, **settings)
-    assert [pack["tokens"].tolist() for pack in packed][1] == third
+    packed = make(node, tokenizer=tokenizer, **settings)
+    assert packed[1]["tokens"].tolist() == third
     assert packed.ledger().dropped["truncated"] == 4
 
 
-def test_without_a_limit_of_the_tokenizer_a_long_sample_is_an_error(node: Any) -> None:
-    with pytest.raises(ValueError, match="sample 2 has 12 tokens, max_seq_len is 8; set overlong"):
-        packed_dataset(Tokenizer(None), dataset=node, packed=True, max_seq_len=8)
-
-
 def test_settings_of_the_node_override_the_tokenizers(node: Any) -> None:
-    packed = packed_dataset(
-        Tokenizer(8),
-        dataset=node,
-        packed=True,
-        max_seq_len=16,
-        padding_idx=5,
-        max_packs=1,
-        split_across_pack=True,
-    )
-    assert len(packed) == 1
-    assert packed[0]["seq_lens"].tolist() == [5, 3, 8]
+    packed = make(node, max_seq_len=16, padding_idx=5, max_packs=1, split_across_pack=True)
+    assert [pack["seq_lens"].tolist() for pack in packed] == [[5, 3, 8]]
     assert packed.padding_idx == 5
 
 
-def test_the_recipes_tokenizer_is_not_changed(node: Any) -> None:
-    tokenizer = Tokenizer(8)
-    packed_dataset(tokenizer, dataset=node, packed=True, overlong="truncate")
-    assert tokenizer.max_seq_len == 8
-
-
 def test_under_parity_the_tokenizer_cuts_and_the_padding_is_0(node: Any) -> None:
-    packed = packed_dataset(Tokenizer(7), dataset=node, packed=True, parity="torchtune")
+    packed = make(node, 7, parity="torchtune")
     assert [pack["seq_lens"].tolist() for pack in packed] == [[5, 2], [3, 4], [7]]
     assert packed.padding_idx == 0
 
 
-@pytest.mark.parametrize("packed", [False, "False", 1])
-def test_the_builder_insists_on_packed_true(node: Any, packed: Any) -> None:
-    message = (
-        f"packed={packed!r}: write `packed: True` beside `_component_: streampack.packed_dataset`. The recipe"
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message)) as caught:
-        packed_dataset(Tokenizer(8), dataset=node, packed=packed)
-    assert "boundaries between samples would be dropped in silence" in str(caught.value)
+INNER = "in the inner dataset node: packing is the outer node's"
+NO_NODE = r"must be a node with a _component_, such as .*PackedDataset\(ds"
 
 
 @pytest.mark.parametrize(
-    ("inner", "message"),
+    ("inner", "settings", "message"),
     [
-        ({"packed": True}, "packed=True in the inner dataset node: packing is the outer node's"),
-        (
-            {"split_across_pack": True},
-            "split_across_pack=True in the inner dataset node: packing is the outer",
-        ),
-        ({"max_packs": 4}, "max_packs=4 in the inner dataset node: packing is the outer node's"),
-        (
-            {"_component_": "os.system"},
-            "_component_ 'os.system' is not among the components that a config may name",
-        ),
-        ({"_component_": "my_data.nothing"}, "_component_ 'my_data.nothing' leads to nothing"),
+        ({}, {"packed": False}, "^packed=False: write `packed: True` beside `_component_: streampack.packed_dataset`"),
+        ({}, {"packed": "False"}, "^packed='False': write `packed: True` .*dropped in silence"),
+        ({}, {"packed": 1}, "^packed=1: write `packed: True`"),
+        ({}, {"limit": None, "max_seq_len": 8}, "sample 2 has 12 tokens, max_seq_len is 8; set overlong"),
+        ({}, {"limit": None}, "^max_seq_len is None here and in the tokenizer; set max_seq_len"),
+        ({}, {"tokenizer": object()}, "^max_seq_len is None here and in the tokenizer; set max_seq_len"),
+        ({}, {"tokenizer": types.SimpleNamespace(max_seq_len=8, pad_id=None)},
+         r"^the tokenizer \(SimpleNamespace\) has no pad_id; set padding_idx"),
+        ({"packed": True}, {}, f"^packed=True {INNER}"),
+        ({"split_across_pack": True}, {}, f"^split_across_pack=True {INNER}"),
+        ({"max_packs": 4}, {}, f"^max_packs=4 {INNER}"),
+        ({"_component_": "os.system"}, {}, "^_component_ 'os.system' is not among the components that a config may"),
+        ({"_component_": "my_data.nothing"}, {}, "^_component_ 'my_data.nothing' leads to nothing"),
+        ({"_component_": None}, {}, NO_NODE),
+        ("torchtune.datasets.alpaca_dataset", {}, NO_NODE),
+        (None, {}, NO_NODE),
     ],
-)
-def test_bad_inner_nodes_are_refused(node: Any, inner: Any, message: str) -> None:
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        packed_dataset(Tokenizer(8), dataset={**node, **inner}, packed=True)
-
-
-def test_packed_false_in_the_inner_node_is_fine(node: Any) -> None:
-    settings: Any = {"packed": True, "overlong": "drop"}
-    assert len(packed_dataset(Tokenizer(8), dataset={**node, "packed": False}, **settings)) == 1
-
-
-@pytest.mark.parametrize("dataset", [{"lengths": [3]}, "torchtune.datasets.alpaca_dataset", None])
-def test_a_dataset_without_component_is_refused(dataset: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be a node with a _component_, such as .*PackedDataset\(ds"):
-        packed_dataset(Tokenizer(8), dataset=dataset, packed=True)
-
-
-def test_no_max_seq_len_anywhere_is_refused(node: Any) -> None:
-    for tokenizer in (Tokenizer(None), object()):
-        with pytest.raises(
-            ValueError, match=r"^max_seq_len is None here and in the tokenizer; set max_seq_len"
-        ):
-            packed_dataset(tokenizer, dataset=node, packed=True)
-
-
-def test_no_pad_id_is_refused(node: Any) -> None:
-    tokenizer = types.SimpleNamespace(max_seq_len=8, pad_id=None)
-    with pytest.raises(
-        ValueError, match=r"^the tokenizer \(SimpleNamespace\) has no pad_id; set padding_idx"
-    ):
-        packed_dataset(tokenizer, dataset=node, packed=True)
+)  # fmt: skip
+def test_what_cannot_be_packed_is_refused(node: Any, inner: Any, settings: Any, message: str) -> None:
+    if isinstance(inner, dict):
+        inner = {name: value for name, value in (node | inner).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        make(inner, **settings)
 
 
 def test_an_inner_dataset_that_packs_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(_: Any) -> PackedDataset:
-        return PackedDataset(rows_of([3, 4]), max_seq_len=8)
-
-    provide(monkeypatch, build)
+    provide(monkeypatch, lambda _: PackedDataset(rows_of([3, 4]), max_seq_len=8))
     with pytest.raises(ValueError, match=r"^sample 0: there is a column 'seq_lens': it is a pack already"):
-        packed_dataset(Tokenizer(8), dataset={"_component_": "my_data.build"}, packed=True)
+        make({"_component_": "my_data.build"})

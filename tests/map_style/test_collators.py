@@ -1,3 +1,5 @@
+"""Rows of samples and of packs: `FlatteningCollator`, `PaddedCollator`, `flatten_batch` and `join_documents`."""
+
 from __future__ import annotations
 
 import itertools
@@ -9,7 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, FlatteningCollator, IterablePackedDataset, PackedDataset, PaddedCollator
+from streampack import (
+    IGNORE_INDEX,
+    FlatteningCollator,
+    Group,
+    IterablePackedDataset,
+    PackedDataLoader,
+    PackedDataset,
+    PaddedCollator,
+    collate_packed,
+)
+from streampack.map_style import flatten_batch, join_documents
+from streampack.packing.batch import null_pack, to_torchtune
+
+lengths_of = st.lists(st.integers(1, 12), min_size=1, max_size=12)
+VARLEN: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 
 
 def samples_of(lengths: list[int], *, ids: str = "input_ids") -> list[dict[str, list[int]]]:
@@ -37,19 +53,12 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_equals_transformers_collator() -> None:
     transformers = pytest.importorskip("transformers")
     rng = np.random.default_rng(0)
-    options = [
-        {
-            "return_position_ids": positions,
-            "return_flash_attn_kwargs": kwargs,
-            "return_seq_idx": seq_idx,
-            "separator_id": separator_id,
-            "position_ids_start": start,
-            "return_tensors": tensors,
-        }
-        for positions, kwargs, seq_idx, separator_id, start, tensors in itertools.product(
-            (True, False), (True, False), (True, False), (IGNORE_INDEX, 7), (0, 2), ("pt", "np")
-        )
-    ]
+    choices = {
+        "return_position_ids": (True, False), "return_flash_attn_kwargs": (True, False),
+        "return_seq_idx": (True, False), "separator_id": (IGNORE_INDEX, 7), "position_ids_start": (0, 2),
+        "return_tensors": ("pt", "np"),
+    }  # fmt: skip
+    options = [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
     convert = (lambda values: values, np.array, torch.tensor)
     for number in range(400):
         chosen = options[number % len(options)]
@@ -74,9 +83,8 @@ def test_equals_transformers_collator() -> None:
     st.sampled_from([{"pad_to_multiple_of": 8}, {"max_tokens": 54}, {"max_tokens": 54, "max_seqs": 6}]),
 )
 def test_padding_is_a_sequence_of_its_own(lengths: list[int], sizes: dict[str, int]) -> None:
-    settings: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-    plain = FlatteningCollator(**settings)(samples_of(lengths))
-    batch = FlatteningCollator(**settings, **sizes, padding_idx=9)(samples_of(lengths))
+    plain = FlatteningCollator(**VARLEN)(samples_of(lengths))
+    batch = FlatteningCollator(**VARLEN, **sizes, padding_idx=9)(samples_of(lengths))
     used = sum(lengths)
     total = sizes.get("max_tokens") or -(-used // 8) * 8
     padding = total - used
@@ -104,9 +112,8 @@ def test_padding_is_a_sequence_of_its_own(lengths: list[int], sizes: dict[str, i
 )
 def test_sequences_are_padded_to_a_multiple(lengths: list[int], multiple: int, sizes: dict[str, int]) -> None:
     """Each as by itself: its own labels and ids, then padding, and positions that go on."""
-    settings: dict[str, Any] = {"return_flash_attn_kwargs": True, "padding_idx": 9, **sizes}
     samples = samples_of(lengths)
-    batch = FlatteningCollator(**settings, pad_seqs_to=multiple)(samples)
+    batch = FlatteningCollator(**VARLEN, **sizes, padding_idx=9, pad_seqs_to=multiple)(samples)
     tokens, labels, positions, ends = [], [], [], [0]
     for sample in samples:
         ids = list(sample["input_ids"])
@@ -115,9 +122,8 @@ def test_sequences_are_padded_to_a_multiple(lengths: list[int], multiple: int, s
         labels += [IGNORE_INDEX, *sample["labels"][1:]] + [IGNORE_INDEX] * filler
         positions += range(len(ids) + filler)
         ends.append(len(tokens))
-    size = sizes.get("max_tokens") or -(-len(tokens) // sizes.get("pad_to_multiple_of", 1)) * sizes.get(
-        "pad_to_multiple_of", 1
-    )
+    whole = sizes.get("pad_to_multiple_of", 1)
+    size = sizes.get("max_tokens") or -(-len(tokens) // whole) * whole
     rest = size - len(tokens)
     assert batch["input_ids"].tolist() == [tokens + [9] * rest]
     assert batch["labels"].tolist() == [labels + [IGNORE_INDEX] * rest]
@@ -130,7 +136,7 @@ def test_sequences_are_padded_to_a_multiple(lengths: list[int], multiple: int, s
     assert again["labels"].tolist() == [labels], "padded packs are not padded again"
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.sampled_from(["stream", "map", "torchtune"]))
+@given(lengths_of, st.sampled_from(["stream", "map", "torchtune"]))
 def test_packs_flatten_as_their_samples_do(lengths: list[int], kind: str) -> None:
     rows = samples_of(lengths, ids="tokens")
     if kind == "stream":
@@ -140,10 +146,7 @@ def test_packs_flatten_as_their_samples_do(lengths: list[int], kind: str) -> Non
         packs = list(PackedDataset(rows, max_seq_len=12, parity=parity))
     order = [fragment.row_id[-1] for pack in packs for fragment in pack["fragments"]]
     assert sorted(order) == list(range(len(lengths)))
-    settings: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-    assert_same(
-        FlatteningCollator(**settings)(packs), FlatteningCollator(**settings)([rows[i] for i in order])
-    )
+    assert_same(FlatteningCollator(**VARLEN)(packs), FlatteningCollator(**VARLEN)([rows[i] for i in order]))
 
 
 def test_samples_and_packs_are_not_changed() -> None:
@@ -171,8 +174,84 @@ def test_padded_rows(lengths: list[int], multiple: int | None) -> None:
     assert (batch["labels"] != IGNORE_INDEX).sum() == (flat["labels"] != IGNORE_INDEX).sum()
 
 
-PACK = next(iter(IterablePackedDataset([{"tokens": [1], "labels": [1]}], max_seq_len=4)))
+# Batches, not rows: padding left out, and documents joined.
+
+
+def packs_of(lengths: list[int], **settings: Any) -> list[dict[str, Any]]:
+    rows = samples_of(lengths)
+    return list(IterablePackedDataset(rows, **{"max_seq_len": 16, "num_lanes": 1} | settings))
+
+
+@given(lengths_of, st.integers(1, 3), st.sampled_from([{}, {"pad_pack_to": 8}]), st.sampled_from([1, 4]))
+def test_a_flat_batch_is_what_the_collator_makes(
+    lengths: list[int], size: int, padded: dict[str, int], multiple: int
+) -> None:
+    packs = packs_of(lengths, pad_seqs_to=multiple)[:size]
+    whole = collate_packed(packs)
+    flat = flatten_batch(whole, padding_idx=9, **padded)
+    expected = FlatteningCollator(
+        pad_to_multiple_of=padded.get("pad_pack_to"), padding_idx=9, return_flash_attn_kwargs=True
+    )(packs)
+    assert flat.labels.tolist() == expected["labels"].tolist()
+    assert flat.input_pos.tolist() == expected["position_ids"].tolist()
+    assert flat.seq_lens.cumsum(1).tolist() == [expected["cu_seq_lens_q"].tolist()[1:]]
+    assert flat.seq_lens.dtype == torch.int32
+    assert flat.tokens.tolist() == expected["input_ids"].tolist()
+    assert (flat.num_tokens, flat.num_seqs) == (whole.num_tokens, whole.num_seqs)
+    assert flat.num_trained == whole.num_trained
+    assert padded or flat.unpadded_lens.sum() == flat.num_tokens
+
+
+@given(lengths_of, st.integers(1, 4))
+def test_a_stream_of_mini_batches(lengths: list[int], size: int) -> None:
+    """Rows of ``size`` samples in the order of arrival, without padding."""
+    samples = samples_of(lengths)
+    stream = IterablePackedDataset(
+        samples, max_seq_len=12 * size, strategy="next_fit", max_seqs_per_pack=size, num_lanes=1
+    )
+    flat = [flatten_batch(batch) for batch in PackedDataLoader(stream)]
+    parts = [samples[i : i + size] for i in range(0, len(samples), size)]
+    assert [batch.tokens.tolist() for batch in flat] == [
+        [[token for sample in part for token in sample["input_ids"]]] for part in parts
+    ]
+    assert [batch.seq_lens.tolist() for batch in flat] == [
+        [[len(sample["input_ids"]) for sample in part]] for part in parts
+    ]
+
+
+def test_a_batch_of_padding_becomes_one_token() -> None:
+    nothing = collate_packed([to_torchtune(null_pack(6)), to_torchtune(null_pack(6))])
+    flat = flatten_batch(nothing, padding_idx=9)
+    assert (flat.tokens.tolist(), flat.labels.tolist()) == ([[9]], [[IGNORE_INDEX]])
+    assert flat.seq_lens.tolist() == [[1]]
+    assert flatten_batch(nothing, pad_pack_to=4).tokens.shape == (1, 4)
+
+
+@given(lengths_of, st.integers(1, 3), st.booleans())
+def test_joined_documents_are_one_sequence(lengths: list[int], size: int, null: bool) -> None:
+    packs = packs_of(lengths)[:size]
+    apart = collate_packed([*packs, *[to_torchtune(null_pack(16))] * null])
+    joined = join_documents(apart)
+    for row, pack in enumerate(packs):
+        used = sum(pack["seq_lens"].tolist()[: pack["num_seqs"]])
+        assert joined.seq_lens[row].tolist() == [used, 16 - used]
+        assert joined.input_pos[row].tolist() == [*range(used), *range(16 - used)]
+    if null:
+        assert (joined.seq_lens[-1].tolist(), joined.input_pos[-1].tolist()) == ([16, 0], [*range(16)])
+    assert joined.seq_lens.dtype == torch.int32
+    assert joined.fragments == apart.fragments
+    assert torch.equal(joined.tokens, apart.tokens)
+    assert torch.equal(joined.labels, apart.labels)
+
+
+# What is refused.
+
+
+PACK = packs_of([1])[0]
 OTHER_PACK = {key: value for key, value in PACK.items() if key != "num_seqs"}
+PAIR = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
+ONLY = "a batch holds packs of streampack.PackedDataset or IterablePackedDataset only, or samples only"
+SAME = "give all samples the same columns"
 
 
 @pytest.mark.parametrize("collate", [FlatteningCollator(), PaddedCollator()])
@@ -180,105 +259,52 @@ OTHER_PACK = {key: value for key, value in PACK.items() if key != "num_seqs"}
     ("batch", "message"),
     [
         ([], "the batch is empty; give at least one sample"),
-        (
-            [{"tokens": [1], "input_ids": [1], "labels": [1]}],
-            "sample 0 of the batch: there are both 'tokens' and 'input_ids'; remove the one that is not to be "
-            "trained on",
-        ),
-        (
-            [{"input_ids": [1]}, {"tokens": [1], "labels": [1]}],
-            "sample 1 of the batch has 'tokens' and the first does not agree; give all samples the same columns",
-        ),
-        (
-            [{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
-            "sample 1 of the batch lacks 'labels' and the first does not agree; give all samples the same columns",
-        ),
-        (
-            [{"tokens": [1]}],
-            "sample 0 of the batch: column 'labels' is missing; the row's columns are 'tokens'",
-        ),
+        ([{"tokens": [1], "input_ids": [1], "labels": [1]}],
+         "sample 0 of the batch: there are both 'tokens' and 'input_ids'; remove the one that is not to be"),
+        ([{"input_ids": [1]}, {"tokens": [1], "labels": [1]}],
+         f"sample 1 of the batch has 'tokens' and the first does not agree; {SAME}"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
+         f"sample 1 of the batch lacks 'labels' and the first does not agree; {SAME}"),
+        ([{"tokens": [1]}], "sample 0 of the batch: column 'labels' is missing; the row's columns are 'tokens'"),
         ([{"input_ids": [1, 2]}, {"input_ids": []}], "sample 1 of the batch has 0 tokens; remove it"),
-        (
-            [{"input_ids": [1, 2], "labels": [1]}],
-            "sample 0 of the batch: 'input_ids' has 2 entries and 'labels' has 1; "
-            "labels are unshifted, one per token, -100 where nothing is trained",
-        ),
+        ([{"input_ids": [1, 2], "labels": [1]}],
+         "sample 0 of the batch: 'input_ids' has 2 entries and 'labels' has 1; labels are unshifted, one per token"),
     ],
-)
+)  # fmt: skip
 def test_bad_batches_are_refused(collate: Any, batch: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError) as error:
         collate(batch)
-    assert str(error.value) == message
+    assert str(error.value).startswith(message)
+
+
+def flat(*features: Any, **settings: Any) -> Any:
+    return lambda: FlatteningCollator(**settings)(list(features))
 
 
 @pytest.mark.parametrize(
-    ("make", "batch", "message"),
+    ("make", "message"),
     [
-        (
-            lambda: FlatteningCollator(),
-            [PACK, {"input_ids": [1]}],
-            "feature 1 has no 'labels', 'num_seqs', 'seq_lens', 'tokens'; a batch holds packs of "
-            "streampack.PackedDataset or IterablePackedDataset only, or samples only",
-        ),
-        (
-            lambda: FlatteningCollator(),
-            [OTHER_PACK],
-            "feature 0 has no 'num_seqs'; a batch holds packs of "
-            "streampack.PackedDataset or IterablePackedDataset only, or samples only",
-        ),
-        (
-            lambda: FlatteningCollator(),
-            [{**PACK, "num_seqs": 0}],
-            "the packs of this batch hold no sequence; give at least one that does",
-        ),
-        (
-            lambda: PaddedCollator(),
-            [PACK],
-            "a pack came where a sample was expected: an attention_mask of rows does not keep its sequences apart; "
-            "use FlatteningCollator",
-        ),
-        (
-            lambda: FlatteningCollator(max_tokens=2),
-            [{"input_ids": [1, 2, 3]}],
-            "the batch has 3 tokens, max_tokens is 2; raise max_tokens, or give batches of fewer samples "
-            "(MultipackBatchSampler keeps to a budget)",
-        ),
-        (
-            lambda: FlatteningCollator(max_tokens=8, max_seqs=1),
-            [{"input_ids": [1]}, {"input_ids": [2]}],
-            "the batch has 2 sequences, max_seqs is 1; raise max_seqs, or give batches of fewer samples "
-            "(max_seqs_per_pack)",
-        ),
-        (
-            lambda: FlatteningCollator(max_tokens=8, pad_to_multiple_of=4),
-            [],
-            "pad_to_multiple_of=4 and max_tokens=8: give one of the two",
-        ),
-        (
-            lambda: FlatteningCollator(max_seqs=8),
-            [],
-            "max_seqs=8 without max_tokens: the row's length would still vary; give both",
-        ),
-        (
-            lambda: FlatteningCollator(return_tensors="tf"),
-            [],
-            "return_tensors='tf' is unknown; choose one of 'pt', 'np'",
-        ),
-        (lambda: FlatteningCollator(max_tokens=0), [], "max_tokens=0 is below 1; give at least 1"),
-        (lambda: FlatteningCollator(pad_seqs_to=0), [], "pad_seqs_to=0 is below 1; give at least 1"),
-        (
-            lambda: FlatteningCollator(pad_seqs_to=4, max_tokens=10),
-            [],
-            "max_tokens=10 is no multiple of pad_seqs_to=4; set max_tokens to 12, or choose another pad_seqs_to",
-        ),
-        (
-            lambda: PaddedCollator(pad_to_multiple_of=0),
-            [],
-            "pad_to_multiple_of=0 is below 1; give at least 1",
-        ),
+        (flat(PACK, {"input_ids": [1]}), f"feature 1 has no 'labels', 'num_seqs', 'seq_lens', 'tokens'; {ONLY}"),
+        (flat(OTHER_PACK), f"feature 0 has no 'num_seqs'; {ONLY}"),
+        (flat({**PACK, "num_seqs": 0}), "the packs of this batch hold no sequence; give at least one that does"),
+        (lambda: PaddedCollator()([PACK]), "a pack came where a sample was expected: an attention_mask of rows does"),
+        (flat({"input_ids": [1, 2, 3]}, max_tokens=2), "the batch has 3 tokens, max_tokens is 2; raise max_tokens"),
+        (flat({"input_ids": [1]}, {"input_ids": [2]}, max_tokens=8, max_seqs=1),
+         "the batch has 2 sequences, max_seqs is 1; raise max_seqs, or give batches of fewer samples"),
+        (flat(max_tokens=8, pad_to_multiple_of=4), "pad_to_multiple_of=4 and max_tokens=8: give one of the two"),
+        (flat(max_seqs=8), "max_seqs=8 without max_tokens: the row's length would still vary; give both"),
+        (flat(return_tensors="tf"), "return_tensors='tf' is unknown; choose one of 'pt', 'np'"),
+        (flat(max_tokens=0), "max_tokens=0 is below 1; give at least 1"),
+        (flat(pad_seqs_to=0), "pad_seqs_to=0 is below 1; give at least 1"),
+        (flat(pad_seqs_to=4, max_tokens=10), "max_tokens=10 is no multiple of pad_seqs_to=4; set max_tokens to 12, or"),
+        (lambda: PaddedCollator(pad_to_multiple_of=0), "pad_to_multiple_of=0 is below 1; give at least 1"),
+        (lambda: join_documents(collate_packed(packs_of([3, 2], pad_seqs_to=4))),
+         "would attend to that padding; leave pad_seqs_to out"),
+        (lambda: flatten_batch(collate_packed(list(
+            IterablePackedDataset([0], encoder=lambda _: PAIR, max_seq_len=8)))), "the batch has groups, and flatten"),
     ],
-)
-def test_bad_settings_are_refused(make: Any, batch: list[dict[str, Any]], message: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        make()(batch)
-    assert str(error.value) == message
+        make()
+    assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""`PackedDataset`. test_parity.py compares its packs with torchtune's."""
+"""`PackedDataset`: its packs against the plan and a stream's; with ``parity="torchtune"`` against torchtune's class."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from streampack.map_style.dataset import PackedDataset
-from streampack.packing.planner import plan_packs
-from streampack.packing.strategies import STRATEGIES
-from streampack.streaming.dataset import IterablePackedDataset
-from streampack.types import IGNORE_INDEX
-from tests.support.strategies import WAYS, settings_of
+from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataset, plan_packs
+from tests.support import oracle
+
+torchtune_datasets = pytest.importorskip("torchtune.datasets")
 
 
-def rows_of(lengths: list[int]) -> list[dict[str, list[int]]]:
-    """Samples of tokens ``1000 * (sample + 1) + place``; every third label is masked."""
+def rows_of(lengths: list[int], rng: np.random.Generator | None = None) -> list[dict[str, list[int]]]:
+    """Samples of tokens ``1000 * (sample + 1) + place``; every third label is masked, or as ``rng`` says."""
     rows = []
     for i, length in enumerate(lengths):
         tokens = [1000 * (i + 1) + j for j in range(length)]
-        rows.append({"tokens": tokens, "labels": [IGNORE_INDEX if t % 3 == 0 else t for t in tokens]})
+        masked = rng.random(length) < 0.3 if rng else [t % 3 == 0 for t in tokens]
+        labels = [IGNORE_INDEX if mask else token for token, mask in zip(tokens, masked, strict=True)]
+        rows.append({"tokens": tokens, "labels": labels})
     return rows
 
 
@@ -53,13 +53,14 @@ class Counted(Dataset[Any]):
 settings_of_all_kinds = st.fixed_dictionaries(
     {
         "max_seq_len": st.integers(1, 12),
-        "strategy": st.sampled_from(sorted(STRATEGIES)),
+        "strategy": st.sampled_from(sorted(oracle.CHOOSE)),
         "buffer_size": st.integers(1, 6),
         "split_across_pack": st.booleans(),
         "overlong": st.sampled_from(["drop", "truncate", "split"]),
         "truncate_side": st.sampled_from(["right", "left"]),
     }
 )
+KEYS = ("tokens", "labels", "input_pos", "seq_lens")
 some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
 
@@ -87,18 +88,22 @@ def test_packs_are_those_of_the_plan(lengths: list[int], settings: Any) -> None:
         assert pack["num_seqs"] == len(spans)
 
 
-@given(some_lengths, settings_of_all_kinds)
-def test_the_same_packs_as_the_stream_of_one_lane(lengths: list[int], settings: Any) -> None:
+@given(some_lengths, settings_of_all_kinds, st.sampled_from([1, 1, 2, 3]), st.sampled_from([None, 5]))
+def test_the_same_packs_as_the_stream_of_one_lane(
+    lengths: list[int], settings: Any, multiple: int, eos: int | None
+) -> None:
+    settings = {**settings, "max_seq_len": settings["max_seq_len"] * multiple, "truncate_eos": eos}
     rows = rows_of(lengths)
-    mapped = list(PackedDataset(rows, **settings, truncate_eos=5))
-    stream = IterablePackedDataset(rows, **settings, truncate_eos=5, num_lanes=1)
-    streamed = list(stream) if mapped else []  # one without packs is an error
+    mapped = PackedDataset(rows, **settings, pad_seqs_to=multiple, padding_idx=7)
+    stream = IterablePackedDataset(rows, **settings, pad_seqs_to=multiple, padding_idx=7, num_lanes=1)
+    streamed = list(stream) if len(mapped) else []  # one without packs is an error
     assert len(mapped) == len(streamed)
     for ours, theirs in zip(mapped, streamed, strict=True):
         assert ours.keys() == theirs.keys()
-        for key in ("tokens", "labels", "input_pos", "seq_lens"):
+        for key in KEYS:
             assert torch.equal(ours[key], theirs[key])
         assert ours["fragments"] == theirs["fragments"]
+    assert not streamed or mapped.ledger().packed == stream.ledger().packed
 
 
 # The ledger
@@ -143,10 +148,12 @@ def test_max_packs_makes_the_first_of_all_packs(lengths: list[int], settings: An
     assert [p["tokens"].tolist() for p in some] == [p["tokens"].tolist() for p in every][:max_packs]
 
 
-@pytest.mark.parametrize("strategy", WAYS)
-def test_max_packs_stops_the_reading(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"strategy": name} for name in oracle.CHOOSE] + [{"split_across_pack": True}]
+)
+def test_max_packs_stops_the_reading(settings: dict[str, Any]) -> None:
     data = Counted([3, 5] * 500)
-    PackedDataset(data, max_seq_len=8, max_packs=5, buffer_size=32, **settings_of(strategy))
+    PackedDataset(data, max_seq_len=8, max_packs=5, buffer_size=32, **settings)
     assert len(data.reads) <= 5 * 2 + 32
     assert set(data.reads.values()) == {1}
 
@@ -173,12 +180,6 @@ def test_a_sample_is_read_once_to_plan_and_once_per_pack() -> None:
     packed = PackedDataset(data, max_seq_len=8, overlong="split", strategy="first_fit")
     assert [pack["seq_lens"].tolist() for pack in packed] == [[8], [8], [4, 4]]
     assert data.reads == {0: 1 + 3, 1: 1 + 1}
-    data = Counted([4, 4])
-    assert len(PackedDataset(data, max_seq_len=2, split_across_pack=True)) == 4
-    data = Counted([6])
-    whole = PackedDataset(data, max_seq_len=8, overlong="split")
-    whole[0]
-    assert data.reads == {0: 2}
 
 
 def test_trace_leads_back_to_the_sample() -> None:
@@ -187,7 +188,6 @@ def test_trace_leads_back_to_the_sample() -> None:
     pack = packed[1]
     [fragment] = pack["fragments"]
     assert packed.trace(fragment) == {"place": "sample 1", "row": rows[1], "tokens": [2003, 2004, 2005, 2006]}
-    assert packed.trace(fragment)["tokens"] == pack["tokens"][: pack["seq_lens"][0]].tolist()
 
 
 # Memory
@@ -219,53 +219,36 @@ class Ones(Counted):
 # In other tools
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    return all(
-        torch.equal(a["tokens"], b["tokens"]) and a["fragments"] == b["fragments"]
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
 def test_pickles_and_copies() -> None:
     packed = PackedDataset(rows_of([5, 4, 2, 3, 4]), max_seq_len=8)
     copies = [pickle.loads(pickle.dumps(packed, n)) for n in range(2, pickle.HIGHEST_PROTOCOL + 1)]
     for other in (*copies, copy.copy(packed), copy.deepcopy(packed)):
         assert type(other) is PackedDataset
-        assert same(other, packed)
         assert other.ledger() == packed.ledger()
+        for ours, theirs in zip(other, packed, strict=True):
+            assert torch.equal(ours["tokens"], theirs["tokens"])
+            assert ours["fragments"] == theirs["fragments"]
 
 
-@pytest.fixture(scope="module")
-def torchtune_datasets() -> Any:
-    return pytest.importorskip("torchtune.datasets")
-
-
-def test_is_a_torchtune_packed_dataset(torchtune_datasets: Any) -> None:
+def test_is_a_torchtune_packed_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if torchtune is imported later."""
     packed = PackedDataset(rows_of([3, 4]), max_seq_len=8)
     assert isinstance(packed, torchtune_datasets.PackedDataset)
     assert isinstance(packed, PackedDataset)
     assert isinstance(packed, Dataset)
     assert not isinstance(packed, torchtune_datasets.ConcatDataset)
     assert isinstance(pickle.loads(pickle.dumps(packed)), torchtune_datasets.PackedDataset)
-    assert type(packed) is PackedDataset
-    assert packed.__class__ is packed.__class__
     assert issubclass(packed.__class__, PackedDataset)
     assert packed.__class__.__name__ == "PackedDataset"
     assert repr(packed) == "<PackedDataset: 1 packs of 8 tokens from 2 samples, 12.5% padding, exact_fit>"
-
-
-def test_is_an_instance_even_if_torchtune_is_imported_later(
-    torchtune_datasets: Any, monkeypatch: Any
-) -> None:
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "torchtune.datasets")
-        packed = PackedDataset(rows_of([3, 4]), max_seq_len=8)
-        assert packed.__class__ is PackedDataset
-        assert not isinstance(packed, torchtune_datasets.PackedDataset)
-    assert isinstance(packed, torchtune_datasets.PackedDataset)
+        later = PackedDataset(rows_of([3, 4]), max_seq_len=8)
+        assert later.__class__ is PackedDataset
+    assert isinstance(later, torchtune_datasets.PackedDataset)
 
 
-def test_a_list_of_datasets_is_packed(torchtune_datasets: Any) -> None:
+def test_a_list_of_datasets_is_packed() -> None:
     ours = [PackedDataset(rows_of(lengths), max_seq_len=8) for lengths in ([5, 4], [8, 3, 6])]
     both = torchtune_datasets.ConcatDataset(ours)
     assert both.packed
@@ -275,53 +258,34 @@ def test_a_list_of_datasets_is_packed(torchtune_datasets: Any) -> None:
     assert torchtune_datasets.ConcatDataset([*ours, theirs]).packed
 
 
-# Bad input
+# What is refused.
 
 GOOD: Any = {"tokens": [1, 2], "labels": [1, 2]}
+PARITY = "parity='torchtune' packs as torchtune does, so strategy, "
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "settings", "message"),
     [
-        ([], "the dataset (list) is empty; it must have at least one sample"),
-        (
-            iter([GOOD]),
-            "a list_iterator has no samples by number (it needs __len__ and __getitem__); pack a stream",
-        ),
-        ([GOOD, {"tokens": [1]}], "sample 1: column 'labels' is missing; the row's columns are 'tokens'"),
-        ([{"tokens": [], "labels": []}], "sample 0 has 0 tokens; remove it"),
-        ([{"tokens": [100], "labels": [1]}], "sample 0: token id 100 is outside the vocabulary of 100 ids"),
-        (
-            [GOOD, {"tokens": [1] * 9, "labels": [1] * 9}],
-            "sample 1 has 9 tokens, max_seq_len is 8; set overlong",
-        ),
+        ([], {}, "the dataset (list) is empty; it must have at least one sample"),
+        (iter([GOOD]), {}, "a list_iterator has no samples by number (it needs __len__ and __getitem__); pack"),
+        ([GOOD, {"tokens": [1]}], {}, "sample 1: column 'labels' is missing; the row's columns are 'tokens'"),
+        ([{"tokens": [], "labels": []}], {}, "sample 0 has 0 tokens; remove it"),
+        ([{"tokens": [100], "labels": [1]}], {}, "sample 0: token id 100 is outside the vocabulary of 100 ids"),
+        ([GOOD, {"tokens": [1] * 9, "labels": [1] * 9}], {}, "sample 1 has 9 tokens, max_seq_len is 8; set overlong"),
+        ([GOOD], {"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of"),
+        ([GOOD], {"empty": "keep"}, "empty='keep' is unknown; choose one of 'error', 'drop'"),
+        ([GOOD], {"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
+        ([GOOD], {"max_packs": True}, "max_packs=True is no number of packs"),
+        ([GOOD], {"parity": "trl"}, "parity='trl' is unknown; choose one of 'torchtune'"),
+        ([GOOD], {"parity": "torchtune", "strategy": "best_fit"}, PARITY),
+        ([GOOD], {"parity": "torchtune", "empty": "drop"}, PARITY),
+        ([GOOD], {"parity": "torchtune", "pad_seqs_to": 4}, PARITY),
     ],
-)
-def test_bad_rows_are_refused_at_once(rows: Any, message: str) -> None:
+)  # fmt: skip
+def test_bad_rows_and_settings_are_refused_at_once(rows: Any, settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        PackedDataset(rows, max_seq_len=8, vocab_size=100)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of"),
-        ({"empty": "keep"}, "empty='keep' is unknown; choose one of 'error', 'drop'"),
-        ({"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
-        ({"max_packs": True}, "max_packs=True is no number of packs"),
-        ({"parity": "trl"}, "parity='trl' is unknown; choose one of 'torchtune'"),
-        *(
-            ({"parity": "torchtune", **setting}, "parity='torchtune' packs as torchtune does, so strategy, ")
-            for setting in (
-                {"strategy": "best_fit"},
-                {"empty": "drop"},
-            )
-        ),
-    ],
-)
-def test_bad_settings_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        PackedDataset([GOOD], **{"max_seq_len": 8, **settings})
+        PackedDataset(rows, **{"max_seq_len": 8, "vocab_size": 100, **settings})
 
 
 def test_a_sample_that_changed_is_refused() -> None:
@@ -362,3 +326,130 @@ def test_the_progress_bar_needs_tqdm_and_is_on_rank_0_only(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert len(PackedDataset(rows_of([3]), max_seq_len=8)) == 1
     assert len(bars) == 2
+
+
+# As torchtune packs.
+
+BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))]
+BLOCK = 100  # data sets
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent:
+        def __init__(self, **_: Any) -> None: ...
+        def update(self) -> None: ...
+
+    monkeypatch.setattr("torchtune.datasets._packed.tqdm", Silent)
+
+
+class Reads(list[Any]):
+    """A dataset that remembers how far it was read."""
+
+    furthest = -1
+
+    def __getitem__(self, index: Any) -> Any:
+        row = super().__getitem__(index)
+        self.furthest = max(self.furthest, index)
+        return row
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+
+def outcome(make: Any, rows: list[Any], **settings: Any) -> tuple[Any, str, int]:
+    """(packs, error, how far it read) of one packing."""
+    reads = Reads(rows)
+    try:
+        packed = make(reads, **settings)
+    except ValueError as error:
+        return None, str(error), reads.furthest
+    furthest = reads.furthest
+    return [packed[i] for i in range(len(packed))], "", furthest
+
+
+def torchtunes_packs(ds: Any, **settings: Any) -> PackedDataset:
+    return PackedDataset(ds, **settings, parity="torchtune")
+
+
+def check_parity(rows: list[Any], seen: Counter[str], make: Any = torchtunes_packs, **settings: Any) -> None:
+    theirs, their_error, they_read = outcome(torchtune_datasets.PackedDataset, rows, **settings)
+    ours, our_error, we_read = outcome(make, rows, **settings)
+    assert we_read == they_read
+    seen["error"] += bool(their_error)
+    if their_error:
+        length, limit = re.findall(r"\d+", their_error)
+        assert our_error.startswith(f"sample {they_read} has {length} tokens, max_seq_len is {limit}; ")
+        return
+    assert not our_error
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        assert set(their) == set(KEYS)
+        for key in KEYS:
+            assert our[key].dtype == their[key].dtype == torch.int64
+            assert our[key].tolist() == their[key].tolist(), key
+        seen["empty sample kept"] += 0 in their["seq_lens"]
+        seen["continues at a position above 0"] += bool(their["input_pos"][0])
+        seen["padding's positions clamped"] += (
+            their["input_pos"].tolist().count(settings["max_seq_len"] - 1) > 1
+        )
+        seen["full to the last token"] += int(their["tokens"][-1]) >= 1000
+    seen["packs"] += len(theirs)
+    seen["stopped early"] += 0 <= they_read < len(rows) - 1
+    seen["no packs"] += not theirs
+
+
+def generated(rng: np.random.Generator) -> tuple[list[int], int]:
+    """Lengths of one data set and ``max_seq_len``: short ones, exact fits, empty ones, many packs long ones."""
+    max_seq_len = int(rng.integers(1, 17))
+    longest = int(rng.choice([max(1, max_seq_len // 2), max_seq_len, max_seq_len + 1, 4 * max_seq_len]))
+    lengths = rng.integers(rng.integers(0, 2), longest + 1, int(rng.integers(0, 25)))
+    exact = rng.random(lengths.size) < 0.1
+    return np.where(exact, max_seq_len, lengths).tolist(), max_seq_len
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_generated_data_sets_give_the_same_packs(block: int) -> None:
+    seen: Counter[str] = Counter()
+    for number in range(BLOCK):
+        rng = np.random.default_rng((block, number))
+        lengths, max_seq_len = generated(rng)
+        rows = rows_of(lengths, rng)
+        for split_across_pack in (False, True):
+            for max_packs in (None, 0, 1, int(rng.integers(2, 6))):
+                settings = {"max_seq_len": max_seq_len, "max_packs": max_packs}
+                settings |= {"split_across_pack": split_across_pack, "padding_idx": int(rng.integers(3))}
+                try:
+                    check_parity(rows, seen, **settings)
+                except AssertionError as error:
+                    error.add_note(f"block {block}, data set {number}: {lengths}, {settings}")
+                    raise
+    # Every block covers all cases.
+    assert seen["packs"] > 2000
+    assert min(seen.values()) > 20, seen
+    assert len(seen) == 8, seen
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("lengths", [[3, 3], [8], [7, 3]])
+def test_packs_without_parity_differ(lengths: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        check_parity(rows_of(lengths), Counter(), PackedDataset, max_seq_len=8)
+    check_parity([], Counter(), max_seq_len=8)
+
+
+def test_the_ledger_counts_under_parity_too() -> None:
+    packed = PackedDataset(rows_of([5, 0, 6, 7]), max_seq_len=8, max_packs=1, parity="torchtune")
+    ledger = packed.ledger()
+    # The third sample closes the pack of the first two, and waits; the fourth is never read.
+    assert (ledger.samples, ledger.tokens_in, ledger.packed, ledger.buffered) == (3, 11, 5, 6)
+    assert repr(packed) == ("<PackedDataset: 1 packs of 8 tokens from 3 samples, 37.5% padding, torchtune>")
+
+
+def test_the_default_packs_more_tightly() -> None:
+    lengths = (np.random.default_rng(0).lognormal(3, 0.7, 500).astype(int) + 1).clip(max=128).tolist()
+    rows = rows_of(lengths)
+    fewest = -(-sum(lengths) // 128)
+    assert len(PackedDataset(rows, max_seq_len=128)) == fewest
+    assert len(torchtune_datasets.PackedDataset(rows, max_seq_len=128)) > 1.05 * fewest

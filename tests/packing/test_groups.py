@@ -1,41 +1,134 @@
-"""Groups, and what packs and batches say of them, compared with plain lists of segments."""
+"""Groups against plain lists of segments: alone, in packs and batches, through streams and loaders."""
 
 from __future__ import annotations
 
 import copy
-import math
+import itertools
+import json
 import pickle
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, Fragment, Group, Pack, Sample, collate_packed
-from streampack.packing.assemble import assemble
-from streampack.packing.attention_cost import AttentionCost
-from streampack.packing.batch import null_pack, stack_packs, to_torchtune
-from streampack.packing.groups import pack_groups, path_starts
-from streampack.packing.samples import check_sample, sample_from_encoded
-from tests.support.segments import (
-    Segment,
-    drawn_segments,
-    leaves,
-    make_group,
-    path,
-    segments_of,
-    untrained_roots,
+from streampack import (
+    IGNORE_INDEX,
+    Batch,
+    FlatteningCollator,
+    Group,
+    IterablePackedDataset,
+    JSONLSource,
+    MapSource,
+    Mix,
+    Pack,
+    PackedDataLoader,
+    PackedDataset,
+    Sample,
+    collate_packed,
 )
+from streampack.packing.batch import null_pack, stack_packs, to_torchtune
+from streampack.packing.samples import sample_from_encoded
+from streampack.streaming.balance import hand_out_order
+from streampack.tokenize import tokenize
+from tests.support.corpus import Numbers, rows
+from tests.support.mixtures import APART, shifted
+from tests.support.segments import Pairs
+from tests.support.thread_ranks import Topology, run
 
-LIMIT = 64
-PAIR = Group([5, 6, 7, 8, 9], [5, 6, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
+LIMIT = 24
+ROWS = rows(60)
+# Every twelfth is a group that is too long, and the last a plain sample that is.
+LONG = [*shifted(rows(40, longest=12, overlong=30, seed=1), 501), {"i": 600, "n": 20}]
+NAN = float("nan")
 
 
-def same(found: list[Segment], expected: list[Segment]) -> bool:
+@dataclass(frozen=True)
+class Segment:
+    parent: int
+    tokens: list[int]
+    labels: list[int]
+    number: float = NAN  # its value of the field "number"
+    logps: list[float] = field(default_factory=list)  # its values of the field "logps", one a token
+
+
+def make_group(segments: list[Segment], *, fields: bool = True) -> Group:
+    return Group(
+        np.array([token for each in segments for token in each.tokens]),
+        np.array([label for each in segments for label in each.labels]),
+        lengths=[len(each.tokens) for each in segments],
+        parents=[each.parent for each in segments],
+        fields={"number": [each.number for each in segments]} if fields else None,
+        token_fields={"logps": [logp for each in segments for logp in each.logps]} if fields else None,
+    )
+
+
+def segments_of(sample: Sample) -> list[Segment]:
+    """A sample taken apart, token by token: one segment without numbers, or a group's."""
+    if not isinstance(sample, Group):
+        sample = Group(*sample, lengths=[sample.tokens.size])
+    numbers = sample.fields.get("number", np.full(len(sample.lengths), NAN)).tolist()
+    logps = sample.token_fields.get("logps", np.full(sample.tokens.size, NAN)).tolist()
+    return [
+        Segment(parent, sample.tokens[a:b].tolist(), sample.labels[a:b].tolist(), number, logps[a:b])
+        for parent, (a, b), number in zip(sample.parents, sample.bounds, numbers, strict=True)
+    ]
+
+
+def untrained_roots(segments: list[Segment]) -> list[Segment]:
+    """With the first labels of roots not trained, as in every group."""
+    return [
+        replace(each, labels=[IGNORE_INDEX, *each.labels[1:]]) if each.parent == -1 else each
+        for each in segments
+    ]
+
+
+def path(segments: list[Segment], number: int) -> list[int]:
+    """The segments from the root to one of them."""
+    found = [number]
+    while segments[found[0]].parent != -1:
+        found.insert(0, segments[found[0]].parent)
+    return found
+
+
+def leaves(segments: list[Segment]) -> list[int]:
+    return [i for i in range(len(segments)) if all(each.parent != i for each in segments)]
+
+
+def same(found: Any, expected: Any) -> bool:
     return repr(found) == repr(expected)  # NaN is not equal to itself
+
+
+@st.composite
+def drawn_segments(draw: st.DrawFn, *, most: int = 5, longest: int = 4) -> list[Segment]:
+    """A tree, or several, whose tokens and numbers all differ."""
+    segments: list[Segment] = []
+    for number in range(draw(st.integers(1, most))):
+        length = draw(st.integers(1, longest))
+        tokens = [100 * (number + 1) + at for at in range(length)]
+        trained = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+        labels = [token if flag else IGNORE_INDEX for token, flag in zip(tokens, trained, strict=True)]
+        parent = draw(st.integers(-1, number - 1))
+        segments.append(Segment(parent, tokens, labels, number + 0.5, [-float(token) for token in tokens]))
+    return segments
+
+
+@st.composite
+def drawn_samples(draw: st.DrawFn) -> Sample:
+    """A group, with fields or without, or a plain sample."""
+    kind, segments = draw(st.sampled_from(["group", "bare", "plain"])), draw(drawn_segments(most=4))
+    if kind == "plain":
+        group = make_group([replace(segments[0], parent=-1)])
+        return Sample(group.tokens, group.labels)
+    return make_group(segments, fields=kind == "group")
+
+
+# Groups alone.
 
 
 @given(drawn_segments())
@@ -44,14 +137,14 @@ def test_a_group_is_its_segments(segments: list[Segment]) -> None:
     assert same(segments_of(group), untrained_roots(segments))
     assert group.paths() == [path(segments, i) for i in range(len(segments))]
     assert group.leaves == leaves(segments)
-    assert [stop - start for start, stop in group.bounds] == list(group.lengths)
     assert group.bounds[0][0] == 0
-    for again in (
+    copies = (
         pickle.loads(pickle.dumps(group)),
         copy.deepcopy(group),
         group.copied(),
         sample_from_encoded(group),
-    ):
+    )
+    for again in copies:
         assert type(again) is Group
         assert same(segments_of(again), segments_of(group))
         assert again.parents == group.parents
@@ -59,7 +152,6 @@ def test_a_group_is_its_segments(segments: list[Segment]) -> None:
     assert group.cut(0, group.tokens.size) is group
     with pytest.raises(AssertionError, match="never split"):
         group.cut(0, group.tokens.size - 1 or 2)
-    check_sample(group, vocab_size=1000)
 
 
 def test_arrays_are_as_they_were_given() -> None:
@@ -102,12 +194,11 @@ def test_truncated_takes_single_tokens_from_the_longest(
     kept = list(untrained_roots(segments))
     cut = leaves(segments) if side == "right" else [i for i, each in enumerate(segments) if each.parent == -1]
     sizes = [len(each.tokens) for each in segments]
+    part = slice(0, -1) if side == "right" else slice(1, None)
     while sum(len(each.tokens) for each in kept) > limit:
         i = max(cut, key=lambda i: (len(kept[i].tokens), -sizes[i], -i))
-        part = slice(0, -1) if side == "right" else slice(1, None)
-        kept[i] = replace(
-            kept[i], tokens=kept[i].tokens[part], labels=kept[i].labels[part], logps=kept[i].logps[part]
-        )
+        each = kept[i]
+        kept[i] = replace(each, tokens=each.tokens[part], labels=each.labels[part], logps=each.logps[part])
         if not kept[i].tokens:
             assert make_group(segments).truncated(limit, side=side) is None
             return
@@ -140,127 +231,306 @@ def test_groups_that_cannot_be_are_refused(settings: dict[str, Any], message: st
         Group(given.pop("tokens"), given.pop("labels"), **given)
 
 
-# Packs and batches.
+# In batches.
 
 
-@st.composite
-def drawn_samples(draw: st.DrawFn) -> list[list[Segment]]:
-    """The samples of a pack: groups, some without fields, and plain samples, which are one segment without numbers."""
-    samples = draw(st.lists(drawn_segments(most=4), min_size=1, max_size=3))
-    kinds = draw(st.lists(st.sampled_from(["group", "bare", "plain"]), min_size=3, max_size=3))
-    made = []
-    for kind, segments in zip(kinds, samples, strict=False):
-        if kind == "plain":
-            segments = [replace(segments[0], parent=-1)]
-        if kind != "group":
-            segments = [
-                replace(each, number=math.nan, logps=[math.nan] * len(each.tokens)) for each in segments
-            ]
-        made.append((kind, untrained_roots(segments)))
-    return made  # type: ignore[return-value]
-
-
-def make_pack(samples: Any) -> Pack:
-    sequences, fragments, seq_lens = [], [], []
-    for number, (kind, segments) in enumerate(samples):
-        group = make_group(segments, fields=kind == "group")
-        sequences.append(Sample(group.tokens, group.labels) if kind == "plain" else group)
-        seq_lens += group.lengths
-        fragments += [Fragment((number,), *bounds) for bounds in group.bounds]
-    tokens, labels = assemble(sequences, max_seq_len=LIMIT)
-    groups = None
-    if any(kind != "plain" for kind, _ in samples):
-        groups = pack_groups(sequences, labels, max_seq_len=LIMIT)
-    return Pack(tokens, labels, tuple(seq_lens), tuple(fragments), 0, 0, 0, groups)
-
-
-@given(st.lists(drawn_samples(), min_size=1, max_size=3), st.booleans())
-def test_a_batch_says_of_each_token_what_its_segment_does(packs: list[Any], with_null: bool) -> None:
-    """Token by token, for packs of groups with and without fields and of plain samples, and a null pack."""
-    made = [make_pack(samples) for samples in packs] + [null_pack(LIMIT)] * with_null
-    batch = stack_packs(made)
-    if all(kind == "plain" for samples in packs for kind, _ in samples):
-        assert batch.groups is None
-        return
-    assert batch.groups is not None
-    named = {"number"} if any(kind == "group" for samples in packs for kind, _ in samples) else set()
-    assert (set(batch.groups.fields), bool(batch.groups.token_fields)) == (named, bool(named))
-    assert batch.groups.first_labels.shape == batch.seq_lens.shape
-    trained = 0
-    for row, samples in enumerate(packs):
-        number = at = 0
-        for _, segments in samples:
-            begin, starts = number, []
-            for each in segments:
-                whole = sum(len(segments[i].tokens) for i in path(segments, number - begin))
-                starts.append(whole - len(each.tokens))
-                parent = batch.groups.parents[row][number]
-                assert parent == (-1 if each.parent == -1 else begin + each.parent)
-                assert batch.seq_lens[row, number] == len(each.tokens)
-                assert batch.groups.first_labels[row, number] == each.labels[0]
-                trained += each.labels[0] != IGNORE_INDEX
-                if named:
-                    assert_number(batch.groups.fields["number"][row, number], each.number)
-                for offset, (token, label, logp) in enumerate(
-                    zip(each.tokens, each.labels, each.logps, strict=True)
-                ):
-                    assert batch.tokens[row, at] == token
-                    assert batch.labels[row, at] == (label if offset else IGNORE_INDEX)
-                    assert batch.input_pos[row, at] == starts[-1] + offset
-                    trained += bool(offset) and label != IGNORE_INDEX
-                    if named:
-                        assert_number(batch.groups.token_fields["logps"][row, at], logp)
-                    at += 1
-                number += 1
-        assert len(batch.groups.parents[row]) == number
-        assert (batch.groups.first_labels[row, number:] == IGNORE_INDEX).all()
+def samples_in(batch: Batch) -> list[list[Segment]]:
+    """The samples of a batch, as segments with labels and numbers; positions and padding are checked on the way."""
+    found: list[list[Segment]] = []
+    groups = batch.groups
+    for row, fragments in enumerate(batch.fragments):
+        assert groups is None or len(groups.parents[row]) == len(fragments)
+        at = begin = 0
+        ends: list[int] = []
+        for number, fragment in enumerate(fragments):
+            if number == 0 or fragment.start == 0 or fragment.row_id != fragments[number - 1].row_id:
+                begin, ends = number, []
+                found.append([])
+            part = slice(at, at + fragment.stop - fragment.start)
+            parent = -1 if groups is None else groups.parents[row][number]
+            start = 0 if parent == -1 else ends[parent - begin]
+            ends.append(start + part.stop - at)
+            assert batch.seq_lens[row, number] == part.stop - at
+            assert batch.input_pos[row, part].tolist() == list(range(start, ends[-1])), (
+                "as alone behind its prefix"
+            )
+            labels = batch.labels[row, part].tolist()
+            assert labels[0] == IGNORE_INDEX, "no token of the row predicts it"
+            value, logps = NAN, [NAN] * (part.stop - at)
+            if groups is not None:
+                labels[0] = int(groups.first_labels[row, number])
+                value = float(groups.fields["number"][row, number]) if "number" in groups.fields else NAN
+                logps = groups.token_fields["logps"][row, part].tolist() if groups.token_fields else logps
+            tokens = batch.tokens[row, part].tolist()
+            found[-1].append(
+                Segment(parent if parent == -1 else parent - begin, tokens, labels, value, logps)
+            )
+            at = part.stop
         assert (batch.labels[row, at:] == IGNORE_INDEX).all()
-        for values in batch.groups.fields.values():
-            assert values[row, number:].isnan().all()
-        for values in batch.groups.token_fields.values():
-            assert values[row, at:].isnan().all()
-    assert batch.num_trained == trained
-    assert not with_null or batch.groups.parents[-1] == ()
+        if groups is not None:
+            assert (groups.first_labels[row, len(fragments) :] == IGNORE_INDEX).all()
+            assert all(values[row, len(fragments) :].isnan().all() for values in groups.fields.values())
+            assert all(values[row, at:].isnan().all() for values in groups.token_fields.values())
+    return found
 
 
-def assert_number(found: torch.Tensor, expected: float) -> None:
-    assert found.isnan() if math.isnan(expected) else found == expected
-
-
-@given(st.lists(drawn_samples(), min_size=1, max_size=3), st.sampled_from([None, 40]))
-def test_packs_and_their_dicts_make_the_same_batch(packs: list[Any], segments: int | None) -> None:
-    made = [make_pack(samples) for samples in packs] + [null_pack(LIMIT)]
-    ours = stack_packs(made, segments=segments)
-    theirs = collate_packed([to_torchtune(pack) for pack in made], segments=segments)
-    for name in ("tokens", "labels", "input_pos", "seq_lens"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name))
-    assert repr(ours.groups) == repr(theirs.groups)
-
-
-def test_all_tensors_of_a_batch_move_together() -> None:
-    segments = [Segment(-1, [5, 6], [5, 6], 1, [0, 0]), Segment(0, [7], [7], 2, [-1])]
-    moved = stack_packs([make_pack([("group", segments)])]).to("meta").groups
-    assert moved is not None
-    tensors = [moved.first_labels, *moved.fields.values(), *moved.token_fields.values()]
-    assert [tensor.device.type for tensor in tensors] == ["meta"] * 3
-    assert moved.parents == ((-1, 0),)
-
-
-# The cost of attention.
-
-
-@given(drawn_segments(longest=9), st.sampled_from([None, "sliding_window", "chunk_size"]), st.integers(1, 12))
-def test_cost_counts_what_tokens_of_a_group_attend_to(
-    segments: list[Segment], kind: str | None, limit: int
+@given(st.lists(drawn_samples(), min_size=1, max_size=9), st.booleans(), st.sampled_from([None, 40]))
+def test_a_batch_says_of_each_token_what_its_segment_does(
+    samples: list[Sample], with_null: bool, segments: int | None
 ) -> None:
-    cost = AttentionCost.from_setting({kind: limit} if kind else None)
-    pairs = 0
-    for number, each in enumerate(segments):
-        before = sum(len(segments[i].tokens) for i in path(segments, number)) - len(each.tokens)
-        for query in range(before, before + len(each.tokens)):
-            for key in range(query + 1):
-                near = kind != "sliding_window" or query - key < limit
-                pairs += near and (kind != "chunk_size" or query // limit == key // limit)
-    lengths, parents = [len(each.tokens) for each in segments], [each.parent for each in segments]
-    assert cost.of_pack(lengths, path_starts(lengths, parents)) == pairs
-    assert cost.of_pack(lengths, None) == cost.of(lengths)
+    """Of groups with and without fields, of plain samples, and of a null pack."""
+    data = IterablePackedDataset(
+        range(len(samples)), encoder=samples.__getitem__, max_seq_len=32, strategy="next_fit", num_lanes=1
+    )
+    packs: list[Pack] = [*data.stream(), *[null_pack(32)] * with_null]
+    batch = stack_packs(packs, segments=segments)
+    expected = [segments_of(sample) for sample in samples]
+    assert same(samples_in(batch), expected)
+    assert batch.num_trained == sum(
+        label != IGNORE_INDEX for each in expected for segment in each for label in segment.labels
+    )
+    assert (batch.groups is None) == (not any(isinstance(sample, Group) for sample in samples))
+    assert batch.groups is None or not with_null or batch.groups.parents[-1] == ()
+    again = collate_packed([to_torchtune(pack) for pack in packs], segments=segments)
+    assert same(plain(again), plain(batch))
+
+
+# Through streams and loaders: none split, none lost, and each number at its segment or token.
+
+
+def dataset(data: Any = ROWS, **changes: Any) -> IterablePackedDataset:
+    common = {"max_seq_len": LIMIT, "buffer_size": 6, "encoder": Pairs(), "num_lanes": 2, "shuffle": True}
+    return IterablePackedDataset(data, **common | changes)
+
+
+def expected_of(data: list[dict[str, int]], *, side: str | None = None, shared: bool = True) -> Counter[str]:
+    """What `Pairs` makes of rows, cut as `Group.truncated` cuts, or dropped where it is too long."""
+    found: Counter[str] = Counter()
+    for row in data:
+        sample: Any = Pairs(shared=shared)(row)
+        if sample.tokens.size > LIMIT:
+            if isinstance(sample, Group):
+                sample = sample.truncated(LIMIT, side=side) if side else None
+            else:
+                part = slice(0, LIMIT) if side == "right" else slice(-LIMIT, None)
+                sample = Sample(sample.tokens[part], sample.labels[part]) if side else None
+        if sample is not None:
+            found[repr(segments_of(sample))] += 1
+    return found
+
+
+def plain(batch: Batch) -> str:
+    """All of a batch, to be compared; NaN is not equal to itself."""
+    tensors = (batch.tokens, batch.labels, batch.input_pos, batch.seq_lens)
+    groups: Any = None
+    if batch.groups is not None:
+        each = (batch.groups.fields, batch.groups.token_fields)
+        named = [{name: values.tolist() for name, values in fields.items()} for fields in each]
+        groups = (batch.groups.parents, batch.groups.first_labels.tolist(), named)
+    return repr(([tensor.tolist() for tensor in tensors], batch.fragments, groups))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["exact_fit", "best_fit", "first_fit", "next_fit"]),
+    st.sampled_from([None, "right", "left"]),
+    st.sampled_from([0, 3]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
+def test_every_group_arrives_whole_and_its_numbers_with_it(
+    strategy: str, side: str | None, window: int, shared: bool, batch_size: int, seed: int
+) -> None:
+    rows_of = ROWS if side is None else LONG
+    data = dataset(
+        rows_of, strategy=strategy, balance_window=window, seed=seed, encoder=Pairs(shared=shared),
+        overlong="drop" if side is None else "truncate", truncate_side=side or "right",
+    )  # fmt: skip
+    loader = PackedDataLoader(data, batch_size=batch_size)
+    found = [sample for batch in loader for sample in samples_in(batch)]
+    assert Counter(map(repr, found)) == expected_of(rows_of, side=side, shared=shared)
+    assert loader.ledger().packed == sum(len(segment.tokens) for sample in found for segment in sample)
+    assert any(len(sample) > 1 for sample in found)
+
+
+def test_groups_lie_beside_plain_samples_of_a_mixture() -> None:
+    mix = Mix(
+        [
+            {"name": "pairs", "source": MapSource(ROWS), "weight": 1, "encoder": Pairs()},
+            {"name": "text", "source": MapSource(shifted(ROWS, APART)), "weight": 1, "encoder": Numbers()},
+        ],
+        stop="all_exhausted",
+    )
+    loader = PackedDataLoader(dataset(mix, encoder=None, overlong="drop"), batch_size=2)
+    found = [sample for batch in loader for sample in samples_in(batch)]
+    pairs = {repr(sample) for sample in found if sample[0].tokens[0] // 1000 < APART}
+    assert pairs == set(expected_of(ROWS))
+    others = {sample[0].tokens[0] // 1000 for sample in found} - {row["i"] for row in ROWS}
+    assert len(others) == len(ROWS)
+
+
+@pytest.mark.parametrize("balance_window", [0, 3])
+def test_a_resume_at_every_step_gives_the_same_batches(tmp_path: Path, balance_window: int) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in LONG))
+
+    def loader() -> PackedDataLoader:
+        data = dataset(
+            JSONLSource(path), overlong="truncate", balance_window=balance_window, shuffle_window=7, epochs=2
+        )
+        return PackedDataLoader(data, batch_size=2)
+
+    begun = loader()
+    whole, states = [], []
+    for batch in begun:
+        whole.append(plain(batch))
+        states.append(pickle.loads(pickle.dumps(begun.state_dict())))
+    assert len(whole) > 15
+    for number, state in enumerate(states):
+        resumed = loader()
+        resumed.load_state_dict(state)
+        assert [plain(batch) for batch in itertools.islice(resumed, 4)] == whole[number + 1 : number + 5]
+
+
+def test_worker_processes_hand_out_the_same_batches() -> None:
+    def loader(num_workers: int) -> PackedDataLoader:
+        data = dataset(LONG, overlong="truncate", truncate_side="left", epochs=2)
+        return PackedDataLoader(data, batch_size=2, num_workers=num_workers)
+
+    first, second = loader(2), loader(1)
+    begun = [plain(batch) for batch in itertools.islice(first, 5)]
+    second.load_state_dict(first.state_dict())
+    assert begun + [plain(batch) for batch in second] == [plain(batch) for batch in loader(0)]
+
+
+@pytest.mark.parametrize("balance_window", [0, 4])
+def test_a_run_goes_on_with_other_numbers_of_ranks(balance_window: int) -> None:
+    """4, 2, 3, 1 ranks: together they read each group once an epoch."""
+    steps = {"overlong": "truncate", "num_lanes": 12, "epochs": 1, "balance_window": balance_window}
+    state, found = None, []
+    for ranks in (4, 2, 3, 1):
+        part = run(
+            lambda: dataset(LONG, **steps), Topology(ranks, batch_size=12 // ranks), state=state,
+            packs_per_step=12, limit=1 if ranks > 1 else None,
+        )  # fmt: skip
+        state = part.states[0]
+        found += [sample for batches in part.batches for batch in batches for sample in samples_in(batch)]
+    assert Counter(map(repr, found)) == expected_of(LONG, side="right")
+
+
+@pytest.mark.parametrize("cost", [None, {"sliding_window": 5}, {"chunk_size": 4}], ids=str)
+def test_the_packs_of_a_window_are_handed_out_by_what_groups_cost(cost: dict[str, int] | None) -> None:
+    """The cost of a pack is the number of pairs that attend, each token's position being that behind its prefix."""
+    window, common = 6, {"num_lanes": 1, "shuffle": False, "overlong": "drop"}
+    unbalanced = list(dataset(rows(80), **common).stream())
+    balanced = list(dataset(rows(80), **common, balance_window=window, balance_cost=cost).stream())
+    [(kind, limit)] = (cost or {None: 0}).items()
+
+    def pairs(pack: Pack) -> int:
+        places = stack_packs([pack]).input_pos[0, : sum(pack.seq_lens)].tolist()
+        return sum(
+            (kind != "sliding_window" or query - key < limit)
+            and (kind != "chunk_size" or query // limit == key // limit)
+            for query in places
+            for key in range(query + 1)
+        )
+
+    assert len(unbalanced) > 2 * window
+    wanted: list[Pack] = []
+    for first in range(0, len(unbalanced), window):
+        packs = unbalanced[first : first + window]
+        key = (0, 0, first // window)
+        order = hand_out_order([pairs(pack) for pack in packs], slot=0, window=window, key=key)
+        wanted += [packs[i] for i in order]
+    assert [pack.tokens.tolist() for pack in balanced] == [pack.tokens.tolist() for pack in wanted]
+    assert [pack.tokens.tolist() for pack in balanced] != [pack.tokens.tolist() for pack in unbalanced]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_groups_are_estimated_as_they_are_packed(side: str) -> None:
+    data = [{"i": i, "n": 3 + i % 25} for i in range(300)]
+    options: dict[str, Any] = {"overlong": "truncate", "truncate_side": side, "num_lanes": 1}
+    known = dataset(data, **options).estimate(rows=150, num_lanes=1)
+    assert known.packs == pytest.approx(len(list(dataset(data, **options))), rel=0.1)
+
+
+def test_a_fragment_is_traced_to_its_segment() -> None:
+    data = dataset(LONG, overlong="truncate")
+    for pack in itertools.islice(data, 5):
+        at = 0
+        lengths = pack["segment_lens" if "segment_lens" in pack else "seq_lens"]
+        for fragment, length in zip(pack["fragments"], lengths.tolist(), strict=False):
+            assert data.trace(fragment)["tokens"] == pack["tokens"][at : at + length].tolist()
+            at += length
+
+
+# What is refused, and what else reads samples.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split_across_pack": True}, "is a group of segments, which is never split; leave split_across_pack out"),
+        ({"max_seqs_per_pack": 9}, "of which max_seqs_per_pack cannot count each; leave it out"),
+        ({"truncate_eos": 2, "overlong": "truncate"}, "whose numbers truncate_eos would not fit; leave it"),
+        ({"overlong": "split"}, "is a group of 64 tokens, max_seq_len is 24, and a group is never split; set overlong "
+                                "to 'truncate' or 'drop', or raise max_seq_len"),
+        ({}, "is a group of 64 tokens, max_seq_len is 24, and a group is never split"),
+        ({"pad_seqs_to": 4}, "is a group of segments, and pad_seqs_to=4 pads samples only"),
+    ],
+)  # fmt: skip
+def test_settings_that_would_part_a_group_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"sample 0 .*{message}"):
+        list(dataset([{"i": 1, "n": 41}], **changes))
+
+
+def test_a_group_too_long_to_be_cut_is_dropped() -> None:
+    data = dataset([{"i": 1, "n": 41}, {"i": 2, "n": 3}], overlong="truncate", truncate_side="left")
+    [pack] = data
+    assert pack["num_seqs"] == 3
+    assert data.ledger().dropped["overlong"] == 64
+
+
+def test_what_knows_no_groups_refuses_them(tmp_path: Path) -> None:
+    """Collators do not get the lengths: a mask of ``seq_lens`` would hide the prompts from their answers."""
+    with pytest.raises(ValueError, match="is a group of segments; only IterablePackedDataset packs those"):
+        PackedDataset([Pairs()({"i": 1, "n": 3})], max_seq_len=LIMIT)
+    with pytest.raises(
+        ValueError, match="it is a group of segments, which a shard has no place for; stream the"
+    ):
+        tokenize([{"i": 1, "n": 3}], out=tmp_path / "shards", encoder=Pairs(), progress=False)
+    packs = [pack for pack in dataset(LONG, overlong="truncate") if "segment_lens" in pack][:2]
+    assert len(packs) == 2
+    assert all("seq_lens" not in pack for pack in packs)
+    with pytest.raises(ValueError, match="pack 0 of the batch holds groups, .* use a PackedDataLoader"):
+        FlatteningCollator()(packs)
+    data = pytest.importorskip("torchtune.data")
+    with pytest.raises(KeyError, match="seq_lens"):
+        data.padded_collate_packed(packs)
+
+
+class Regrouped(Pairs):
+    """The same tokens and labels, and by ``change`` other groups."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+
+    def __call__(self, row: Any, /) -> Sample:
+        made = super().__call__(row)
+        if not isinstance(made, Group):
+            return made
+        fields = made.fields if self.change != "fields" else {"number": -made.fields["number"]}
+        logps = made.token_fields if self.change != "token fields" else {}
+        parents = made.parents if self.change != "parents" else [-1, 0, 1]
+        return Group(*made, lengths=made.lengths, parents=parents, fields=fields, token_fields=logps)
+
+
+@pytest.mark.parametrize("change", ["fields", "token fields", "parents"])
+def test_an_encoder_that_groups_otherwise_is_another_encoder(change: str) -> None:
+    loader = PackedDataLoader(dataset(encoder=Regrouped("")))
+    next(iter(loader))
+    other = PackedDataLoader(dataset(encoder=Regrouped(change)))
+    with pytest.raises(ValueError, match="Regrouped makes other tokens of sample"):
+        other.load_state_dict(loader.state_dict())
