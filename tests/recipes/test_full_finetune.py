@@ -1,40 +1,176 @@
-"""The recipe on a toy model: losses, resume, refused configs."""
+"""The recipe on a toy model: losses, masks, resume, schedules, secrets."""
+
+from __future__ import annotations
 
 import gzip
 import shutil
 import time
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from omegaconf import OmegaConf
 from streampack_recipes.full_finetune import train
+from torchtune.models.llama3 import llama3
 from torchtune.training.metric_logging import StdoutLogger
 
-from streampack import cli
-from streampack.training.overrides import with_overrides
-from tests.support.ranks import start_process
-from tests.support.tiny import losses, numbers, tiny_config, write_rows
+from streampack import IterablePackedDataset, JSONLSource, TextEncoder, cli
+from tests.support.ranks import run_ranks, start_process
+from tests.support.runs import Run, run_once
+from tests.support.tiny import WordTokenizer, losses, mixed_config, numbers, tiny_config, write_rows
 
 
-def test_a_run_learns_and_accounts_for_every_token(tmp_path, capsys):
-    result = train(tiny_config(tmp_path, max_steps=30))
-    (first, before), (last, after) = result["held_out"][0], result["held_out"][-1]
-    assert (first, last) == (0, 30)
-    assert after < before - 0.5
-    ledger = result["ledger"]
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(next((folder / "out" / "epoch_0").glob("*.bin")), weights_only=True)
+
+
+def behind(step: int, values: dict[int, str]) -> dict[int, str]:
+    return {each: value for each, value in values.items() if each > step}
+
+
+def test_a_run_learns_and_accounts_for_every_token(whole: Run) -> None:
+    (first, before), (last, after) = whole.result["held_out"][0], whole.result["held_out"][-1]
+    assert (first, last) == (0, 12)
+    assert after < before - 0.3
+    ledger = whole.result["ledger"]
     assert ledger.tokens_in == ledger.packed + ledger.buffered + sum(ledger.dropped.values())
-    assert ledger.packed == result["tokens"]
-    assert ledger.packs == 30 * 4
-    out = capsys.readouterr().out
+    assert ledger.packed == whole.result["tokens"]
+    assert ledger.packs == 12 * 4
     for words in ("packs ", "in = ", "tokens/s", "held-out", "weights"):
-        assert words in out
-    weights = torch.load(next((tmp_path / "out" / "epoch_0").glob("*.bin")), weights_only=True)
-    start = torch.load(tmp_path / "init" / "model.bin", weights_only=True)
+        assert words in whole.said
+    weights, start = weights_of(whole.folder), torch.load(whole.folder / "init" / "model.bin")
     assert weights.keys() == start.keys()
     assert any(not torch.equal(weights[key], start[key]) for key in start)
-    assert len(losses(tmp_path)) == 30
-    assert "nan" not in (tmp_path / "out" / "logs" / "log.txt").read_text()
+    assert list(losses(whole.folder)) == [*range(1, 13)]
+    assert "nan" not in (whole.folder / "out" / "logs" / "log.txt").read_text()
+
+
+SAME_LOSSES = {
+    "num_workers": 2, "activation_checkpointing": True, "batch_size": 1, "log_every": 3, "attention": "dense"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [SAME_LOSSES, pytest.param({"compile": True}, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:torch.*")  # about what torch does when it compiles
+def test_settings_that_do_not_change_the_losses(tmp_path: Path, whole: Run, changes: dict[str, Any]) -> None:
+    train(tiny_config(tmp_path, **changes))
+    for name in ("loss", "validation_loss"):
+        found, expected = numbers(tmp_path, name), numbers(whole.folder, name)
+        assert len(found) >= 4
+        assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-4)
+
+
+def test_a_killed_run_resumes_with_the_same_losses(tmp_path: Path, whole: Run) -> None:
+    config = tiny_config(tmp_path)
+    process = start_process(train, config)
+    log = tmp_path / "out" / "logs" / "log.txt"
+    while not (log.exists() and "Step 6 |" in log.read_text()):
+        assert process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    killed_at = max(losses(tmp_path))
+    assert killed_at < 12, "it was over before it was killed"
+
+    with pytest.raises(ValueError, match="holds checkpoints up to step"):
+        train(config)
+    log.unlink()
+    config.resume = True
+    train(config)
+    resumed = losses(tmp_path)
+    assert min(resumed) in (5, 9)  # checkpoints are at 4 and 8
+    assert resumed == behind(min(resumed) - 1, losses(whole.folder))
+    validation = losses(tmp_path, "validation_loss")
+    assert validation == {step: losses(whole.folder, "validation_loss")[step] for step in validation}
+
+
+def test_dropout_is_that_of_the_step_after_a_resume_and_after_a_validation(tmp_path: Path) -> None:
+    changes = {"model.attn_dropout": 0.5, "lr_scheduler": None, "validation": None}
+    train(tiny_config(tmp_path / "whole", max_steps=8, **changes))
+    train(tiny_config(tmp_path / "parts", max_steps=4, **changes))
+    source = {"_component_": "streampack.JSONLSource", "paths": str(tmp_path / "whole" / "rows.jsonl")}
+    changes["validation"] = {"source": source, "max_packs": 2, "every": 2}
+    train(tiny_config(tmp_path / "parts", max_steps=8, resume=True, **changes))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+# What a resume refuses, and what it cannot heed.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.max_seq_len": 24}, "max_seq_len=32 and this dataset has max_seq_len=24"),
+        ({"data.encoder.add_eos": False}, "made with another encoder: .* makes other tokens of "),
+        ({"data.method": "multipack"}, "the state is of a stream and this run has method='multipack'"),
+        ({}, r"the corpus is not the one that the state was made with: 1 changed \(.*rows\.jsonl\)"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, whole: Run, changes: dict[str, Any], message: str
+) -> None:
+    whole.copy_to(tmp_path, newest=4)
+    if not changes:
+        with (tmp_path / "rows.jsonl").open("a") as file:
+            file.write('{"text": "cat"}\n')
+    with pytest.raises(ValueError, match=message):
+        train(tiny_config(tmp_path, resume=True, **changes))
+
+
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_settings_that_a_resume_cannot_heed_are_named(tmp_path: Path, whole: Run, recwarn: Any) -> None:
+    whole.copy_to(tmp_path, newest=8)
+    assert train(tiny_config(tmp_path, resume=True, max_steps=9))["step"] == 9
+    assert not [warning for warning in recwarn if "not heeded" in str(warning.message)]
+    changes = {"data.num_lanes": 4, "optimizer.lr": 0.5, "optimizer.eps": 1e-3, "max_steps": 11}
+    changes["optimizer._component_"] = "torch.optim.Adam"
+    train(tiny_config(tmp_path, resume=True, **changes))
+    said = " ".join(str(warning.message) for warning in recwarn)
+    assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
+    assert (
+        "optimizer.lr=0.5 is not heeded: the optimizer goes on as its checkpoint has it, which was made with lr=0.02"
+        in said
+    )
+    assert "optimizer.eps=0.001 is not heeded: " in said
+    assert "optimizer._component_=torch.optim.Adam is not heeded" not in said
+    assert "a torch.optim.Adam goes on with the numbers of a torch.optim.AdamW" in said
+    assert max(numbers(tmp_path, "lr").values()) <= 0.02
+
+
+def test_files_may_come_and_go_where_the_config_says_so_and_validation_keeps_no_list(tmp_path: Path) -> None:
+    corpus, held_out, lists = tmp_path / "corpus", tmp_path / "held_out", tmp_path / "out" / "corpus_lists"
+    for folder in (corpus, held_out):
+        folder.mkdir()
+        for number in range(4):
+            write_rows(folder / f"{number}.jsonl", 60)
+
+    def changing(**changes: Any) -> Any:
+        config = tiny_config(tmp_path, **changes)
+        config.data.source.paths = str(corpus)
+        return config
+
+    validation = {"source": {"_component_": "streampack.JSONLSource", "paths": str(held_out)}, "max_packs": 4}
+    changes = {"validation": validation, "data.corpus_changes": "allow"}
+    train(changing(max_steps=4, **changes))
+    [first] = lists.iterdir()
+
+    (corpus / "1.jsonl").unlink()
+    shutil.copy(corpus / "2.jsonl", corpus / "9.jsonl")
+    (held_out / "1.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"1 added \(.*/9.jsonl\), 1 removed \(1.jsonl\).*corpus_changes="):
+        train(changing(max_steps=8, resume=True, validation=validation))
+    with pytest.warns(UserWarning, match=r"1 added \(.*/9.jsonl\), 1 removed \(1.jsonl\)"):
+        result = train(changing(max_steps=8, resume=True, **changes))
+    assert result["step"] == 8
+    assert result["ledger"].dropped_samples["removed"] > 0
+    assert first in lists.iterdir()
+    assert len(list(lists.iterdir())) == 2
+
+
+# What reaches files and screens.
 
 
 class UploadingLogger(StdoutLogger):
@@ -43,24 +179,21 @@ class UploadingLogger(StdoutLogger):
     def __init__(self, log_dir: str, api_key: str) -> None:
         self.path = Path(log_dir, "uploaded.txt")
 
-    def log_config(self, config):
+    def log_config(self, config: Any) -> None:
         super().log_config(config)
         self.path.write_text(str(OmegaConf.to_container(config, resolve=True)))
 
 
-def test_secrets_reach_no_file_and_no_screen(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("KEY", "key-of-the-environment")
-    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+def test_secrets_reach_no_file_and_no_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("KEY", "key-of-the-environment"), ("OUT", f"{tmp_path}/out"), ("SEED", "31415926")):
+        monkeypatch.setenv(name, value)
     config = tiny_config(tmp_path, rows=60, max_steps=2, validation=None, log_rows=True)
-    monkeypatch.setenv("SEED", "31415926")
     config.output_dir, config.seed = "${oc.env:OUT}", "${oc.decode:${oc.env:SEED}}"
     config.data.source.storage_options = {"key": "${oc.env:KEY}", "client": {"token": "typed-token"}}
-    logger = {
-        "_component_": f"{__name__}.UploadingLogger",
-        "log_dir": str(tmp_path),
-        "api_key": "${oc.env:KEY}",
-    }
-    config.metric_logger = logger
+    logger = f"{__name__}.UploadingLogger"
+    config.metric_logger = {"_component_": logger, "log_dir": str(tmp_path), "api_key": "${oc.env:KEY}"}
     written = tmp_path / "mine.yaml"
     OmegaConf.save(config, written)
     train(config)
@@ -89,23 +222,10 @@ def test_secrets_reach_no_file_and_no_screen(tmp_path, monkeypatch, capfd):
     assert "key-of-the-environment" not in str(raised.value)
 
 
-def test_a_run_by_epochs_ends_with_the_data(tmp_path):
-    result = train(tiny_config(tmp_path, rows=100, max_steps=None, epochs=3, validation=None))
-    assert result["ledger"].samples == 300
-    assert result["ledger"].buffered == 0
-    assert result["held_out"] == []
-
-
-def test_a_schedule_can_be_removed_by_one_word(tmp_path):
-    result = train(with_overrides(tiny_config(tmp_path, max_steps=2, validation=None), ["~lr_scheduler"]))
-    assert result["step"] == 2
-    assert set(losses(tmp_path, "lr").values()) == {"0.02"}
-
-
 @pytest.mark.slow
 # torch's own remarks: of its trace's events, and of a cycle of which nothing is kept.
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
-def test_the_profiler_traces_the_steps(tmp_path):
+def test_the_profiler_traces_the_steps(tmp_path: Path) -> None:
     node = {
         "_component_": "torchtune.training.setup_torch_profiler", "enabled": True, "cpu": True, "cuda": False,
         "output_dir": str(tmp_path / "profile"), "profile_memory": False, "with_stack": False,
@@ -118,158 +238,155 @@ def test_the_profiler_traces_the_steps(tmp_path):
     assert data.count(b'"ProfilerStep#') >= 2
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    train(tiny_config(folder))
-    return losses(folder), losses(folder, "validation_loss")
+# Pretraining.
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_workers": 2, "activation_checkpointing": True},
-        {"batch_size": 1, "log_every": 1, "attention": "dense"},
-    ],
-)
-def test_settings_that_do_not_change_the_losses(tmp_path, uninterrupted, changes):
-    train(tiny_config(tmp_path, **changes))
-    for name, expected in zip(("loss", "validation_loss"), uninterrupted, strict=True):
-        assert numbers(tmp_path, name) == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
+def test_a_run_learns_a_mixture_from_random_weights(tmp_path: Path) -> None:
+    config = mixed_config(tmp_path, max_steps=30, z_loss=1e-3, **{"data.split_across_pack": True})
+    config.checkpointer.checkpoint_dir = {
+        "_component_": "streampack.training.weights.random_weights",
+        "model": config.model,
+        "folder": config.output_dir,
+    }
+    result = train(config)
+    (first, before), (last, after) = result["held_out"][0], result["held_out"][-1]
+    assert (first, last) == (0, 30)
+    assert after < before - 0.5
+    ledger = result["ledger"]
+    assert ledger.padding == 0
+    assert ledger.tokens_in == ledger.packed + ledger.buffered
+    held_out = {name: numbers(tmp_path, f"validation_loss_{name}") for name in ("counting", "words")}
+    for step, loss in numbers(tmp_path, "validation_loss").items():
+        assert loss == pytest.approx(0.75 * held_out["counting"][step] + 0.25 * held_out["words"][step])
+    assert held_out["counting"] != held_out["words"]
+    assert all(value > 0 for value in numbers(tmp_path, "z_loss").values())
+    [start] = (tmp_path / "out").glob("random-*/model.bin")
+    assert weights_of(tmp_path).keys() == torch.load(start, weights_only=True).keys()
+
+    # Every step's loss is the mean of the sources' losses, weighted by what each has trained in it.
+    each = {name: numbers(tmp_path, f"source_{name}_loss") for name in ("counting", "words")}
+    trained = {name: numbers(tmp_path, f"source_{name}_trained") for name in each}
+    before_step = dict.fromkeys(each, 0.0)
+    for step, loss in numbers(tmp_path).items():
+        gained = {name: trained[name][step] - before_step[name] for name in each}
+        total = sum(gained[name] * each[name].get(step, 0) for name in each)
+        assert total / sum(gained.values()) == pytest.approx(loss, rel=1e-3)
+        before_step = {name: trained[name][step] for name in each}
+    assert numbers(tmp_path, "source_counting_fraction")[30] == pytest.approx(0.75, abs=0.05)
+    for name in ("data_wait_seconds", "data_wait", "read_bytes", "source_words_recent_fraction"):
+        assert numbers(tmp_path, name), f"{name} is logged"
 
 
-def test_a_killed_run_resumes_with_the_same_losses(tmp_path, uninterrupted):
-    config = tiny_config(tmp_path)
-    process = start_process(train, config)
-    log = tmp_path / "out" / "logs" / "log.txt"
-    while not (log.exists() and "Step 6 |" in log.read_text()):
-        assert process.is_alive()
-        time.sleep(0.01)
-    process.kill()
-    process.join()
-    killed_at = max(losses(tmp_path))
-    assert killed_at < 12, "it was over before it was killed"
-
-    with pytest.raises(ValueError, match="holds checkpoints up to step"):
-        train(config)
-    log.unlink()
-    config.resume = True
-    train(config)
-    resumed = losses(tmp_path)
-    assert min(resumed) in (5, 9)  # checkpoints are at 4 and 8
-    assert resumed == {step: loss for step, loss in uninterrupted[0].items() if step in resumed}
-    assert max(resumed) == 12
-    validation = losses(tmp_path, "validation_loss")
-    assert validation == {step: loss for step, loss in uninterrupted[1].items() if step in validation}
+def first_step(folder: Path) -> tuple[float, float, float]:
+    """Compute loss, z-loss and gradient norm of the first step with a plain causal model on whole packs."""
+    packs = IterablePackedDataset(
+        JSONLSource(folder / "rows.jsonl"), encoder=TextEncoder(WordTokenizer()), max_seq_len=32,
+        split_across_pack=True, buffer_size=16, shuffle=True, shuffle_window=50, num_lanes=2, epochs=None,
+    )  # fmt: skip
+    rows = list(islice(packs, 4))
+    config = OmegaConf.to_container(tiny_config(folder).model)
+    model = llama3(**{key: value for key, value in config.items() if key != "_component_"})
+    model.load_state_dict(torch.load(folder / "init" / "model.bin", weights_only=True))
+    logits = model(torch.stack([row["tokens"] for row in rows]))[:, :-1]
+    labels = torch.stack([row["labels"] for row in rows])[:, 1:]
+    trained = (labels != -100).sum()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / trained
+    z_loss = 0.1 * logits.logsumexp(-1)[labels != -100].square().sum() / trained
+    (loss + z_loss).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    return loss.item(), z_loss.item(), norm.item()
 
 
-def test_dropout_is_that_of_the_step_after_a_resume_and_after_a_validation(tmp_path):
-    changes = {"model.attn_dropout": 0.5, "lr_scheduler": None, "validation": None}
-    train(tiny_config(tmp_path / "whole", max_steps=8, **changes))
-    train(tiny_config(tmp_path / "parts", max_steps=4, **changes))
-    source = {"_component_": "streampack.JSONLSource", "paths": str(tmp_path / "whole" / "rows.jsonl")}
-    changes["validation"] = {"source": source, "max_packs": 2, "every": 2}
-    train(tiny_config(tmp_path / "parts", max_steps=8, resume=True, **changes))
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data.max_seq_len": 24}, "max_seq_len=32 and this dataset has max_seq_len=24"),
-        ({"data.encoder.add_eos": False}, "made with another encoder: .* makes other tokens of "),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused(tmp_path_factory, changes, message):
-    folder = tmp_path_factory.getbasetemp() / "refused"
-    if not folder.exists():
-        train(tiny_config(folder, max_steps=4, validation=None))
-    with pytest.raises(ValueError, match=message):
-        train(tiny_config(folder, validation=None, resume=True, **changes))
-
-
-@pytest.mark.filterwarnings("always::UserWarning")
-def test_settings_that_a_resume_cannot_heed_are_named(tmp_path, recwarn):
-    train(tiny_config(tmp_path, max_steps=4, validation=None))
-    assert not [warning for warning in recwarn if "not heeded" in str(warning.message)]
-    changes = {"data.num_lanes": 4, "optimizer.lr": 0.5, "optimizer.eps": 1e-3, "max_steps": 8}
-    changes["optimizer._component_"] = "torch.optim.Adam"
-    train(tiny_config(tmp_path, validation=None, resume=True, **changes))
-    said = " ".join(str(warning.message) for warning in recwarn)
-    assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
-    assert (
-        "optimizer.lr=0.5 is not heeded: the optimizer goes on as its checkpoint has it, which was made with lr=0.02"
-        in said
-    )
-    assert "optimizer.eps=0.001 is not heeded: " in said
-    assert "optimizer._component_=torch.optim.Adam is not heeded" not in said
-    assert "a torch.optim.Adam goes on with the numbers of a torch.optim.AdamW" in said
-    assert max(numbers(tmp_path, "lr").values()) <= 0.02
-
-
-def test_a_changed_corpus_is_refused_at_resume(tmp_path):
-    train(tiny_config(tmp_path, max_steps=4))
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('{"text": "cat"}\n')
-    with pytest.raises(
-        ValueError,
-        match=r"the corpus is not the one that the state was made with: 1 changed \(.*rows\.jsonl\)",
-    ):
-        train(tiny_config(tmp_path, resume=True))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data.source._component_": "os.system"}, "not among the components"),
-        ({"data.source.paths": "/nowhere/*.jsonl"}, "no file matches '/nowhere/"),
-        ({"data.encoder.column": "body"}, r"rows.jsonl:\d+: column 'body' is missing"),
-    ],
-)
-def test_bad_configs(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        train(tiny_config(tmp_path, **changes))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch, about what torch does when it compiles
-def test_a_compiled_model_has_the_same_losses(tmp_path, uninterrupted):
-    train(tiny_config(tmp_path, compile=True))
-    assert numbers(tmp_path) == pytest.approx({k: float(v) for k, v in uninterrupted[0].items()}, rel=1e-4)
-
-
-def changing(folder, **changes):
-    """Return a config that reads a folder of files."""
-    config = tiny_config(folder, **{"log_every": 4} | changes)
-    config.data.source.paths = str(folder / "corpus")
-    return config
-
-
-def test_files_may_come_and_go_where_the_config_says_so_and_validation_keeps_no_list(tmp_path):
-    corpus, held_out, lists = tmp_path / "corpus", tmp_path / "held_out", tmp_path / "out" / "corpus_lists"
-    for folder in (corpus, held_out):
-        folder.mkdir()
-        for number in range(4):
-            write_rows(folder / f"{number}.jsonl", 60)
+def test_without_document_masking_a_pack_is_one_sequence(tmp_path: Path) -> None:
+    held_out = write_rows(tmp_path / "held_out.jsonl", 60)
     validation = {"source": {"_component_": "streampack.JSONLSource", "paths": str(held_out)}, "max_packs": 4}
-    changes = {"validation": validation, "data.corpus_changes": "allow"}
-    train(changing(tmp_path, max_steps=4, **changes))
-    [first] = lists.iterdir()
-
-    (corpus / "1.jsonl").unlink()
-    shutil.copy(corpus / "2.jsonl", corpus / "9.jsonl")
-    (held_out / "1.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"1 added \(.*/9.jsonl\), 1 removed \(1.jsonl\).*corpus_changes="):
-        train(changing(tmp_path, max_steps=8, resume=True, validation=validation))
-    with pytest.warns(UserWarning, match=r"1 added \(.*/9.jsonl\), 1 removed \(1.jsonl\)"):
-        result = train(changing(tmp_path, max_steps=8, resume=True, **changes))
-    assert result["step"] == 8
-    assert result["ledger"].dropped_samples["removed"] > 0
-    assert first in lists.iterdir()
-    assert len(list(lists.iterdir())) == 2
+    options = {"z_loss": 0.1, "validation": validation, "max_steps": 1, "clip_grad_norm": 1e9}
+    options |= {"data.split_across_pack": True, "lr_scheduler": None}
+    first = []
+    for masking in (False, True):
+        result = train(tiny_config(tmp_path / str(masking), document_masking=masking, **options))
+        first.append([numbers(tmp_path / str(masking))[1], result["held_out"][0][1]])
+    loss, z_loss, norm = first_step(tmp_path / "False")
+    assert first[0][0] == pytest.approx(loss, rel=1e-5)
+    assert numbers(tmp_path / "False", "z_loss")[1] == pytest.approx(z_loss, rel=1e-5)
+    assert numbers(tmp_path / "False", "grad_norm")[1] == pytest.approx(norm, rel=1e-4)
+    for unmasked, masked in zip(*first, strict=True):  # of training, and of validation
+        assert abs(unmasked - masked) > 1e-4  # of fp32 losses near 3, whose noise is 1e-6
 
 
-def test_a_config_that_keeps_no_lists_cannot_allow_changes(tmp_path):
-    changes = {"data.corpus_changes": "allow", "data.corpus_lists": None}
-    with pytest.raises(ValueError, match=r"data: corpus_changes=.allow. needs corpus_lists"):
-        train(changing(tmp_path, **changes))
+# Epochs, steps and learning rates of runs that go on in another way than they began: no rate rises again.
+
+PEAK = 0.02  # of torchtune's cosine, which rises again behind its last step
+SMALL: dict[str, Any] = {
+    "rows": 120, "validation": None, "epochs": 1, "max_steps": None, "packs_per_step": 2, "data.num_lanes": 1,
+    "checkpoint_every": 8, "keep_checkpoints": 9,
+}  # fmt: skip
+
+
+def rates(folder: Path) -> list[float]:
+    """The rate of every step."""
+    found = numbers(folder, "lr")
+    assert [*found] == [*range(min(found), max(found) + 1)]
+    return [*found.values()]
+
+
+def assert_falls(found: list[float]) -> None:
+    peak = found.index(max(found))
+    assert found[peak:] == sorted(found[peak:], reverse=True), f"the rate rises again: {found}"
+    assert found[-1] < PEAK / 10
+
+
+@pytest.fixture(scope="module")
+def epoch(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of one epoch."""
+    return run_once(tmp_path_factory, "epoch", train, lambda folder: tiny_config(folder, **SMALL))
+
+
+def test_a_run_by_epochs_ends_with_the_data(
+    epoch: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (epoch.result["ledger"].samples, epoch.result["ledger"].buffered) == (120, 0)
+    assert epoch.result["held_out"] == []
+    whole = rates(epoch.folder)
+    assert len(whole) == epoch.result["step"] > 15
+    assert_falls(whole)
+
+    config = tiny_config(epoch.copy_to(tmp_path), **SMALL, resume=True)
+    assert train(config) == epoch.result
+    assert "is over" in capsys.readouterr().out
+    config.epochs = 2
+    longer = train(config)
+    assert longer["ledger"].samples == 240
+    assert f"going on from step {epoch.result['step']} of " in capsys.readouterr().out
+    found = rates(tmp_path)
+    assert len(found) == pytest.approx(2 * len(whole), abs=2)
+    assert_falls(found[len(whole) + 1 :])
+    assert found[len(whole) + 1] > PEAK / 3, "the second half of the new one"
+
+
+def test_a_run_that_had_max_steps_goes_on_to_the_end_of_its_epochs(tmp_path: Path, epoch: Run) -> None:
+    """The smoke test's few steps stayed those of the schedule, which rose to its peak again."""
+    train(tiny_config(tmp_path, **SMALL | {"max_steps": 8}))
+    assert len(rates(tmp_path)) == 8
+    train(tiny_config(tmp_path, **SMALL, resume=True))
+    assert rates(tmp_path)[9:] == pytest.approx(rates(epoch.folder)[9:]), "as if it had never had them"
+
+
+def test_a_run_that_is_given_max_steps_keeps_its_schedule(tmp_path: Path, epoch: Run) -> None:
+    epoch.copy_to(tmp_path, newest=8)
+    train(tiny_config(tmp_path, **SMALL | {"max_steps": 10}, resume=True))
+    assert rates(tmp_path) == pytest.approx(rates(epoch.folder)[8:10])
+
+
+@pytest.mark.filterwarnings("ignore:.*evenly:UserWarning")
+@pytest.mark.parametrize("packs_per_step", [2, None])
+def test_a_resume_on_more_ranks_than_lanes_keeps_the_steps(
+    packs_per_step: int | None, tmp_path: Path, epoch: Run
+) -> None:
+    """Each rank took its share of a step, those without lanes too: there were twice as many steps."""
+    settings = {"packs_per_step": packs_per_step, "batch_size": 2 if packs_per_step is None else 1}
+    train(tiny_config(tmp_path, **SMALL | settings | {"max_steps": 8}))
+    run_ranks(train, 2, tiny_config(tmp_path, **SMALL | settings, resume=True))
+    found = rates(tmp_path)
+    assert found[9:] == pytest.approx(rates(epoch.folder)[9:])
+    assert_falls(found[9:])

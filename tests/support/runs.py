@@ -1,0 +1,63 @@
+"""Runs of recipes that many tests look at: each is made once a session, in a folder that nobody changes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import tiny_config
+
+_runs: dict[str, Run] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run that is over, what the recipe returned, and what it printed."""
+
+    folder: Path
+    result: dict[str, Any]
+    said: str
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "out" / "checkpoints" / f"step_{step:08}"
+
+    def copy_to(self, folder: Path, *, newest: int | None = None) -> Path:
+        """Copy the run; with ``newest``, as a kill behind that checkpoint leaves it, and without its log."""
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        out = folder / "out"
+        note = out / "finished.json"
+        note.write_text(note.read_text().replace(str(self.folder), str(folder)))
+        if newest is not None:
+            for path in (out / "logs", out / "epoch_0", *sorted((out / "checkpoints").iterdir())):
+                if path.parent == out or int(path.name[5:]) > newest:
+                    shutil.rmtree(path)
+            note.unlink()
+        return folder
+
+
+def run_once(
+    factory: pytest.TempPathFactory, name: str, train: Callable[[Any], dict[str, Any]], config_of: Any
+) -> Run:
+    """Train as ``config_of(folder)`` says, or return the run of this name that this session has made."""
+    if name not in _runs:
+        folder, said = factory.mktemp(name), io.StringIO()
+        with contextlib.redirect_stdout(said):
+            result = train(config_of(folder))
+        _runs[name] = Run(folder, result, said.getvalue())
+    return _runs[name]
+
+
+def whole_run(factory: pytest.TempPathFactory) -> Run:
+    """Twelve steps of full_finetune with checkpoints of the steps 4, 8 and 12, and a log of their rows."""
+    from streampack_recipes.full_finetune import train
+
+    return run_once(
+        factory, "whole", train, lambda folder: tiny_config(folder, log_rows=True, keep_checkpoints=9)
+    )
