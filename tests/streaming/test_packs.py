@@ -230,7 +230,10 @@ def test_samples_are_encoded_as_late_as_possible() -> None:
 # Refusals.
 
 EMPTY = "sample 1 has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples"
-OVERLONG = "sample 1 has 25 tokens, max_seq_len is 24; set overlong to 'split', 'truncate' or 'drop', or raise max_seq_len"
+OVERLONG = (
+    "sample 1 has 25 tokens, max_seq_len is 24; set overlong to 'split', 'truncate' or 'drop', or raise "
+    "max_seq_len"
+)
 VOCABULARY = (
     "sample 1: token id 1001 is outside the vocabulary of 1000 ids (0 to 999); use the model's own tokenizer, or "
     "resize the model's embeddings"
