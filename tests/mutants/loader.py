@@ -214,7 +214,7 @@ def ledger_of_this_rank_only() -> None:
         def load_state_dict(self: Any, state: Any) -> None:
             state = copy.deepcopy(state)
             good(self, state)
-            self.__dict__["_before"] = self.ledger
+            self.__dict__["_before"] = self.ledger()
 
         return load_state_dict
 

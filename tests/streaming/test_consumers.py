@@ -1,11 +1,15 @@
-"""Which rank reads what: loaders of accelerate's, workers without a process group, model-parallel groups."""
+"""Which rank and worker reads what: fewer lanes than consumers, foreign loaders, model-parallel groups."""
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +26,10 @@ from streampack import (
 )
 from streampack.streaming import consumers
 from tests.support import hf_trainers
+from tests.support.conformance import check_resume_everywhere
+from tests.support.corpus import write
 from tests.support.ranks import run_ranks
+from tests.support.thread_ranks import ThreadSync, on_ranks
 
 ROWS = [{"tokens": [i + 1] * 8, "labels": [i + 1] * 8} for i in range(32)]
 
@@ -212,3 +219,115 @@ def test_a_sharded_models_mesh_is_looked_at(two_ranks: None, name: str) -> None:
             prepare_model_for_packing(llama)
     else:
         prepare_model_for_packing(llama)
+
+
+# Fewer lanes than consumers, and lanes without rows.
+
+SHORT = [{"tokens": [i + 1] * (2 + i % 7), "labels": [i + 1] * (2 + i % 7)} for i in range(60)]
+
+
+def short(rows: Any = SHORT, **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(rows, **{"max_seq_len": 12, **settings})
+
+
+def tokens(packs: Any) -> list[Any]:
+    return [pack["tokens"].tolist() for pack in packs]
+
+
+def rows_in(batches: Any) -> list[Any]:
+    return [row for batch in batches for row in batch.tokens.tolist()]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_of_one_lane_resumes_with_several_workers(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, resumed, again = short(), short(), short()
+    iterator = iter(data)
+    list(islice(iterator, 5))
+    state, rest = data.state_dict(), tokens(iterator)
+    assert state["num_lanes"] == 1, "small data makes one lane"
+    again.load_state_dict(state)
+    assert tokens(DataLoader(again, batch_size=None, num_workers=workers)) == rest
+    caplog.clear()
+    loader = PackedDataLoader(resumed, num_workers=workers)
+    loader.load_state_dict(state)
+    with caplog.at_level(logging.WARNING):
+        assert rows_in(loader) == rest
+    said = [each.getMessage() for each in caplog.records if each.name == "streampack.loader.batching"]
+    wanted = f"num_workers={workers}: 1 of them has work, for there is 1 lane; a new run may set num_lanes"
+    assert said == ([wanted] if workers > 1 else [])
+
+
+def test_a_run_of_one_lane_resumes_on_several_ranks() -> None:
+    data = short()
+    iterator = iter(data)
+    list(islice(iterator, 6))
+    state, rest = data.state_dict(), tokens(iterator)
+
+    def go_on(sync: ThreadSync) -> list[Any]:
+        loader = PackedDataLoader(short(), packs_per_step=2)
+        loader.rank_sync = sync
+        loader.load_state_dict(state)
+        return rows_in(loader)
+
+    with pytest.warns(
+        UserWarning, match="2 ranks do not divide 1 lane evenly: 1 of them hand out null packs only"
+    ):
+        first, second = on_ranks(2, go_on)
+    if len(rest) % 2:  # an epoch's last step is filled up
+        assert first.pop() == second.pop() == [0] * 12
+    assert first == rest
+    assert second == [[0] * 12] * len(rest), "null packs"
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_fewer_lanes_than_consumers_are_refused_where_they_were_set(lanes: int) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"{lanes} lanes cannot feed {lanes + 1} consumers .*; use fewer workers, or .* num_lanes",
+    ):
+        iter(PackedDataLoader(short(num_lanes=lanes), num_workers=lanes + 1))
+
+
+def test_iterating_in_one_process_does_not_fix_the_number_of_lanes() -> None:
+    data = short()
+    next(iter(data))
+    assert len({str(row) for row in rows_in(PackedDataLoader(data, num_workers=2))}) > 10
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_an_endless_stream_skips_empty_lanes(workers: int) -> None:
+    data = short(SHORT[:5], epochs=None, num_lanes=8)
+    batches = list(islice(PackedDataLoader(data, num_workers=workers), 25))
+    assert [int(batch.tokens[0, 0]) for batch in batches] == [1, 2, 3, 4, 5] * 5
+    assert all(batch.num_tokens > 8 for batch in batches), "samples of several epochs share packs"
+
+
+def test_an_endless_stream_with_empty_lanes_resumes_exactly() -> None:
+    check_resume_everywhere(lambda: short(SHORT[:5], epochs=None, num_lanes=8, shuffle=True), packs=40)
+
+
+def test_an_endless_stream_skips_lanes_whose_rows_are_all_dropped() -> None:
+    rows = [{"tokens": [9] * (20 if i % 4 else 5), "labels": [9] * (20 if i % 4 else 5)} for i in range(16)]
+    data = short(rows, epochs=None, num_lanes=4, overlong="drop")
+    assert {pack["lane"] for pack in islice(data, 12)} == {0}
+    assert data.ledger().dropped_samples["overlong"] == 12
+
+
+def test_the_default_number_of_lanes_of_an_endless_stream_is_none_that_fails(tmp_path: Path) -> None:
+    """A compressed file is one lane's, however large."""
+    noise = np.random.default_rng(0).integers(0, 2**62, 60_000).tolist()
+    rows = [{"tokens": [i % 99 + 1] * 3, "labels": [1] * 3, "noise": x} for i, x in enumerate(noise)]
+    path = write(tmp_path / "a.jsonl.gz", rows)
+    assert path.stat().st_size > 1 << 19
+    assert len(list(islice(short(path, epochs=None), 20))) == 20
+
+
+def test_a_rank_without_rows_hands_out_null_packs() -> None:
+    def read(sync: ThreadSync) -> list[Any]:
+        loader = PackedDataLoader(short(SHORT[:1], epochs=None, num_lanes=2))
+        loader.rank_sync = sync
+        return rows_in(islice(loader, 20))
+
+    assert on_ranks(2, read) == [[[1] * 12] * 20, [[0] * 12] * 20]

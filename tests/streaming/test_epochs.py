@@ -1,10 +1,15 @@
-"""Iterating again is the next epoch, wherever a loader of torch puts the dataset."""
+"""Epochs, peeks and loaded states: iterating again is the next epoch, or goes on behind what was handed out.
+
+Whoever iterates, through whatever loader, with or without worker processes, after a peek, an error or a resume.
+"""
 
 from __future__ import annotations
 
 import copy
 import multiprocessing as mp
 import pickle
+from collections import Counter
+from collections.abc import Callable
 from itertools import chain, islice
 from typing import Any
 
@@ -16,15 +21,22 @@ from streampack import (
     MultipackBatchSampler,
     PackedDataLoader,
     PackedDataset,
+    collate_packed,
     method_loader,
 )
-from streampack.map_style.samplers import PlannedSampler
+from tests.support.thread_ranks import ThreadSync, on_ranks
 
-ROWS = [{"tokens": [i + 1] * 5, "labels": [i + 1] * 5} for i in range(40)]
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+ROWS = [{"tokens": [i + 1] * 5, "labels": [i + 1] * 5} for i in range(48)]
+WHOLE = 24  # packs of an epoch
 
 
 def dataset(**settings: Any) -> IterablePackedDataset:
     return IterablePackedDataset(ROWS, **{"max_seq_len": 10, "shuffle": True, "num_lanes": 2, **settings})
+
+
+def loader_of(workers: int = 0, data: IterablePackedDataset | None = None) -> PackedDataLoader:
+    return PackedDataLoader(data or dataset(), num_workers=workers)
 
 
 def order(packs: Any) -> list[Any]:
@@ -32,16 +44,13 @@ def order(packs: Any) -> list[Any]:
     return [(pack["epoch"], pack["lane"], pack["tokens"].tolist()) for pack in packs]
 
 
-def torch_loader(
-    data: Any, workers: int, *, keep: bool = False, context: str | None = "fork"
-) -> DataLoader[Any]:
-    return DataLoader(
-        data,
-        batch_size=None,
-        num_workers=workers,
-        persistent_workers=keep,
-        multiprocessing_context=context if workers else None,
-    )
+def tokens(batches: Any) -> list[Any]:
+    return [row.tolist() for batch in batches for row in batch.tokens]
+
+
+def torch_loader(data: Any, workers: int, *, keep: bool = False, context: str = "fork") -> DataLoader[Any]:
+    started = {"persistent_workers": keep, "multiprocessing_context": context} if workers else {}
+    return DataLoader(data, batch_size=None, num_workers=workers, **started)
 
 
 EXPECTED = order(dataset(epochs=3))
@@ -51,76 +60,56 @@ def epoch(number: int) -> list[Any]:
     return [pack for pack in EXPECTED if pack[0] == number]
 
 
-def test_iterating_a_dataset_again_is_the_next_epoch() -> None:
-    data = dataset()
+def test_the_epochs_of_these_tests() -> None:
     for number in range(3):
-        assert order(data) == epoch(number)
-        assert data.epoch == number
-        assert data.state_dict()["epoch"] == number
-    data.set_epoch(1)
-    assert order(data) == epoch(1)
-    data.set_epoch(1)
-    assert order(data) == epoch(1), "also where it is the number that it has"
-    assert order(data) == epoch(2)
+        assert len(epoch(number)) == WHOLE
+        assert sorted(token for *_, pack in epoch(number) for token in pack) == sorted([*range(1, 49)] * 5)
+    assert len({str([pack[1:] for pack in epoch(number)]) for number in range(3)}) == 3, "shuffled anew"
+    unshuffled = order(dataset(shuffle=False, epochs=2))
+    assert [pack[1:] for pack in unshuffled[:WHOLE]] == [pack[1:] for pack in unshuffled[WHOLE:]]
+
+
+# Iterating again.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("keep", [False, True])
+def test_iterating_again_is_the_next_epoch(workers: int, keep: bool) -> None:
+    data = dataset()
+    loader: Any = torch_loader(data, workers, keep=keep) if keep or workers else data
+    for number in range(3):
+        assert sorted(order(loader)) == sorted(epoch(number))
+        assert data.epoch == (0 if workers else number)
+    for _ in range(2):  # also where it is the number that it has
+        data.set_epoch(1)
+        assert sorted(order(loader)) == sorted(epoch(1)), "what is set wins, over workers that are kept too"
+    assert sorted(order(loader)) == sorted(epoch(2))
 
 
 def test_several_epochs_at_a_time() -> None:
     data = dataset(epochs=2)
     assert order(data) == epoch(0) + epoch(1)
-    assert order(data)[:20] == epoch(2)
+    assert order(data)[:WHOLE] == epoch(2)
 
 
-@pytest.mark.parametrize("count", [0, 1, 4])
-def test_a_new_iteration_goes_on_behind_what_the_one_before_gave(count: int) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterating_a_packed_loader_again_is_the_next_epoch(workers: int) -> None:
     data = dataset()
-    begun = order(islice(data, count))
-    assert data.epoch == 0
-    assert begun + order(data) == epoch(0)
-    assert order(data) == epoch(1)
-    begun = order(islice(data, count))
-    data.set_epoch(2)
-    assert order(data) == epoch(2), "unless an epoch is set"
+    loader = PackedDataLoader(data, batch_size=2, num_workers=workers)
+    for number in range(2):
+        assert tokens(loader) == [pack[2] for pack in epoch(number)]
+        assert loader.epoch == loader.state_dict()["epoch"] == number
+    state = loader.state_dict()
+    data.set_epoch(0)
+    assert tokens(loader) == [pack[2] for pack in epoch(0)]
+    loader.load_state_dict(state)
+    assert tokens(loader) == [], "the state is of the end of epoch 1"
+    assert tokens(loader) == [pack[2] for pack in epoch(2)]
 
 
-def test_iterating_again_after_a_resume_is_the_next_epoch() -> None:
-    first = dataset()
-    list(first)
-    iterator = iter(first)
-    begun = order(next(iterator) for _ in range(7))
-    data = dataset()
-    data.load_state_dict(first.state_dict())
-    assert data.epoch == 1
-    assert begun + order(data) == epoch(1)
-    assert order(data) == epoch(2)
-
-
-def test_a_stream_without_an_end_reorders_each_epoch() -> None:
-    data = dataset(epochs=None)
-    first = order(pack for pack, _ in zip(data, range(25), strict=False))  # of 20 in an epoch
-    again = order(pack for pack, _ in zip(data, range(25), strict=False))
-    assert first != again
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("keep", [False, True])
-def test_iterating_a_loader_of_torch_again_is_the_next_epoch(workers: int, keep: bool) -> None:
-    data = dataset()
-    loader = torch_loader(data, workers, keep=keep and workers > 0)
-    for number in range(3):
-        assert sorted(order(loader)) == sorted(epoch(number))
-    data.set_epoch(1)
-    for number in (1, 2):
-        assert sorted(order(loader)) == sorted(epoch(number)), (
-            "what is set wins, over workers that are kept too"
-        )
-
-
-def test_spawned_workers_begin_the_next_epoch() -> None:
+def test_spawned_workers_and_copies_count_for_themselves() -> None:
     loader = torch_loader(dataset(), 1, context="spawn")
     assert [order(loader)[0][0] for _ in range(2)] == [0, 1]
-
-
-def test_copies_count_for_themselves() -> None:
     data = dataset()
     list(data)
     for made in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
@@ -144,80 +133,412 @@ def test_forked_processes_count_for_themselves() -> None:
         assert epochs.get() == [0, 1]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_iterating_a_packed_loader_again_is_the_next_epoch(workers: int) -> None:
-    data = dataset()
-    loader = PackedDataLoader(data, batch_size=2, num_workers=workers)
-
-    def tokens() -> list[Any]:
-        return [row.tolist() for batch in loader for row in batch.tokens]
-
-    for number in range(2):
-        assert sorted(tokens()) == sorted(pack[2] for pack in epoch(number))
-        assert loader.epoch == loader.state_dict()["epoch"] == number
-    state = loader.state_dict()
-    data.set_epoch(0)
-    assert sorted(tokens()) == sorted(pack[2] for pack in epoch(0))
-    loader.load_state_dict(state)
-    assert tokens() == [], "the state is of the end of epoch 1"
-    assert sorted(tokens()) == sorted(pack[2] for pack in epoch(2))
-
-
-def test_an_error_at_the_beginning_begins_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = dataset()
-    list(data)
-    with monkeypatch.context() as patch:
-        patch.setattr(data, "lanes_for", lambda consumers: 1 / 0)
-        for iterate in (lambda: iter(data), lambda: iter(PackedDataLoader(data))):
-            with pytest.raises(ZeroDivisionError):
-                iterate()
-    assert order(data) == epoch(1)
-
-
-def test_an_error_at_the_beginning_keeps_the_loaded_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = PackedDataLoader(dataset())
-    batches = [batch.tokens.tolist() for batch in loader]
-    first = PackedDataLoader(dataset())
-    iterator = iter(first)
-    for _ in range(5):
-        next(iterator)
-    resumed = PackedDataLoader(dataset())
-    resumed.load_state_dict(first.state_dict())
-    with monkeypatch.context() as patch:
-        patch.setattr(resumed.dataset, "lanes_for", lambda consumers: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            iter(resumed)
-    assert [batch.tokens.tolist() for batch in resumed] == batches[5:]
-
-
-def test_iterating_a_sampler_again_is_the_next_epoch() -> None:
-    sampler = PlannedSampler(lambda epoch: [[epoch, i] for i in range(4)], settings={})
-    assert [batch[0] for _ in range(3) for batch in sampler] == [0] * 4 + [1] * 4 + [2] * 4
-    sampler.set_epoch(1)
-    assert next(iter(sampler)) == [1, 0]
-    assert sampler.state_dict() == {"epoch": 1, "dealt": 1}
-    resumed = PlannedSampler(lambda epoch: [[epoch, i] for i in range(4)], settings={})
-    resumed.load_state_dict({"epoch": 1, "dealt": 3})
-    assert [list(resumed), next(iter(resumed))] == [[[1, 3]], [2, 0]]
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_iterating_a_map_style_loader_again_is_the_next_epoch(keep: bool) -> None:
-    sampler = MultipackBatchSampler([len(row["tokens"]) for row in ROWS], max_tokens=20)
+    sampler = MultipackBatchSampler([5] * 48, max_tokens=20)
     ready = [{**row, "tokens": row["tokens"][:1]} for row in ROWS]
     loader = DataLoader(
         ready, batch_sampler=sampler, num_workers=int(keep), persistent_workers=keep, collate_fn=_first_tokens
     )
     first, second = list(loader), list(loader)
     assert first != second
-    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(1, 41))
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(1, 49))
     batches = method_loader(ROWS, method="exact_fit", max_seq_len=10, batch_size=2)
-    first, second = ([batch.tokens.tolist() for batch in batches] for _ in range(2))
-    assert first != second
-    packs = PackedDataset(ROWS, max_seq_len=10)
-    shuffled = DataLoader(packs, batch_size=None, shuffle=True)  # torch's own sampler, which draws anew
+    assert tokens(batches) != tokens(batches)
+    shuffled = DataLoader(
+        PackedDataset(ROWS, max_seq_len=10), batch_size=None, shuffle=True
+    )  # by torch's sampler
     assert [p["tokens"].tolist() for p in shuffled] != [p["tokens"].tolist() for p in shuffled]
 
 
 def _first_tokens(rows: list[Any]) -> list[int]:
     return [row["tokens"][0] for row in rows]
+
+
+def test_an_error_at_the_beginning_begins_no_epoch_and_keeps_a_loaded_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = dataset()
+    list(data)
+    resumed = loader_of()
+    resumed.load_state_dict(state_after(5))
+    with monkeypatch.context() as patch:
+        for each in (data, resumed.dataset):
+            patch.setattr(each, "lanes_for", lambda consumers: 1 / 0)
+        for iterate in (lambda: iter(data), lambda: iter(PackedDataLoader(data)), lambda: iter(resumed)):
+            with pytest.raises(ZeroDivisionError):
+                iterate()
+    assert order(data) == epoch(1)
+    assert tokens(resumed) == PACKS[5:]
+
+
+# Endless and longer runs.
+
+
+def test_an_endless_stream_continues_with_the_next_epoch() -> None:
+    """Its samples share packs over an epoch's end, and one comes at most once more often than another."""
+    rows = [{"tokens": [i + 1] * (2 + i % 7), "labels": [i + 1] * (2 + i % 7)} for i in range(40)]
+    packs = list(
+        islice(IterablePackedDataset(rows, max_seq_len=24, epochs=None, num_lanes=2, shuffle=True), 200)
+    )
+    assert {pack["epoch"] for pack in packs} == {0}
+    padded = sum(24 - int(pack["seq_lens"][: pack["num_seqs"]].sum()) for pack in packs)
+    assert padded < 24, "no part-empty pack at an epoch's end"
+    times = Counter(fragment.row_id for pack in packs for fragment in pack["fragments"])
+    assert len(times) == 40
+    assert 15 < min(times.values()) <= max(times.values()) <= min(times.values()) + 2
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_an_ended_run_resumes_when_it_is_given_more_epochs(first: int) -> None:
+    before, longer, endless = dataset(epochs=first), dataset(epochs=first + 1), dataset(epochs=None)
+    list(before)
+    for after in (longer, endless):
+        after.load_state_dict(before.state_dict())
+    assert order(longer) == epoch(first)
+    assert {token for pack in islice(endless, 30) for token in pack["tokens"].tolist()} == {*range(1, 49)}
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("stop", [1, 5, 20])
+def test_an_epoch_that_was_set_is_in_the_state(stop: int, told: bool) -> None:
+    """Stopped when not every lane has yielded, and resumed by someone who may not know the epoch."""
+    before, after = dataset(), dataset()
+    before.set_epoch(2)
+    list(islice(before, stop))
+    after.load_state_dict(before.state_dict())
+    assert after.epoch == 2
+    if told:
+        after.set_epoch(2)
+    assert order(after) == epoch(2)[stop:]
+
+
+# Peeks: whoever iterates again goes on behind what was given.
+
+Seen = Counter[tuple[int, int]]
+EPOCHS = 2
+BOTH = Counter({(number, row): 1 for number in range(EPOCHS) for row in range(1, 49)})
+
+
+def rows_of(found: Any) -> set[int]:
+    """The rows in a pack or a batch: all tokens of a row are its number."""
+    return {int(token) for token in found.flatten() if token}
+
+
+def train(loader: Any, *, counter: Any, seen: Seen, until: int | None = None) -> None:
+    """The documented loop; ``counter`` is what has ``epoch``."""
+    trained = 0
+    for number in range(counter.epoch, EPOCHS):
+        for batch in loader:
+            seen.update((number, row) for row in rows_of(batch.tokens))
+            trained += 1
+            if trained == until:
+                return
+
+
+def stateful(*args: Any, **settings: Any) -> Any:
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(*args, **settings)
+
+
+def own(data: IterablePackedDataset, batch_size: int, collate_fn: Any) -> PackedDataLoader:
+    return PackedDataLoader(data, batch_size=batch_size)
+
+
+def own_with_workers(data: IterablePackedDataset, batch_size: int, collate_fn: Any) -> PackedDataLoader:
+    return PackedDataLoader(data, batch_size=batch_size, num_workers=2)
+
+
+@pytest.mark.parametrize("make", [own, own_with_workers, DataLoader, stateful])
+@pytest.mark.parametrize("until", [None, 1, 11, 12, 20])
+def test_a_peek_and_a_resume_skip_no_epoch(make: Callable[..., Any], until: int | None) -> None:
+    """The peek used up the first epoch, so that the last one was numbered 2 and a resume within it trained nothing."""
+    seen: Seen = Counter()
+    data, after = dataset(), dataset()
+    loader, resumed = (make(each, batch_size=2, collate_fn=collate_packed) for each in (data, after))
+    seen.update((0, row) for row in rows_of(next(iter(loader)).tokens))
+    of_loader = isinstance(loader, PackedDataLoader)
+    train(loader, counter=loader if of_loader else data, seen=seen, until=until)
+    if until is not None:
+        if of_loader:
+            resumed.load_state_dict(loader.state_dict())
+        else:
+            after.load_state_dict(data.state_dict())
+        train(resumed, counter=resumed if of_loader else after, seen=seen)
+    assert seen == BOTH
+
+
+@pytest.mark.parametrize("make", [DataLoader, stateful])
+def test_a_peek_through_worker_processes_of_others_skips_no_epoch(make: Callable[..., Any]) -> None:
+    """They read ahead, so the peek may use up its epoch; what is read afterwards are whole epochs all the same."""
+    data, seen = dataset(), Counter[tuple[int, int]]()
+    loader = make(data, batch_size=2, num_workers=2, collate_fn=collate_packed)
+    next(iter(loader))
+    train(loader, counter=data, seen=seen)
+    assert seen == BOTH
+
+
+def test_a_peek_on_several_ranks_skips_no_epoch() -> None:
+    """Each rank knows its own lanes, and all of them are told where the others stand."""
+
+    def act(sync: ThreadSync) -> Seen:
+        seen: Seen = Counter()
+        one, resumed = (PackedDataLoader(dataset(), batch_size=2) for _ in range(2))
+        one.rank_sync = resumed.rank_sync = sync
+        seen.update((0, row) for row in rows_of(next(iter(one)).tokens))
+        train(one, counter=one, seen=seen, until=7)
+        resumed.load_state_dict(one.state_dict())
+        train(resumed, counter=resumed, seen=seen)
+        return seen
+
+    assert sum(on_ranks(2, act), Counter()) == BOTH
+
+
+def test_another_loader_reads_an_epoch_that_was_peeked_at_from_its_beginning() -> None:
+    data = dataset()
+    next(iter(PackedDataLoader(data)))
+    next(iter(data))
+    loader, seen = PackedDataLoader(data, batch_size=2), Counter[tuple[int, int]]()
+    train(loader, counter=loader, seen=seen)
+    assert seen == BOTH
+
+
+@pytest.mark.parametrize("door", [dataset, loader_of])
+@pytest.mark.parametrize("count", [0, 1, 4, WHOLE - 1])
+def test_a_new_iteration_goes_on_behind_what_the_one_before_gave(door: Callable[[], Any], count: int) -> None:
+    """Whether it began at a state or an epoch's beginning."""
+
+    def found(packs: Any) -> list[Any]:
+        return order(packs) if door is dataset else tokens(packs)
+
+    def wanted(number: int) -> list[Any]:
+        return epoch(number) if door is dataset else [pack[2] for pack in epoch(number)]
+
+    data = door()
+    assert found(islice(data, count)) + found(data) == wanted(0)
+    begun = found(islice(data, count))
+    after = door()
+    after.load_state_dict(data.state_dict())
+    assert begun + found(after) == wanted(1)
+    assert found(after) == wanted(2)
+    getattr(data, "dataset", data).set_epoch(2)
+    assert found(data) == wanted(2), "unless an epoch is set"
+
+
+def test_parts_of_an_epoch_follow_one_another_and_set_epoch_begins_it_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = loader_of()
+    first, second = (tokens(islice(loader, 12)) for _ in range(2))
+    assert first + second == [pack[2] for pack in epoch(0)]
+    assert not caplog.records
+    assert list(loader) == [], "the end of the epoch, as after a resume"
+    assert "this iteration gave nothing: the one before was left behind the last batch" in caplog.text
+    assert len(list(loader)) == WHOLE
+    data = dataset()
+    assert [len(list(islice(data, WHOLE))) for _ in range(3)] == [WHOLE, 0, WHOLE]
+    assert len(caplog.records) == 2
+    loader.dataset.set_epoch(0)
+    assert tokens(loader) == first + second
+
+
+# Loaded states: taken up once, by whoever iterates first, and nobody gives another's.
+
+PACKS = tokens(PackedDataLoader(dataset()))
+
+
+def state_after(count: int) -> dict[str, Any]:
+    loader = loader_of()
+    list(islice(loader, count))
+    return loader.state_dict()
+
+
+STATE = state_after(5)
+PEEKED = r"began from the loaded state and stopped before its end.*load it again.*state_dict\(\)\) first;.*set_epoch"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_and_its_dataset_share_a_loaded_state(workers: int) -> None:
+    data = dataset()
+    loader = loader_of(workers, data)
+    data.load_state_dict(STATE)
+    assert loader.state_dict() == STATE == {**data.state_dict(), "slot": 5, "packs_per_step": 1}
+    for _ in range(3):
+        iter(loader)
+        iter(data)
+    assert loader.state_dict() == STATE, "an iterator that yielded nothing leaves it"
+    assert tokens(loader) == PACKS[5:]
+    assert loader.slot == WHOLE
+    assert len(tokens(loader)) == WHOLE, "then comes the next epoch, a whole one"
+    loader.load_state_dict(STATE)
+    assert [pack["tokens"].tolist() for pack in data] == PACKS[5:]
+
+
+def test_others_that_iterate_what_was_left_are_refused() -> None:
+    loader = loader_of()
+    loader.load_state_dict(STATE)
+    assert tokens(islice(loader, 1)) == PACKS[5:6]
+    for other in (loader.dataset, PackedDataLoader(loader.dataset)):
+        with pytest.raises(ValueError, match=PEEKED):
+            iter(other)
+    assert tokens(loader) == PACKS[6:], "it goes on behind what it gave"
+    for again in (lambda: loader.load_state_dict(STATE), lambda: loader.dataset.set_epoch(0)):
+        loader.load_state_dict(STATE)
+        next(iter(loader))
+        again()
+        assert tokens(loader)[-19:] == PACKS[5:]
+    loader.load_state_dict(STATE)
+    next(iter(loader.dataset))
+    with pytest.raises(ValueError, match=PEEKED):
+        iter(loader)
+    assert [pack["tokens"].tolist() for pack in loader.dataset] == PACKS[6:], "it goes on itself"
+
+
+def test_a_state_loaded_in_the_middle_of_an_iteration() -> None:
+    """An iterator of before goes on by itself and does not use the state up."""
+    loader = loader_of()
+    old = iter(loader)
+    found = tokens(islice(old, 3))
+    loader.load_state_dict(STATE)
+    assert found + tokens(islice(old, 4)) == PACKS[:7]
+    assert loader.state_dict() == STATE
+    assert tokens(loader) == PACKS[5:]
+
+
+def test_two_loaders_of_one_dataset_keep_their_epochs() -> None:
+    """The state of the first said that it had begun with the epoch of the second."""
+    data = dataset()
+    one, two = PackedDataLoader(data), PackedDataLoader(data)
+    begun = tokens(islice(one, 5))
+    data.set_epoch(1)
+    list(islice(two, 2))
+    state = one.state_dict()
+    assert (state["epoch"], two.state_dict()["epoch"]) == (0, 1)
+    again = loader_of()
+    again.load_state_dict(state)
+    assert begun + tokens(again) == PACKS
+
+
+class Moody:
+    """Fails at one row, or at all, until it is told not to."""
+
+    def __init__(self, row: int | None = None) -> None:
+        self.broken, self.row = True, row
+
+    def __call__(self, row: Any) -> Any:
+        if self.broken and self.row in (None, row["tokens"][0]):
+            self.broken = self.row is None  # at one row, once
+            raise ValueError("not now")
+        return row
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_before_the_first_pack_leaves_the_state(workers: int) -> None:
+    encode = Moody()
+    encode.broken = False
+    data = dataset(encoder=encode)
+    loader = loader_of(workers, data)
+    list(islice(loader, 5))
+    loader.load_state_dict(loader.state_dict())
+    encode.broken = True
+    for _ in range(2):
+        for door in (loader, data):
+            with pytest.raises(ValueError, match="not now"):
+                next(iter(door))
+    encode.broken = False
+    assert tokens(loader) == PACKS[5:]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_after_an_error_iterating_anew_begins_behind_what_was_handed_out(whole: bool) -> None:
+    data = dataset(encoder=Moody(30), shuffle=False)
+    loader: Any = PackedDataLoader(data) if whole else data
+    seen: Counter[int] = Counter()
+
+    def read() -> None:
+        for pack in loader:
+            seen.update(rows_of(pack.tokens if whole else pack["tokens"]))
+
+    with pytest.raises(ValueError, match="not now"):
+        read()
+    assert 0 < len(seen) < len(ROWS)
+    read()
+    assert seen == Counter(range(1, 49))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_worker_processes_of_torch_resume_from_a_state_once(workers: int) -> None:
+    """The dataset here never knew: every later epoch began with the rest of the first."""
+    data = dataset()
+    data.load_state_dict(STATE)
+    loader = torch_loader(data, workers)
+    assert [len(list(loader)) for _ in range(2)] == [WHOLE - 5, WHOLE]
+    data.load_state_dict(STATE)
+    assert len(list(loader)) == WHOLE - 5
+    assert len(list(loader)) == WHOLE
+    assert {pack["epoch"] for pack in data} == {2}, "and this process comes behind them"
+
+
+def test_persistent_workers_refuse_a_state_loaded_after_they_started() -> None:
+    """They do not know it, and began the epoch from its beginning."""
+    data = dataset()
+    loader = torch_loader(data, 1, keep=True)
+    assert len(list(loader)) == WHOLE
+    data.load_state_dict(STATE)
+    with pytest.raises(ValueError, match="loaded .* after this worker process .* make a new DataLoader"):
+        next(iter(loader))
+    data.set_epoch(1)
+    assert len(list(loader)) == WHOLE, "the state is put aside"
+
+
+def test_a_partial_iteration_in_worker_processes_blocks_the_next() -> None:
+    data = dataset(epochs=50)
+    data.load_state_dict(STATE)
+    loader = torch_loader(data, 1)
+    iterator = iter(loader)
+    next(iterator)
+    del iterator
+    for iterate in (lambda: next(iter(loader)), lambda: iter(data)):
+        with pytest.raises(ValueError, match=PEEKED):
+            iterate()
+
+
+def test_a_later_epoch_may_be_left_early() -> None:
+    data = dataset()
+    data.load_state_dict(STATE)
+    loader = torch_loader(data, 2)
+    assert len(list(loader)) == WHOLE - 5
+    for number in (1, 2):
+        assert next(iter(loader))["epoch"] == number
+
+
+@pytest.mark.parametrize("reader", ["loader", "workers"])
+def test_a_dataset_that_others_read_refuses_to_give_a_state(reader: str) -> None:
+    """What it would say is where it began."""
+    data = dataset()
+    loader: Any = loader_of(0, data) if reader == "loader" else torch_loader(data, 1)
+    iterator = iter(loader)
+    next(iterator)
+    who = {
+        "loader": r"a PackedDataLoader reads this dataset.*call its state_dict\(\)",
+        "workers": r"worker processes of a DataLoader read this dataset.*PackedDataLoader\(",
+    }[reader]
+    for one in (data, copy.deepcopy(data)):
+        with pytest.raises(ValueError, match=who):
+            one.state_dict()
+    del iterator
+    data.load_state_dict(STATE)
+    list(islice(data, 2))
+    assert len(data.state_dict()["lanes"]) == 2, "this process has begun"
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
+def test_a_copy_has_the_state_of_the_original(duplicate: Any) -> None:
+    data = dataset()
+    list(islice(data, 5))
+    other = duplicate(duplicate(data))
+    assert other.state_dict() == data.state_dict()
+    assert other.ledger() == data.ledger()
+    list(data)
+    for loaded in (dataset(), dataset()):
+        loaded.load_state_dict(other.state_dict())
+        assert order(duplicate(loaded)) == order(loaded) == epoch(0)[5:], "a copy takes up its own"

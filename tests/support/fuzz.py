@@ -228,9 +228,19 @@ def chain(seed: int, number: int) -> Counter[str]:
         assert Counter(pack.key for pack in packs) == Counter(pack.key for pack in uncut), (
             "other packs than uncut"
         )
+        _check_order(packs, uncut)
         if not endless:
             _judge(case, packs, ledger)
         return Counter(chains=1, resumes=resumes, packs=len(packs), tokens=_tokens(packs))
+
+
+def _check_order(packs: list[Plain], uncut: list[Plain]) -> None:
+    """Whatever read them, a lane's packs come in its own order."""
+    times = Counter(pack.key for pack in uncut)
+    lane_of = {pack.key: pack.lane for pack in uncut if times[pack.key] == 1}
+    for lane in {*lane_of.values()}:
+        ours, theirs = ([p.key for p in each if lane_of.get(p.key, -1) == lane] for each in (packs, uncut))
+        assert ours == theirs, f"the packs of lane {lane} come in another order"
 
 
 def _cut_dataset(case: Case, total: int) -> tuple[int, list[Plain], dict[str, Any]]:
@@ -241,7 +251,9 @@ def _cut_dataset(case: Case, total: int) -> tuple[int, list[Plain], dict[str, An
         count = min(left, case.rng.randint(0, total // 2 + 1)) if resumes < 6 else left
         if count == left and case.epochs is not None:
             count += 1  # see the end
-        packs += islice(dataset, count)
+        peeked = case.rng.randint(0, count // 2)  # whoever iterates again goes on behind that
+        packs += islice(dataset, peeked)
+        packs += islice(dataset, count - peeked)
         if resumes == 6 or (len(packs) >= total and resumes):
             break
         state = through_a_checkpoint(dataset.state_dict())
@@ -272,7 +284,14 @@ def _cut_loader(case: Case, uncut: list[Plain], per_step: int) -> tuple[int, lis
             limit = left * per if limit is None else min(left * per, limit // per * per)
         elif limit is not None and rng.random() < 0.6:
             limit = limit // per * per
-        made = in_threads(case.dataset, topology, state=state, limit=limit, packs_per_step=per_step)
+        made = in_threads(
+            case.dataset,
+            topology,
+            state=state,
+            limit=limit,
+            packs_per_step=per_step,
+            peek=rng.choice([0, 0, 1, 2]) * per,
+        )
         assert all(theirs == made.states[0] for theirs in made.states), "the ranks' states differ"
         cut_midway = len(made.batches[0]) % per
         even = even and lanes % ranks == 0

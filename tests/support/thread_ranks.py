@@ -200,10 +200,11 @@ def run(
     state: dict[str, Any] | None = None,
     limit: int | None = None,
     packs_per_step: int | None = None,
+    peek: int = 0,
 ) -> Run:
     """Take at most ``limit`` batches on every rank, then the state.
 
-    With ``packs_per_step=0`` the loader is given none.
+    With ``packs_per_step=0`` the loader is given none. After ``peek`` batches it is iterated anew.
     """
     board = Board(topology.ranks)
     size = topology.ranks
@@ -224,6 +225,8 @@ def run(
                 loader.load_state_dict(state)
             iterator = iter(loader)
             while limit is None or len(result.batches[number]) < limit:
+                if peek and len(result.batches[number]) == peek:
+                    iterator = iter(loader)
                 try:
                     result.batches[number].append(next(iterator))
                 except StopIteration:

@@ -1,0 +1,475 @@
+"""A stream resumes exactly at every step; what its states hold, and which are refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from streampack import IterableSource, JSONLSource, MapSource, PackedDataLoader, collate_packed
+from tests.support.conformance import check_resume_everywhere, content
+from tests.support.corpus import Numbers, all_of, make_source, rows, samples_in, write
+from tests.support.mixtures import make
+from tests.support.strategies import WAYS, settings_of
+
+# Resume, everywhere.
+
+ONCE, THRICE, ENDLESS = {"epochs": 1}, {"epochs": 3}, {"epochs": None}
+SHUFFLED = {"shuffle": True, "shuffle_window": 7, "seed": 3}
+FOUR = {"num_lanes": 4}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    *(
+        (f"{s}-thrice", "jsonl", {**settings_of(s), **THRICE, **SHUFFLED, **FOUR, "balance_window": 5})
+        for s in WAYS
+    ),
+    *(
+        (f"{s}-endless", "iterable", {**settings_of(s), **ENDLESS, **SHUFFLED, "overlong": "split"})
+        for s in WAYS
+    ),
+    *(
+        (f"{s}-truncate", "map", {**settings_of(s), "overlong": "truncate", **ONCE, "num_lanes": 1})
+        for s in WAYS
+    ),
+    ("drop-endless", "jsonl", {"overlong": "drop", **ENDLESS, "num_lanes": 1}),
+    ("wrap-endless", "map", {"split_across_pack": True, **ENDLESS, **SHUFFLED, **FOUR, "balance_window": 3}),
+    ("left", "map", {"overlong": "truncate", "truncate_side": "left", **THRICE, **SHUFFLED}),
+    ("eos", "iterable", {"overlong": "truncate", "truncate_eos": 2, **THRICE, **SHUFFLED}),
+    ("buffer-of-one", "map", {"buffer_size": 1, **THRICE, **FOUR}),
+    ("buffer-of-many", "jsonl", {"buffer_size": 1000, **THRICE, **SHUFFLED, "num_lanes": 1}),
+    (
+        "buffer-of-epochs",
+        "map",
+        {"buffer_size": 64, "strategy": "best_fit", **ENDLESS, **SHUFFLED, "num_lanes": 2},
+    ),
+    ("window-of-all", "jsonl", {**THRICE, "shuffle": True, "shuffle_window": 10_000, "num_lanes": 2}),
+    ("empty", "map", {"empty": "drop", "overlong": "split", **THRICE, **SHUFFLED, "num_lanes": 2}),
+    ("empty-wrap", "jsonl", {"empty": "drop", "split_across_pack": True, **ENDLESS, **SHUFFLED}),
+    ("untrained", "map", {"untrained": "drop", "overlong": "truncate", **THRICE, **SHUFFLED, "num_lanes": 2}),
+    ("gz-more-lanes-than-files", "gz", {**ONCE, **SHUFFLED, "num_lanes": 5}),
+    ("zst", "zst", {**THRICE, **SHUFFLED, "num_lanes": 2}),
+    ("one-token-packs", "map", {"max_seq_len": 1, "overlong": "split", **THRICE, **FOUR}),
+]
+IDS = [case[0] for case in CASES]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=IDS)
+def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """25 packs or more; stopped after every one; and stopped once more after the resume."""
+    resumed_at_every_step(tmp_path, kind, settings, packs=25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=IDS)
+def test_resume_at_every_step_of_a_longer_run(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    resumed_at_every_step(tmp_path, kind, settings, packs=300)
+
+
+def resumed_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any], *, packs: int) -> None:
+    too_long = "overlong" in settings or "split_across_pack" in settings
+    count = 14 * packs // 3 // (settings["epochs"] or 4)
+    data = rows(count, overlong=70 if too_long else 0, empty="empty" in settings)
+    if settings.get("max_seq_len") == 1 or settings.get("buffer_size") == 64:
+        data = data[: packs * 22 // 300 + 3]  # three epochs of one-token packs; six epochs in a buffer
+    found = check_resume_everywhere(
+        lambda: make(make_source(kind, tmp_path, data), **settings),
+        packs=1000 if settings["epochs"] else packs,  # to the end of what ends
+    )
+    assert len(found) >= packs / 2
+    if settings["epochs"]:
+        assert [pack["epoch"] for pack in found] == sorted(pack["epoch"] for pack in found)
+        assert {pack["epoch"] for pack in found} == set(range(settings["epochs"]))
+        if settings.get("overlong", "split") == "split":
+            assert samples_in(found) == all_of(data, settings["epochs"])
+
+
+@pytest.mark.parametrize("num_lanes", [1, 4])
+@pytest.mark.parametrize("window", [0, 50])
+def test_a_resume_reads_little_and_encodes_what_waits(tmp_path: Path, num_lanes: int, window: int) -> None:
+    path = write(tmp_path / "a.jsonl", [{"i": i, "n": 1 + i * 7 % 11} for i in range(1000, 4000)])
+    line = path.stat().st_size / 3000
+    settings = {"shuffle": window > 0, "shuffle_window": window or 1, "num_lanes": num_lanes}
+    dataset = make(path, **settings)
+    for _ in range(10):
+        list(islice(dataset, 37))
+        source, encoder = JSONLSource(path), Numbers()
+        resumed = make(source, encoder=encoder, **settings)
+        resumed.load_state_dict(dataset.state_dict())
+        looked, encoder.calls = source.bytes_read, 0  # at a few rows, to compare
+        next(iter(resumed))
+        # Rows that wait: up to the buffer; up to a window before them, and up to a window to have the last one whole.
+        ahead = resumed.ledger().samples - dataset.ledger().samples
+        assert (source.bytes_read - looked) / line <= 3 * (
+            8 + 1
+        ) * num_lanes + ahead + 2 * window * num_lanes + 1
+        assert encoder.calls <= 9 * num_lanes + ahead, "what is gone is not tokenized again"
+
+
+# What a state is.
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer_size", "most"), [("map", 8, 1300), ("jsonl", 8, 1300), ("map", 4000, 2800)]
+)
+def test_a_state_is_plain_small_and_loads_as_weights_only(
+    tmp_path: Path, kind: str, buffer_size: int, most: int
+) -> None:
+    """torch's unpickler refuses integers of more than 2,040 bits."""
+    source = make_source(kind, tmp_path, rows(12_000 if buffer_size > 8 else 400))
+    dataset = make(source, num_lanes=2, shuffle=True, buffer_size=buffer_size)
+    for _ in islice(dataset, 40):
+        state = dataset.state_dict()
+        assert len(pickle.dumps(state["lanes"])) < most
+        check_plain(state)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True) == state
+
+
+def check_plain(value: Any) -> None:
+    if isinstance(value, dict):
+        assert {type(key) for key in value} <= {str, int}
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            check_plain(item)
+    else:
+        assert type(value) in (str, int, bool, bytes, type(None))
+
+
+def test_a_state_does_not_change_while_the_stream_goes_on() -> None:
+    dataset = make(MapSource(rows(200)), num_lanes=3)
+    iterator = iter(dataset)
+    next(iterator)
+    state, frozen = dataset.state_dict(), pickle.dumps(dataset.state_dict())
+    list(iterator)
+    assert pickle.dumps(state) == frozen
+    state["lanes"].clear()
+    state["identity"].clear()
+    assert dataset.state_dict()["lanes"], "nor does the stream when the state is changed"
+    assert dataset.state_dict()["identity"]
+
+
+def test_a_state_can_be_loaded_and_taken_without_a_pack() -> None:
+    first = make(MapSource(rows(200)), num_lanes=3)
+    assert first.state_dict()["lanes"] == {}
+    packs = [content(pack) for pack in first]
+    again = make(MapSource(rows(200)), num_lanes=3)
+    list(islice(again, 10))
+    state = again.state_dict()
+    for _ in range(3):  # through three datasets that never yield
+        between = make(MapSource(rows(200)))
+        between.load_state_dict(state)
+        assert between.state_dict() == state
+        assert between.ledger() == again.ledger()
+        between.state_dict()["lanes"].clear()
+        iter(between)
+        assert between.state_dict() == state
+        state = between.state_dict()
+    last = make(MapSource(rows(200)))
+    last.load_state_dict(state)
+    assert [content(pack) for pack in last] == packs[10:]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 7)])
+def test_stateful_dataloader_of_torchdata_resumes(workers: int, every: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        dataset = make(MapSource(rows(200)), num_lanes=4, shuffle=True)
+        return torchdata.StatefulDataLoader(
+            dataset, batch_size=2, num_workers=workers, collate_fn=collate_packed
+        )
+
+    def said(batch: Any) -> tuple[Any, ...]:
+        return batch.tokens.tolist(), batch.labels.tolist(), batch.seq_lens.tolist(), batch.fragments
+
+    whole = [said(batch) for batch in loader()]
+    assert len(whole) > 20
+    for step in range(0, len(whole) + 1, every):
+        first, second = loader(), loader()
+        got = [said(batch) for batch in islice(first, step)]
+        second.load_state_dict(first.state_dict())
+        assert got + [said(batch) for batch in second] == whole, f"after {step} batches"
+
+
+# The ledger of a run.
+
+
+def test_the_ledger_adds_up_over_lanes_and_epochs() -> None:
+    data = rows(200, overlong=70)
+    dataset = make(MapSource(data), overlong="drop", epochs=2, num_lanes=3)
+    packed = 0
+    for pack in dataset:
+        packed += int(pack["seq_lens"][: pack["num_seqs"]].sum())
+        ledger = dataset.ledger()
+        assert ledger.packed == packed
+        assert ledger.tokens_in == packed + ledger.buffered + sum(ledger.dropped.values())
+        assert ledger.buffered >= 0
+    ledger = dataset.ledger()
+    too_long = [row["n"] for row in data if row["n"] > 24]
+    assert (ledger.samples, ledger.buffered) == (400, 0)
+    assert ledger.tokens_in == 2 * sum(row["n"] for row in data)
+    assert {name: n for name, n in ledger.dropped.items() if n} == {"overlong": 2 * sum(too_long)}
+    assert ledger.dropped_samples["overlong"] == 2 * len(too_long)
+    after = make(MapSource(data), overlong="drop", epochs=2)
+    after.load_state_dict(dataset.state_dict())
+    assert after.ledger() == ledger
+
+
+# Settings of the run that made the state.
+
+BASE: dict[str, Any] = {"overlong": "truncate", "shuffle": True, "shuffle_window": 9}
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours", "change"),
+    [
+        ("max_seq_len", "24", "32", {"max_seq_len": 32}),
+        ("strategy", "'exact_fit'", "'best_fit'", {"strategy": "best_fit"}),
+        ("split_across_pack", "False", "True", {"split_across_pack": True}),
+        ("buffer_size", "8", "9", {"buffer_size": 9}),
+        ("overlong", "'truncate'", "'drop'", {"overlong": "drop"}),
+        ("truncate_side", "'right'", "'left'", {"truncate_side": "left"}),
+        ("truncate_eos", "None", "2", {"truncate_eos": 2}),
+        ("empty", "'error'", "'drop'", {"empty": "drop"}),
+        ("untrained", "'keep'", "'drop'", {"untrained": "drop"}),
+        ("shuffle_window", "9", "10", {"shuffle_window": 10}),
+        ("shuffle_window", "9", "0", {"shuffle": False}),
+        ("seed", "0", "1", {"seed": 1}),
+        ("balance_cost.sliding_window", "None", "8", {"balance_cost": {"sliding_window": 8}}),
+    ],
+)
+def test_a_state_of_another_config_is_refused(
+    name: str, theirs: str, ours: str, change: dict[str, Any]
+) -> None:
+    source = MapSource(rows(50))
+    before, after = make(source, **BASE), make(source, **{**BASE, **change})
+    next(iter(before))
+    with pytest.raises(ValueError) as error:
+        after.load_state_dict(before.state_dict())
+    assert str(error.value) == (
+        f"the state was made with {name}={theirs} and this dataset has {name}={ours}; "
+        "resume with what the run began with, or start a new run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (
+            {"split_across_pack": True},
+            {"split_across_pack": True, "strategy": "best_fit"},
+        ),  # which is not used
+        ({}, {"padding_idx": 5, "vocab_size": 10**6}),
+        ({"untrained": "error"}, {"untrained": "keep"}),
+    ],
+)
+def test_settings_that_change_no_pack_may_differ_from_the_states(first: Any, then: Any) -> None:
+    source = MapSource([{"i": 3 * i, "n": 5} for i in range(50)])
+    before, after = make(source, num_lanes=2, **first), make(source, **then)
+    iterator = iter(before)
+    list(islice(iterator, 3))
+    after.load_state_dict(before.state_dict())
+    assert [pack["fragments"] for pack in after] == [pack["fragments"] for pack in iterator]
+
+
+@pytest.mark.parametrize("name", ["num_lanes", "balance_window"])
+@pytest.mark.parametrize("ours", [None, 4, 2, 9])
+def test_a_run_keeps_its_lanes_and_its_window(name: str, ours: int | None) -> None:
+    """A resume heeds the state's, and says so if it was given another."""
+    before = make(MapSource(rows(100)), **{"num_lanes": 3, name: 4})
+    iterator = iter(before)
+    list(islice(iterator, 9))
+    after = make(MapSource(rows(100)), **{name: ours})
+    named = rf"{name}={ours} is not heeded: the state was made with {name}=4, which a run keeps"
+    with nullcontext() if ours in (None, 4) else pytest.warns(UserWarning, match=named):
+        after.load_state_dict(before.state_dict())
+    assert getattr(after, name) == 4
+    assert [content(pack) for pack in after] == [content(pack) for pack in iterator]
+
+
+def test_a_state_from_before_the_first_pack_leaves_the_number_of_lanes_open() -> None:
+    begun = make(MapSource(rows(40))).state_dict()
+    assert begun["num_lanes"] is None
+    data = make(MapSource(rows(40)), num_lanes=3)
+    data.load_state_dict(begun)
+    assert len({pack["lane"] for pack in data}) == data.num_lanes == 3
+    other = make(MapSource(rows(40)))
+    list(other)
+    assert other.num_lanes == 1
+    other.load_state_dict(begun)
+    assert other.num_lanes is None, "what an iteration of this process began with is not of the state"
+
+
+@pytest.mark.parametrize(("count", "ranks", "lanes"), [
+    (40, 1, 1), (40, 3, 3), (2600, 1, 4), (2600, 3, 3), (3600, 2, 4), (5000, 1, 8), (10_000, 3, 9), (10_000, 5, 10)
+])  # fmt: skip
+def test_the_default_number_of_lanes_divides_evenly_and_is_said_if_small(
+    count: int, ranks: int, lanes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """2,600 rows made 5 lanes, which 2 ranks do not divide."""
+    data = make([{"i": 0, "n": 4}] * count)
+    assert data.lanes_for(ranks) == lanes
+    if ranks == 1:
+        with caplog.at_level(logging.INFO, logger="streampack"):
+            next(iter(data))
+        assert (f"num_lanes={lanes}, few" in caplog.text) == (lanes < 8)
+
+
+# What is refused.
+
+
+def damaged(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """States of which one entry, of the state or of a lane, is missing or of another kind."""
+    odd = [None, True, -1, 2**63, 1.5, "", "x", b"", [[]], [None], {"a": 1}, torch.zeros(3)]
+    for key in ("version", "identity", "epoch", "num_lanes", "lanes"):
+        yield {name: value for name, value in state.items() if name != key}
+    for key in ("version", "epoch", "num_lanes", "balance_window", "lanes", "identity"):
+        yield from ({**state, key: value} for value in odd[4:10])
+    for key in ("num_lanes", "balance_window"):
+        yield from ({**state, key: value} for value in (True, -1, 10**9))
+    lane = state["lanes"][1]
+    for key, value in lane.items():
+        changed = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else [value]
+        for now in [{**lane, key: each} for each in [*odd, changed]] + [
+            {k: lane[k] for k in lane if k != key}
+        ]:
+            if repr(now) != repr(lane):
+                yield {**state, "lanes": {**state["lanes"], 1: now}}
+    for now in (None, 3, "text", b"damaged", [], {}, {1: 2}):
+        yield {**state, "lanes": {**state["lanes"], 1: now}}
+    # Keys that went through JSON are text; taken for missing lanes, they would begin again in silence.
+    for lanes in ({str(number): found for number, found in state["lanes"].items()}, {7: lane}):
+        yield {**state, "lanes": lanes}
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_damaged_states_are_refused(window: int) -> None:
+    settings: dict[str, Any] = {"num_lanes": 2, "shuffle": True, "balance_window": window}
+    dataset = make(MapSource(rows(120)), **settings)
+    list(islice(dataset, 9))
+    fresh = make(MapSource(rows(120)), **settings)
+    states = list(damaged(dataset.state_dict()))
+    for state in states:
+        with pytest.raises(ValueError, match="state"):
+            fresh.load_state_dict(state)
+            pytest.fail(f"taken: {state}")
+    assert len(states) > 250
+    assert samples_in(fresh) == all_of(rows(120)), "and nothing of them stays"
+
+
+@pytest.mark.parametrize(
+    "state", [None, 3, b"bytes", {}, {"version": 99}, {"version": 1}, {"version": 1, "lanes": {}}]
+)
+def test_objects_that_are_no_state_are_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match="state"):
+        make(MapSource(rows(50))).load_state_dict(state)
+
+
+@pytest.mark.parametrize("slot", [-1, 2**63, "1", True])
+def test_a_damaged_slot_is_refused(slot: Any) -> None:
+    loader = PackedDataLoader(make(MapSource(rows(50))))
+    with pytest.raises(ValueError, match="the state is damaged: slot .* is no number of packs"):
+        loader.load_state_dict({**loader.state_dict(), "slot": slot})
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    """A changed byte of a pickled state may make a reference to the state itself."""
+    loader = PackedDataLoader(make(MapSource(rows(50))))
+    state = loader.state_dict()
+    state["lanes"] = state
+    with pytest.raises(ValueError, match="the state is damaged: it contains itself; resume from another"):
+        loader.load_state_dict(state)
+
+
+def test_a_lane_in_the_middle_of_an_older_epoch_is_an_error() -> None:
+    """A state in which one lane lags by an epoch: the rest of its epoch must not be skipped silently."""
+    data = [
+        {"i": i, "n": 24} for i in range(24)
+    ]  # packs of one sample each, so that nothing waits between them
+
+    def state_after(packs: int) -> Mapping[str, Any]:
+        dataset = make(MapSource(data), num_lanes=2, epochs=3)
+        list(islice(dataset, packs))
+        return copy.deepcopy(dataset.state_dict())
+
+    late, early = state_after(30), state_after(6)
+    loader = PackedDataLoader(make(MapSource(data), num_lanes=2, epochs=3))
+    loader.load_state_dict({**late, "lanes": {0: late["lanes"][0], 1: early["lanes"][1]}})
+    with pytest.raises(ValueError, match="lane 1 cannot begin epoch 1: it is in the middle of epoch 0"):
+        list(loader)
+
+
+# Consumers, whose states are merged.
+
+
+@pytest.mark.parametrize("kind", ["map", "jsonl", "iterable"])
+@pytest.mark.parametrize("num_lanes", [6, None])
+def test_each_sample_goes_to_one_consumer(tmp_path: Path, kind: str, num_lanes: int | None) -> None:
+    """Of worker processes of torch, and of consumers that one process is in turn."""
+    data = rows(150)
+    dataset = make(make_source(kind, tmp_path, data), num_lanes=num_lanes, shuffle=True, epochs=2)
+    for consumers in (1, 3):
+        found = [pack for consumer in range(consumers) for pack in dataset.stream(consumer, consumers)]
+        packs = [{**vars_of(pack), "num_seqs": len(pack.seq_lens)} for pack in found]
+        assert samples_in(packs) == all_of(data, 2)
+    if kind != "iterable":
+        assert samples_in(DataLoader(dataset, batch_size=None, num_workers=2)) == all_of(data, 2)
+
+
+def vars_of(pack: Any) -> dict[str, Any]:
+    return {"tokens": torch.from_numpy(pack.tokens), "seq_lens": torch.tensor(pack.seq_lens)}
+
+
+@pytest.mark.parametrize(("consumer", "consumers"), [(2, 2), (-1, 2), (0, 0)])
+def test_an_impossible_consumer_number_is_refused(consumer: int, consumers: int) -> None:
+    with pytest.raises(ValueError, match="consumer"):
+        make(MapSource(rows(100)), num_lanes=4).stream(consumer, consumers)
+
+
+class Busy(MapSource):
+    """Cannot begin some lanes' epochs at first."""
+
+    fails: frozenset[tuple[int, int]] = frozenset()  # epoch, lane
+
+    def read(self, reading: Any) -> Any:
+        if (reading.epoch, reading.lane) in self.fails:
+            self.fails = self.fails - {(reading.epoch, reading.lane)}
+            raise OSError("the disk is busy")
+        return super().read(reading)
+
+
+@pytest.mark.parametrize("longest", range(3))
+@pytest.mark.parametrize("lane", range(3))
+def test_an_epoch_that_cannot_begin_begins_when_asked_again(lane: int, longest: int) -> None:
+    """No lane's rows are passed by, and all come in the same order, whichever lane has the most packs."""
+    data = [{"i": i, "n": 12 if i % 3 == longest else 3} for i in range(20)]
+    settings: dict[str, Any] = {"max_seq_len": 12, "num_lanes": 3, "epochs": 3}
+    busy = Busy(data)
+    busy.fails = frozenset({(0, 2), (1, lane), (2, lane)})
+    dataset, packs, errors = make(busy, **settings), [], 0
+    while errors < 4:
+        try:
+            packs += map(content, dataset)
+            break
+        except OSError:
+            errors += 1
+    assert packs == [content(pack) for pack in make(MapSource(data), **settings)]
+    assert errors == 3
+
+
+def test_iterables_need_one_consumer() -> None:
+    with pytest.raises(ValueError, match=r"2 consumers .* would take turns with the rows of an iterable"):
+        list(DataLoader(make(IterableSource(rows(10))), batch_size=None, num_workers=2))
