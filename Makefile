@@ -43,7 +43,7 @@ test-torchtitan: $(VENV)-torchtitan/.installed  ## torchtitan's trainer on our p
 # The kernels lie in a folder of their own: transformers would use them in every other test, and without a GPU they fail.
 test-kernels: .site-kernels/.installed  ## kernels that are told where sequences begin, interpreted on the CPU
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
-		-p tests.support.kernels_on_cpu tests/attention/test_tried_triton.py $(PYTEST_ARGS)
+		-p tests.support.kernels_on_cpu tests/attention/test_mixers.py -k interpreted $(PYTEST_ARGS)
 
 mutants: setup  ## plant some eighty known faults, one at a time, and say which no test sees; resumable; ARGS="sources."
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
@@ -82,8 +82,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now; ARGS="-k bloom" for some
 	mkdir -p build && rm -f build/models.jsonl
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" \
-		tests/attention/test_torchtune.py tests/attention/test_transformers.py tests/attention/test_families.py \
-		tests/attention/test_mixers_families.py tests/attention/test_media.py tests/attention/test_families_others.py $(ARGS)
+		tests/attention/test_torchtune.py tests/attention/test_families.py $(ARGS)
 	$(BIN)/python -m tests.support.models_table build/models.jsonl $(if $(ARGS),--some)
 
 # A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, collate_packed
-from streampack.attention import context_parallel
+from streampack.attention import dense_mask
 from streampack.attention.context_parallel import shard_for_context_parallel, unshard_context_parallel
 from streampack.packing.batch import null_pack, to_torchtune
 from streampack.packing.groups import Group
-from tests.support.context_parallel import VOCAB, Result, run_rank, run_whole
-from tests.support.forked_ranks import run_ranks
+
+HEADS, WIDTH, VOCAB = 2, 12, 40
 
 
 def batch_of(lengths: list[int], *, max_seq_len: int, null: bool = False, **options: Any) -> Batch:
@@ -53,10 +52,10 @@ def zigzag(length: int, rank: int, size: int) -> list[int]:
 
 @settings(max_examples=60)
 @given(drawn=sharded())
-def test_a_rank_has_two_chunks_of_each_sequence(drawn: tuple[Batch, int]) -> None:
+def test_shards_are_the_batch_in_two_chunks_of_each_sequence_a_rank(drawn: tuple[Batch, int]) -> None:
     batch, size = drawn
-    for rank in range(size):
-        shard = shard_for_context_parallel(batch, rank=rank, size=size)
+    shards = [shard_for_context_parallel(batch, rank=rank, size=size) for rank in range(size)]
+    for rank, shard in enumerate(shards):
         for row, lens in enumerate(batch.seq_lens.tolist()):
             starts = [0, *accumulate(lens)]
             wanted = [
@@ -67,19 +66,9 @@ def test_a_rank_has_two_chunks_of_each_sequence(drawn: tuple[Batch, int]) -> Non
             assert shard.indices[row].tolist() == wanted
             shifted = [*batch.labels[row, 1:].tolist(), IGNORE_INDEX]
             assert shard.labels[row].tolist() == [shifted[i] for i in wanted]
-
-
-@settings(max_examples=60)
-@given(drawn=sharded())
-def test_gathered_shards_are_the_batch(drawn: tuple[Batch, int]) -> None:
-    batch, size = drawn
-    shards = [shard_for_context_parallel(batch, rank=rank, size=size) for rank in range(size)]
     for name in ("tokens", "input_pos"):
         whole = unshard_context_parallel([getattr(shard, name) for shard in shards], batch)
         assert torch.equal(whole, getattr(batch, name)), name
-    labels = unshard_context_parallel([shard.labels for shard in shards], batch)
-    assert torch.equal(labels[:, :-1], batch.labels[:, 1:])
-    assert (labels[:, -1] == IGNORE_INDEX).all()
     assert sum((shard.labels != IGNORE_INDEX).sum() for shard in shards) == batch.num_trained
     wide = torch.randn(*batch.tokens.shape, 3)
     parts = [wide[torch.arange(len(wide))[:, None], shard.indices] for shard in shards]
@@ -117,43 +106,61 @@ def test_cumulative_lengths_count_real_and_padded_tokens(drawn: tuple[Batch, int
         assert shard.cu_seqlens.dtype == shard.rank_cu_seqlens.dtype == torch.int32
 
 
-LENGTHS = [13, 32, 1, 7, 40, 22, 5, 9]
+def weights() -> dict[str, torch.Tensor]:
+    """Embeddings of tokens and positions, queries, keys and values, and logits; in fp64."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"tokens": VOCAB, "positions": 64, "qkv": 3 * WIDTH, "out": VOCAB}
+    return {
+        name: (0.5 * torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)).requires_grad_()
+        for name, rows in shapes.items()
+    }
+
+
+def attended(
+    batch: Batch, parts: list[Any]
+) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute logits and loss of all parts of a batch, each of which attends to the keys of all, and the gradients."""
+    found = weights()
+    mask = dense_mask(batch.seq_lens, max_seq_len=batch.tokens.shape[1])
+    hidden = [found["tokens"][part.tokens] + found["positions"][part.input_pos] for part in parts]
+    qkv = [F.linear(x, found["qkv"]).unflatten(-1, (3, HEADS, -1)).unbind(2) for x in hidden]
+    keys, values = (
+        unshard_context_parallel(each, batch) if len(parts) > 1 else each[0]
+        for each in list(zip(*qkv, strict=True))[1:]
+    )
+    logits, loss = [], torch.zeros((), dtype=torch.float64)
+    for part, x, (queries, _, _) in zip(parts, hidden, qkv, strict=True):
+        own = (
+            mask[torch.arange(len(mask))[:, None], part.indices][:, None] if len(parts) > 1 else mask[:, None]
+        )
+        labels = part.labels if len(parts) > 1 else F.pad(part.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        out = F.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in (queries, keys, values)), attn_mask=own
+        )
+        logits.append(F.linear(x + out.transpose(1, 2).flatten(-2), found["out"]))
+        loss = loss + F.cross_entropy(
+            logits[-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+    (loss / batch.num_trained).backward()
+    gradients = {name: weight.grad for name, weight in found.items() if weight.grad is not None}
+    return logits, loss, gradients
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"split_across_pack": True}], ids=["exact_fit", "wrap"])
-def test_attention_over_ranks_is_that_of_whole_packs(size: int, options: Any, tmp_path: Path) -> None:
-    batch = batch_of(LENGTHS, max_seq_len=48, pad_seqs_to=8, null=True, **options)
+def test_attention_over_ranks_is_that_of_whole_packs(size: int, options: Any) -> None:
+    """The ranks are computed one after another, and their gradients add up."""
+    lengths = [13, 32, 1, 7, 40, 22, 5, 9]
+    batch = batch_of(lengths, max_seq_len=48, pad_seqs_to=8, null=True, **options)
     assert (batch.seq_lens != batch.unpadded_lens).any()
-    alone = run_whole(batch)
-    assert len(alone.gradients) == 4
-    for found in run_ranks(size, run_rank, batch, folder=tmp_path):
-        assert max(differences(found, alone)) < 1e-6, differences(found, alone)
-
-
-def differences(found: Result, wanted: Result) -> list[float]:
-    pairs = [(found.logits, wanted.logits), (found.loss, wanted.loss)]
-    pairs += [(found.gradients[name], value) for name, value in wanted.gradients.items()]
-    return [float((mine - theirs).norm() / theirs.norm()) for mine, theirs in pairs]
-
-
-def test_the_comparison_sees_labels_that_were_cut_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Labels that are shifted after the cut lose the predictions of the chunks' last tokens."""
-
-    def cut_first(batch: Batch, *, rank: int, size: int) -> Any:
-        shard = shard_for_context_parallel(batch, rank=rank, size=size)
-        own = batch.labels.gather(1, shard.indices)
-        labels = torch.nn.functional.pad(own[:, 1:], (0, 1), value=IGNORE_INDEX)
-        return replace(shard, labels=labels)
-
-    batch = batch_of(LENGTHS, max_seq_len=48, pad_seqs_to=8)
-    monkeypatch.setattr("tests.support.context_parallel.shard_for_context_parallel", cut_first)
-    [found, _] = run_ranks(2, run_rank, batch, folder=tmp_path)
-    logits, *others = differences(found, run_whole(batch))
-    assert logits < 1e-6
-    assert min(others) > 1e-3
+    [whole], loss, gradients = attended(batch, [batch])
+    shards = [shard_for_context_parallel(batch, rank=rank, size=size) for rank in range(size)]
+    parts, sum_of_parts, sums = attended(batch, shards)
+    torch.testing.assert_close(unshard_context_parallel(parts, batch), whole)
+    torch.testing.assert_close(sum_of_parts, loss)
+    assert len(gradients) == 4
+    for name, wanted in gradients.items():
+        torch.testing.assert_close(sums[name], wanted)
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
@@ -187,4 +194,3 @@ def test_a_shard_moves_to_a_device() -> None:
     moved = shard.to("meta")
     assert moved.tokens.device.type == moved.rank_cu_seqlens.device.type == "meta"
     assert moved.tokens.shape == shard.tokens.shape
-    assert context_parallel.ContextParallelShard is type(moved)

@@ -1,12 +1,18 @@
-"""Layers that run one sequence at a time: boundaries begin and end with a pass, and what drops one is found.
+"""Layers that run one sequence at a time, or hand boundaries to their kernels: none begins in another's state.
 
-That each sample has the logits and gradients that it has alone is tested in test_mixers_families.py.
+That each sample has the logits and gradients that it has alone is tested in test_families.py. Here boundaries begin and
+end with a pass, what drops one is found, and functions of torch stand in the place of kernels; `make test-kernels` runs
+kernels themselves by Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,12 +20,16 @@ import torch
 from torch import nn
 
 from streampack import Batch, find_leaks, prepare_model_for_packing
-from streampack.attention.mixers import LENGTHS, _by_length
-from tests.support.hf_models import MAX_SEQ_LEN, Wrapper, build
+from streampack.attention.mixer_tables import find_mixers
+from streampack.attention.mixers import LENGTHS
+from tests.support.boundary_kernels import causal_conv1d_fn, one_by_one
+from tests.support.hf_models import MAX_SEQ_LEN, Wrapper, build, run_alone, run_packed
 from tests.support.hybrid_models import HYBRIDS
-from tests.support.isolation import stream_and_batch
+from tests.support.isolation import differences, stream_and_batch
 
 pytest.importorskip("transformers")
+
+SIZES = HYBRIDS["qwen3_next"]
 
 
 @pytest.fixture
@@ -87,9 +97,10 @@ def test_two_forward_passes_before_their_backward_passes_with_checkpointing(
     """Layers are computed again in the backward pass, with the boundaries of their own forward pass."""
     _, batch = stream_and_batch("overlong")
     inputs = prepare_model_for_packing(hybrid)
+    rows = {"tokens", "labels", "input_pos", "seq_lens", "fragments"}
     halves = [
-        Batch(each.tokens, each.labels, each.input_pos, each.seq_lens, each.fragments)
-        for each in (first(batch, 0), first(batch, 1))
+        replace(batch, **{name: getattr(batch, name)[number : number + 1] for name in rows})
+        for number in (0, 1)
     ]
 
     def gradients(*, checkpointing: bool) -> torch.Tensor:
@@ -109,26 +120,12 @@ def test_two_forward_passes_before_their_backward_passes_with_checkpointing(
     torch.testing.assert_close(gradients(checkpointing=True), plain, rtol=1e-5, atol=1e-6)
 
 
-def first(batch: Batch, number: int) -> Batch:
-    part = slice(number, number + 1)
-    return Batch(
-        batch.tokens[part],
-        batch.labels[part],
-        batch.input_pos[part],
-        batch.seq_lens[part],
-        batch.fragments[part],
-    )
-
-
 @pytest.mark.parametrize(
     ("family", "module"),
     [
         ("mamba", "backbone.layers.0.mixer (MambaMixer)"),
-        ("lfm2", "model.layers.0.conv (Lfm2ShortConv)"),
         ("qwen3_next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"),
         ("bloom", "transformer.h.0.self_attention (BloomAttention)"),
-        ("falcon, alibi", "transformer.h.0.self_attention (FalconAttention)"),
-        ("mpt", "transformer.blocks.0.attn (MptAttention)"),
         (
             "zaya",
             "model.layers.0.self_attn (ZayaAttention)",
@@ -195,26 +192,228 @@ def test_an_unknown_mixer_is_refused_by_name(attention: str) -> None:
         prepare_model_for_packing(model, attention=attention)
 
 
-def groups_of(lengths: list[list[int]], multiple: int, max_seq_len: int) -> list[Any]:
-    """Return the groups as lists, after a look at the order: it must lead from every token of the packs to itself."""
-    groups, order = _by_length(lengths, multiple, max_seq_len=max_seq_len, device=torch.device("cpu"))
-    tokens = torch.cat([index.flatten() for index in groups])[order]
-    assert tokens.tolist() == list(range(len(lengths) * max_seq_len))
-    return [index.tolist() for index in groups]
+# Kernels that take boundaries.
 
 
-def test_sequences_of_equal_length_run_together() -> None:
-    assert groups_of([[3, 2, 3], [2, 6]], 1, max_seq_len=8) == [
-        [[0, 1, 2], [5, 6, 7]],
-        [[3, 4], [8, 9]],
-        [[10, 11, 12, 13, 14, 15]],
-    ]
-    rest = groups_of([[3, 0]], 1, max_seq_len=6)
-    assert rest == [[[0, 1, 2], [3, 4, 5]]], "the padding's length may be left out"
+SLOWER = "Qwen3NextGatedDeltaNet: these layers compute sequences one at a time, which is slower"
 
 
-def test_sequences_are_lengthened_to_whole_chunks() -> None:
-    assert groups_of([[3, 2, 4], [1, 8]], 4, max_seq_len=9) == [
-        [[0, 1, 2, 2], [3, 4, 4, 4], [5, 6, 7, 8], [9, 9, 9, 9]],
-        [[10, 11, 12, 13, 14, 15, 16, 17]],
-    ]
+class Kernels:
+    """Kernels of transformers' qwen3_next."""
+
+    def __init__(self, modeling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.modeling: Any = modeling
+        self.monkeypatch = monkeypatch
+        self.rows: list[int] = []  # of each call to the rule
+        self.rule: Callable[..., Any] = one_by_one(self.modeling.torch_chunk_gated_delta_rule)
+
+    def install(self, rule: Callable[..., Any] | None = None) -> None:
+        """Let the layers call a rule, the right one by default, and a convolution that takes boundaries."""
+        rule = rule or self.rule
+
+        def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.rows.append(len(query))
+            return rule(query, *args, **kwargs)
+
+        self.monkeypatch.setattr(self.modeling, "torch_chunk_gated_delta_rule", counted)
+        self.monkeypatch.setattr(self.modeling, "causal_conv1d_fn", self.convolve)
+
+    @staticmethod
+    def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Convolve, and leave out arguments for others, as transformers does."""
+        return causal_conv1d_fn(
+            *args, **{name: each for name, each in kwargs.items() if name in ("seq_idx", "activation")}
+        )
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    return Kernels(modeling_qwen3_next, monkeypatch)
+
+
+def by_kernels(model: Any) -> bool:
+    found: bool = find_mixers(model)[0].streampack_boundaries.by_kernels  # type: ignore[union-attr, assignment]
+    return found
+
+
+def worst(model: Any, inputs: Any) -> float:
+    """Return how far samples in packs are from what they are alone, in a model without kernels for boundaries."""
+    data, batch = stream_and_batch("overlong")
+    alone = run_alone(build("qwen3_next", **SIZES), data, batch)
+    return max(differences(run_packed(model, batch, inputs), alone).values())
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+def test_all_packs_go_to_the_kernels_in_one_row(kernels: Kernels, attention: str) -> None:
+    model: Any = build("qwen3_next", **SIZES)
+    kernels.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs = prepare_model_for_packing(model, attention=attention)
+    assert by_kernels(model)
+    _, batch = stream_and_batch("overlong")
+    assert len(batch.tokens) > 1
+    kernels.rows.clear()
+    model(**inputs(batch))
+    assert kernels.rows == [1]
+    assert worst(model, inputs) < 1e-5
+
+
+class _AddsNothing(torch.autograd.Function):
+    """Returns its input, with a gradient that every token receives of every other."""
+
+    @staticmethod
+    def forward(_ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] + grads[0].mean(1, keepdim=True)
+
+
+def ignores(kernels: Kernels) -> Callable[..., Any]:
+    plain = kernels.modeling.torch_chunk_gated_delta_rule
+    return lambda *args, cu_seqlens=None, seq_idx=None, **kwargs: plain(*args, **kwargs)
+
+
+def mixes_gradients(kernels: Kernels) -> Callable[..., Any]:
+    def rule(query: torch.Tensor, *args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
+        if cu_seqlens is not None:
+            query = _AddsNothing.apply(query)  # type: ignore[no-untyped-call]
+        return kernels.rule(query, *args, cu_seqlens=cu_seqlens, **kwargs)
+
+    return rule
+
+
+def refuses(kernels: Kernels) -> Callable[..., Any]:
+    def rule(*args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
+        if cu_seqlens is not None:
+            raise NotImplementedError("no boundaries on this device")
+        return kernels.rule(*args, **kwargs)
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (ignores, "failed a try: (?s:.*)linear_attn"),
+        (mixes_gradients, "logits of sample 0 have gradients at other samples"),
+        (refuses, "NotImplementedError: no boundaries on this device"),
+    ],
+)
+def test_a_kernel_that_will_not_do_is_left_out(
+    kernels: Kernels, make: Callable[[Kernels], Callable[..., Any]], why: str
+) -> None:
+    model = build("qwen3_next", **SIZES)
+    kernels.install(make(kernels))
+    with pytest.warns(UserWarning, match=rf"{SLOWER}.*{why}"):
+        inputs = prepare_model_for_packing(model)
+    assert not by_kernels(model)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert worst(model, inputs) < 1e-5
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, MemoryError])
+def test_errors_of_the_device_are_no_verdict_on_a_kernel(kernels: Kernels, error: type[Exception]) -> None:
+    def fails(*_args: Any, **_kwargs: Any) -> Any:
+        raise error("of the device")
+
+    model: Any = build("qwen3_next", **SIZES)
+    kernels.install(fails)
+    with pytest.raises(error, match="of the device"):
+        prepare_model_for_packing(model)
+
+
+def test_a_compiled_model_that_ran_before_is_tried_too(kernels: Kernels) -> None:
+    torch._dynamo.reset()
+    model: Any = build("qwen3_next", **SIZES)
+    kernels.install()
+    model.compile(backend="eager")
+    model(torch.tensor([[1, 2, 3]]))
+    model(torch.tensor([[1, 2, 3, 4]]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_model_for_packing(model)
+    assert by_kernels(model)
+
+
+@pytest.mark.parametrize("convolutions", [False, True])
+def test_without_kernels_for_all_layers_nothing_is_said(kernels: Kernels, convolutions: bool) -> None:
+    model = build("qwen3_next", **SIZES)
+    if convolutions:
+        kernels.monkeypatch.setattr(kernels.modeling, "causal_conv1d_fn", kernels.convolve)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs = prepare_model_for_packing(model)
+    assert not by_kernels(model)
+    assert not convolutions or worst(model, inputs) < 1e-5
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_loss_of_a_router(kernels: Kernels, installed: bool) -> None:
+    """Then the attention's boundaries are keyword arguments, which reach the mixers too."""
+    model = build("qwen3_next", **SIZES, output_router_logits=True)
+    if installed:
+        kernels.install()
+    inputs = prepare_model_for_packing(model, attention="varlen")
+    assert by_kernels(model) == installed
+    assert worst(model, inputs) < 1e-5
+
+
+def test_gradient_checkpointing(kernels: Kernels) -> None:
+    model: Any = build("qwen3_next", **SIZES)
+    kernels.install()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    inputs = prepare_model_for_packing(model)
+    assert by_kernels(model)
+    _, batch = stream_and_batch("overlong")
+    model.train()
+    model(**inputs(batch)).logits.sum().backward()
+    plain: Any = build("qwen3_next", **SIZES)
+    plain(**prepare_model_for_packing(plain)(batch)).logits.sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+# Kernels of flash-linear-attention and mamba-ssm. mamba-ssm cannot be installed without CUDA; where its sources lie on
+# the path, its kernels are tried too.
+
+
+MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+
+
+OTHERS = (
+    *("bailing_hybrid", "inkling2_text", "inkling_text", "kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"),
+)
+
+
+@pytest.fixture
+def models_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let names mean transformers' models: flash-linear-attention puts its own in the place of mamba and mamba2."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    monkeypatch.setattr(AutoModelForCausalLM._model_mapping, "_extra_content", {})
+
+
+@pytest.mark.skipif(
+    "tests.support.kernels_on_cpu" not in sys.modules, reason="needs the kernels: make test-kernels"
+)
+@pytest.mark.filterwarnings("ignore")  # the interpreter computes what the kernels then mask
+@pytest.mark.usefixtures("models_of_transformers")
+@pytest.mark.parametrize("family", [*OTHERS, *(MAMBA if "mamba_ssm" in sys.modules else ())])
+def test_interpreted_kernels_keep_samples_apart(family: str) -> None:
+    data, batch = stream_and_batch("overlong")
+    model: Any = build(family, **HYBRIDS[family])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*one at a time")
+        inputs = prepare_model_for_packing(model, attention="dense")
+    assert by_kernels(model)
+    alone = run_alone(build(family, **HYBRIDS[family]), data, batch)
+    found = differences(run_packed(model, batch, inputs), alone)
+    assert max(found.values()) < 1e-5, found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import nn
 
 from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks
 from streampack.attention import document_ids
-from streampack.attention.calls import logits_of
-from streampack.attention.probe_pack import probe_length
 from streampack.attention.report import CAUSES, WAY_OUT
 from streampack.packing.batch import null_pack, to_torchtune
 from tests.support.isolation import MAX_SEQ_LEN, VOCAB, stream_and_batch
@@ -109,37 +106,50 @@ def test_a_correct_model_passes(dtype: torch.dtype, max_seq_len: int) -> None:
     assert 1 in report.lengths
 
 
-def test_visible_padding_is_found() -> None:
-    report = find_leaks(OneLayer(padding_seen))
-    assert {leak.kind for leak in report.leaks} == {"padding", "alone"}
-    assert report.cause == CAUSES["padding"]
-
-
-def test_nan_logits_are_a_leak() -> None:
-    report = find_leaks(lambda batch: batch.tokens[..., None].double().log().log(), vocab_size=VOCAB)
-    assert not report.ok
-    assert report.worst == float("inf")
-
-
 class RunningOn(OneLayer):
     def forward(self, batch: Batch) -> torch.Tensor:
         positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
         return super().forward(Batch(batch.tokens, batch.labels, positions, batch.seq_lens, batch.fragments))
 
 
-def test_positions_that_do_not_restart_are_found() -> None:
-    """Nothing leaks; only the comparison with each sample alone shows it. The first sample begins at 0."""
-    report = find_leaks(RunningOn(right))
-    assert {leak.kind for leak in report.leaks} == {"alone"}
-    assert {leak.sample for leak in report.leaks} == {1, 2, 3}
-    assert report.cause == CAUSES["alone"]
+class LeakyInTraining(OneLayer):
+    """Leaks in training mode only, as fused kernels may."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.mask = no_boundaries if self.training else right
+        return super().forward(batch)
 
 
-def test_noise_is_reported_as_noise() -> None:
+def noisy() -> Callable[[Batch], torch.Tensor]:
     calls = iter(range(100))
-    report = find_leaks(lambda batch: F.one_hot(batch.tokens + next(calls), 200).double(), vocab_size=VOCAB)
-    assert {leak.kind for leak in report.leaks} == {"noise"}
-    assert report.cause == CAUSES["noise"]
+    return lambda batch: F.one_hot(batch.tokens + next(calls), 200).double()
+
+
+OTHER_LEAKS: list[tuple[Callable[[], Any], set[str], str | None]] = [
+    (lambda: OneLayer(padding_seen), {"padding", "alone"}, "padding"),
+    (lambda: RunningOn(right), {"alone"}, "alone"),  # nothing leaks: only samples alone show it
+    (lambda: LeakyInTraining(right), {"sample"}, "all"),
+    (noisy, {"noise"}, "noise"),
+    (lambda: lambda batch: batch.tokens[..., None].double().log().log(), {"sample"}, None),  # NaN
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds", "cause"), OTHER_LEAKS, ids=["padding", "alone", "training", "noise", "nan"]
+)
+def test_other_leaks_are_found(make: Callable[[], Any], kinds: set[str], cause: str | None) -> None:
+    report = find_leaks(make(), vocab_size=VOCAB)
+    assert not report.ok
+    if cause is None:
+        assert report.worst == float("inf")
+        return
+    assert {leak.kind for leak in report.leaks} == kinds
+    assert report.cause == CAUSES[cause]
+    if cause == "all":
+        assert all(leak.training for leak in report.leaks)
+        assert " in training mode\n" in str(report)
+    if cause == "alone":
+        assert {leak.sample for leak in report.leaks} == {1, 2, 3}, "the first sample begins at 0"
 
 
 def test_the_text_of_a_report() -> None:
@@ -168,24 +178,6 @@ def test_a_model_in_which_leaks_cannot_show_is_reported_as_blind() -> None:
         find_leaks(model)
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(5, 2)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        raise RuntimeError("broken")
-
-
-def test_an_error_of_the_model_leaves_nothing_behind() -> None:
-    broken = Broken()
-    state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="broken"):
-        find_leaks(broken)
-    assert torch.is_grad_enabled()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_the_first_pack_of_a_given_batch_is_probed() -> None:
     _, batch = stream_and_batch("overlong")
     assert find_leaks(OneLayer(right), batch).ok
@@ -207,22 +199,11 @@ def test_every_pack_takes_the_same_number_of_passes() -> None:
         assert find_leaks(lambda b, calls=calls, model=model: calls.append(b) or model(b), batch).ok
         counts.append(len(calls))
     assert counts == [12, 12, 12]
-
-
-class LeakyInTraining(OneLayer):
-    """Leaks in training mode only, as fused kernels may."""
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.mask = no_boundaries if self.training else right
-        return super().forward(batch)
-
-
-def test_a_leak_in_training_mode_only_is_found() -> None:
-    report = find_leaks(LeakyInTraining(right))
-    assert {(leak.kind, leak.training) for leak in report.leaks} == {("sample", True)}
-    assert report.cause == CAUSES["all"]
-    assert "changing sample 0 moved sample 1 by " in str(report)
-    assert " in training mode\n" in str(report)
+    modes: list[bool] = []
+    module = OneLayer(right)
+    module.register_forward_hook(lambda *_: modes.append(module.training))
+    find_leaks(module)
+    assert modes == [False] * 12 + [True] * 7
 
 
 class Drawing(OneLayer):
@@ -257,55 +238,11 @@ def test_random_numbers_in_training_mode_repeat() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_part_of_a_large_vocabulary_is_compared() -> None:
-    logits = torch.arange(3 * 10_000.0).view(1, 3, 10_000)
-    assert logits_of(logits, tokens=3).shape == (3, 5000)
-    assert torch.equal(logits_of([logits[:, :1], logits[:, 1:]], tokens=3), logits[0, :, ::2])
-    assert logits_of(logits[..., :8191], tokens=3).shape == (3, 8191)
-
-
-def test_logits_of_another_shape_are_refused() -> None:
-    message = re.escape(
-        "the model gives [1, 61] for a pack of 256 tokens; the probe needs logits of every token"
-    )
-    with pytest.raises(ValueError, match=message):
-        find_leaks(lambda batch: torch.ones(1, 61), vocab_size=VOCAB)
-
-
-def test_a_module_takes_nineteen_passes() -> None:
-    calls = []
-    model = OneLayer(right)
-    model.register_forward_hook(lambda *_: calls.append(model.training))
-    find_leaks(model)
-    assert calls == [False] * 12 + [True] * 7
-
-
 class Config:
     """A model's config."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
-
-
-@pytest.mark.parametrize(
-    ("values", "length"),
-    [
-        ({}, 256),
-        ({"sliding_window": None, "window_size": 0}, 256),
-        ({"sliding_window": 4}, 260),
-        ({"sliding_window": 1024, "attention_chunk_size": 8192}, 8448),
-        ({"sliding_window": 4096, "attention_chunk_size": 1 << 17}, 4352),
-    ],
-)
-def test_the_pack_is_longer_than_the_longest_window(values: dict[str, Any], length: int) -> None:
-    model = OneLayer(right)
-    model.positions = nn.Identity()  # type: ignore[assignment]
-    model.config = Config(**values)  # type: ignore[assignment]
-    assert probe_length(model) == length
-    assert probe_length(model, max_length=100) == 100
-    assert probe_length(model, max_length=3) == 8, "the shortest pack"
-    model.positions = nn.Embedding(200, 16)
-    assert probe_length(model) == 200, "no more than it has positions"
 
 
 class LosesItsWindow(OneLayer):
@@ -330,18 +267,38 @@ def test_a_lost_window_of_more_than_256_tokens_is_found() -> None:
     assert {leak.kind for leak in report.leaks} == {"alone"}
 
 
+def fails(batch: Batch) -> torch.Tensor:
+    raise RuntimeError("broken")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "arguments", "message"),
     [
-        ({}, "vocab_size is 0; give the number of tokens that the model knows, at least 2"),
-        ({"vocab_size": 1}, "vocab_size is 1; give"),
-        ({"vocab_size": 9, "max_seq_len": 7}, "max_seq_len is 7; the probe's pack needs 8 tokens or more"),
+        (None, {}, "vocab_size is 0; give the number of tokens that the model knows, at least 2"),
+        (None, {"vocab_size": 1}, "vocab_size is 1; give"),
+        (
+            None,
+            {"vocab_size": 9, "max_seq_len": 7},
+            "max_seq_len is 7; the probe's pack needs 8 tokens or more",
+        ),
+        (
+            lambda batch: torch.ones(1, 61),
+            {"vocab_size": VOCAB},
+            "the model gives [1, 61] for a pack of 256 tokens; the probe needs logits of every token",
+        ),
+        (fails, {"vocab_size": VOCAB}, "broken"),
     ],
+    ids=range(5),
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        find_leaks(lambda batch: batch.tokens[..., None].double(), **arguments)
+def test_refusals_and_errors_leave_nothing_behind(
+    call: Callable[[Batch], torch.Tensor] | None, arguments: dict[str, Any], message: str
+) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        find_leaks(call or (lambda batch: batch.tokens[..., None].double()), **arguments)
     assert message in str(error.value)
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_limit_depends_on_the_type() -> None:

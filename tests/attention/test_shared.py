@@ -1,11 +1,12 @@
 """Shared prefixes: a segment of a group has the logits and gradients that it has behind its own copy of the prompt.
 
-`make test` runs one family for each mechanism, `make test-slow` all.
+`make test` runs one family for each mechanism, `make test-slow` all, in fp64 too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +20,13 @@ from streampack import Batch, find_leaks, make_mask, prepare_model_for_packing
 from streampack.attention import varlen
 from streampack.attention.flex import flex_mask
 from streampack.attention.probe_pack import first_pack
-from streampack.attention.shared import SharedPrefixes, fold_keys, unfold_keys
-from streampack.packing.batch import BatchGroups
+from streampack.attention.shared import SharedPrefixes
 from streampack.packing.groups import Group
 from tests.support import hf_models, tiny_torchtune
-from tests.support.compiled import attend_in_graph
+from tests.support.attention_oracle import attend
 from tests.support.groups import TREES, batch_of, run_alone, run_packed, segments, trees
 from tests.support.hybrid_models import HYBRIDS
-from tests.support.isolation import VOCAB, differences
+from tests.support.isolation import differences
 from tests.support.quick import MECHANISMS, TORCHTUNE, sweep
 
 LIMIT = {torch.float32: 1e-6, torch.float64: 1e-9}
@@ -54,7 +54,9 @@ def test_the_batch_has_every_kind_of_group(batch: Batch) -> None:
 @pytest.mark.parametrize("family", sweep(hf_models.FAMILIES, MECHANISMS))
 def test_shared_equals_alone_with_transformers(family: str, attention: str, batch: Batch) -> None:
     if (family, attention) in hf_models.WITHOUT:
-        pytest.skip(hf_models.WITHOUT[family, attention])
+        with pytest.raises(ValueError, match="will not do"):
+            hf_models.prepared(family, attention)
+        return
     model, inputs, alone = hf_models.prepared(family, attention)
     found = differences(run_packed(model, batch, inputs), run_alone(alone, batch))
     assert max(found.values()) < LIMIT[torch.float32], found
@@ -64,10 +66,9 @@ def test_shared_equals_alone_with_transformers(family: str, attention: str, batc
 IN_FP64 = ("gpt2", "gpt_neox", "phi", "stablelm", "starcoder2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize(
-    "family", sweep([*IN_FP64, "llama", "mistral", "gemma2", "llama4_text"], ["gpt2", "gemma2"])
-)
+@pytest.mark.parametrize("family", [*IN_FP64, "llama", "mistral", "gemma2", "llama4_text"])
 def test_shared_equals_alone_in_fp64(family: str, attention: str, batch: Batch) -> None:
     with hf_models.fp64_throughout():
         model, inputs, alone = hf_models.prepared(family, attention, torch.float64)
@@ -76,32 +77,24 @@ def test_shared_equals_alone_in_fp64(family: str, attention: str, batch: Batch) 
     assert found["gradient"] < (LIMIT[torch.float64] if family in IN_FP64 else 2e-7), found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
 @pytest.mark.parametrize("family", sweep(tiny_torchtune.FAMILIES, TORCHTUNE))
-def test_shared_equals_alone_with_torchtune(family: str, attention: str, batch: Batch) -> None:
-    model = tiny_torchtune.build(family)
+def test_shared_equals_alone_with_torchtune(
+    family: str, attention: str, dtype: torch.dtype, batch: Batch
+) -> None:
+    model, alone = (tiny_torchtune.build(family, dtype=dtype) for _ in range(2))
     inputs = prepare_model_for_packing(model, attention=attention)
     if (family, attention) == ("gemma2", "dense"):
         with pytest.raises(ValueError, match="torchtune counts this model's window of 7 tokens"):
             inputs(batch)
         return
-    alone = run_alone(tiny_torchtune.build(family), batch)
-    with tiny_torchtune.exactly():
-        exact = tiny_torchtune.build(family, dtype=torch.float64)
-        true = run_alone(tiny_torchtune.build(family, dtype=torch.float64), batch)
-        found = differences(
-            run_packed(exact, batch, prepare_model_for_packing(exact, attention=attention)), true
-        )
-        assert max(found.values()) < LIMIT[torch.float64], found
-    packed = run_packed(model, batch, inputs)
-    found = differences(packed, alone)
-    if family not in ("gemma", "gemma2"):
-        assert max(found.values()) < LIMIT[torch.float32], found
-        return
-    # Alone, gradients of these are 4e-6 from those of fp64, so that is how far two orders of adding may be apart.
-    ours, theirs = differences(packed, true), differences(alone, true)
-    assert max(found["loss"], found["logits"]) < LIMIT[torch.float32], found
-    assert ours["gradient"] < 1.2 * theirs["gradient"], (ours, theirs)
+    with tiny_torchtune.exactly() if dtype == torch.float64 else nullcontext():
+        found = differences(run_packed(model, batch, inputs), run_alone(alone, batch))
+    assert max(found["loss"], found["logits"]) < LIMIT[dtype], found
+    # In fp32, gradients of the gemmas alone are 4e-6 from those of fp64: so far apart may two orders of adding be.
+    gemma = family in ("gemma", "gemma2") and dtype == torch.float32
+    assert found["gradient"] < (1e-5 if gemma else LIMIT[dtype]), found
 
 
 @uncompiled_flex
@@ -115,35 +108,6 @@ def test_flex_gives_the_logits_of_dense(family: str, batch: Batch) -> None:
             logits.append(model(**inputs(batch)).logits)
     real = [torch.cat([out[pack, slice(*path[-1])] for pack, _, path in segments(batch)]) for out in logits]
     torch.testing.assert_close(*real, rtol=1e-5, atol=1e-5)
-
-
-@uncompiled_flex
-@pytest.mark.parametrize("attention", ["flex", "varlen"])
-@pytest.mark.parametrize("family", ["llama3", "gemma2"])
-def test_torchtune_backends_agree_on_long_packs(family: str, attention: str) -> None:
-    """Packs of several blocks of a block mask, with a block that lies in one segment."""
-    groups = [
-        Group(
-            np.arange(900) % VOCAB,
-            np.arange(900) % VOCAB,
-            lengths=[300, 200, 280, 120],
-            parents=[-1, 0, 0, 2],
-        ),
-        Group(np.arange(90) % VOCAB, np.arange(90) % VOCAB, lengths=[30, 60], parents=[-1, 0]),
-    ]
-    batch = batch_of(groups, max_seq_len=1024)
-    model = tiny_torchtune.build(family, max_seq_len=1024)
-    with torch.no_grad():
-        expected = [
-            model(torch.cat([batch.tokens[pack, slice(*each)] for each in path])[None])[0]
-            for pack, _, path in segments(batch)
-        ]
-        inputs = prepare_model_for_packing(model, attention=attention)
-        with torch.compiler.set_stance("force_eager"):
-            logits = model(**inputs(batch))
-    for (pack, _, path), alone in zip(segments(batch), expected, strict=True):
-        start, stop = path[-1]
-        torch.testing.assert_close(logits[pack, start:stop], alone[start - stop :], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 200])
@@ -178,26 +142,6 @@ def test_blocks_of_the_flex_mask_are_those_of_its_tokens(window: int | None) -> 
         assert full.any()
 
 
-def test_unshared_groups_give_the_same(batch: Batch) -> None:
-    groups = trees()
-    model, inputs, _ = hf_models.prepared("llama", "varlen")
-    unshared = batch_of([group.unshared() for group in groups])
-    with torch.no_grad():
-        shared_logits, logits = (model(**inputs(each)).logits for each in (batch, unshared))
-    expected = {
-        tuple(torch.cat([batch.tokens[pack, slice(*each)] for each in path]).tolist()): shared_logits[
-            pack, path[-1][0] : path[-1][1]
-        ]
-        for pack, _, path in segments(batch)
-    }
-    leaves = 0
-    for pack, _, [(start, stop)] in segments(unshared):
-        found = expected[tuple(unshared.tokens[pack, start:stop].tolist())]
-        torch.testing.assert_close(logits[pack, stop - len(found) : stop], found, rtol=1e-5, atol=1e-5)
-        leaves += 1
-    assert leaves == sum(len(group.leaves) for group in groups) + 1
-
-
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
 def test_the_probe_knows_groups(attention: str) -> None:
     model, inputs, _ = hf_models.prepared("llama", attention)
@@ -206,17 +150,11 @@ def test_the_probe_knows_groups(attention: str) -> None:
     assert len(report.lengths) == 5
 
 
-def changed(batch: Batch, **changes: Any) -> Batch:
-    assert batch.groups is not None
-    return replace(batch, groups=replace(batch.groups, **changes))
-
-
 def sibling_seen(batch: Batch) -> Batch:
     """The second answer is taken for a continuation of the first."""
     assert batch.groups is not None
-    parents = batch.groups.parents[0]
-    assert parents == (-1, 0, 0, 2, -1)
-    return changed(batch, parents=((-1, 0, 1, 2, -1),))
+    assert batch.groups.parents[0] == (-1, 0, 0, 2, -1)
+    return replace(batch, groups=replace(batch.groups, parents=((-1, 0, 1, 2, -1),)))
 
 
 def restarted(batch: Batch) -> Batch:
@@ -257,19 +195,6 @@ def test_masks_are_those_of_the_tree(batch: Batch) -> None:
     blocks: Any = make_mask(batch, attention="flex")
     flex = create_mask(blocks.mask_mod, len(mask), None, mask.shape[1], mask.shape[1], device="cpu")
     assert torch.equal(flex[:, 0], expected)
-
-
-def test_keys_are_folded_and_unfolded(batch: Batch) -> None:
-    shared = SharedPrefixes.of(batch)
-    assert shared is not None
-    keys = shared.keys()
-    again = unfold_keys(fold_keys(keys))
-    assert again is not None
-    assert torch.equal(again.cu_seqlens_q, keys.cu_seqlens_q)
-    assert torch.equal(again.cu_seqlens_k, keys.cu_seqlens_k)
-    assert torch.equal(again.index, keys.index)
-    assert unfold_keys(keys.cu_seqlens_q[None, None, None]) is None
-    assert int(keys.cu_seqlens_q[-1]) == batch.tokens.numel()
 
 
 class Unwritten(torch.autograd.Function):
@@ -340,7 +265,7 @@ def test_layers_that_run_one_sequence_at_a_time_share_no_prefix(batch: Batch) ->
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_groups_of_other_shapes_reuse_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_attend_sequences", attend_in_graph)
+    monkeypatch.setattr(varlen, "_attend_sequences", attend)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     model = tiny_torchtune.build("gemma2", num_layers=3)
@@ -357,7 +282,30 @@ def test_groups_of_other_shapes_reuse_the_graph(monkeypatch: pytest.MonkeyPatch)
     assert counter.frame_count == 2, "a graph for layers with a window and one for those without"
 
 
-def test_groups_that_share_nothing_take_the_plain_way(batch: Batch) -> None:
-    assert SharedPrefixes.of(batch_of([group.unshared() for group in trees()])) is None
-    assert SharedPrefixes.of(replace(batch, groups=None)) is None
-    assert isinstance(batch.groups, BatchGroups)
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["dense", "flex", "varlen", "flash"])
+@pytest.mark.parametrize(
+    ("build", "family"),
+    [
+        *((tiny_torchtune.build, family) for family in tiny_torchtune.FAMILIES),
+        *((hf_models.build, family) for family in ("llama", "mistral", "gemma3_text")),
+    ],
+)
+def test_shared_equals_alone_in_bf16_on_cuda(build: Any, family: str, attention: str) -> None:
+    """Within twice the rounding error of the same model in bf16 against fp32."""
+    batch = batch_of(trees()).to("cuda")
+    exact = run_alone(build(family).cuda(), batch)
+    model = build(family, dtype=torch.bfloat16).cuda()
+    alone = run_alone(model, batch)
+    try:
+        inputs = prepare_model_for_packing(model, attention=attention)
+        found = differences(run_packed(model, batch, inputs), alone)
+    except ImportError as error:
+        pytest.skip(str(error))
+    except ValueError as error:
+        assert family == "gemma2"
+        assert "softcap" in str(error) or "window" in str(error)
+        return
+    rounding = differences(alone, exact)
+    assert found["logits"] < 2 * rounding["logits"]
+    assert found["gradient"] < 2 * rounding["gradient"]

@@ -1,16 +1,12 @@
-"""Packed equals alone, for every family of Hugging Face models and every attention, or a refusal with the reason.
+"""What a prepared transformers model computes, beside and without its inputs; test_families.py has every family.
 
-Packs come from a stream and hold samples of one token, fragments and padding. The packed side is a prepared model; the
-other side is an unprepared one, which gets one unpadded sequence at a time. `make test` runs one family for each
-mechanism; `make test-slow` and `make models` run all.
+Also families of which nothing is known, which are tried, and mistakes of users, which must show.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,158 +19,43 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from streampack import (
-    Batch,
-    find_leaks,
-    prepare_model_for_packing,
-)
+from streampack import Batch, find_leaks, prepare_model_for_packing
 from streampack.attention import dense_mask, varlen
+from streampack.attention.families import PROVEN
 from streampack.attention.probe_pack import pack_of
-from tests.support.compiled import attend_in_graph
+from tests.support.attention_oracle import attend
 from tests.support.hf_models import (
-    FAMILIES,
+    EXPERTS,
     MAX_SEQ_LEN,
     VOCAB,
+    WINDOW,
     WITHOUT,
     Wrapper,
     build,
-    fp64_throughout,
     prepared,
     run_alone,
     run_packed,
 )
 from tests.support.hybrid_models import HYBRIDS
-from tests.support.isolation import differences, is_padding, own, placed, stream_and_batch
-from tests.support.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
-from tests.support.other_families import ISOLATED
-from tests.support.quick import MECHANISMS, sweep
+from tests.support.isolation import differences, own, placed, stream_and_batch
+from tests.support.other_families import sizes_of
 from tests.support.ranks import run_ranks
-from tests.support.vision_models import VISION_FAMILIES
 
 pytest.importorskip("transformers")
 
-ATTENTIONS = ("dense", "flex", "varlen")
-Record = Callable[[str, str, str, str], None]
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 64}
 
-# Uncompiled: compiling takes a minute a family.
-uncompiled_flex = pytest.mark.filterwarnings(
-    "ignore:flex_attention called without torch.compile:UserWarning",
-    "ignore::DeprecationWarning",
-)
+
+def worst(model: Any, inputs: Any, alone: Any, stream: str = "overlong") -> float:
+    """Return how far samples in packs are from samples alone: loss, logits or gradients, the worst of the three."""
+    data, batch = stream_and_batch(stream)
+    return max(differences(run_packed(model, batch, inputs), run_alone(alone, data, batch)).values())
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize("family", sweep(FAMILIES, MECHANISMS))
-def test_packed_samples_match_samples_alone(family: str, attention: str, record_model: Record) -> None:
-    if why := WITHOUT.get((family, attention)):
-        refuses(family, attention, why, record_model)
-        return
-    data, batch = stream_and_batch("overlong")
-    seen = {}
-    for dtype in (torch.float32, torch.float64):
-        model, inputs, alone = prepared(family, attention, dtype)
-        assert inputs.attention == attention
-        with fp64_throughout() if dtype == torch.float64 else nullcontext():
-            found = differences(run_packed(model, batch, inputs), run_alone(alone, data, batch))
-        if dtype == torch.float32:
-            seen = {name: found[name] for name in ("logits", "gradient")}
-        else:
-            seen["fp64"] = found["gradient"]
-    seen["gradients"] = seen.pop("gradient")
-    seen["fp64"] = seen.pop("fp64")
-    assert all(seen[name] < LIMITS[name] for name in seen), seen
-    on_cpus = ", on a CPU; on CUDA use another" if (family, attention) == ("gemma2", "varlen") else ""
-    record_model("transformers", family, attention, figures(**seen) + on_cpus)
-
-
-@uncompiled_flex
-@pytest.mark.parametrize("stream", ["padded", "padded wrap"])
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_padded_samples_match_samples_alone(attention: str, stream: str) -> None:
-    """Padding at the ends of sequences is attended by nothing before it, and has no gradient."""
-    data, batch = stream_and_batch(stream)
-    model, inputs, alone = prepared("llama", attention)
-    if attention == "flex":  # it has no backward pass on a CPU
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            packed = model(**inputs(batch)).logits[~is_padding(batch)]
-            each = [
-                alone(input_ids=own(data, fragment, "tokens")[None], use_cache=False).logits[0]
-                for _, _, fragment in placed(batch)
-            ]
-        assert float((packed - torch.cat(each)).norm() / packed.norm()) < 1e-5
-    else:
-        found = differences(run_packed(model, batch, inputs), run_alone(alone, data, batch))
-        assert max(found.values()) < 1e-5, found
-
-
-def refuses(family: str, attention: str, why: str, record_model: Record) -> None:
-    model = build(family)
-    before = model.config._attn_implementation
-    with pytest.raises(ValueError) as error:
-        prepare_model_for_packing(model, attention=attention)
-    assert str(error.value).startswith(f"attention='{attention}' will not do: {why}; use 'dense'")
-    assert model.config._attn_implementation == before
-    record_model("transformers", family, attention, f"refused: {why}")
-
-
-@uncompiled_flex
-@pytest.mark.parametrize("family", sweep(FAMILIES, MECHANISMS))
-def test_flex_packed_samples_match_samples_alone(family: str, record_model: Record) -> None:
-    """The forward pass, which is all that torch's flex attention has on a CPU."""
-    if why := WITHOUT.get((family, "flex")):
-        refuses(family, "flex", why, record_model)
-        return
-    data, batch = stream_and_batch("overlong")
-    model, inputs, alone = prepared(family, "flex")
-    if family == "gpt_oss":
-        with (
-            torch.compiler.set_stance("force_eager"),
-            pytest.raises(ValueError, match="cannot be run on CPU"),
-        ):
-            model(**inputs(batch))
-        record_model("transformers", family, "flex", "on CUDA only")
-        return
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        logits = model(**inputs(batch)).logits
-        packed = [
-            logits[pack, start : start + fragment.stop - fragment.start]
-            for pack, start, fragment in placed(batch)
-        ]
-        ours = torch.cat(packed)
-        theirs = torch.cat(
-            [
-                alone(input_ids=own(data, f, "tokens")[None], use_cache=False).logits[0]
-                for _, _, f in placed(batch)
-            ]
-        )
-    difference = float((ours - theirs).norm() / theirs.norm())
-    assert difference < LIMITS["logits"]
-    record_model("transformers", family, "flex", figures(logits=difference))
-
-
-@pytest.mark.parametrize(
-    ("family", "attention"),
-    [pytest.param(family, "dense", marks=pytest.mark.slow) for family in FAMILIES]
-    + [
-        pytest.param(*family.values, "varlen", marks=family.marks)
-        for family in sweep(FAMILIES, MECHANISMS)
-        if (family.values[0], "varlen") not in WITHOUT
-    ],
-)
-def test_the_probe_finds_no_leak(family: str, attention: str) -> None:
-    model, inputs, _ = prepared(family, attention)
-    report = find_leaks(model, inputs=inputs, max_seq_len=MAX_SEQ_LEN)
-    assert report.ok, report
-    assert not report.blind
-
-
-def test_attention_dropout_needs_the_dense_backend() -> None:
-    model = build("llama", attention_dropout=0.1)
-    assert prepare_model_for_packing(model).attention == "dense"
-    with pytest.raises(
-        ValueError, match=r"the model drops out attention weights \(0.1\), which varlen cannot; use 'dense'"
-    ):
-        prepare_model_for_packing(model, attention="varlen")
+def test_padding_at_the_ends_of_sequences_moves_nothing(attention: str) -> None:
+    """Padding is attended by nothing before it, and has no gradient."""
+    assert worst(*prepared("llama", attention), stream="padded wrap") < 1e-5
 
 
 def test_positions_come_from_the_lengths() -> None:
@@ -231,10 +112,9 @@ def test_a_prepared_model_is_saved_and_generates_as_before(
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_a_prepared_model_without_inputs_computes_what_it_did_before(family: str) -> None:
+def test_a_prepared_model_without_inputs_computes_what_it_did_before() -> None:
     """Padded batches and generating still work, windows, softcaps, cache and all."""
-    model, _, alone = prepared(family, "varlen")
+    model, _, alone = prepared("gemma2", "varlen")
     tokens = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
@@ -247,41 +127,26 @@ def test_a_prepared_model_without_inputs_computes_what_it_did_before(family: str
 
 def test_a_router_loss() -> None:
     """It reads a mask of tokens, so boundaries must not take the mask's place."""
-    data, batch = stream_and_batch("overlong")
+    _, batch = stream_and_batch("overlong")
     model, inputs, alone = prepared("mixtral", "varlen", output_router_logits=True)
     assert model(**inputs(batch)).aux_loss > 0
-    assert max(differences(run_packed(model, batch, inputs), run_alone(alone, data, batch)).values()) < 1e-5
-    with pytest.raises(ValueError, match="its router's loss .output_router_logits. cannot read"):
-        prepare_model_for_packing(build("gpt_oss", output_router_logits=True), attention="dense")
+    assert worst(model, inputs, alone) < 1e-5
 
 
-def test_checkpointed_layers() -> None:
-    data, batch = stream_and_batch("overlong")
+def test_checkpointed_layers_and_a_wrapped_model() -> None:
     model, inputs, alone = prepared("qwen3", "varlen")
     model.train().activation_checkpointing_enable()
-    assert max(differences(run_packed(model, batch, inputs), run_alone(alone, data, batch)).values()) < 1e-5
-
-
-def test_a_wrapped_model() -> None:
-    data, batch = stream_and_batch("overlong")
-    model = Wrapper(build("llama"))
-    inputs = prepare_model_for_packing(model)
+    assert worst(model, inputs, alone) < 1e-5
+    wrapped = Wrapper(build("llama"))
+    inputs = prepare_model_for_packing(wrapped)
     assert inputs.attention == "varlen"
-    assert (
-        max(differences(run_packed(model, batch, inputs), run_alone(build("llama"), data, batch)).values())
-        < 1e-5
-    )
-    with pytest.raises(ValueError, match="prompt tuning trains tokens before each row"):
-        prepare_model_for_packing(Wrapper(build("llama"), prompt_learning=True))
-    with pytest.raises(ValueError, match="LlamaRMSNorm holds no PreTrainedModel, so nothing is known"):
-        prepare_model_for_packing(build("llama").model.norm)
+    assert worst(wrapped, inputs, build("llama")) < 1e-5
 
 
 def test_packs_of_other_lengths_reuse_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs of 1 to 20 samples of 1 to 30 tokens; the graph is right for each of them."""
     torch._dynamo.reset()
-    monkeypatch.setattr(varlen, "_attend_sequences", attend_in_graph)
-    data, real = stream_and_batch("overlong")
+    monkeypatch.setattr(varlen, "_attend_sequences", attend)
     counter = CompileCounterWithBackend("eager")
     model = torch.compile(build("gemma3_text"), backend=counter, fullgraph=True)
     inputs = prepare_model_for_packing(model, attention="varlen")
@@ -294,8 +159,7 @@ def test_packs_of_other_lengths_reuse_the_graph(monkeypatch: pytest.MonkeyPatch)
         model(**inputs(batch)).logits.sum().backward()
     assert len(shapes) > 5
     assert counter.frame_count == 1
-    found = differences(run_packed(model, real, inputs), run_alone(build("gemma3_text"), data, real))
-    assert max(found.values()) < 1e-5
+    assert worst(model, inputs, build("gemma3_text")) < 1e-5
 
 
 def gradient_of(model: nn.Module, logits: torch.Tensor) -> torch.Tensor:
@@ -307,8 +171,11 @@ def gradient_of(model: nn.Module, logits: torch.Tensor) -> torch.Tensor:
     )
 
 
-def sharded(family: str, attention: str, batch: Batch) -> list[float]:
-    """On one of several ranks, which all have the same packs: packed against alone, of logits and gradient."""
+def sharded(family: str, batch: Batch) -> tuple[list[float], bool, bool]:
+    """On one of several ranks, which all have the same packs: packed against alone, of logits and gradient.
+
+    Also whether the probe, which must shard layers again, finds the model right with its inputs and leaking without.
+    """
     torch.distributed.init_process_group("gloo")
     try:
         model = build(family)
@@ -318,22 +185,150 @@ def sharded(family: str, attention: str, batch: Batch) -> list[float]:
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
+        inputs = prepare_model_for_packing(model, attention="varlen")
+        plain = {"max_seq_len": MAX_SEQ_LEN, "inputs": lambda batch: {"input_ids": batch.tokens}}
+        verdicts = [find_leaks(model, **(plain | changes)).ok for changes in ({"inputs": inputs}, {})]
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        logits = model(**prepare_model_for_packing(model, attention=attention)(batch)).logits
+        logits = model(**inputs(batch)).logits
         packed = torch.cat([logits[p, s : s + f.stop - f.start] for p, s, f in placed(batch)])
         pairs = [(packed, right), (gradient_of(model, packed), gradient)]
-        return [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
+        return [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs], *verdicts
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_sharded_over_two_ranks() -> None:
     _, batch = stream_and_batch("overlong")
-    for found in run_ranks(sharded, 2, "gemma3_text", "varlen", batch):
+    for found, right, wrong in run_ranks(sharded, 2, "gemma3_text", batch):
         assert max(found) < 1e-5, found
+        assert (right, wrong) == (True, False)
 
 
-# Mistakes of users that must show: each is a wrong call of a right model.
+# Families of which nothing is known.
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "sizes"),
+    [
+        ("cohere2", "varlen", WINDOW | {"layer_norm_eps": 1e-5}),
+        ("olmoe", "dense", EXPERTS),
+        ("opt", "dense", OPT),
+    ],
+    ids=["cohere2", "olmoe", "opt"],
+)
+def test_an_unknown_family_is_tried(family: str, attention: str, sizes: dict[str, Any]) -> None:
+    """One that passes also gives the logits and gradients of each sample alone; opt leaks without masks."""
+    assert family not in PROVEN
+    model, inputs, alone = prepared(family, attention, **sizes)
+    assert worst(model, inputs, alone) < 1e-5
+    assert inputs.masks or family != "opt"
+    assert find_leaks(model).ok, "the inputs are made again in the same way"
+
+
+def test_a_family_that_selects_keys_is_given_masks() -> None:
+    """Without them it would attend to all keys, which only packs longer than ``index_topk`` show."""
+    sizes = sizes_of("deepseek_v32") | {"index_topk": 1024}
+    with pytest.raises(
+        ValueError, match="deepseek_v32 selects keys under a mask, which varlen does not read"
+    ):
+        prepare_model_for_packing(build("deepseek_v32", **sizes), attention="varlen")
+    assert prepare_model_for_packing(build("deepseek_v32", **sizes)).attention == "dense"
+
+
+def test_an_unknown_family_that_leaks_is_refused() -> None:
+    model = build("bert", is_decoder=False)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError) as error:
+        prepare_model_for_packing(model)
+    message = str(error.value)
+    for part in (
+        "bert attends to tokens ahead (is_causal=False), and a pack's masks hide them; ",
+        "attention='dense' will not do: nothing is known of bert, and it failed a try: ",
+        "changing sample 1 moved sample 0 by",
+        "a token sees what comes after it",
+        "; use padded batches, one sample a row",
+    ):
+        assert part in message
+    assert model.config._attn_implementation == before, "left as it was found"
+
+
+def test_an_unknown_family_that_fails_is_refused() -> None:
+    model = build("opt", **OPT)
+    with (
+        patch.object(type(model), "forward", lambda self, input_ids: input_ids),
+        pytest.raises(ValueError, match="it failed a try: TypeError: .*unexpected keyword argument"),
+    ):
+        prepare_model_for_packing(model, attention="varlen")
+    assert model.config._attn_implementation == "sdpa", "left as it was found"
+
+
+@pytest.mark.parametrize(("family", "attention"), [("falcon", "dense"), ("llama", "varlen")])
+def test_the_probe_calls_models_as_they_were_prepared(family: str, attention: str) -> None:
+    model = build(family)
+    report = find_leaks(model)
+    assert "sample" in {leak.kind for leak in report.leaks}, (
+        "a falcon needs more than positions, a llama no cache"
+    )
+    prepare_model_for_packing(model, attention=attention)
+    assert find_leaks(model).ok
+    for wrapped in (Wrapper(model), torch.compile(model, backend="eager")):
+        assert find_leaks(wrapped).ok  # type: ignore[arg-type]
+    report = find_leaks(model, inputs=lambda batch: {"input_ids": batch.tokens})
+    assert not report.ok, "inputs that are given hold"
+
+
+def test_the_probe_calls_a_model_without_positions() -> None:
+    report = find_leaks(build("bloom", **HYBRIDS["bloom"]))
+    assert "sample" in {leak.kind for leak in report.leaks}
+
+
+REFUSED: list[tuple[Callable[[], Any], str, str]] = [
+    (
+        lambda: build("llama", attention_dropout=0.1),
+        "varlen",
+        r"the model drops out attention weights \(0.1\), which varlen cannot; use 'dense'",
+    ),
+    (
+        lambda: build("gpt_oss", output_router_logits=True),
+        "dense",
+        "its router's loss .output_router_logits. cannot read",
+    ),
+    (
+        lambda: Wrapper(build("llama"), prompt_learning=True),
+        "auto",
+        "prompt tuning trains tokens before each row",
+    ),
+    (lambda: build("llama").model.norm, "auto", "LlamaRMSNorm holds no PreTrainedModel, so nothing is known"),
+    (
+        lambda: build("opt", **OPT).to("meta"),
+        "auto",
+        "it has no weights yet; prepare it when they are loaded",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "attention", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_models_that_are_refused(make: Callable[[], Any], attention: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_model_for_packing(make(), attention=attention)
+
+
+def test_dropout_of_the_attention_is_kept_by_dense() -> None:
+    assert prepare_model_for_packing(build("llama", attention_dropout=0.1)).attention == "dense"
+
+
+def test_attention_sinks_are_refused_by_name() -> None:
+    from transformers import AttentionInterface
+
+    model = build("llama")
+    prepare_model_for_packing(model, attention="varlen")
+    attend = AttentionInterface()["streampack_varlen"]
+    heads = torch.randn(1, 2, 4, 8)
+    boundaries = torch.tensor([[0, 4]], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match="^attention='varlen' has no attention sinks; use attention='dense' or"
+    ):
+        attend(model, heads, heads, heads, boundaries, s_aux=torch.ones(2))
 
 
 def cache_left_on(_model: nn.Module, batch: Batch, inputs: Any) -> dict[str, Any]:
@@ -392,34 +387,6 @@ def test_a_planted_mistake_changes_logits_and_gradients(mistake: Any, family: st
     assert report.worst > 100 * report.limit
 
 
-def test_a_window_that_only_masks_have() -> None:
-    """transformers passes no window to qwen2_moe's attention function, and varlen gets no masks."""
-    data, batch = stream_and_batch("overlong")
-    model, inputs, alone = prepared("qwen2_moe", "varlen")
-    with patch("streampack.attention.registered.window_of", lambda *_: None):
-        wrong = run_packed(model, batch, inputs)
-        report = find_leaks(model, inputs=inputs, max_seq_len=MAX_SEQ_LEN)
-    assert differences(wrong, run_alone(alone, data, batch))["logits"] > 1e-2
-    assert {leak.kind for leak in report.leaks} == {"alone"}
-
-
-def test_the_figures_of_the_page_are_within_the_limits() -> None:
-    if VARIABLE in os.environ:
-        pytest.skip("the page is being written")
-    written = {
-        key: value
-        for key, value in read_page(PAGE.read_text(encoding="utf-8")).items()
-        if key[0] == "transformers"
-    }
-    assert {key: over for key, outcome in written.items() if (over := over_the_limit(outcome))} == {}
-    assert {family for _, family, backend in written if backend != EVERY} == {
-        *FAMILIES,
-        *HYBRIDS,
-        *VISION_FAMILIES,
-        *ISOLATED,
-    }
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["dense", "flex", "varlen"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss"])
@@ -448,17 +415,3 @@ def test_packed_samples_match_samples_alone_on_cuda(family: str, attention: str)
             ]
             limit = 2 * float((torch.cat(theirs).float() - right).norm() / right.norm())
     assert float((torch.cat(packed).float() - right).norm() / right.norm()) < limit
-
-
-def test_attention_sinks_are_refused_by_name() -> None:
-    from transformers import AttentionInterface
-
-    model = build("llama")
-    prepare_model_for_packing(model, attention="varlen")
-    attend = AttentionInterface()["streampack_varlen"]
-    heads = torch.randn(1, 2, 4, 8)
-    boundaries = torch.tensor([[0, 4]], dtype=torch.int32)
-    with pytest.raises(
-        ValueError, match="^attention='varlen' has no attention sinks; use attention='dense' or"
-    ):
-        attend(model, heads, heads, heads, boundaries, s_aux=torch.ones(2))

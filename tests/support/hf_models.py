@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, prepare_model_for_packing
+from streampack import Batch, IterablePackedDataset, prepare_model_for_packing
 from streampack.losses import summed_cross_entropy
-from tests.support.isolation import Run, is_padding, own, placed, run_of
+from tests.support import isolation
+from tests.support.isolation import Run, is_padding, run_of
 
 VOCAB, LAYERS, MAX_SEQ_LEN = 61, 2, 32
 SPECIAL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -149,14 +150,9 @@ def run_packed(model: nn.Module, batch: Batch, inputs: Callable[[Batch], dict[st
 
 
 def run_alone(model: nn.Module, data: IterablePackedDataset, batch: Batch) -> Run:
-    loss, trained, logits = torch.zeros(()), 0, []
-    for _, _, fragment in placed(batch):
-        tokens, labels = own(data, fragment, "tokens"), own(data, fragment, "labels")
-        logits.append(model(input_ids=tokens[None], use_cache=False).logits[0])
-        if count := int((labels[1:] != IGNORE_INDEX).sum()):
-            loss = loss + count * F.cross_entropy(logits[-1][:-1], labels[1:])
-            trained += count
-    return run_of(model, loss / trained, logits)
+    return isolation.run_alone(
+        model, data, batch, forward=lambda tokens: model(input_ids=tokens, use_cache=False).logits
+    )
 
 
 def prepared(family: str, attention: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

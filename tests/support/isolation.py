@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ STREAMS: dict[str, dict[str, Any]] = {
     "padded": {"pad_seqs_to": 8},
     "padded wrap": {"split_across_pack": True, "pad_seqs_to": 8},
 }
-FAMILIES = ("llama3", "llama2", "lora", "absolute")
 
 
 def rows_of(lengths: tuple[int, ...]) -> list[dict[str, list[int]]]:
@@ -60,33 +59,21 @@ class AbsolutePositions(nn.Module):
         return x + (self.table[: x.shape[1]] if input_pos is None else self.table[input_pos])
 
 
-def build(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Make a tiny torchtune model with grouped queries; all parameters are random, also LoRA's B, which starts at 0."""
-    llama2 = pytest.importorskip("torchtune.models.llama2")
+def build(family: str) -> nn.Module:
+    """Make a tiny torchtune llama with grouped queries and random parameters; ``absolute`` has no RoPE."""
     llama3 = pytest.importorskip("torchtune.models.llama3")
     sizes = {
         "vocab_size": VOCAB, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
         "intermediate_dim": 48, "max_seq_len": MAX_SEQ_LEN,
     }  # fmt: skip
-    if family == "lora":
-        linears = ["q_proj", "k_proj", "v_proj", "output_proj"]
-        model = llama3.lora_llama3(linears, True, True, lora_rank=4, lora_alpha=8, **sizes)
-    elif family == "llama2":
-        model = llama2.llama2(**sizes)
-    else:
-        model = llama3.llama3(**sizes)
+    model: nn.Module = llama3.llama3(**sizes)
     if family == "absolute":
         for layer in model.layers:
             layer.attn.pos_embeddings = AbsolutePositions(head_dim=16)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, mean=float("scale" in name), std=0.2, generator=generator)
-        parameter.requires_grad_(family != "lora" or "lora_" in name)
-    # fp64 logits come in chunks, because torchtune casts whole logits to fp32. Norms and RoPE always compute in fp32,
-    # on the same numbers on both sides.
-    model.set_num_output_chunks(3 if dtype == torch.float64 else 0)
-    built: nn.Module = model.to(dtype)
-    return built
+    return model
 
 
 @dataclass
@@ -116,12 +103,18 @@ def run_packed(model: nn.Module, batch: Batch, *, mask: Any = None) -> Run:
     return run_of(model, loss, [whole(output)[~is_padding(batch)]])
 
 
-def run_alone(model: nn.Module, data: IterablePackedDataset, batch: Batch) -> Run:
+def run_alone(
+    model: nn.Module,
+    data: IterablePackedDataset,
+    batch: Batch,
+    *,
+    forward: Callable[[torch.Tensor], Any] | None = None,
+) -> Run:
     """Run each sequence by itself, read from its row; the loss is the mean over all trained tokens."""
     loss, trained, logits = torch.zeros((), device=batch.tokens.device), 0, []
     for _, _, fragment in placed(batch):
         tokens, labels = (own(data, fragment, column).to(loss.device) for column in ("tokens", "labels"))
-        logits.append(whole(model(tokens[None]))[0])
+        logits.append(whole((forward or model)(tokens[None]))[0])
         if count := int((labels[1:] != IGNORE_INDEX).sum()):
             loss = loss + count * F.cross_entropy(logits[-1][:-1], labels[1:])
             trained += count

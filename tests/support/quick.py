@@ -20,6 +20,21 @@ MECHANISMS = {
 }
 """Of `hf_models.FAMILIES`, one for each thing that our code treats in its own way."""
 
+HYBRID_MECHANISMS = {
+    "mamba": "a state-space layer, and no attention",
+    "lfm2": "a convolution beside attention",
+    "qwen3_next": "linear attention beside attention and experts",
+    "granitemoehybrid": "masks that the model does not make from positions",
+    "rwkv": "a layer that returns a state beside its output",
+    "xlstm": "a layer that computes whole chunks, and what is left over token by token",
+    "bloom": "ALiBi as a bias for all packs",
+    "falcon, alibi": "ALiBi in the mask",
+    "mpt": "ALiBi as a bias for one pack",
+    "zaya": "a layer of which several outputs have a value for each token",
+    "deepseek_v4": "blocks of keys counted from the beginning of a row",
+}
+"""Of `hybrid_models.HYBRIDS`, likewise."""
+
 TORCHTUNE = {
     "gemma2": "windows in every other layer, soft caps",
     "llama3_2": "an output whose weights are the embedding's",

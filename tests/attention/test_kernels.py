@@ -1,0 +1,389 @@
+"""Masks, boundaries and kernels against naive loops; those of torch on CUDA against the loop on the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streampack import IterablePackedDataset, collate_packed, make_mask
+from streampack.attention import (
+    cu_seqlens_of,
+    dense_mask,
+    document_ids,
+    flex,
+    flex_mask,
+    varlen,
+    varlen_attention,
+)
+from streampack.attention.flex import flex_attention_of
+from tests.support.attention_oracle import (
+    LIMIT,
+    attend,
+    difference,
+    naive_ids,
+    naive_mask,
+    packed,
+    padded,
+    random_packs,
+    tensors,
+)
+
+# On a CPU, tests run flex attention uncompiled: it is slower, and needs no compiler.
+eager = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+# Masks and boundaries.
+
+
+@given(packed(), st.sampled_from([None, 0, 3]))
+@example(([[3, 2, 1], [6], [1, 1, 1, 1, 1, 1]], 6), None)  # zeros behind a full pack
+@example(([[4, 1], [5]], 6), None)  # the padding left out
+@example(([[1]], 1), 0)
+def test_masks_and_boundaries_equal_the_naive_ones(
+    case: tuple[list[list[int]], int], spare: int | None
+) -> None:
+    seq_lens, size = case
+    ids = document_ids(padded(seq_lens), max_seq_len=size)
+    assert ids.dtype == torch.int64
+    # Padding that was left out has a higher number where there are zeros at the end; only equality counts.
+    assert [same(row) for row in ids.tolist()] == [same(row) for row in naive_ids(seq_lens, size)]
+
+    dense = dense_mask(padded(seq_lens), max_seq_len=size)
+    assert dense.dtype == torch.bool
+    assert dense.tolist() == naive_mask(seq_lens, size)
+    assert dense.any(-1).all(), "softmax over a row without a True is NaN"
+
+    max_segments = None if spare is None else max(map(len, seq_lens)) + 1 + spare
+    ends = cu_seqlens_of(padded(seq_lens), max_seq_len=size, max_segments=max_segments)
+    assert ends.dtype == torch.int32
+    assert len(ends) == len(seq_lens) * (max_segments or max(map(len, seq_lens)) + 1) + 1
+    # Without empty ones: the sequences of each pack, and the rest of it.
+    expected = [0]
+    for number, lengths in enumerate(seq_lens):
+        for length in [*lengths, size - sum(lengths)]:
+            expected += [expected[-1] + length] if length else []
+        assert expected[-1] == (number + 1) * size
+    assert ends.unique_consecutive().tolist() == expected
+
+
+def same(ids: list[int]) -> list[int]:
+    """Renumber ids in order of appearance."""
+    return [list(dict.fromkeys(ids)).index(number) for number in ids]
+
+
+def test_segments_beyond_max_segments() -> None:
+    """Padding comes last, so without an entry it joins the last sequence, of which no token attends to it."""
+    ends = cu_seqlens_of(torch.tensor([[3, 2], [1, 4]]), max_seq_len=6, max_segments=2)
+    assert ends.tolist() == [0, 3, 6, 7, 12]
+    message = "a pack has 3 segments, max_segments=2; raise max_segments, or leave it out"
+    with pytest.raises(ValueError, match=message):
+        cu_seqlens_of(torch.tensor([[3, 2, 1]]), max_seq_len=6, max_segments=2)
+
+
+def test_no_host_sync() -> None:
+    """On the meta device, reading a value raises."""
+    seq_lens = torch.empty(2, 5, dtype=torch.int32, device="meta")
+    assert document_ids(seq_lens, max_seq_len=16).device.type == "meta"
+    assert dense_mask(seq_lens, max_seq_len=16).shape == (2, 16, 16)
+    assert cu_seqlens_of(seq_lens, max_seq_len=16).shape == (13,)
+    assert flex_mask(seq_lens, max_seq_len=300, window=200).kv_indices.device.type == "meta"
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        seq_lens.sum().item()
+
+
+def test_make_mask_follows_the_device() -> None:
+    rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3, 3], 1)]
+    batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=8, num_lanes=1)))
+    auto, dense, sdpa, blocks = (
+        make_mask(batch, attention=word) for word in ("auto", "dense", "sdpa", "flex")
+    )
+    # Here each row has a token of its own, and padding is 0.
+    assert torch.equal(dense, (batch.tokens[:, :, None] == batch.tokens[:, None]).tril())
+    assert torch.equal(auto, dense)
+    assert torch.equal(sdpa, dense)
+    assert isinstance(blocks, BlockMask)
+    assert blocks.shape == (3, 1, 8, 8)
+    on_cuda = SimpleNamespace(
+        tokens=SimpleNamespace(device=torch.device("cuda"), shape=batch.tokens.shape), seq_lens=batch.seq_lens
+    )
+    assert isinstance(make_mask(on_cuda), BlockMask)
+    assert isinstance(make_mask(batch.to("meta")), torch.Tensor)
+    message = "attention='sparse' is unknown; choose one of 'auto', 'dense', 'sdpa', 'flex'"
+    with pytest.raises(ValueError, match=message):
+        make_mask(batch, attention="sparse")
+
+
+@settings(max_examples=80)
+@given(packed(longest=70), st.sampled_from([None, 1, 4, 9, 13]), st.sampled_from([4, 5, 16]))
+@example(([[16, 16, 16]], 48), None, 16)
+@example(([[48]], 48), 31, 16)  # the farthest pair in two adjacent blocks is 31 apart
+@example(([[48]], 48), 32, 16)
+@example(([[48]], 48), 17, 16)
+@example(([[48]], 48), 18, 16)
+@example(([[40, 3]], 48), None, 16)  # the padding left out
+def test_block_masks_equal_torchs(case: tuple[list[list[int]], int], window: int | None, block: int) -> None:
+    seq_lens, size = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "BLOCK_SIZE", block)
+        ours = flex_mask(padded(seq_lens), max_seq_len=size, window=window)
+    theirs = create_block_mask(ours.mask_mod, len(seq_lens), None, size, size, device="cpu", BLOCK_SIZE=block)
+    for side in ("kv", "q"):
+        for name in (
+            f"{side}_num_blocks",
+            f"{side}_indices",
+            f"full_{side}_num_blocks",
+            f"full_{side}_indices",
+        ):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+            assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+    assert (ours.seq_lengths, ours.BLOCK_SIZE) == (theirs.seq_lengths, theirs.BLOCK_SIZE)
+    # torch's mask was made of our function of two tokens, which has to be right, too.
+    near = torch.ones(size, size, dtype=torch.bool).triu(1 - (window or size))
+    seen = create_mask(ours.mask_mod, len(seq_lens), None, size, size, device="cpu")[:, 0]
+    assert torch.equal(seen, torch.tensor(naive_mask(seq_lens, size)) & near)
+
+
+class Largest(TorchDispatchMode):
+    """Records the size of the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(made, torch.Tensor):
+                self.numel = max(self.numel, made.numel())
+        return out
+
+
+def test_memory_of_a_block_mask_does_not_grow_with_pairs_of_tokens() -> None:
+    size = 16384
+    with Largest() as seen:
+        flex_mask(torch.tensor([[5000, 10000, 1384]], dtype=torch.int32), max_seq_len=size)
+    assert seen.numel <= max(size, (size // 128 + 1) ** 2)
+
+
+# Attention under a block mask.
+
+
+@eager
+@pytest.mark.parametrize(
+    ("window", "scale", "softcap"), [(None, None, None), (150, None, 2.0), (150, 0.7, None)]
+)
+def test_flex_attention_equals_the_naive_one(
+    window: int | None, scale: float | None, softcap: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 500, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
+    mask = flex_mask(torch.tensor([[200, 180, 120]]), max_seq_len=500, window=window)
+    ours = flex_attention_of(q, k, v, block_mask=mask, scale=scale, softcap=softcap)
+    flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+    expected = attend(*flat, torch.tensor([0, 200, 380, 500]), window=window, scale=scale, softcap=softcap)
+    assert difference(ours[0].transpose(0, 1), expected) < LIMIT[torch.float64]
+
+
+@eager
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
+)
+def test_block_masks_of_other_lengths_reuse_the_graph(device: str, backend: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 256, 16, generator=generator).to(device) for h in (4, 2, 2))
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def compiled(mask: BlockMask) -> torch.Tensor:
+        return 2 * flex_attention_of(q, k, v, block_mask=mask, softcap=3.0)
+
+    for seq_lens in random_packs(15, max_seq_len=256):
+        mask = flex_mask(seq_lens.to(device), max_seq_len=256)
+        out: Any = compiled(mask)
+        expected = 2 * flex_attention_of(q, k, v, block_mask=mask, softcap=3.0)
+        assert difference(out, expected) < LIMIT[torch.float32]
+    assert counter.frame_count == 1
+
+
+# Attention between boundaries.
+
+
+@settings(max_examples=60)
+@given(
+    cuts=st.lists(st.integers(0, 40), max_size=6),  # twice the same: an empty sequence
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    window=st.sampled_from([None, 1, 5, 100]),
+    scale=st.sampled_from([None, 0.7]),
+    softcap=st.sampled_from([None, 2.0]),
+    dtype=st.sampled_from(list(LIMIT)),
+    queries=st.sampled_from([512, 7]),
+)
+def test_varlen_attention_equals_the_naive_one(
+    cuts: list[int],
+    heads: tuple[int, int],
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    queries: int,
+) -> None:
+    ends = torch.tensor(sorted([0, *cuts, 40]), dtype=torch.int32)
+    q, k, v, upstream = tensors(40, heads=heads[0], kv_heads=heads[1], dtype=dtype)
+    given: dict[str, Any] = {"cu_seqlens": ends, "window": window, "scale": scale, "softcap": softcap}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "QUERY_BLOCK", queries)
+        ours = varlen_attention(q, k, v, max_seqlen=40, **given)
+        gradients = torch.autograd.grad(ours, (q, k, v), upstream)
+    assert ours.dtype == dtype
+    assert ours.is_contiguous()
+    expected = attend(*(x.double() for x in (q, k, v)), **given)
+    assert difference(ours, expected) < LIMIT[dtype]
+    wanted = torch.autograd.grad(expected, (q, k, v), upstream.double())
+    for ours, theirs in zip(gradients, wanted, strict=True):
+        assert float((ours.detach() - theirs.detach()).norm()) < LIMIT[dtype] * upstream.norm() * 10
+
+
+def test_the_output_has_the_dtype_of_autocast() -> None:
+    q, k, v, _ = tensors(12, heads=4, kv_heads=2, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = varlen_attention(
+            q, k, v.bfloat16(), cu_seqlens=torch.tensor([0, 12], dtype=torch.int32), max_seqlen=12
+        )
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("window", [None, 2000])
+def test_memory_grows_with_the_longest_sequence_and_not_with_its_square(window: int | None) -> None:
+    tokens, heads = 4096, 2
+    q, k, v, upstream = tensors(tokens, heads=heads, kv_heads=heads, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, 1000, 1300, tokens], dtype=torch.int32)
+    with Largest() as largest:
+        out = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=tokens, window=window)
+        torch.autograd.grad(out, (q, k, v), upstream)
+    assert largest.numel <= heads * varlen.QUERY_BLOCK * (tokens - 1300)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # of dynamo
+def test_compiled_code_attends_outside_the_graph() -> None:
+    """The lengths are read on the host, which breaks the graph; 20 packs must not compile more often than one."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    q, k, v, upstream = tensors(64, heads=4, kv_heads=2, dtype=torch.float32)
+
+    @torch.compile(backend=counter)
+    def attend(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=32)
+
+    counts = set()
+    for seq_lens in random_packs(20, max_seq_len=32):
+        cu_seqlens = cu_seqlens_of(seq_lens, max_seq_len=32)
+        out = attend(cu_seqlens)
+        gradients = torch.autograd.grad(out, (q, k, v), upstream)
+        expected = 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=32)
+        assert torch.equal(out, expected)
+        for ours, theirs in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
+            assert torch.equal(ours, theirs)
+        counts.add(counter.frame_count)
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "softcap", "why"),
+    [
+        (torch.float32, 64, None, "torch's kernel computes in 16 bits and the model is in torch.float32"),
+        (torch.bfloat16, 64, 50.0, "torch's kernel has no softcap and the model has one of 50.0"),
+        (torch.bfloat16, 20, None, "a head_dim that is a multiple of 8 and at most 256, the model's is 20"),
+        (torch.bfloat16, 264, None, "a head_dim that is a multiple of 8 and at most 256, the model's is 264"),
+        (torch.float16, 256, None, None),
+        (torch.bfloat16, 16, None, None),
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_limits_of_the_cuda_kernel(
+    kv_heads: int, dtype: torch.dtype, head_dim: int, softcap: float | None, why: str | None
+) -> None:
+    """Fake CUDA tensors run the kernel's checks without a GPU."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(40, h, head_dim, dtype=dtype, device="cuda") for h in (4, kv_heads, kv_heads))
+        ends = torch.empty(9, dtype=torch.int32, device="cuda")
+        for window in (None, 5):
+            settings: dict[str, Any] = {"max_seqlen": 20, "scale": 0.3, "softcap": softcap, "window": window}
+            if why is None:
+                out = varlen_attention(q, k, v, cu_seqlens=ends, **settings)
+                assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "cuda")
+                continue
+            with pytest.raises(ValueError, match=f"attention='varlen' on CUDA: .*{why}"):
+                varlen_attention(q, k, v, cu_seqlens=ends, **settings)
+
+
+@pytest.mark.parametrize(("window", "window_size"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0))])
+def test_a_window_includes_the_querys_own_token(
+    window: int | None, window_size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts the tokens before and after the query's own; (-1, 0) stands for all before it."""
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(varlen, "_varlen_kernel", lambda *_, **settings: got.update(settings))
+    with FakeTensorMode():
+        q = torch.empty(40, 4, 16, dtype=torch.bfloat16, device="cuda")
+        cu_seqlens = torch.empty(9, dtype=torch.int32, device="cuda")
+        varlen_attention(q, q, q, cu_seqlens=cu_seqlens, max_seqlen=20, window=window)
+    assert got == {"scale": None, "window_size": window_size}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_the_cuda_kernel_equals_the_cpu_loop(
+    heads: tuple[int, int], window: int | None, scale: float | None
+) -> None:
+    """The CPU gets the same 16-bit inputs and accumulates in 32 bits, as the kernel does."""
+    cu_seqlens = torch.tensor([0, 0, 37, 38, 64, 64, 200], dtype=torch.int32)
+    results = []
+    for device in ("cpu", "cuda"):
+        q, k, v, upstream = tensors(
+            200, heads=heads[0], kv_heads=heads[1], dtype=torch.bfloat16, device=device
+        )
+        out = varlen_attention(
+            q, k, v, cu_seqlens=cu_seqlens.to(device), max_seqlen=136, window=window, scale=scale
+        )
+        results.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, (q, k, v), upstream))])
+    for ours, theirs in zip(*results, strict=True):
+        assert difference(ours.double(), theirs.double()) < LIMIT[torch.bfloat16] or window == 1
+
+
+@pytest.mark.gpu
+def test_the_cuda_kernel_refuses_fp32() -> None:
+    q, k, v, _ = tensors(12, heads=4, kv_heads=2, dtype=torch.float32, device="cuda")
+    with pytest.raises(ValueError, match="attention='varlen' on CUDA: torch's kernel computes in 16 bits"):
+        varlen_attention(
+            q, k, v, cu_seqlens=torch.tensor([0, 12], dtype=torch.int32, device="cuda"), max_seqlen=12
+        )
+
+
+@pytest.mark.gpu
+def test_packs_of_other_lengths_reuse_the_graph_on_cuda() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    q, k, v, upstream = tensors(512, heads=4, kv_heads=2, dtype=torch.bfloat16, device="cuda")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=256)
+
+    for seq_lens in random_packs(20, max_seq_len=256):
+        out = attend(cu_seqlens_of(seq_lens.cuda(), max_seq_len=256))
+        torch.autograd.grad(out, (q, k, v), upstream)
+    assert counter.frame_count == 1
