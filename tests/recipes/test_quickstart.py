@@ -40,7 +40,11 @@ def test_the_quickstart_resumes_by_itself(
     config.max_steps = 1
     for overrides in advised:
         assert quickstart.main([overrides]) == 0
-    assert sorted(path.name for path in (tmp_path / "runs").glob("run-*")) == ["run-001", "run-002", "run-003"]
+    assert sorted(path.name for path in (tmp_path / "runs").glob("run-*")) == [
+        "run-001",
+        "run-002",
+        "run-003",
+    ]
     with pytest.raises(ValueError, match="missing|is no|unknown"):
         quickstart.main(["--traceback", "maxsteps=1"])
     shutil.rmtree(tmp_path / "runs" / "run-001")
