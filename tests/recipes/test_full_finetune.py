@@ -352,7 +352,7 @@ def test_a_run_by_epochs_ends_with_the_data(
     assert_falls(whole)
 
     config = tiny_config(epoch.copy_to(tmp_path), **SMALL, resume=True)
-    assert train(config) == epoch.result
+    assert train(config) | {"seconds": 0} == epoch.result | {"seconds": 0}
     assert "is over" in capsys.readouterr().out
     config.epochs = 2
     longer = train(config)
