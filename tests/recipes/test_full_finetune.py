@@ -54,7 +54,8 @@ SAME_LOSSES = {
 
 
 @pytest.mark.parametrize("changes", [SAME_LOSSES, pytest.param({"compile": True}, marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("ignore:.*:UserWarning:torch.*")  # about what torch does when it compiles
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # about what torch does when it compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_settings_that_do_not_change_the_losses(tmp_path: Path, whole: Run, changes: dict[str, Any]) -> None:
     train(tiny_config(tmp_path, **changes))
     for name in ("loss", "validation_loss"):
