@@ -334,3 +334,9 @@ def test_hints_leave_signatures_as_they_are() -> None:
         assert "args" not in inspect.signature(each).parameters
         with pytest.raises(TypeError, match="missing"):
             each()
+
+
+@pytest.mark.parametrize("minutes", [-1, True, "30", float("inf"), float("nan")])
+def test_an_outage_that_is_no_number_of_minutes_is_refused(minutes: Any) -> None:
+    with pytest.raises(ValueError, match="max_outage"):
+        IterablePackedDataset([{"input_ids": [1]}], max_seq_len=8, max_outage=minutes)
