@@ -43,7 +43,7 @@ test-torchtitan: $(VENV)-torchtitan/.installed  ## torchtitan's trainer on our p
 # The kernels lie in a folder of their own: transformers would use them in every other test, and without a GPU they fail.
 test-kernels: .site-kernels/.installed  ## kernels that are told where sequences begin, interpreted on the CPU
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
-		-p tests.support.kernels_on_cpu tests/attention/test_mixers.py -k interpreted $(PYTEST_ARGS)
+		-p tests.harness.kernels_on_cpu tests/attention/test_mixers.py -k interpreted $(PYTEST_ARGS)
 
 mutants: setup  ## plant some eighty known faults, one at a time, and say which no test sees; resumable; ARGS="sources."
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
@@ -83,7 +83,7 @@ models: setup  ## docs/guides/models.md: which families of models keep samples a
 	mkdir -p build && rm -f build/models.jsonl
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" \
 		tests/attention/test_torchtune.py tests/attention/test_families.py $(ARGS)
-	$(BIN)/python -m tests.support.models_table build/models.jsonl $(if $(ARGS),--some)
+	$(BIN)/python -m tests.harness.models_table build/models.jsonl $(if $(ARGS),--some)
 
 # A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are
 # installed beside that torch: a virtual environment would not see it, and often the torch lives in one itself.
@@ -116,8 +116,8 @@ wheels:  ## what a GPU machine without network lacks, as a folder to copy there;
 
 # The tables and pictures in docs/ are made from the code; a warning of Sphinx is an error.
 docs: $(VENV)/.installed-docs  ## the documentation as pages that open from disk: build/docs/index.html
-	$(BIN)/python -m tests.support.docs_tables
-	$(BIN)/python -m tests.support.docs_pictures
+	$(BIN)/python -m docs.tables
+	$(BIN)/python -m docs.drawings
 	$(BIN)/python -m sphinx -q -b html -c docs -d build/doctrees -W --keep-going -n . build/docs
 	@echo "open build/docs/index.html"
 

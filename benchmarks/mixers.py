@@ -16,8 +16,8 @@ import torch
 from benchmarks import report
 from benchmarks.lengths import lengths
 from streampack import Batch, IterablePackedDataset, collate_packed, prepare_model_for_packing
-from tests.support.hf_models import build
-from tests.support.hybrid_models import HYBRIDS, OTHERWISE
+from tests.harness.hf_models import build
+from tests.harness.hybrid_models import HYBRIDS, OTHERWISE
 
 LARGER: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_chunk_size": 64, "mamba_d_head": 64},

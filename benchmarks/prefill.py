@@ -17,7 +17,7 @@ import torch
 from benchmarks import report
 from benchmarks.lengths import lengths
 from streampack import prefill
-from tests.support.hf_models import build
+from tests.harness.hf_models import build
 
 BATCH = 16
 HEADER = (

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {"data.num_lanes": 4, "num_workers": 2, "batch_size":
 
 def config_of(folder: Path, **changes: Any) -> Any:
     """Return the tests' config of a tiny model on a corpus that it can learn; 4 packs a step."""
-    from tests.support.tiny import tiny_config
+    from tests.harness.tiny import tiny_config
 
     return tiny_config(folder, **{**SETTINGS, **changes})
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from torch.utils.data import _utils as torch_loader
 
-from tests.support.models_table import file_record
+from tests.harness.models_table import file_record
 
 # Configs of tests name components of tests, in the processes that tests start, too.
 os.environ.setdefault("STREAMPACK_TRUST", "tests")
@@ -48,6 +48,6 @@ def pytest_collection_finish() -> None:
 def record_model() -> Callable[[str, str, str, str], None]:
     """Files what a family of models did with a backend: ``record_model("torchtune", "gemma2", "dense", outcome)``.
 
-    The outcome is what `tests.support.models_table.figures` makes, or ``"refused: why"``.
+    The outcome is what `tests.harness.models_table.figures` makes, or ``"refused: why"``.
     """
     return lambda *record: file_record(record)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streampack import __version__, catalog, cli, tune_cli
-from tests.support.raising import fail
+from tests.harness.raising import fail
 
 RECIPE = """\
 import json, pathlib, sys

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.forked_ranks import run_ranks
-from tests.support.hf_tokenizers import byte_level
-from tests.support.models_table import BACKENDS, PAGE, read_page
+from tests.harness.forked_ranks import run_ranks
+from tests.harness.hf_tokenizers import byte_level
+from tests.harness.models_table import BACKENDS, PAGE, read_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -32,7 +32,7 @@ WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name not in OWN_T
 
 def test_readme_counts_the_families_of_the_page_of_models() -> None:
     pytest.importorskip("transformers")
-    from tests.support.hybrid_models import HYBRIDS
+    from tests.harness.hybrid_models import HYBRIDS
 
     taken: dict[str, set[str]] = {"of torchtune": set(), "of transformers": set()}
     for (library, family, backend), outcome in read_page(PAGE.read_text(encoding="utf-8")).items():

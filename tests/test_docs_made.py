@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import streampack
+from docs.drawings import FOLDER, PICTURES, SAMPLES, planned
+from docs.tables import DOCS, documented, put, tables
 from streampack.training.config import RunConfig
 from streampack.training.hints import DATA_KEYS, TORCHTUNE_KEYS, TRAINER_KEYS
-from tests.support.docs_pictures import FOLDER, PICTURES, SAMPLES, planned
-from tests.support.docs_tables import DOCS, documented, put, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 AGAIN = "`make docs` writes it anew"

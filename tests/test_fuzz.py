@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support import fuzz
+from tests.harness import chains as fuzz
 
 pytestmark = [
     # Lanes and ranks are drawn at random, for a resume too.
@@ -56,7 +56,7 @@ def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch) -> 
     good = fuzz.Case.dataset
     monkeypatch.setattr(fuzz.Case, "dataset", lambda case: good(case) if case.mixed else None)
     with pytest.raises(
-        AssertionError, match=r"\nreplay: tests\.support\.fuzz\.configuration\(1, \d+\); \w+Source of"
+        AssertionError, match=r"\nreplay: tests\.harness\.chains\.configuration\(1, \d+\); \w+Source of"
     ):
         for number in range(10):
             fuzz.configuration(1, number)

@@ -10,7 +10,7 @@ import pytest
 
 from streampack import TokensEncoder
 from streampack.instantiate import COMPONENTS, TRUST, build, resolve, trust
-from tests.support.tiny import WordTokenizer
+from tests.harness.tiny import WordTokenizer
 
 # Callables, public and private, of packages that hold components. Each can run code, read or write files, or open
 # connections.
@@ -229,7 +229,7 @@ def test_a_single_module_can_be_trusted(monkeypatch) -> None:
     assert resolve("json.decoder.JSONDecoder") is json.JSONDecoder
     with pytest.raises(ValueError, match="not among"):
         resolve("json.loads")
-    assert resolve("tests.support.tiny.WordTokenizer") is WordTokenizer
+    assert resolve("tests.harness.tiny.WordTokenizer") is WordTokenizer
     with pytest.raises(ValueError, match="not among"):
         resolve("testsuite.tiny")
 
@@ -246,7 +246,7 @@ def test_a_nested_node_is_an_argument():
     built = build(
         {
             "_component_": "streampack.TokensEncoder",
-            "tokens": {"_component_": "tests.support.tiny.WordTokenizer"},
+            "tokens": {"_component_": "tests.harness.tiny.WordTokenizer"},
         }
     )
     assert isinstance(built, TokensEncoder)
@@ -268,7 +268,7 @@ def test_arguments_are_injected_where_they_are_missing():
         ("torch.optim.AdamV", r"did you mean 'AdamW?'\?"),
         ("torch.optim.Zzz", "check the spelling"),
         ("tests.nowhere.Thing", "check the spelling"),
-        ("tests.support.tiny.WORDS", "check the spelling"),
+        ("tests.harness.tiny.WORDS", "check the spelling"),
     ],
 )
 def test_a_path_that_does_not_exist_is_refused(path, hint):

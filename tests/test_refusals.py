@@ -27,8 +27,8 @@ from streampack import (
     prepare_model_for_packing,
 )
 from streampack.cli import main
-from tests.support import hf_trainers
-from tests.support.hf_tokenizers import byte_level
+from tests.harness import hf_trainers
+from tests.harness.hf_tokenizers import byte_level
 
 ROWS = [{"input_ids": [5] * 9}] * 9
 
@@ -237,7 +237,7 @@ def test_a_config_is_refused_before_it_runs(
 ) -> None:
     from streampack.training.config import to_plain
     from streampack.training.validate import validate
-    from tests.support.tiny import tiny_config
+    from tests.harness.tiny import tiny_config
 
     monkeypatch.setenv("STREAMPACK_TRUST", "tests")
     config = to_plain(tiny_config(tmp_path, rows=100))

@@ -22,7 +22,7 @@ from streampack.attention import mixers
 from streampack.attention.families import PROVEN
 from streampack.attention.mixer_tables import ALIBI, BLOCKS, MIXERS, TAKES_BOUNDARIES, find_mixers
 from streampack.attention.probe_pack import pack_of
-from tests.support.hf_models import (
+from tests.harness.hf_models import (
     CHANGES,
     FAMILIES,
     MAX_SEQ_LEN,
@@ -33,12 +33,12 @@ from tests.support.hf_models import (
     run_alone,
     run_packed,
 )
-from tests.support.hybrid_models import HYBRIDS, OTHERWISE
-from tests.support.isolation import differences, is_padding, stream_and_batch
-from tests.support.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
-from tests.support.other_families import ISOLATED, REFUSED, UNTRIED, sizes_of
-from tests.support.quick import HYBRID_MECHANISMS, MECHANISMS
-from tests.support.vision_models import VISION_FAMILIES, build_vision
+from tests.harness.hybrid_models import HYBRIDS, OTHERWISE
+from tests.harness.isolation import differences, is_padding, stream_and_batch
+from tests.harness.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
+from tests.harness.other_families import ISOLATED, REFUSED, UNTRIED, sizes_of
+from tests.harness.quick import HYBRID_MECHANISMS, MECHANISMS
+from tests.harness.vision_models import VISION_FAMILIES, build_vision
 
 pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ import torch
 
 from streampack.attention import flash, varlen_attention
 from streampack.attention.flash import find_flash, flash_attention, why_not_flash
-from tests.support.attention_oracle import LIMIT, difference, tensors
+from tests.oracle.attention import LIMIT, difference, tensors
 
 CUDA = torch.device("cuda")
 CUTS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)

@@ -22,13 +22,13 @@ from streampack import (
     prepare_model_for_packing,
 )
 from streampack.map_style import collators
-from tests.support import groups, hf_models, tiny_torchtune
-from tests.support.hf_models import MAX_SEQ_LEN, build, prepared
-from tests.support.hf_trainers import model as trainers_model
-from tests.support.hf_trainers import samples, truth
-from tests.support.isolation import differences, stream_and_batch
-from tests.support.other_families import sizes_of
-from tests.support.vision_models import IMAGE, VIDEO, build_vision
+from tests.harness import groups, hf_models, tiny_torchtune
+from tests.harness.hf_models import MAX_SEQ_LEN, build, prepared
+from tests.harness.hf_trainers import model as trainers_model
+from tests.harness.hf_trainers import samples, truth
+from tests.harness.isolation import differences, stream_and_batch
+from tests.harness.other_families import sizes_of
+from tests.harness.vision_models import IMAGE, VIDEO, build_vision
 
 transformers = pytest.importorskip("transformers")
 

@@ -25,7 +25,7 @@ from streampack.attention import (
     varlen_attention,
 )
 from streampack.attention.flex import flex_attention_of
-from tests.support.attention_oracle import (
+from tests.oracle.attention import (
     LIMIT,
     attend,
     difference,

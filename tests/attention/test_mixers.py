@@ -22,10 +22,10 @@ from torch import nn
 from streampack import Batch, find_leaks, prepare_model_for_packing
 from streampack.attention.mixer_tables import find_mixers
 from streampack.attention.mixers import LENGTHS
-from tests.support.boundary_kernels import causal_conv1d_fn, one_by_one
-from tests.support.hf_models import MAX_SEQ_LEN, Wrapper, build, run_alone, run_packed
-from tests.support.hybrid_models import HYBRIDS
-from tests.support.isolation import differences, stream_and_batch
+from tests.harness.boundary_kernels import causal_conv1d_fn, one_by_one
+from tests.harness.hf_models import MAX_SEQ_LEN, Wrapper, build, run_alone, run_packed
+from tests.harness.hybrid_models import HYBRIDS
+from tests.harness.isolation import differences, stream_and_batch
 
 pytest.importorskip("transformers")
 
@@ -402,7 +402,7 @@ def models_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(
-    "tests.support.kernels_on_cpu" not in sys.modules, reason="needs the kernels: make test-kernels"
+    "tests.harness.kernels_on_cpu" not in sys.modules, reason="needs the kernels: make test-kernels"
 )
 @pytest.mark.filterwarnings("ignore")  # the interpreter computes what the kernels then mask
 @pytest.mark.usefixtures("models_of_transformers")

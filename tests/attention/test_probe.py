@@ -16,7 +16,7 @@ from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks
 from streampack.attention import document_ids
 from streampack.attention.report import CAUSES, WAY_OUT
 from streampack.packing.batch import null_pack, to_torchtune
-from tests.support.isolation import MAX_SEQ_LEN, VOCAB, stream_and_batch
+from tests.harness.isolation import MAX_SEQ_LEN, VOCAB, stream_and_batch
 
 Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (places, document ids) -> [b, L, L] bool
 

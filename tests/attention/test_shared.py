@@ -22,12 +22,12 @@ from streampack.attention.flex import flex_mask
 from streampack.attention.probe_pack import first_pack
 from streampack.attention.shared import SharedPrefixes
 from streampack.packing.groups import Group
-from tests.support import hf_models, tiny_torchtune
-from tests.support.attention_oracle import attend
-from tests.support.groups import TREES, batch_of, run_alone, run_packed, segments, trees
-from tests.support.hybrid_models import HYBRIDS
-from tests.support.isolation import differences
-from tests.support.quick import MECHANISMS, TORCHTUNE, sweep
+from tests.harness import hf_models, tiny_torchtune
+from tests.harness.groups import TREES, batch_of, run_alone, run_packed, segments, trees
+from tests.harness.hybrid_models import HYBRIDS
+from tests.harness.isolation import differences
+from tests.harness.quick import MECHANISMS, TORCHTUNE, sweep
+from tests.oracle.attention import attend
 
 LIMIT = {torch.float32: 1e-6, torch.float64: 1e-9}
 uncompiled_flex = pytest.mark.filterwarnings(

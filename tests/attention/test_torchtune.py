@@ -22,8 +22,7 @@ from streampack.attention import Inputs, varlen, varlen_attention
 from streampack.attention.backends import auto_backends
 from streampack.attention.torchtune import _why_not_backend
 from streampack.packing.batch import null_pack, to_torchtune
-from tests.support.attention_oracle import attend, random_packs
-from tests.support.isolation import (
+from tests.harness.isolation import (
     STREAMS,
     Run,
     differences,
@@ -34,10 +33,11 @@ from tests.support.isolation import (
     run_packed,
     stream_and_batch,
 )
-from tests.support.isolation import build as build_llama
-from tests.support.models_table import LIMITS, figures
-from tests.support.quick import TORCHTUNE
-from tests.support.tiny_torchtune import FAMILIES, MAX_SEQ_LEN, VOCAB, attention_modules, build, exactly
+from tests.harness.isolation import build as build_llama
+from tests.harness.models_table import LIMITS, figures
+from tests.harness.quick import TORCHTUNE
+from tests.harness.tiny_torchtune import FAMILIES, MAX_SEQ_LEN, VOCAB, attention_modules, build, exactly
+from tests.oracle.attention import attend, random_packs
 
 training = pytest.importorskip("torchtune.training")
 

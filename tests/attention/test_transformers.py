@@ -23,8 +23,7 @@ from streampack import Batch, find_leaks, prepare_model_for_packing
 from streampack.attention import dense_mask, varlen
 from streampack.attention.families import PROVEN
 from streampack.attention.probe_pack import pack_of
-from tests.support.attention_oracle import attend
-from tests.support.hf_models import (
+from tests.harness.hf_models import (
     EXPERTS,
     MAX_SEQ_LEN,
     VOCAB,
@@ -36,10 +35,11 @@ from tests.support.hf_models import (
     run_alone,
     run_packed,
 )
-from tests.support.hybrid_models import HYBRIDS
-from tests.support.isolation import differences, own, placed, stream_and_batch
-from tests.support.other_families import sizes_of
-from tests.support.ranks import run_ranks
+from tests.harness.hybrid_models import HYBRIDS
+from tests.harness.isolation import differences, own, placed, stream_and_batch
+from tests.harness.other_families import sizes_of
+from tests.harness.processes import run_ranks
+from tests.oracle.attention import attend
 
 pytest.importorskip("transformers")
 

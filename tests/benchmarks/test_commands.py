@@ -21,7 +21,7 @@ from benchmarks import (
     tokens,
     waiting,
 )
-from tests.support.tiny import WordTokenizer
+from tests.harness.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.scale import simulation as sim
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
 from streampack.packing.settings import Packing
-from tests.support.corpus import Numbers, rows, write
-from tests.support.thread_ranks import Board, InProcess, ThreadSync, run_threads
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.threads import Board, InProcess, ThreadSync, run_threads
 
 PACKING = Packing(40, buffer_size=6)
 DATA = rows(900, longest=16, seed=5)

@@ -33,12 +33,12 @@ from streampack.sources.source import Source
 from streampack.storage import base as storage
 from streampack.storage.base import LocalStorage
 from streampack.tokenize.tokenize import tokenize
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.forked_ranks import run_ranks
+from tests.harness.hub import Hub
+from tests.harness.mds import write_mds
+from tests.harness.threads import Board, ThreadSync, on_ranks
 from tests.sources import test_parquet
-from tests.support.corpus import Numbers, rows, write
-from tests.support.forked_ranks import run_ranks
-from tests.support.hub import Hub
-from tests.support.mds import write_mds
-from tests.support.thread_ranks import Board, ThreadSync, on_ranks
 
 FILES = 7
 

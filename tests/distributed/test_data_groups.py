@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader
 from streampack.distributed.data_groups import DataPlace, data_place, is_first_of_data_rank
-from tests.support.corpus import Numbers, rows
-from tests.support.forked_ranks import run_ranks
-from tests.support.thread_ranks import (
+from tests.harness.corpus import Numbers, rows
+from tests.harness.forked_ranks import run_ranks
+from tests.harness.threads import (
     Make,
     PackKey,
     ThreadSync,

@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from streampack.distributed.launcher import end_with_launcher, run_torchrun
 from streampack.distributed.world import join_world
 from streampack.storage.locks import lock_folder
-from tests.support.tiny import losses, tiny_config
-from tests.support.workers import gone
+from tests.harness.tiny import losses, tiny_config
+from tests.harness.workers import gone
 
 
 def wait_until(condition, what, process=None, *, seconds=60):

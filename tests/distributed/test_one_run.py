@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, Mix, PackedDataLoader
+from tests.harness.corpus import Numbers, rows
+from tests.harness.threads import ThreadSync, on_ranks
 from tests.streaming.test_run_identity import shifted
-from tests.support.corpus import Numbers, rows
-from tests.support.thread_ranks import ThreadSync, on_ranks
 
 DATA = rows(60)
 

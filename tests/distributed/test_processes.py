@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync, combine_counts
-from tests.support.corpus import Numbers, rows, write
-from tests.support.forked_ranks import run_ranks
-from tests.support.thread_ranks import (
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.forked_ranks import run_ranks
+from tests.harness.threads import (
     CORPORA,
     Fails,
     Make,
@@ -38,7 +38,7 @@ from tests.support.thread_ranks import (
     split_epochs,
     steps_of,
 )
-from tests.support.workers import gone, held
+from tests.harness.workers import gone, held
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),

@@ -24,9 +24,9 @@ from streampack.distributed.rank_sync import RankSync, shared_sync
 from streampack.loader.agreed_batches import ROUND
 from streampack.loader.batching import Batching
 from streampack.streaming.lane_state import LaneState
-from tests.support.corpus import Numbers, rows
-from tests.support.strategies import WAYS, settings_of
-from tests.support.thread_ranks import (
+from tests.harness.corpus import Numbers, rows
+from tests.harness.strategies import WAYS, settings_of
+from tests.harness.threads import (
     CORPORA,
     Board,
     Fails,

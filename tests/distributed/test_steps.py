@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.corpus import rows
-from tests.support.thread_ranks import (
+from tests.harness.corpus import rows
+from tests.harness.threads import (
     Run,
     Topology,
     by_lane,

@@ -15,8 +15,8 @@ from benchmarks.scale.ranks import connections
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.distributed.world import CONNECTED_GROUPS, OTHER_FILES, World, allow_connections, join_world
-from tests.support.ranks import RankError, open_store, run_ranks
-from tests.support.tiny import tiny_config
+from tests.harness.processes import RankError, open_store, run_ranks
+from tests.harness.tiny import tiny_config
 
 CPU = torch.device("cpu")
 

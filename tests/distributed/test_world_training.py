@@ -22,8 +22,8 @@ from streampack.packing.batch import null_pack, to_torchtune
 from streampack.training.config import RunConfig
 from streampack.training.meters import StepMeter
 from streampack.training.model import build_model, clip_gradients
-from tests.support.ranks import run_ranks
-from tests.support.tiny import losses, tiny_config
+from tests.harness.processes import run_ranks
+from tests.harness.tiny import losses, tiny_config
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from streampack.inspection.report import Advice
 from streampack.inspection.shape import RunShape
 from streampack.inspection.survey import inspect_dataset
 from streampack.training.config import RunConfig
-from tests.support.inspection import log_normal, token_rows
-from tests.support.segments import Pairs
+from tests.harness.inspection import log_normal, token_rows
+from tests.harness.segments import Pairs
 
 FITTING = token_rows(log_normal(3000, 60, 0.6))
 

@@ -11,8 +11,8 @@ import pytest
 
 from streampack import cli
 from streampack.inspection import command
-from tests.support.hf_tokenizers import byte_level
-from tests.support.inspection import chats
+from tests.harness.hf_tokenizers import byte_level
+from tests.harness.inspection import chats
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from streampack_recipes.full_finetune import train
 
 from streampack.cli import main
 from streampack.training.row_losses import ROWS_FOLDER, ranked, read_step
-from tests.support.tiny import tiny_config
+from tests.harness.tiny import tiny_config
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from streampack import IterablePackedDataset
 from streampack.inspection.costs import model_work, slowest_over_mean
 from streampack.packing.attention_cost import AttentionCost
-from tests.support.inspection import log_normal, token_rows
+from tests.harness.inspection import log_normal, token_rows
 
 
 def node(**changes: object) -> dict[str, object]:

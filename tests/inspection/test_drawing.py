@@ -5,7 +5,7 @@ import re
 from streampack import IterablePackedDataset
 from streampack.inspection.drawing import COLOURS, END, MASKED, PADDING, TRAINED, draw_packs
 from streampack.inspection.picture import first_packs
-from tests.support.inspection import token_rows
+from tests.harness.inspection import token_rows
 
 
 def drawn(lengths: list[int], width: int = 32, *, pad_seqs_to: int = 1, **settings: object) -> str:

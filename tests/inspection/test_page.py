@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from streampack.inspection.page import Bar, Fact, bars, bullets, facts, page, paragraph, section, table
-from tests.support.html import parsed
+from tests.harness.html import parsed
 
 EVIL = "</script></style></template><script>alert(1)</script> & \" ' <img src=x onerror=alert(2)>"
 

@@ -8,9 +8,9 @@ from streampack.inspection.page_packs import MOST_TEXT, boundaries, mask_figure,
 from streampack.inspection.picture import first_packs
 from streampack.inspection.reading import tolerant
 from streampack.inspection.report import PackView, Run, Sequence
+from tests.harness.html import parsed
+from tests.harness.inspection import dataset, token_rows
 from tests.inspection.test_page import EVIL
-from tests.support.html import parsed
-from tests.support.inspection import dataset, token_rows
 
 
 def packs(folder: Path) -> list[PackView]:

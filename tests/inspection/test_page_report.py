@@ -10,9 +10,9 @@ from streampack.inspection.page_report import report_page
 from streampack.inspection.report import SourceShare
 from streampack.inspection.shape import RunShape
 from streampack.inspection.survey import inspect_dataset
-from tests.support.hf_tokenizers import byte_level
-from tests.support.html import parsed
-from tests.support.inspection import chats, dataset
+from tests.harness.hf_tokenizers import byte_level
+from tests.harness.html import parsed
+from tests.harness.inspection import chats, dataset
 
 
 @pytest.mark.parametrize("model", [None, ModelWork(1e6, 1e3, 12345, "tiny")])

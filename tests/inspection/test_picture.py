@@ -13,9 +13,9 @@ from streampack.inspection.page_packs import mask_figure
 from streampack.inspection.picture import MOST_TEXT, first_packs
 from streampack.inspection.reading import tolerant
 from streampack.packing.batch import stack_packs
-from tests.support.corpus import rows
-from tests.support.inspection import CORPORA, dataset, token_rows
-from tests.support.segments import Pairs
+from tests.harness.corpus import rows
+from tests.harness.inspection import CORPORA, dataset, token_rows
+from tests.harness.segments import Pairs
 
 
 @pytest.mark.parametrize("name", CORPORA)

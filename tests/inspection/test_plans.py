@@ -7,7 +7,7 @@ from streampack.inspection.plans import plan_lanes, plan_padding, steps_of
 from streampack.loader.batching import Batching
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.settings import Packing
-from tests.support import oracle
+from tests.oracle import packing as oracle
 
 
 @pytest.mark.parametrize("strategy", list(oracle.CHOOSE))

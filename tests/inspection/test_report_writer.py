@@ -16,8 +16,8 @@ from streampack.inspection.report_writer import PACKS, REPORT_FILE, ReportWriter
 from streampack.packing.batch import Batch
 from streampack.training.config import read_config
 from streampack.training.record import METRICS_FILE, read_metrics
-from tests.support.ranks import run_ranks
-from tests.support.tiny import interrupt_step, numbers, tiny_config
+from tests.harness.processes import run_ranks
+from tests.harness.tiny import interrupt_step, numbers, tiny_config
 
 
 def page_of(folder: Path) -> str:

@@ -11,8 +11,8 @@ from streampack.accounting import Ledger
 from streampack.inspection.report import PackView, Run, Sequence
 from streampack.inspection.run_page import run_page
 from streampack.inspection.run_report import RunReport
+from tests.harness.html import parsed
 from tests.inspection.test_page import EVIL
-from tests.support.html import parsed
 
 
 def pack(sequences: int = 2, text: str = "what?") -> PackView:

@@ -18,9 +18,9 @@ from streampack.inspection.survey import inspect_dataset
 from streampack.loader.batching import Batching
 from streampack.packing.attention_cost import AttentionCost
 from streampack.training.methods import MethodLoader
-from tests.support.inspection import CORPORA, dataset, log_normal, token_rows
-from tests.support.mixtures import entry
-from tests.support.thread_ranks import Topology, run
+from tests.harness.inspection import CORPORA, dataset, log_normal, token_rows
+from tests.harness.mixtures import entry
+from tests.harness.threads import Topology, run
 
 WAYS: dict[str, dict[str, Any]] = {
     "next_fit": {"strategy": "next_fit"},

@@ -12,7 +12,7 @@ from streampack.inspection.page_report import report_page
 from streampack.inspection.report import Report, SourceShare
 from streampack.inspection.survey import inspect_dataset
 from streampack.inspection.terminal import print_report
-from tests.support.inspection import dataset
+from tests.harness.inspection import dataset
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 from streampack import IterablePackedDataset, prepare_trainer_for_packing
 from streampack.inspection.report_writer import PACKS
 from streampack.inspection.trainer_report import write_trainer_report
+from tests.harness import hf_trainers
+from tests.harness.html import parsed
 from tests.inspection.test_run_page import after, cells
-from tests.support import hf_trainers
-from tests.support.html import parsed
 
 
 def packs(**changes: Any) -> IterablePackedDataset:

@@ -26,7 +26,7 @@ from streampack import (
 )
 from streampack.integrations.hf_trainer.checkpoints import STREAM_FILE, newest_checkpoint, write_stream
 from streampack.packing.groups import Group
-from tests.support.hf_trainers import (
+from tests.harness.hf_trainers import (
     MAX_SEQ_LEN,
     SAMPLES,
     Killed,
@@ -42,7 +42,7 @@ from tests.support.hf_trainers import (
     trainer_of,
     truth,
 )
-from tests.support.ranks import RankError, run_ranks
+from tests.harness.processes import RankError, run_ranks
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ import pytest
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.integrations.hf_trainer.epochs import plan_epochs
-from tests.support.hf_trainers import held_out, losses, packed, samples, stream
-from tests.support.ranks import run_ranks
+from tests.harness.hf_trainers import held_out, losses, packed, samples, stream
+from tests.harness.processes import run_ranks
 
 transformers = pytest.importorskip("transformers")
 

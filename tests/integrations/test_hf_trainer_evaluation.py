@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from streampack import FlatteningCollator, PaddedCollator, prepare_trainer_for_packing
-from tests.support.hf_trainers import held_out, model, packed, samples, stream, trainer_of, truth
+from tests.harness.hf_trainers import held_out, model, packed, samples, stream, trainer_of, truth
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.hf_trainers import losses, packed, samples, stream
-from tests.support.ranks import RankError, run_ranks
+from tests.harness.hf_trainers import losses, packed, samples, stream
+from tests.harness.processes import RankError, run_ranks
 
 
 def train(folder: Path, resume: Path | None = None, lanes: int = 1, accumulation: int = 2) -> Any:

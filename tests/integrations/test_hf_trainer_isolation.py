@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from streampack import prepare_trainer_for_packing
-from tests.support.hf_trainers import losses, model, stream, trainer_of
-from tests.support.ranks import RankError, run_ranks
+from tests.harness.hf_trainers import losses, model, stream, trainer_of
+from tests.harness.processes import RankError, run_ranks
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,8 +10,8 @@ import pytest
 
 from streampack import PackedDataLoader
 from streampack.packing.attention_cost import AttentionCost
-from tests.support.hf_trainers import held_out, packed, samples, stream
-from tests.support.ranks import run_ranks
+from tests.harness.hf_trainers import held_out, packed, samples, stream
+from tests.harness.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 

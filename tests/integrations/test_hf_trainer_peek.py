@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hf_trainers import losses, packed, samples, stream
+from tests.harness.hf_trainers import losses, packed, samples, stream
 
 
 @pytest.mark.parametrize("peek", ["packs", "loader"])

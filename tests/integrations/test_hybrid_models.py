@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from streampack import IterablePackedDataset, prepare_trainer_for_packing
-from tests.support.hf_models import build
-from tests.support.hybrid_models import HYBRIDS
-from tests.support.quick import sweep
+from tests.harness.hf_models import build
+from tests.harness.hybrid_models import HYBRIDS
+from tests.harness.quick import sweep
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

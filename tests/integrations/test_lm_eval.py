@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.eval_tasks import MAX_LENGTH, TASKS, WORDS, words, write_model, write_tasks
+from tests.harness.eval_tasks import MAX_LENGTH, TASKS, WORDS, words, write_model, write_tasks
 
 pytestmark = [
     pytest.mark.slow,

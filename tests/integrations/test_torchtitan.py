@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from streampack import IterablePackedDataset, PackedDataLoader, RolloutEncoder
-from tests.support.corpus import Numbers, rows
-from tests.support.forked_ranks import run_ranks
-from tests.support.hf_tokenizers import byte_level
+from tests.harness.corpus import Numbers, rows
+from tests.harness.forked_ranks import run_ranks
+from tests.harness.hf_tokenizers import byte_level
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan and what it imports

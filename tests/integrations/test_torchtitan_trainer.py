@@ -1,6 +1,6 @@
 """torchtitan's trainer on packs, with its debug model, on a CPU; `make test-torchtitan` runs this.
 
-`tests.support.torchtitan_cpu` says what is replaced for a CPU.
+`tests.harness.torchtitan_cpu` says what is replaced for a CPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from streampack import find_leaks
-from tests.support.hf_tokenizers import byte_level
-from tests.support.torchtitan_runs import ROOT, train
+from tests.harness.hf_tokenizers import byte_level
+from tests.harness.torchtitan_runs import ROOT, train
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -56,7 +56,7 @@ def copy(folder: Path) -> Path:
 def test_losses_equal_those_of_a_plain_loop_over_single_sequences(
     begun: Path, whole: dict[int, float]
 ) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.torchtitan_runs", str(begun), str(STEPS)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.harness.torchtitan_runs", str(begun), str(STEPS)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     printed = subprocess.run(command, env=env, cwd=begun, check=True, capture_output=True, text=True).stdout
     plain = json.loads(printed.splitlines()[-1])

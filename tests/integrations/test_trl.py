@@ -18,8 +18,8 @@ from streampack import (
     TokensEncoder,
     prepare_trainer_for_packing,
 )
-from tests.support.hf_trainers import MAX_SEQ_LEN, Killed, assert_same, losses, model, settings, truth
-from tests.support.ranks import RankError, run_ranks
+from tests.harness.hf_trainers import MAX_SEQ_LEN, Killed, assert_same, losses, model, settings, truth
+from tests.harness.processes import RankError, run_ranks
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")

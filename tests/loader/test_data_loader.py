@@ -166,7 +166,7 @@ SHARED = "1 iterable is shared by 2 lanes: each is read by 2 of them, which take
 
 def test_a_batch_traces_to_file_row_and_text(tmp_path):
     from streampack import JSONLSource, TextEncoder
-    from tests.support.tiny import WordTokenizer, write_rows
+    from tests.harness.tiny import WordTokenizer, write_rows
 
     source = JSONLSource(write_rows(tmp_path / "rows.jsonl", 50))
     data = IterablePackedDataset(source, max_seq_len=24, encoder=TextEncoder(WordTokenizer()), shuffle=True)

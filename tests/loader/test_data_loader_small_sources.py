@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from streampack import IterablePackedDataset, IterableSource, JSONLSource, MapSource, Mix, ParquetSource
-from tests.support.corpus import Numbers, rows, write
-from tests.support.mixtures import APART, entry, shifted
-from tests.support.thread_ranks import InProcess, Topology, run, steps_of_run
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.mixtures import APART, entry, shifted
+from tests.harness.threads import InProcess, Topology, run, steps_of_run
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import pytest
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
 from streampack.packing.batch import Batch
 from streampack.sources.bad_records import Quarantine
-from tests.support.corpus import Numbers, rows, write
-from tests.support.interrupts import Injector, within
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.interrupts import Injector, within
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),

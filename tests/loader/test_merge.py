@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streampack import IterablePackedDataset, MapSource
 from streampack.loader.merge import RankBatches
 from streampack.streaming.lane_state import LaneEvent
-from tests.support.corpus import Numbers, rows
+from tests.harness.corpus import Numbers, rows
 
 
 class Failing:

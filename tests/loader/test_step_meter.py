@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from streampack import PackedDataLoader
 from streampack.loader.step_meter import StepMeter
 from streampack.packing.attention_cost import AttentionCost
-from tests.support.corpus import rows
-from tests.support.thread_ranks import ThreadSync, make, on_ranks
+from tests.harness.corpus import rows
+from tests.harness.threads import ThreadSync, make, on_ranks
 
 
 def ratio(costs: list[int]) -> float:

@@ -20,8 +20,8 @@ from streampack import (
     collate_packed,
 )
 from streampack.map_style import collators
-from tests.support.hf_tokenizers import byte_level
-from tests.support.thread_ranks import ThreadSync, on_ranks
+from tests.harness.hf_tokenizers import byte_level
+from tests.harness.threads import ThreadSync, on_ranks
 
 
 def row(tokens: int, trained: bool) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from streampack.loader.wire import fold, unfold
 from streampack.packing.assemble import assemble
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.types import Fragment, Pack
-from tests.support.corpus import plain
+from tests.harness.corpus import plain
 
 
 def pack_of(seq_lens: list[int], *, largest: int = 7) -> Pack:

@@ -22,9 +22,9 @@ import pytest
 from streampack import IterablePackedDataset
 from streampack.loader import workers
 from streampack.loader.workers import Worker
-from tests.support.corpus import Numbers, rows, write
-from tests.support.interrupts import Injector, within
-from tests.support.workers import content, dataset, expected, gone, held, worker
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.interrupts import Injector, within
+from tests.harness.workers import content, dataset, expected, gone, held, worker
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
@@ -314,7 +314,7 @@ def test_workers_ignore_ctrl_c() -> None:
 SPAWNED = """
 import multiprocessing as mp, sys
 from streampack import IterablePackedDataset, PackedDataLoader
-from tests.support.corpus import Numbers
+from tests.harness.corpus import Numbers
 
 def batches(path, num_workers):
     settings = {"num_lanes": 2, "shuffle": True, "epochs": 2, "untrained": "keep"}

@@ -18,8 +18,8 @@ import pytest
 
 from streampack import IterableSource, Sample
 from streampack.loader import workers
-from tests.support.corpus import Numbers, write
-from tests.support.workers import ROWS, Deadly, content, count_files, dataset, die, expected, state_of, worker
+from tests.harness.corpus import Numbers, write
+from tests.harness.workers import ROWS, Deadly, content, count_files, dataset, die, expected, state_of, worker
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),

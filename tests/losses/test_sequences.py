@@ -31,7 +31,7 @@ from streampack.losses import (
     trained_tokens,
 )
 from streampack.packing.batch import null_pack, stack_packs
-from tests.support.groups import batch_of, label, segments, trees
+from tests.harness.groups import batch_of, label, segments, trees
 
 VOCAB = 64
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataset, plan_packs
-from tests.support import oracle
+from tests.oracle import packing as oracle
 
 torchtune_datasets = pytest.importorskip("torchtune.datasets")
 

@@ -25,9 +25,10 @@ from streampack import (
 )
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import null_pack, stack_packs, to_torchtune, unstack_packs
-from tests.support import groups, oracle
-from tests.support.hf_trainers import held_out, samples, stream, trainer_of
-from tests.support.strategies import WAYS, settings_of
+from tests.harness import groups
+from tests.harness.hf_trainers import held_out, samples, stream, trainer_of
+from tests.harness.strategies import WAYS, settings_of
+from tests.oracle import packing as oracle
 
 LIMIT = 12
 NAMES = ("tokens", "labels", "input_pos", "seq_lens")

@@ -5,7 +5,7 @@ import pytest
 
 from streampack import IGNORE_INDEX, Sample
 from streampack.packing.cut_samples import with_eos
-from tests.support.samples import make_sample
+from tests.harness.samples import make_sample
 
 
 @pytest.mark.parametrize("eos", [2, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1])

@@ -17,7 +17,7 @@ from streampack import (
     PromptCompletionEncoder,
     Sample,
 )
-from tests.support.hf_tokenizers import (
+from tests.harness.hf_tokenizers import (
     BOS,
     CHATML,
     CROSSING,

@@ -22,7 +22,7 @@ from streampack import (
     PromptCompletionEncoder,
     RolloutEncoder,
 )
-from tests.support.hf_tokenizers import CHATML, DEAF, byte_level
+from tests.harness.hf_tokenizers import CHATML, DEAF, byte_level
 
 USER = {"role": "user", "content": "hello"}
 GOOD = {"role": "assistant", "content": "hello there"}

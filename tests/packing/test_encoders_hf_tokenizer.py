@@ -15,7 +15,7 @@ import pytest
 from streampack import IGNORE_INDEX, HFTokenizer, IterablePackedDataset, MessagesEncoder, TextEncoder
 from streampack.instantiate import build
 from streampack.packing.encoders import check_tokenizer, padding_id
-from tests.support.hf_tokenizers import BOS, DATED, END, EOS, MARKED, START, byte_level, llama_like
+from tests.harness.hf_tokenizers import BOS, DATED, END, EOS, MARKED, START, byte_level, llama_like
 
 HABITS = {
     "plain": lambda: byte_level(),
@@ -265,7 +265,7 @@ def test_tokenizers_work_in_the_config_of_a_recipe(folder: Path, tmp_path: Path)
     pytest.importorskip("torchtune")
     from streampack.training.config import read_config
     from streampack.training.data import build_data
-    from tests.support.tiny import tiny_config
+    from tests.harness.tiny import tiny_config
 
     path, rows = str(folder), tmp_path / "chat.jsonl"
     talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "hello there"}]

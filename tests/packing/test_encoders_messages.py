@@ -13,7 +13,7 @@ import pytest
 from streampack import IGNORE_INDEX, IterablePackedDataset, MapSource, MessagesEncoder, Mix, PackedDataset
 from streampack.map_style.method_loader import method_loader
 from streampack.packing.encoders import guard_datasets
-from tests.support.hf_tokenizers import MARKED, byte_level
+from tests.harness.hf_tokenizers import MARKED, byte_level
 
 tune_data = pytest.importorskip("torchtune.data")
 

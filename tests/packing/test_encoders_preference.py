@@ -22,7 +22,7 @@ from streampack import (
     PreferenceEncoder,
     PromptCompletionEncoder,
 )
-from tests.support.hf_tokenizers import CHATML, MARKED, byte_level
+from tests.harness.hf_tokenizers import CHATML, MARKED, byte_level
 
 USER = {"role": "user", "content": "What is the answer?"}
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -445,7 +445,7 @@ def test_pairs_in_the_config_of_a_recipe(tmp_path: Path) -> None:
     from streampack.instantiate import build
     from streampack.training.config import config_problems, read_config, to_plain
     from streampack.training.data import build_data
-    from tests.support.tiny import tiny_config
+    from tests.harness.tiny import tiny_config
 
     byte_level(template=MARKED).save_pretrained(tmp_path / "tokenizer")
     tokenizer = {"_component_": "streampack.HFTokenizer", "path": str(tmp_path / "tokenizer")}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, PreferenceEncoder
+from tests.harness.hf_tokenizers import CHATML, CROSSING, DEAF, FORGETFUL, byte_level
 from tests.packing.test_encoders_preference import BAD, CALL, GOOD, LETTERS, SYSTEM, USER, pair
-from tests.support.hf_tokenizers import CHATML, CROSSING, DEAF, FORGETFUL, byte_level
 
 
 @pytest.mark.parametrize(

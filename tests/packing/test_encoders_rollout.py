@@ -18,8 +18,8 @@ from streampack import (
     PromptCompletionEncoder,
     RolloutEncoder,
 )
+from tests.harness.hf_tokenizers import CHATML, DEAF, byte_level
 from tests.packing.test_encoders_preference import GOOD, LETTERS, TALK, TOOL, USER, sequences, trained
-from tests.support.hf_tokenizers import CHATML, DEAF, byte_level
 
 ids = st.lists(st.integers(5, 8), min_size=1, max_size=5)
 

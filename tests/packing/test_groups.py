@@ -36,10 +36,10 @@ from streampack.packing.batch import null_pack, stack_packs, to_torchtune
 from streampack.packing.samples import sample_from_encoded
 from streampack.streaming.balance import hand_out_order
 from streampack.tokenize import tokenize
-from tests.support.corpus import Numbers, rows
-from tests.support.mixtures import APART, shifted
-from tests.support.segments import Pairs
-from tests.support.thread_ranks import Topology, run
+from tests.harness.corpus import Numbers, rows
+from tests.harness.mixtures import APART, shifted
+from tests.harness.segments import Pairs
+from tests.harness.threads import Topology, run
 
 LIMIT = 24
 ROWS = rows(60)

@@ -16,8 +16,8 @@ from streampack import IterablePackedDataset, PackedDataset, plan_packs
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.settings import OVERLONG
 from streampack.packing.strategies import STRATEGIES
-from tests.support import oracle
-from tests.support.strategies import WAYS, settings_of
+from tests.harness.strategies import WAYS, settings_of
+from tests.oracle import packing as oracle
 
 CHOOSING = tuple(oracle.CHOOSE)
 

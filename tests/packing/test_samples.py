@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streampack import IGNORE_INDEX
 from streampack.packing.columns import narrowed
 from streampack.packing.samples import check_sample, sample_from_columns
-from tests.support.samples import make_sample
+from tests.harness.samples import make_sample
 
 anything = st.one_of(
     st.integers(0, 99),

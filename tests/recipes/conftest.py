@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.runs import Run, whole_run
+from tests.harness.runs import Run, whole_run
 
 
 @pytest.fixture(scope="session")

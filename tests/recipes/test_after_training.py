@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from streampack_recipes import full_finetune, lora_finetune
 
-from tests.support.tiny_hf import hf_config, write_base
+from tests.harness.tiny_hf import hf_config, write_base
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -126,7 +126,7 @@ def test_the_runs_tokenizer_is_copied_to_the_weights(tmp_path: Path, monkeypatch
 
 
 def tokenizer_of(path: str) -> Any:
-    from tests.support.tiny import WordTokenizer
+    from tests.harness.tiny import WordTokenizer
 
     return WordTokenizer()
 

@@ -25,9 +25,9 @@ from streampack.instantiate import build
 from streampack.training.config import read_config
 from streampack.training.data import build_data, build_loader
 from streampack.training.record import read_metrics
-from tests.support.preferences import dpo_config, whole_pairs
-from tests.support.ranks import run_ranks
-from tests.support.tiny import interrupt_step, losses, numbers
+from tests.harness.preferences import dpo_config, whole_pairs
+from tests.harness.processes import run_ranks
+from tests.harness.tiny import interrupt_step, losses, numbers
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
@@ -233,7 +233,7 @@ def test_pairs_of_a_mixture_have_losses_by_source(tmp_path: Path) -> None:
 def test_answers_of_one_token_can_be_held_out(tmp_path: Path) -> None:
     """Their labels are the ones that the prompt's last token predicts, and they are not in the pack's own."""
     config = dpo_config(
-        tmp_path, max_steps=1, **{"data.encoder": {"_component_": "tests.support.preferences.Short"}}
+        tmp_path, max_steps=1, **{"data.encoder": {"_component_": "tests.harness.preferences.Short"}}
     )
     [first, _] = train(config)["held_out"]
     assert first == (0, pytest.approx(math.log(2), abs=1e-6))
@@ -241,7 +241,7 @@ def test_answers_of_one_token_can_be_held_out(tmp_path: Path) -> None:
 
 def score(folder: Path, config: Any) -> Path:
     """Write the rows of a config once more, with the log-probabilities of its first weights, one answer at a time."""
-    from tests.support.preferences import PairEncoder
+    from tests.harness.preferences import PairEncoder
 
     cfg = read_config(config)
     model = llama3(**{key: value for key, value in cfg.model.items() if key != "_component_"})
@@ -265,7 +265,7 @@ def score(folder: Path, config: Any) -> Path:
 def test_numbers_in_the_data_take_the_place_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = {"_component_": "tests.support.preferences.PairEncoder", "ref": "ref"}
+    encoder = {"_component_": "tests.harness.preferences.PairEncoder", "ref": "ref"}
     config = dpo_config(tmp_path, max_steps=12, reference="data", **{"data.encoder": encoder})
     config.data.source.paths = str(score(tmp_path, config))
     config.validation = None  # rows are held out by their content, which the numbers are a part of
@@ -383,7 +383,7 @@ def test_recipes_of_cross_entropy_refuse_pairs(tmp_path: Path) -> None:
         ValueError, match="share a prompt, and cross-entropy would leave out .* share_prefix=False"
     ):
         train_plain(dpo_config(tmp_path, loss=None, validation=None))
-    unshared = {"_component_": "tests.support.preferences.PairEncoder", "share_prefix": False}
+    unshared = {"_component_": "tests.harness.preferences.PairEncoder", "share_prefix": False}
     result = train_plain(dpo_config(tmp_path, loss=None, max_steps=2, **{"data.encoder": unshared}))
     assert result["step"] == 2
 

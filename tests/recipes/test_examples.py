@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from streampack import cli
-from tests.support import hf_trainers
-from tests.support.hf_tokenizers import byte_level
+from tests.harness import hf_trainers
+from tests.harness.hf_tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -18,9 +18,9 @@ from torchtune.models.llama3 import llama3
 from torchtune.training.metric_logging import StdoutLogger
 
 from streampack import IterablePackedDataset, JSONLSource, TextEncoder, cli
-from tests.support.ranks import run_ranks, start_process
-from tests.support.runs import Run, run_once
-from tests.support.tiny import WordTokenizer, losses, mixed_config, numbers, tiny_config, write_rows
+from tests.harness.processes import run_ranks, start_process
+from tests.harness.runs import Run, run_once
+from tests.harness.tiny import WordTokenizer, losses, mixed_config, numbers, tiny_config, write_rows
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -8,8 +8,8 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params
 
 from streampack.training.lora import start_adapters
-from tests.support.ranks import RankError, run_ranks
-from tests.support.tiny import ADAPTERS, BASE, lora_config, losses, numbers
+from tests.harness.processes import RankError, run_ranks
+from tests.harness.tiny import ADAPTERS, BASE, lora_config, losses, numbers
 
 
 def saved(folder, pattern):

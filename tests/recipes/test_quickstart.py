@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from streampack_recipes import quickstart
 
 from streampack.training.run_folder import Interrupted
-from tests.support.runs import Run
-from tests.support.tiny import interrupt_step, tiny_config
+from tests.harness.runs import Run
+from tests.harness.tiny import interrupt_step, tiny_config
 
 
 def test_the_quickstart_resumes_by_itself(

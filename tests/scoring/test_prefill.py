@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from streampack import prefill, prepare_model_for_packing
-from tests.support.hf_models import EXPERTS, FAMILIES, HEADS, ONE_WINDOW, SIZES, VOCAB, WINDOW, Wrapper, build
-from tests.support.hybrid_models import HYBRIDS
-from tests.support.other_families import ISOLATED, sizes_of
-from tests.support.quick import sweep
+from tests.harness.hf_models import EXPERTS, FAMILIES, HEADS, ONE_WINDOW, SIZES, VOCAB, WINDOW, Wrapper, build
+from tests.harness.hybrid_models import HYBRIDS
+from tests.harness.other_families import ISOLATED, sizes_of
+from tests.harness.quick import sweep
 
 transformers = pytest.importorskip("transformers")
 

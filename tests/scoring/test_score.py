@@ -20,9 +20,9 @@ from torch.distributed.tensor import distribute_tensor
 from streampack import Group, IterablePackedDataset, collate_packed, prepare_model_for_packing, score
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.scoring import Score
-from tests.support import hf_models, tiny_torchtune
-from tests.support.forked_ranks import run_ranks
-from tests.support.hybrid_models import HYBRIDS
+from tests.harness import hf_models, tiny_torchtune
+from tests.harness.forked_ranks import run_ranks
+from tests.harness.hybrid_models import HYBRIDS
 
 VOCAB = hf_models.VOCAB
 Pair = tuple[list[int], list[int]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from streampack import prepare_model_for_packing
+from tests.harness import hf_models
 from tests.scoring.test_score import alone, check, requests, scored
-from tests.support import hf_models
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,8 @@ from streampack import Holdout, IterablePackedDataset, JSONLSource, MapSource, M
 from streampack.sources import ParquetSource, Reading
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import BadRecord
-from tests.support.conformance import check_resume_everywhere, content
-from tests.support.corpus import Numbers, rows
+from tests.harness.conformance import check_resume_everywhere, content
+from tests.harness.corpus import Numbers, rows
 
 KINDS = ("jsonl", "gz", "cut gz", "parquet", "map")
 ROWS = rows(600)

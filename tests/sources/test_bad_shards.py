@@ -19,7 +19,7 @@ from streampack.sources import Reading
 from streampack.sources.holdout import hold_out
 from streampack.storage.problems import GONE
 from streampack.tokenize.tokenize import tokenize
-from tests.support.bad_shards import (
+from tests.harness.bad_shards import (
     CASES,
     FORMATS,
     HARM,
@@ -29,10 +29,10 @@ from tests.support.bad_shards import (
     stream,
     survivors,
 )
-from tests.support.conformance import check_resume_everywhere, content
-from tests.support.corpus import Numbers
-from tests.support.shards import shards, source
-from tests.support.web import Reply, Web
+from tests.harness.conformance import check_resume_everywhere, content
+from tests.harness.corpus import Numbers
+from tests.harness.shards import shards, source
+from tests.harness.web import Reply, Web
 
 
 @contextmanager

@@ -15,11 +15,11 @@ import pytest
 from streampack import JSONLSource, cli
 from streampack.sources import ParquetSource, Reading
 from streampack.sources.scan import scan
-from tests.support.bad_shards import CASES, HARM, ROWS, corpus, listed, stream, survivors
-from tests.support.conformance import check_resume_everywhere, content
-from tests.support.corpus import read_all, write
-from tests.support.shards import shards
-from tests.support.web import Web
+from tests.harness.bad_shards import CASES, HARM, ROWS, corpus, listed, stream, survivors
+from tests.harness.conformance import check_resume_everywhere, content
+from tests.harness.corpus import read_all, write
+from tests.harness.shards import shards
+from tests.harness.web import Web
 
 KINDS = ("jsonl", "gz", "parquet")
 

@@ -29,10 +29,10 @@ from streampack import (
 )
 from streampack.sources import Reading
 from streampack.tokenize.tokenize import tokenize
-from tests.support.corpus import in_memory, next_error, write
-from tests.support.foreign_tokens import write_datatrove, write_flat, write_megatron
-from tests.support.mds import COMPRESS, write_mds
-from tests.support.parquet import damage, rewrite, varint
+from tests.harness.corpus import in_memory, next_error, write
+from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
+from tests.harness.mds import COMPRESS, write_mds
+from tests.harness.parquet import damage, rewrite, varint
 
 Change = Callable[[Path], Any]
 

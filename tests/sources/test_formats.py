@@ -39,10 +39,10 @@ from streampack.sources import Reading, flat_tokens, hugging_face, parquet, row_
 from streampack.sources.base import Reader
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import Row
-from tests.support.conformance import check_cursors, check_resume_everywhere, content
-from tests.support.corpus import in_memory, write
-from tests.support.foreign_tokens import write_datatrove, write_flat, write_megatron
-from tests.support.mds import write_mds
+from tests.harness.conformance import check_cursors, check_resume_everywhere, content
+from tests.harness.corpus import in_memory, write
+from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
+from tests.harness.mds import write_mds
 
 COUNT = 42
 Rows = list[dict[str, Any]]

@@ -17,9 +17,9 @@ from streampack import (
 from streampack.sources import Holdout, Reading
 from streampack.sources.base import BadRecord
 from streampack.sources.holdout import PARTS, hold_out
-from tests.support.corpus import all_of, samples_in
-from tests.support.corpus import rows as numbers
-from tests.support.mixtures import (
+from tests.harness.corpus import all_of, samples_in
+from tests.harness.corpus import rows as numbers
+from tests.harness.mixtures import (
     APART,
     make,
     shifted,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from streampack import HFSource, IterablePackedDataset
 from streampack.sources import Reading, hugging_face
 from streampack.sources.arrow_rows import ArrowRow
-from tests.support.conformance import check_cursors
+from tests.harness.conformance import check_cursors
 
 Row = dict[str, Any]
 

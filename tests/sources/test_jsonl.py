@@ -25,7 +25,7 @@ from streampack import IterablePackedDataset, JSONLSource, Mix
 from streampack.sources import Reading
 from streampack.sources.holdout import hold_out
 from streampack.storage.base import LocalStorage
-from tests.support.corpus import PACK, next_error, numbered, read_all, write
+from tests.harness.corpus import PACK, next_error, numbered, read_all, write
 
 WINDOWS = (0, 1, 3, 1000)
 

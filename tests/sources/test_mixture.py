@@ -27,9 +27,9 @@ from streampack import (
     TokensEncoder,
 )
 from streampack.sources import Holdout, Reading
-from tests.support.conformance import check_resume_everywhere, content
-from tests.support.corpus import Numbers, rows, samples_in, write
-from tests.support.mixtures import (
+from tests.harness.conformance import check_resume_everywhere, content
+from tests.harness.corpus import Numbers, rows, samples_in, write
+from tests.harness.mixtures import (
     APART,
     ENDLESS,
     ONCE,

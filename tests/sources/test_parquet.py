@@ -12,8 +12,8 @@ import pytest
 
 from streampack.sources import ParquetSource, Reading, parquet
 from streampack.sources.parts import Part
-from tests.support.corpus import read_all
-from tests.support.parquet import rewrite
+from tests.harness.corpus import read_all
+from tests.harness.parquet import rewrite
 
 
 def write(path: Path, data: list[dict[str, Any]], *, group: int = 4, **options: Any) -> Path:

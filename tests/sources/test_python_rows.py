@@ -25,7 +25,7 @@ from streampack import (
 from streampack.sources import Reading
 from streampack.sources.as_source import as_source
 from streampack.tokenize.tokenize import tokenize
-from tests.support.corpus import numbered, read_all, write
+from tests.harness.corpus import numbered, read_all, write
 
 
 def test_each_kind_of_data_becomes_its_source(tmp_path: Path) -> None:

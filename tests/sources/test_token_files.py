@@ -24,9 +24,9 @@ from streampack.sources import Reading, flat_tokens, megatron
 from streampack.sources.parts import Part
 from streampack.storage.remote import RemoteStorage
 from streampack.types import IGNORE_INDEX
-from tests.support.conformance import check_resume_everywhere
-from tests.support.corpus import in_memory, read_all
-from tests.support.foreign_tokens import write_datatrove, write_flat, write_megatron
+from tests.harness.conformance import check_resume_everywhere
+from tests.harness.corpus import in_memory, read_all
+from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
 
 Rows = list[list[int]]
 

@@ -22,9 +22,9 @@ from streampack.sources.token_files import ShardWriter
 from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import IGNORE_INDEX
-from tests.support.bad_shards import header_of
-from tests.support.corpus import in_memory, read_all
-from tests.support.stores import running
+from tests.harness.bad_shards import header_of
+from tests.harness.corpus import in_memory, read_all
+from tests.harness.stores import running
 
 Rows = list[dict[str, list[int]]]
 

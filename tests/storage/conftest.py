@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.web import Web
+from tests.harness.web import Web
 
 
 @pytest.fixture

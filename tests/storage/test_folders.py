@@ -22,7 +22,7 @@ from streampack.storage.locks import LOCK_FILE, lock_folder
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries
 from streampack.storage.whole_files import write_whole
-from tests.support.stores import lacking, running
+from tests.harness.stores import lacking, running
 
 
 @pytest.fixture(params=["local", "versioned", "gs", "az"])

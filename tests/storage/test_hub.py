@@ -19,10 +19,10 @@ from streampack.storage.hub import PINNED
 from streampack.storage.read_ahead import NO_READ_AHEAD
 from streampack.storage.remote import RemoteStorage
 from streampack.tokenize.tokenize import tokenize
-from tests.support.conformance import content
-from tests.support.hub import Hub
-from tests.support.shards import packs, shards, source, stream, used
-from tests.support.web import Web, random_faults
+from tests.harness.conformance import content
+from tests.harness.hub import Hub
+from tests.harness.shards import packs, shards, source, stream, used
+from tests.harness.web import Web, random_faults
 
 TOKEN = "hf_canarytoken"
 

@@ -20,8 +20,8 @@ from streampack.storage.base import File, LocalStorage
 from streampack.storage.ranges import TAIL_BYTES, Fetcher, RangeStream, tail_of
 from streampack.storage.read_ahead import SOON, FetchThreads, ReadAhead
 from streampack.storage.retries import Retries
-from tests.support.corpus import Numbers, plain
-from tests.support.shards import COLUMNS, shards
+from tests.harness.corpus import Numbers, plain
+from tests.harness.shards import COLUMNS, shards
 
 
 class Memory:

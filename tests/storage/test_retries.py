@@ -20,8 +20,8 @@ from streampack.storage import retries as retry
 from streampack.storage.base import File, LocalStorage
 from streampack.storage.retries import PERMANENT, Busy, Retries
 from streampack.storage.use import StorageUse
-from tests.support.corpus import make_source, plain, rows, write
-from tests.support.shards import packs, stream
+from tests.harness.corpus import make_source, plain, rows, write
+from tests.harness.shards import packs, stream
 
 ROWS = rows(60)
 

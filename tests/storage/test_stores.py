@@ -18,11 +18,11 @@ from streampack.sources import Reading
 from streampack.storage.base import File
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Refused, Retries
-from tests.support.conformance import check_resume_everywhere
-from tests.support.corpus import read_all
-from tests.support.foreign_tokens import write_megatron
-from tests.support.shards import shards, stream
-from tests.support.stores import Store, Versioned, lacking, running
+from tests.harness.conformance import check_resume_everywhere
+from tests.harness.corpus import read_all
+from tests.harness.foreign_tokens import write_megatron
+from tests.harness.shards import shards, stream
+from tests.harness.stores import Store, Versioned, lacking, running
 
 KINDS = ("versioned", "gs", "az")
 

@@ -1,6 +1,6 @@
 """Windows of packs: the same packs, handed out by cost in an order that all lanes share.
 
-`tests.support.fuzz` draws windows for its runs and resumes, and `test_resume.py` stops in them at every pack.
+`tests.harness.chains` draws windows for its runs and resumes, and `test_resume.py` stops in them at every pack.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from streampack import IterablePackedDataset, IterableSource, JSONLSource, MapSo
 from streampack.packing.attention_cost import AttentionCost
 from streampack.sources.base import permutation
 from streampack.streaming.balance import BALANCE_KEY
-from tests.support.corpus import Numbers, all_of, rows, samples_in, write
-from tests.support.strategies import WAYS, settings_of
-from tests.support.thread_ranks import Topology, make, run, steps_of_run
+from tests.harness.corpus import Numbers, all_of, rows, samples_in, write
+from tests.harness.strategies import WAYS, settings_of
+from tests.harness.threads import Topology, make, run, steps_of_run
 
 BUFFER = 6
 

@@ -25,11 +25,11 @@ from streampack import (
     prepare_model_for_packing,
 )
 from streampack.streaming import consumers
-from tests.support import hf_trainers
-from tests.support.conformance import check_resume_everywhere
-from tests.support.corpus import write
-from tests.support.ranks import run_ranks
-from tests.support.thread_ranks import ThreadSync, on_ranks
+from tests.harness import hf_trainers
+from tests.harness.conformance import check_resume_everywhere
+from tests.harness.corpus import write
+from tests.harness.processes import run_ranks
+from tests.harness.threads import ThreadSync, on_ranks
 
 ROWS = [{"tokens": [i + 1] * 8, "labels": [i + 1] * 8} for i in range(32)]
 

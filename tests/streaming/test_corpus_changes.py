@@ -29,9 +29,9 @@ from streampack import (
 )
 from streampack.sources.holdout import hold_out
 from streampack.tokenize.tokenize import tokenize
-from tests.support.conformance import content
-from tests.support.corpus import STRIDE, Numbers, read_all, write
-from tests.support.mixtures import entry, make
+from tests.harness.conformance import content
+from tests.harness.corpus import STRIDE, Numbers, read_all, write
+from tests.harness.mixtures import entry, make
 
 PER_FILE = 1000  # room for the numbers of a file's rows
 

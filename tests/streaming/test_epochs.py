@@ -24,7 +24,7 @@ from streampack import (
     collate_packed,
     method_loader,
 )
-from tests.support.thread_ranks import ThreadSync, on_ranks
+from tests.harness.threads import ThreadSync, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 ROWS = [{"tokens": [i + 1] * 5, "labels": [i + 1] * 5} for i in range(48)]

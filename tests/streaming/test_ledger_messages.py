@@ -19,8 +19,8 @@ from streampack import (
     PackedDataLoader,
     PackedDataset,
 )
-from tests.support.corpus import Numbers, all_of, rows, samples_in, write
-from tests.support.thread_ranks import ThreadSync, on_ranks
+from tests.harness.corpus import Numbers, all_of, rows, samples_in, write
+from tests.harness.threads import ThreadSync, on_ranks
 
 # No packs.
 

@@ -1,4 +1,4 @@
-"""What a stream makes of rows, compared with the reference in tests/support/oracle.py, and what it refuses.
+"""What a stream makes of rows, compared with the reference in tests/oracle/packing.py, and what it refuses.
 
 `rows` makes rows ``{"i": number, "n": length}``, and `Numbers` encodes one as the tokens 1000 i + 1 to 1000 i + n, so
 that each token tells its row and place. `WAYS` are the strategies and, as "wrap", ``split_across_pack``.
@@ -30,11 +30,11 @@ from streampack import (
     TokensEncoder,
     collate_packed,
 )
-from tests.support import oracle
-from tests.support.conformance import content
-from tests.support.corpus import Numbers, make_source, rows, write
-from tests.support.mixtures import make
-from tests.support.strategies import WAYS, settings_of
+from tests.harness.conformance import content
+from tests.harness.corpus import Numbers, make_source, rows, write
+from tests.harness.mixtures import make
+from tests.harness.strategies import WAYS, settings_of
+from tests.oracle import packing as oracle
 
 POLICIES = ("split", "drop", "truncate")
 

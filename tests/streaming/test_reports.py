@@ -29,8 +29,8 @@ from streampack import (
 from streampack.loader import merge, workers
 from streampack.packing.planner import plan_packs
 from streampack.sources import ParquetSource
-from tests.support.corpus import Numbers, rows, write
-from tests.support.hf_trainers import samples
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.hf_trainers import samples
 
 # Skewed, as those of instructions are.
 LENGTHS = np.random.default_rng(0).lognormal(4.3, 0.9, 6_000).clip(1, 400).astype(int)

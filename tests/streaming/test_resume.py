@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from streampack import IterableSource, JSONLSource, MapSource, PackedDataLoader, collate_packed
-from tests.support.conformance import check_resume_everywhere, content
-from tests.support.corpus import Numbers, all_of, make_source, rows, samples_in, write
-from tests.support.mixtures import make
-from tests.support.strategies import WAYS, settings_of
+from tests.harness.conformance import check_resume_everywhere, content
+from tests.harness.corpus import Numbers, all_of, make_source, rows, samples_in, write
+from tests.harness.mixtures import make
+from tests.harness.strategies import WAYS, settings_of
 
 # Resume, everywhere.
 

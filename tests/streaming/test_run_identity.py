@@ -31,8 +31,8 @@ from streampack.fingerprint import digest
 from streampack.sources import Reading, Source
 from streampack.sources.holdout import PARTS
 from streampack.tokenize.tokenize import tokenize
-from tests.support.corpus import Numbers, rows, write
-from tests.support.mds import write_mds
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.mds import write_mds
 
 ENDING = "; resume with what the run began with, or start a new run"
 
@@ -146,7 +146,7 @@ def test_encoders_are_compared_by_their_output(kind: str, source: str, tmp_path:
 def test_the_message_names_both_encoders() -> None:
     words = refusal(dataset(MapSource(rows(9)), shifted(0)), dataset(MapSource(rows(9)), Numbers()))
     assert words == (
-        "the state was made with another encoder: tests.support.corpus.Numbers makes other tokens of sample 0 than "
+        "the state was made with another encoder: tests.harness.corpus.Numbers makes other tokens of sample 0 than "
         "tests.streaming.test_run_identity.shifted.<locals>.encode made"
     )
     again = functools.partial(by_keyword, k=3)
@@ -157,7 +157,7 @@ def test_the_message_names_both_encoders() -> None:
 
 def test_an_encoders_own_fingerprint_is_compared_too() -> None:
     assert refusal(dataset(rows(9)), dataset(rows(9), Numbers("letters"))) == (
-        "the state was made with another encoder: the fingerprint of tests.support.corpus.Numbers is 'letters' and was "
+        "the state was made with another encoder: the fingerprint of tests.harness.corpus.Numbers is 'letters' and was "
         "'numbers'"
     )
 

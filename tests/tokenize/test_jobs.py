@@ -13,8 +13,8 @@ import pytest
 
 from streampack import JSONLSource, MDSSource, ParquetSource, TextEncoder, TokenShardSource
 from streampack.sources import Holdout
-from tests.support.stores import running
-from tests.support.tokenizing import (
+from tests.harness.stores import running
+from tests.harness.tokenizing import (
     PROBED,
     Dies,
     Killed,

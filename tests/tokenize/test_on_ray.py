@@ -18,8 +18,8 @@ import pytest
 
 from streampack import JSONLSource
 from streampack.tokenize.tokenize import tokenize
-from tests.support.stores import lacking, running
-from tests.support.tokenizing import Logged, content, corpus, run, stored
+from tests.harness.stores import lacking, running
+from tests.harness.tokenizing import Logged, content, corpus, run, stored
 
 ray = pytest.importorskip("ray", reason="needs Ray: make test-ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

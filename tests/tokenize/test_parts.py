@@ -21,8 +21,8 @@ from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries
 from streampack.tokenize.lane_shards import write_lane
 from streampack.types import Sample
-from tests.support.stores import Store, lacking, running
-from tests.support.tokenizing import (
+from tests.harness.stores import Store, lacking, running
+from tests.harness.tokenizing import (
     Dies,
     Killed,
     Letters,

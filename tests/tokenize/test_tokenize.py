@@ -19,8 +19,8 @@ from streampack.sources import Holdout, Reading, bad_records
 from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import Sample
-from tests.support.corpus import write
-from tests.support.tokenizing import (
+from tests.harness.corpus import write
+from tests.harness.tokenizing import (
     PROBED,
     Dies,
     Killed,
@@ -89,7 +89,7 @@ def test_complete_shards_are_kept(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from tests.support.tokenizing import Logged, corpus, run
+from tests.harness.tokenizing import Logged, corpus, run
 folder = Path(sys.argv[1])
 run(corpus(folder / "corpus"), folder / "out", encoder=Logged(folder / "log", seconds=0.01), workers=2)
 """

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from streampack.distributed.world import join_world
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.checkpoint_errors import CheckpointError
-from tests.support.ranks import run_ranks
+from tests.harness.processes import run_ranks
 
 
 def trained(seed, steps=3):

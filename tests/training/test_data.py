@@ -20,9 +20,9 @@ from streampack.tokenize.tokenize import tokenize
 from streampack.training.config import read_config
 from streampack.training.data import build_data
 from streampack.training.estimate import opening, total_steps
-from tests.support.ranks import RankError, run_ranks
-from tests.support.tiny import WordTokenizer, mixed_config, tiny_config
-from tests.support.web import Web
+from tests.harness.processes import RankError, run_ranks
+from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
+from tests.harness.web import Web
 
 INPUTS = TorchtuneInputs("varlen", frozenset(), model=None)  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from streampack_recipes.full_finetune import train
 
 from streampack.training.devices import pick_device
 from streampack.training.isolation import probe_config
-from tests.support.tiny import tiny_config
+from tests.harness.tiny import tiny_config
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

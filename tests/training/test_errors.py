@@ -16,8 +16,8 @@ from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.training import errors
 from streampack.training.errors import shown_errors
-from tests.support.raising import fail
-from tests.support.tiny import tiny_config
+from tests.harness.raising import fail
+from tests.harness.tiny import tiny_config
 
 
 @pytest.fixture(autouse=True)

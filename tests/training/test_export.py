@@ -11,7 +11,7 @@ from streampack_recipes import full_finetune, lora_finetune
 
 from streampack import cli
 from streampack.training.export import export
-from tests.support.tiny import lora_config, tiny_config
+from tests.harness.tiny import lora_config, tiny_config
 
 
 def files(folder):

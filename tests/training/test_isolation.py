@@ -15,9 +15,9 @@ from streampack.attention.prepare import prepare_model_for_packing
 from streampack.cli import main
 from streampack.distributed.world import join_world
 from streampack.training.isolation import probe_config, verify_isolation
-from tests.support.isolation import MAX_SEQ_LEN, build
-from tests.support.ranks import RankError, run_ranks
-from tests.support.tiny import lora_config, losses, tiny_config
+from tests.harness.isolation import MAX_SEQ_LEN, build
+from tests.harness.processes import RankError, run_ranks
+from tests.harness.tiny import lora_config, losses, tiny_config
 
 
 def without_mask(model: nn.Module) -> nn.Module:

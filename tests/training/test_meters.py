@@ -20,7 +20,7 @@ from streampack.training.meters import (
     stream_totals,
 )
 from streampack.training.validate import validate
-from tests.support.tiny import losses, mixed_config
+from tests.harness.tiny import losses, mixed_config
 
 CPU = torch.device("cpu")
 VOCABULARY = 12

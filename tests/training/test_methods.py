@@ -20,9 +20,9 @@ from streampack.distributed.world import World, join_world
 from streampack.map_style.methods import METHODS
 from streampack.training.config import read_config
 from streampack.training.methods import MethodLoader, read_pieces
+from tests.harness.processes import RankError, run_ranks
+from tests.harness.tiny import losses, tiny_config
 from tests.recipes.test_lora_finetune import lora_config
-from tests.support.ranks import RankError, run_ranks
-from tests.support.tiny import losses, tiny_config
 
 LENGTHS = [7, 3, 8, 1, 5, 2, 6, 4, 8, 3, 2, 7, 1]
 

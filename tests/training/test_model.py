@@ -9,8 +9,8 @@ import torch
 from streampack_recipes.full_finetune import train
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from tests.support.ranks import RankError, run_ranks
-from tests.support.tiny import tiny_config
+from tests.harness.processes import RankError, run_ranks
+from tests.harness.tiny import tiny_config
 
 
 def test_weights_of_another_model_are_refused_before_they_are_read(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from streampack.training.config import read_config
 from streampack.training.data import build_datasets
 from streampack.training.past_steps import packs_of_step
 from streampack.training.row_losses import ROWS_FOLDER, hashes, read_step
-from tests.support.tiny import mixed_config, tiny_config
+from tests.harness.tiny import mixed_config, tiny_config
 
 
 def dataset_of(config: Any) -> IterablePackedDataset:

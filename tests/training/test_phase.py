@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.phase import advance
-from tests.support.ranks import run_ranks
-from tests.support.tiny import losses, mixed_config, numbers, tiny_config
+from tests.harness.processes import run_ranks
+from tests.harness.tiny import losses, mixed_config, numbers, tiny_config
 
 FIRST = {"max_steps": 6, "checkpoint_every": 6, "data.max_seq_len": 16, "data.overlong": "split"}
 

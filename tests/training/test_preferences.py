@@ -31,8 +31,8 @@ from streampack.training.preferences import (
     at_first_token,
     shares_prefixes,
 )
-from tests.support.preferences import PairEncoder, pair_rows, whole_pairs
-from tests.support.tiny import ADAPTERS, BASE, WordTokenizer
+from tests.harness.preferences import PairEncoder, pair_rows, whole_pairs
+from tests.harness.tiny import ADAPTERS, BASE, WordTokenizer
 
 DEVICE = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from streampack.distributed.world import World
 from streampack.training.config import read_config
 from streampack.training.progress import MetricLogger, bar, summary
 from streampack.training.record import METRICS_FILE, read_metrics
-from tests.support.tiny import tiny_config
+from tests.harness.tiny import tiny_config
 
 
 def test_only_rank_0_logs(tmp_path):

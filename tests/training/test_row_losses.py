@@ -20,7 +20,7 @@ from streampack.distributed.world import World
 from streampack.losses import label_weights
 from streampack.map_style.flatten import join_documents
 from streampack.training.row_losses import ROWS_FOLDER, RowLosses, hashes, ranked, read_step, step_losses
-from tests.support.tiny import WORDS, losses, tiny_config
+from tests.harness.tiny import WORDS, losses, tiny_config
 
 ROWS = [
     {"tokens": [i + 3] * (i % 7 + 1), "labels": [-100] * (i % 3) + [i + 3] * (i % 7 + 1 - i % 3)}

@@ -19,7 +19,7 @@ from streampack.storage.locks import LOCK_FILE, lock_folder
 from streampack.training import run_folder
 from streampack.training.config import read_config
 from streampack.training.run_folder import Interrupted, open_checkpoints
-from tests.support.tiny import interrupt_step, losses, tiny_config
+from tests.harness.tiny import interrupt_step, losses, tiny_config
 
 HOLDER = """
 import sys, time

@@ -19,10 +19,10 @@ from streampack import cli
 from streampack.scoring.journal import Journal
 from streampack.training import score_rows as score_rows_module
 from streampack.training.score_rows import score_rows
-from tests.support.preferences import PairEncoder, dpo_config
-from tests.support.ranks import run_ranks, start_process
-from tests.support.tiny import BASE, WordTokenizer, lora_config, mixed_config, numbers, tiny_config
-from tests.support.tiny_hf import write_base
+from tests.harness.preferences import PairEncoder, dpo_config
+from tests.harness.processes import run_ranks, start_process
+from tests.harness.tiny import BASE, WordTokenizer, lora_config, mixed_config, numbers, tiny_config
+from tests.harness.tiny_hf import write_base
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ def test_the_numbers_are_the_reference_of_dpo(tmp_path: Path, monkeypatch: pytes
     assert row["logps"] == pytest.approx(expected, rel=1e-5)
 
     train(plain)
-    encoder = {"_component_": "tests.support.preferences.PairEncoder", "ref": "logps"}
+    encoder = {"_component_": "tests.harness.preferences.PairEncoder", "ref": "logps"}
     known = dpo_config(tmp_path / "known", reference="data", **settings, **{"data.encoder": encoder})
     known.data.source.paths = str(out)
     monkeypatch.setattr("streampack.training.preferences.Reference.__call__", None)  # no forward pass of it

@@ -16,8 +16,8 @@ from streampack.distributed.world import World
 from streampack.training import signals
 from streampack.training.run_folder import Interrupted
 from streampack.training.signals import stop_on_signals
-from tests.support.ranks import run_ranks
-from tests.support.tiny import interrupt_step, losses, tiny_config
+from tests.harness.processes import run_ranks
+from tests.harness.tiny import interrupt_step, losses, tiny_config
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*multi-threaded:DeprecationWarning"

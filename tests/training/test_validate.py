@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from streampack.cli import main
 from streampack.training import model as models
 from streampack.training.validate import notes, validate
-from tests.support.tiny import ADAPTERS, BASE, tiny_config
+from tests.harness.tiny import ADAPTERS, BASE, tiny_config
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import nn
 
 from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, collate_packed
 from streampack.packing.groups import Group
-from tests.support.isolation import MAX_SEQ_LEN, VOCAB, Run, run_of, whole
+from tests.harness.isolation import MAX_SEQ_LEN, VOCAB, Run, run_of, whole
 
 # Lengths and parents: a pair, four answers, a tree of depth 3 in which an answer goes on in two ways, an answer of one
 # token to a prompt of one, a prompt longer than the window of the models, and samples without a prefix.

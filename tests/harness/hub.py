@@ -7,7 +7,7 @@ import json
 import re
 from contextlib import ExitStack
 
-from tests.support.web import Reply, Web
+from tests.harness.web import Reply, Web
 
 LARGE = ".parquet"  # stored by LFS: redirected to another host, by a signed URL
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny import WORDS, tiny_config
+from tests.harness.tiny import WORDS, tiny_config
 
 BUILDERS = {"llama": "llama3", "qwen2": "qwen2", "gemma": "gemma", "mistral": "mistral"}
 HEADS, KV_HEADS, DIM, HEAD_DIM = 4, 2, 32, 8

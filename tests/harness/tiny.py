@@ -51,7 +51,7 @@ def tiny_config(folder: Path, *, rows: int = 400, **changes):
         write_rows(folder / "rows.jsonl", rows)
     config = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
     config.output_dir = str(folder / "out")
-    config.tokenizer = {"_component_": "tests.support.tiny.WordTokenizer"}
+    config.tokenizer = {"_component_": "tests.harness.tiny.WordTokenizer"}
     config.data = {
         "source": {"_component_": "streampack.JSONLSource", "paths": str(folder / "rows.jsonl")},
         "encoder": {"_component_": "streampack.TextEncoder"},

@@ -23,9 +23,9 @@ from streampack.sources import ParquetSource
 from streampack.sources.token_files import read_header
 from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import tokenize
-from tests.support.corpus import Numbers, rows, write
-from tests.support.foreign_tokens import write_datatrove, write_megatron
-from tests.support.mds import write_mds
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.foreign_tokens import write_datatrove, write_megatron
+from tests.harness.mds import write_mds
 
 FORMATS = ("jsonl", "gz", "parquet", "tokens", "mds", "megatron")
 FILES, PER_FILE = 6, 30

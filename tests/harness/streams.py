@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streampack import IterablePackedDataset
-from tests.support.corpus import Numbers
+from tests.harness.corpus import Numbers
 
 
 def make(source: Any, **settings: Any) -> IterablePackedDataset:

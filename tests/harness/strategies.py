@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support import oracle
+from tests.oracle import packing as oracle
 
 WAYS = (*oracle.CHOOSE, "wrap")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hf_models import LAYERS, MAX_SEQ_LEN, SIZES
+from tests.harness.hf_models import LAYERS, MAX_SEQ_LEN, SIZES
 
 # Those of these that a family's config has; configs have names of their own for one thing.
 COMMON = SIZES | {

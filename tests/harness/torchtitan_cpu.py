@@ -1,4 +1,4 @@
-"""torchtitan's trainer on a CPU, for tests: ``python -m tests.support.torchtitan_cpu --module NAME --config NAME ...``.
+"""torchtitan's trainer on a CPU, for tests: ``python -m tests.harness.torchtitan_cpu --module NAME --config NAME ...``.
 
 torchtitan takes CUDA where there is no accelerator, asks it for its memory, compiles flex attention, which has no
 gradients on a CPU, and lets FSDP sum in a way that gloo has not. `pretend` replaces these four, and adds a function

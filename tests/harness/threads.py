@@ -17,7 +17,7 @@ from streampack.packing.batch import Batch
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.read_report import ReadReport
 from streampack.streaming.round_robin import PackStream
-from tests.support.corpus import Numbers, rows
+from tests.harness.corpus import Numbers, rows
 
 PackKey = tuple[Any, ...]
 Lengths = Sequence[Mapping[str, int]]

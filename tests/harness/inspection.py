@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack import ChatEncoder, IterablePackedDataset, JSONLSource
-from tests.support.hf_tokenizers import byte_level
+from tests.harness.hf_tokenizers import byte_level
 
 WORDS = [
     "one",

@@ -18,7 +18,7 @@ from torch import nn
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataLoader, summed_cross_entropy
 from streampack.packing.batch import Batch
-from tests.support.torchtitan_cpu import KILL_AT, LOG, pretend
+from tests.harness.torchtitan_cpu import KILL_AT, LOG, pretend
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN = 256  # two blocks of flex attention, which context parallelism needs
@@ -59,7 +59,7 @@ def train(
     *flags: str,
     ranks: int = 1,
     kill_at: int | None = None,
-    module: str = "tests.support.torchtitan_runs",
+    module: str = "tests.harness.torchtitan_runs",
     to_fail: bool = False,
 ) -> list[dict[str, Any]]:
     """Run the trainer in ``folder``, until it ends or all ranks die after the step ``kill_at``; what each step logged.
@@ -76,7 +76,7 @@ def train(
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), KILL_AT: str(kill_at),
     }  # fmt: skip
     command = [
-        sys.executable, "-W", "ignore", "-m", "tests.support.torchtitan_cpu", "--module", module, "--config",
+        sys.executable, "-W", "ignore", "-m", "tests.harness.torchtitan_cpu", "--module", module, "--config",
         "debugmodel", *(FLAGS if module == __name__ else ()), f"--training.steps={steps}", *flags,
     ]  # fmt: skip
     processes = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.hf_models import EXPERTS, HEADS, LOCAL_EXPERTS, MAX_SEQ_LEN
+from tests.harness.hf_models import EXPERTS, HEADS, LOCAL_EXPERTS, MAX_SEQ_LEN
 
 LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
 CONV_FIRST = {"layer_types": ["conv", "full_attention"]}

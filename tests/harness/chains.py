@@ -1,4 +1,4 @@
-"""Configurations and chains of resumes drawn at random, run, and judged by `tests.support.fuzz_oracle`.
+"""Configurations and chains of resumes drawn at random, run, and judged by `tests.oracle.streams`.
 
 `configuration(seed, number)` and `chain(seed, number)` draw and run one case; the same two numbers give the same case.
 """
@@ -22,10 +22,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from streampack import IterablePackedDataset, PackedDataLoader, attention, collate_packed
-from tests.support.fuzz_corpus import Case
-from tests.support.fuzz_oracle import IGNORE, Plain, check_masks, of_batch, of_dicts
-from tests.support.thread_ranks import InProcess, Run, Topology
-from tests.support.thread_ranks import run as run_ranks
+from tests.harness.generator import Case
+from tests.harness.threads import InProcess, Run, Topology
+from tests.harness.threads import run as run_ranks
+from tests.oracle.streams import IGNORE, Plain, check_masks, of_batch, of_dicts
 
 # Of a mixture that is too small for its lanes, or whose first source to end has no row that makes a piece.
 REFUSALS = ("no rows in", "trained no token", "no row makes a pack")
@@ -157,7 +157,7 @@ def _drawn(seed: int, number: int, *, resumes: bool) -> Iterator[Case]:
             yield case
     except Exception as error:
         raise AssertionError(
-            f"{error}\nreplay: tests.support.fuzz.{name}({seed}, {number}); {case}"
+            f"{error}\nreplay: tests.harness.chains.{name}({seed}, {number}); {case}"
         ) from error
 
 

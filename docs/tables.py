@@ -1,6 +1,6 @@
 """Tables in docs/ that are made from the code: keys of a config, hints for other tools' keys.
 
-``python -m tests.support.docs_tables`` writes them between their marks; tests/test_docs_tables.py compares them.
+``python -m docs.tables`` writes them between their marks; tests/test_docs_tables.py compares them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import streampack
 from streampack.training.config import VALIDATION_KEYS, RunConfig
 from streampack.training.hints import TORCHTUNE_KEYS, TRAINER_KEYS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parent
 PASSED_BY_RECIPES = {"self", "source", "encoder", "tokenizer", "once", "epochs", "vocab_size", "padding_idx"}
 TYPES = {
     "str": "text",

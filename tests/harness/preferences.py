@@ -12,8 +12,8 @@ import numpy as np
 from streampack import IGNORE_INDEX, Batch
 from streampack.packing.encoders import Encoder
 from streampack.packing.groups import Group
-from tests.support.groups import segments
-from tests.support.tiny import WORDS, WordTokenizer, lora_config, tiny_config
+from tests.harness.groups import segments
+from tests.harness.tiny import WORDS, WordTokenizer, lora_config, tiny_config
 
 
 class PairEncoder(Encoder):
@@ -73,7 +73,7 @@ def dpo_config(folder: Path, *, rows: int = 300, adapters: bool = False, **chang
     if "data.source" not in changes:
         config.data.source.paths = str(path)
     if "data.encoder" not in changes:
-        config.data.encoder = {"_component_": "tests.support.preferences.PairEncoder"}
+        config.data.encoder = {"_component_": "tests.harness.preferences.PairEncoder"}
     return config
 
 

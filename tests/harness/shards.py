@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from streampack import IterablePackedDataset, JSONLSource
 from streampack.sources import ParquetSource
 from streampack.storage.retries import Retries
-from tests.support.corpus import Numbers, plain, rows
-from tests.support.web import Web
+from tests.harness.corpus import Numbers, plain, rows
+from tests.harness.web import Web
 
 KINDS = ("jsonl", "gz", "parquet")
 COLUMNS = ["i", "n", "text"]

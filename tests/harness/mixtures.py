@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from streampack import IterablePackedDataset, MapSource, Mix, Sample
-from tests.support.corpus import Numbers, rows
+from tests.harness.corpus import Numbers, rows
 
 SHUFFLED = {"shuffle": True, "shuffle_window": 7, "seed": 3}
 APART = 100_000  # between the numbers of the first rows of two sources

@@ -22,7 +22,7 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
-from tests.support.boundary_kernels import causal_conv1d_fn
+from tests.harness.boundary_kernels import causal_conv1d_fn
 
 
 class Counter(int):

@@ -22,7 +22,7 @@ from streampack.sources import Reading
 from streampack.sources.examples import EXAMPLES
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import Sample
-from tests.support.stores import Store
+from tests.harness.stores import Store
 
 
 class Letters:

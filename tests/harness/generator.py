@@ -19,9 +19,9 @@ from streampack.packing.encoders import TokensEncoder
 from streampack.sources import IterableSource, JSONLSource, MDSSource, ParquetSource, TokenShardSource
 from streampack.sources.as_source import as_source
 from streampack.tokenize.tokenize import tokenize
-from tests.support.corpus import PACK
-from tests.support.fuzz_oracle import IGNORE, Oracle, Text
-from tests.support.mds import write_mds
+from tests.harness.corpus import PACK
+from tests.harness.mds import write_mds
+from tests.oracle.streams import IGNORE, Oracle, Text
 
 KINDS = ("map", "map", "iterable", "jsonl", "compressed", "parquet", "tokens", "mds")
 EOS = 999_983

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.support.hf_models import build
-from tests.support.hf_tokenizers import byte_level
+from tests.harness.hf_models import build
+from tests.harness.hf_tokenizers import byte_level
 
 WORDS = ["one", "two", "three", "this", "is", "a", "test", "what", "the", "sky", "blue", "of", "and"]
 MAX_LENGTH = 64

@@ -13,7 +13,7 @@ from typing import Any
 from streampack import IterablePackedDataset
 from streampack.loader.workers import Worker
 from streampack.streaming.lane_state import LaneEvent
-from tests.support.corpus import Numbers, plain, rows
+from tests.harness.corpus import Numbers, plain, rows
 
 ROWS = rows(60)
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from streampack import Batch, IterablePackedDataset, prepare_model_for_packing
 from streampack.losses import summed_cross_entropy
-from tests.support import isolation
-from tests.support.isolation import Run, is_padding, run_of
+from tests.harness import isolation
+from tests.harness.isolation import Run, is_padding, run_of
 
 VOCAB, LAYERS, MAX_SEQ_LEN = 61, 2, 32
 SPECIAL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

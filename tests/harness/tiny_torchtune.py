@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.isolation import MAX_SEQ_LEN, VOCAB
+from tests.harness.isolation import MAX_SEQ_LEN, VOCAB
 
 # Family: the builder of one of its models, and the general builder that it calls.
 FAMILIES = {

@@ -1,4 +1,4 @@
-"""Pictures of how packing works, drawn from real plans: ``python -m tests.support.docs_pictures`` writes them.
+"""Pictures of how packing works, drawn from real plans: ``python -m docs.drawings`` writes them.
 
 tests/test_docs_made.py compares them.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.lengths import lengths
 from streampack import IterablePackedDataset, collate_packed, make_mask, plan_packs
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+FOLDER = Path(__file__).resolve().parent / "pictures"
 
 # Sizes in pixels. 480 wide, so that on a telephone the letters are still readable.
 WIDTH, MARGIN, LETTER = 480, 12, 13

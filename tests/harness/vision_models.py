@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.hf_models import EXPERTS, HEADS, SIZES, randomized
-from tests.support.hybrid_models import DELTA, LINEAR_FIRST, SHARED_EXPERT
+from tests.harness.hf_models import EXPERTS, HEADS, SIZES, randomized
+from tests.harness.hybrid_models import DELTA, LINEAR_FIRST, SHARED_EXPERT
 
 IMAGE, VIDEO = 61, 62
 """Token ids that stand for an image and a video, behind those of the samples."""

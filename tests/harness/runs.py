@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny import tiny_config
+from tests.harness.tiny import tiny_config
 
 _runs: dict[str, Run] = {}
 

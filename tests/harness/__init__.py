@@ -1,0 +1,1 @@
+"""What tests, stress and benchmarks run with: corpora, generators, ranks, stores that fail, tiny models."""
