@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test test-slow test-eval test-ray test-torchtitan test-kernels mutants stress lint format bench paper models gpu wheels docs clean
+.PHONY: help setup quickstart test slow test-eval test-ray test-torchtitan test-kernels mutants stress lint format bench paper models gpu wheels docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,11 +24,12 @@ quickstart: setup  ## train a small model on streamed, packed text; ARGS="..." g
 	$(BIN)/python -m streampack_recipes.quickstart $(ARGS)
 
 # One thread in each test process: two workers with a thread pool each only wait for one another on two cores.
-test: lint  ## lint, then every test that needs neither a GPU nor minutes; PYTEST_ARGS="..." goes to pytest
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
+test: setup  ## every test that needs neither a GPU nor minutes, and the ten slowest; PYTEST_ARGS="..." goes to pytest
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10 \
+		-m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-slow: setup  ## the tests that take minutes, and those for a GPU where there is one
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or gpu" $(PYTEST_ARGS)
+slow: setup  ## the tests that take minutes, and those for a GPU where there is one
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10 -m "slow or gpu" $(PYTEST_ARGS)
 
 test-eval: $(VENV)/.installed-eval  ## lm-evaluation-harness with our model class, beside its own; installs the harness
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_lm_eval.py $(PYTEST_ARGS)
@@ -45,7 +46,7 @@ test-kernels: .site-kernels/.installed  ## kernels that are told where sequences
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
 		-p tests.harness.kernels_on_cpu tests/attention/test_mixers.py -k interpreted $(PYTEST_ARGS)
 
-mutants: setup  ## plant some eighty known faults, one at a time, and say which no test sees; resumable; ARGS="sources."
+mutants: setup  ## plant known faults, one at a time, and say which no test sees; resumable; ARGS="sources."
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 stress: $(VENV)/.installed-stress  ## the reliability table: kills, elastic resumes, a million packs; writes docs/reliability.md; ARGS="--list"
