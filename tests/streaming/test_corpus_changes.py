@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -14,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -24,7 +20,6 @@ from streampack import (
     JSONLSource,
     Mix,
     PackedDataLoader,
-    ParquetSource,
     TokenShardSource,
 )
 from streampack.sources.holdout import hold_out
@@ -32,68 +27,6 @@ from streampack.tokenize.tokenize import tokenize
 from tests.harness.conformance import content
 from tests.harness.corpus import STRIDE, Numbers, read_all, write
 from tests.harness.mixtures import entry, make
-
-PER_FILE = 1000  # room for the numbers of a file's rows
-
-Rows = dict[str, list[dict[str, int]]]  # of each file
-
-
-def new_rows(rng: random.Random, number: int) -> list[dict[str, int]]:
-    return [{"i": PER_FILE * number + k, "n": rng.randint(1, 30)} for k in range(rng.randint(3, 25))]
-
-
-def put(folder: Path, files: Rows) -> None:
-    """Write the files, and nothing else, into a folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for name, lines in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        if name.endswith(".parquet"):
-            pq.write_table(pa.Table.from_pylist(lines), folder / name, row_group_size=6)
-        else:
-            write(folder / name, lines)
-
-
-def source_of(folder: Path, files: Rows) -> Any:
-    put(folder, files)
-    return (ParquetSource if next(iter(files)).endswith(".parquet") else JSONLSource)(folder)
-
-
-def changed(rng: random.Random, files: Rows, numbers: Iterable[int]) -> Rows:
-    """Remove a file, change another, add one to three new ones."""
-    kept = dict(files)
-    gone, other = rng.sample(sorted(kept), 2)
-    del kept[gone]
-    kept[other] = new_rows(rng, next(iter(numbers)))
-    for number in islice(numbers, rng.randint(1, 3)):
-        kept[f"{rng.choice('amz')}{number}.{other.partition('.')[2]}"] = new_rows(rng, number)
-    return kept
-
-
-def tokens_of(packs: Iterable[Mapping[str, Any]], epoch: int | None = None) -> Counter[int]:
-    """Count the tokens in packs, of one epoch or of all."""
-    found: Counter[int] = Counter()
-    for pack in packs:
-        if epoch is None or pack["epoch"] == epoch:
-            found.update(pack["tokens"][: int(pack["seq_lens"][: pack["num_seqs"]].sum())].tolist())
-    return found
-
-
-def everything(lists: Iterable[Rows], longest: int = PER_FILE) -> Counter[int]:
-    """Count the tokens of the rows of some lists that are not too long."""
-    rows = [row for files in lists for found in files.values() for row in found if row["n"] <= longest]
-    return Counter(STRIDE * row["i"] + 1 + k for row in rows for k in range(row["n"]))
-
-
-def resumed(data: IterablePackedDataset, state: Mapping[str, Any]) -> IterablePackedDataset:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the corpus changed|the mixture's weights changed")
-        data.load_state_dict(state)
-    return data
-
-
-def untouched(before: Rows, now: Rows) -> Rows:
-    return {name: rows for name, rows in before.items() if now.get(name) == rows}
 
 
 def check_exact(data: IterablePackedDataset, make_again: Callable[[], IterablePackedDataset]) -> None:
@@ -108,58 +41,6 @@ def check_exact(data: IterablePackedDataset, make_again: Callable[[], IterablePa
         assert [content(pack) for pack in islice(other, 4 - k)] == packs[k:]
         if k < len(packs):
             assert other.ledger() == ledgers[-1]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("seed", range(8))
-def test_untouched_files_come_once_an_epoch_and_new_ones_from_the_next_on(
-    kind: str, seed: int, tmp_path: Path
-) -> None:
-    """Two changes, after random packs of three epochs; the states after a change resume exactly."""
-    rng, numbers = random.Random(seed), itertools.count(0)
-    files = {f"f{number}.{kind}": new_rows(rng, number) for number in islice(numbers, 7)}
-    settings: dict[str, Any] = {
-        "epochs": 3,
-        "num_lanes": rng.choice([1, 3]),
-        "shuffle": seed % 3 > 0,
-        "shuffle_window": rng.choice([5, 40]),
-        "overlong": rng.choice(["split", "drop"]),
-        "split_across_pack": seed % 4 == 3,
-        "buffer_size": rng.choice([2, 8, 30]),
-        "balance_window": rng.choice([0, 5]),
-        "seed": seed,
-        **changes_allowed(tmp_path),
-    }
-    longest = 24 if settings["overlong"] == "drop" else 30
-    lists, begins, packs = [files], [0], []
-    data = make(source_of(tmp_path / "data", files), **settings)
-    for cut in (rng.randint(1, 40), rng.randint(1, 40), None):
-        packs += islice(data, cut)
-        if cut is None:
-            break
-        state = data.state_dict()
-        files = changed(rng, lists[-1], numbers)
-        gone = {name: lists[-1][name] for name in set(lists[-1]) - set(untouched(lists[-1], files))}
-        lists.append(files)
-        begins.append(1 + max(lane["epoch"] for lane in state["lanes"].values()))
-        source = source_of(tmp_path / "data", files)
-        ahead, data = (resumed(make(source, **settings), state) for _ in range(2))
-        assert not tokens_of(ahead) & everything([gone], longest), "of what is gone nothing more comes"
-        check_exact(resumed(make(source, **settings), state), lambda source=source: make(source, **settings))
-
-    for epoch in range(3):
-        now = max(i for i, begin in enumerate(begins) if begin <= epoch)
-        # Files that a change in this epoch removed may have come before it.
-        kept = lists[now]
-        for i in range(now + 1, len(lists)):
-            if begins[i] == epoch + 1:
-                kept = untouched(kept, lists[i])
-        found = tokens_of(packs, epoch)
-        assert not everything([kept], longest) - found, f"missing in epoch {epoch}"
-        assert not found - everything([lists[now]], longest), f"twice or of another list in epoch {epoch}"
-    ledger = data.ledger()
-    assert (ledger.buffered, ledger.packed) == (0, tokens_of(packs).total())
-    assert ledger.tokens_in == ledger.packed + sum(ledger.dropped.values()), "what is gone is booked"
 
 
 def changes_allowed(folder: Path) -> dict[str, Any]:
