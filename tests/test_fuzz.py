@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*do not divide .* evenly"),
     pytest.mark.filterwarnings("ignore:num_lanes=.* is not heeded"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+    # An interrupt within a generator that is being closed: Python can only report it.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 SEED = int(os.environ.get("STREAMPACK_FUZZ_SEED", "0"))
 # What is drawn, how many of it are quick, how many slow, and what must be among the quick ones.

@@ -390,7 +390,7 @@ def changes(seed: int, number: int) -> Counter[str]:
             "corpus_lists": folder / "lists",
         }
         told += [kind, settings]
-        # Where a window is open, the rest of it is planned anew: a sample of which one part was handed out loses the other.
+        # The rest of an open window is planned anew: a sample of which one part was handed out loses the other.
         may_lose = 4 * settings["balance_window"] * settings["num_lanes"] * settings["split_across_pack"]
         longest = 24 if settings["overlong"] == "drop" else 30
         lists, begins, packs = [files], [0], []

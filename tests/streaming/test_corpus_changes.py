@@ -24,6 +24,17 @@ from streampack import (
 )
 from streampack.sources.holdout import hold_out
 from streampack.tokenize.tokenize import tokenize
+from tests.harness.changed_files import (
+    PER_FILE,
+    Rows,
+    changed,
+    everything,
+    new_rows,
+    put,
+    resumed,
+    source_of,
+    tokens_of,
+)
 from tests.harness.conformance import content
 from tests.harness.corpus import STRIDE, Numbers, read_all, write
 from tests.harness.mixtures import entry, make
