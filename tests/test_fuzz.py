@@ -33,7 +33,7 @@ CASES: list[tuple[Callable[[int, int], Counter[str]], int, int, tuple[str, ...]]
         fuzz.chain, 40, 300,
         (
             "balance windows", "data groups", "endless", "interrupts", "mixtures", "peeks", "remote sources",
-            "resumes at every pack", "set_epoch", "several epochs", "several ranks", "workers",
+            "resumes at every pack", "set_epoch", "several epochs", "several ranks", "uneven lanes", "workers",
         ),
     ),
     (fuzz.changes, 12, 200, ("changed jsonl files", "changed jsonl.gz files", "changed parquet files")),

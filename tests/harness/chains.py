@@ -310,13 +310,16 @@ def _cut_loader(case: Case, uncut: list[Plain], per_step: int) -> tuple[int, lis
     same = len(uncut) // per_step if endless else min(first[n] for n in range(lanes)) * lanes // per_step
     state: dict[str, Any] | None = None
     steps: list[list[Plain]] = []
-    even, resumes, ended = True, 0, False
+    resumes, ended = 0, False
     while not ended:
         most = lanes if state is None else 6  # a run that goes on may have more consumers than lanes
         ranks = rng.choice([n for n in (1, 2, 3, 4) if n <= most and not (endless and lanes % n)])
         workers = rng.randint(0, most // ranks)
         topology = drawn_topology(case, ranks, workers, per_step)
         per = topology.batches_per_step
+        if lanes % ranks:  # some have more lanes than others, and a step takes more batches
+            per = run(case.dataset, topology, state=state, limit=0, packs_per_step=per_step).batches_per_step
+            case.drew["uneven lanes"] += 1
         most = max(1, len(uncut) // per_step * per // 2)
         limit: int | None = rng.randint(0, most) if resumes < 5 else None
         if endless:
@@ -340,13 +343,10 @@ def _cut_loader(case: Case, uncut: list[Plain], per_step: int) -> tuple[int, lis
         case.drew["interrupts"] += injector is not None and injector.raised
         assert all(theirs == made.states[0] for theirs in made.states), "the ranks' states differ"
         cut_midway = len(made.batches[0]) % per
-        even = even and lanes % ranks == 0
         for step in of_ranks(made.batches, per):
             for pack in step:
                 case.oracle.check_pack(pack)  # null packs, too
             steps.append([pack for pack in step if pack.fragments])
-        if not even:
-            same = 0
         for number, step in enumerate(steps[:same]):
             wanted = uncut[number * per_step : (number + 1) * per_step]
             if cut_midway and number == len(steps) - 1:

@@ -266,7 +266,7 @@ def run(
 def make(data: Lengths, **changes: Any) -> Make:
     """A function that builds the dataset: 12 lanes, 2 epochs, shuffled, unless ``changes`` differ."""
     common = {"max_seq_len": 12, "buffer_size": 4, "num_lanes": 12, "shuffle": True, "epochs": 2, "seed": 3}
-    return lambda: IterablePackedDataset(MapSource(data), encoder=Numbers(), **{**common, **changes})
+    return lambda: IterablePackedDataset(MapSource(data), **{"encoder": Numbers(), **common, **changes})
 
 
 def skewed(count: int, *, num_lanes: int, heavy: int = 0) -> list[dict[str, int]]:
