@@ -291,25 +291,6 @@ def test_a_killed_rank_is_noticed_in_seconds(tmp_path: Path, size: int, workers:
     assert gone(pids, within=5), "its workers went with it"
 
 
-def leave_early() -> Any:
-    """Stop every rank after the same batch, begin again, stop again; then leave the group."""
-    before = held() | {"descriptors": None}
-    loader = loader_of(make(rows(200)), Topology(2, 2, 2))
-    found = []
-    for stop in (3, 1, 7, 7):
-        loader.dataset.set_epoch(0)
-        found.append([packs_of(batch) for batch in islice(loader, stop)])
-    return found, before == held() | {"descriptors": None}
-
-
-def test_leaving_early_and_beginning_again(tmp_path: Path) -> None:
-    for found, clean in run_ranks(2, leave_early, folder=tmp_path):
-        assert found[3] == found[2]
-        assert found[0] == found[2][:3]
-        assert found[1] == found[2][:1]
-        assert clean
-
-
 # Which ranks share batches.
 
 
@@ -357,16 +338,17 @@ def test_hybrid_sharding_and_a_group_of_some_ranks(tmp_path: Path) -> None:
 
 
 def a_rank_of_its_own() -> list[PackKey]:
-    """Return the packs of a group of one rank, which goes on midway; before, a mesh without names warns."""
-    init_device_mesh("cpu", (2, 2))
-    with pytest.warns(UserWarning, match="mesh with a dimension 'dim_[01]' of 2 ranks.*data_dims"):
-        iter(PackedDataLoader(make(rows(60))(), packs_per_step=12))
+    """Return the packs of a group of one rank, which goes on midway; with a mesh without names, a loader warns."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     loader = PackedDataLoader(make(rows(40))(), batch_size=2, process_group=alone)
     packs = [key for batch in islice(loader, 2) for key in packs_of(batch)]
     again = PackedDataLoader(make(rows(40))(), batch_size=2, process_group=alone)
     again.load_state_dict(loader.state_dict())
-    return packs + [key for batch in again for key in packs_of(batch)]
+    packs += [key for batch in again for key in packs_of(batch)]
+    init_device_mesh("cpu", (2, 2))
+    with pytest.warns(UserWarning, match="mesh with a dimension 'dim_[01]' of 2 ranks.*data_dims"):
+        iter(PackedDataLoader(make(rows(60))(), packs_per_step=12))
+    return packs
 
 
 def test_a_group_of_one_rank_reads_all_the_data(tmp_path: Path) -> None:

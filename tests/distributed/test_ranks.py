@@ -46,13 +46,6 @@ def test_a_board_sees_ranks_that_are_out_of_step() -> None:
         ThreadSync(board, 1).gather("x")
 
 
-def test_a_single_rank_exchanges_nothing() -> None:
-    rank_sync = RankSync(timeout=timedelta(seconds=1))
-    assert (rank_sync.alone, rank_sync.rank, rank_sync.world_size, rank_sync.group) == (True, 0, 1, None)
-    assert rank_sync.gather("x") == ["x"]
-    assert rank_sync.merge_lanes({3: b"c", 0: b"a"}) == {0: b"a", 3: b"c"}
-
-
 def test_a_shared_one_belongs_to_one_process_group() -> None:
     """Its connections end with the group."""
     short, long = timedelta(seconds=7), timedelta(seconds=8)
@@ -113,17 +106,6 @@ def test_a_resume_at_every_batch_keeps_the_order(ranks: int, workers: int, batch
                 f"rank {rank}, cut after {stop}"
             )
         assert rest.states == whole.states
-
-
-def test_the_order_does_not_depend_on_the_workers() -> None:
-    built = make(skewed(120, num_lanes=12), overlong="split")
-    for ranks in (1, 2, 3):
-        expected = run(built, Topology(ranks, 0, 5))
-        for workers in range(1, 12 // ranks + 1):
-            if 12 % (ranks * workers) == 0:
-                other = run(built, Topology(ranks, workers, 5))
-                for ours, theirs in zip(other.batches, expected.batches, strict=True):
-                    assert list(map(packs_of, ours)) == list(map(packs_of, theirs))
 
 
 # Steps on other topologies.
