@@ -26,7 +26,6 @@ from streampack import (
 )
 from streampack.streaming import consumers
 from tests.harness import hf_trainers
-from tests.harness.conformance import check_resume_everywhere
 from tests.harness.corpus import write
 from tests.harness.processes import run_ranks
 from tests.harness.threads import ThreadSync, on_ranks
@@ -259,28 +258,6 @@ def test_a_run_of_one_lane_resumes_with_several_workers(
     assert said == ([wanted] if workers > 1 else [])
 
 
-def test_a_run_of_one_lane_resumes_on_several_ranks() -> None:
-    data = short()
-    iterator = iter(data)
-    list(islice(iterator, 6))
-    state, rest = data.state_dict(), tokens(iterator)
-
-    def go_on(sync: ThreadSync) -> list[Any]:
-        loader = PackedDataLoader(short(), packs_per_step=2)
-        loader.rank_sync = sync
-        loader.load_state_dict(state)
-        return rows_in(loader)
-
-    with pytest.warns(
-        UserWarning, match="2 ranks do not divide 1 lane evenly: 1 of them hand out null packs only"
-    ):
-        first, second = on_ranks(2, go_on)
-    if len(rest) % 2:  # an epoch's last step is filled up
-        assert first.pop() == second.pop() == [0] * 12
-    assert first == rest
-    assert second == [[0] * 12] * len(rest), "null packs"
-
-
 @pytest.mark.parametrize("lanes", [2, 4])
 def test_fewer_lanes_than_consumers_are_refused_where_they_were_set(lanes: int) -> None:
     with pytest.raises(
@@ -302,10 +279,6 @@ def test_an_endless_stream_skips_empty_lanes(workers: int) -> None:
     batches = list(islice(PackedDataLoader(data, num_workers=workers), 25))
     assert [int(batch.tokens[0, 0]) for batch in batches] == [1, 2, 3, 4, 5] * 5
     assert all(batch.num_tokens > 8 for batch in batches), "samples of several epochs share packs"
-
-
-def test_an_endless_stream_with_empty_lanes_resumes_exactly() -> None:
-    check_resume_everywhere(lambda: short(SHORT[:5], epochs=None, num_lanes=8, shuffle=True), packs=40)
 
 
 def test_an_endless_stream_skips_lanes_whose_rows_are_all_dropped() -> None:

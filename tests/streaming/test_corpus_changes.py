@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -16,14 +15,14 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from streampack import (
+    Holdout,
     IterablePackedDataset,
     JSONLSource,
     Mix,
     PackedDataLoader,
     TokenShardSource,
 )
-from streampack.sources.holdout import hold_out
-from streampack.tokenize.tokenize import tokenize
+from streampack.tokenize import tokenize
 from tests.harness.changed_files import (
     PER_FILE,
     Rows,
@@ -36,7 +35,7 @@ from tests.harness.changed_files import (
     tokens_of,
 )
 from tests.harness.conformance import content
-from tests.harness.corpus import STRIDE, Numbers, read_all, write
+from tests.harness.corpus import Numbers, read_all, write
 from tests.harness.mixtures import entry, make
 
 
@@ -126,44 +125,6 @@ def test_a_mixture_goes_on_without_a_source_with_a_new_one_and_with_other_files(
     check_exact(resumed(again(), data.state_dict()), again)
 
 
-@pytest.mark.parametrize("stop", ["never", "all_exhausted", "first_exhausted"])
-@pytest.mark.parametrize(("lanes", "rows"), [(2, 8), (4, 1), (4, 8)])
-def test_a_mixture_goes_on_where_all_files_of_a_small_source_were_replaced(
-    rows: int, lanes: int, stop: str, tmp_path: Path
-) -> None:
-    """Lanes are in different passes over it, and the one that is behind has none of its rows until the others' next."""
-    big = {f"b{i}.jsonl": [{"i": PER_FILE * i + k, "n": 5} for k in range(20)] for i in range(6)}
-    old = {"small.jsonl": [{"i": PER_FILE * 50 + k, "n": 4} for k in range(lanes - 1)]}
-    new = {"small.jsonl": [{"i": PER_FILE * 60 + k, "n": 4} for k in range(rows)]}
-    settings = {
-        **MIXED,
-        "num_lanes": lanes,
-        "epochs": None if stop == "never" else 3,
-        **changes_allowed(tmp_path),
-    }
-
-    def again(small: Rows) -> IterablePackedDataset:
-        files = {"big": big, "small": small}
-        return make(mixture(tmp_path, files, {"big": 3, "small": 1}, stop=stop), **settings)
-
-    running, states, between = again(old), [], []
-    for number, pack in enumerate(islice(running, 70)):
-        state = running.state_dict()
-        apart = len({lane["epoch"] for lane in state["lanes"].values()}) > 1
-        if len(state["lanes"]) == lanes and (number % 20 == 9 or (apart and pack["epoch"] < 2)):
-            states.append((pack["epoch"], state))
-            between.append(apart)
-    for latest, state in states:
-        packs = list(islice(resumed(again(new), state), 120))
-        assert sources_of(packs, {"old": old})["old"] == 0
-        if stop == "never":
-            assert not everything([new, big]) - tokens_of(packs)
-            check_exact(resumed(again(new), state), lambda: again(new))
-        elif stop == "all_exhausted" and latest < 2:
-            assert not everything([new, big]) - tokens_of(packs, 2)
-    assert any(between) or stop != "all_exhausted", "no state had lanes in two epochs"
-
-
 def test_a_source_of_weight_0_is_not_read(tmp_path: Path) -> None:
     rng = random.Random(0)
     files = {name: {f"{name}0.jsonl": new_rows(rng, i)} for i, name in enumerate("abc")}
@@ -183,35 +144,6 @@ def test_a_source_of_weight_0_is_not_read(tmp_path: Path) -> None:
     assert later["a"] == 0
     with pytest.raises(ValueError, match="all sources of the mixture have weight=0; give at least one"):
         new({"a": 0, "b": 0})
-
-
-@pytest.mark.parametrize("gone", ["file", "source"])
-def test_the_rest_of_a_giant_row_is_counted_where_its_file_or_source_is_gone(
-    gone: str, tmp_path: Path
-) -> None:
-    sizes = {"a": 500, "b": 20}
-    files = {
-        name: {f"{name}.jsonl": [{"i": PER_FILE * i + k, "n": n} for k in range(3)]}
-        for i, (name, n) in enumerate(sizes.items())
-    }
-
-    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
-        if gone == "source":
-            source: Any = mixture(tmp_path, files, dict.fromkeys(files, 1), stop="all_exhausted")
-        else:
-            source = source_of(
-                tmp_path / "data", {name: rows for part in files.values() for name, rows in part.items()}
-            )
-        return make(source, overlong="split", num_lanes=1, **changes_allowed(tmp_path))
-
-    for packs in (1, 7, 13, 19):
-        data = again(files)
-        given = tokens_of(islice(data, packs))
-        state = data.state_dict()
-        rest = 500 - sum((given & everything([files["a"]])).values())
-        now = resumed(again({"b": files["b"]}), state)
-        next(iter(now))
-        assert now.ledger().dropped["removed"] == rest > 0, packs
 
 
 def test_without_shuffling_the_order_is_that_of_a_run_that_never_changed(tmp_path: Path) -> None:
@@ -243,7 +175,7 @@ def test_a_hold_out_holds_where_files_change(part: str, tmp_path: Path) -> None:
     }  # fmt: skip
 
     def source() -> Any:
-        return hold_out(source_of(tmp_path / "data", files), fraction=0.3)[part == "validation"]
+        return Holdout(source_of(tmp_path / "data", files), fraction=0.3, part=part)
 
     kept = {row["i"] for row in read_all(source())}
     data = make(source(), **settings)
@@ -271,35 +203,6 @@ def test_a_run_that_has_read_nothing_goes_on_with_other_files(
         data.load_state_dict(state)
     packs = list(data)
     assert tokens_of(packs, 0) == tokens_of(packs, 1) == everything([now])
-
-
-@pytest.mark.parametrize("through", [lambda data: data, PackedDataLoader])
-def test_a_mixture_of_which_one_lane_has_given_nothing_goes_on_with_other_files(
-    through: Callable[[Any], Any], tmp_path: Path
-) -> None:
-    """The other lane may be in a later pass over a small source."""
-    big = {f"f{i}.jsonl": [{"i": PER_FILE * i + k, "n": 5} for k in range(20)] for i in range(4)}
-    files = {"big": big, "small": {"s.jsonl": [{"i": 50 * PER_FILE, "n": 3}]}}
-    more = {
-        "big": {**big, "new.jsonl": [{"i": 60 * PER_FILE, "n": 5}]},
-        "small": {**files["small"], "new.jsonl": [{"i": 70 * PER_FILE, "n": 3}]},
-    }
-
-    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
-        mix = mixture(tmp_path, files, {"big": 1, "small": 1}, stop="all_exhausted")
-        return make(mix, overlong="split", num_lanes=2, **changes_allowed(tmp_path))
-
-    door = through(again(files))
-    pack = next(iter(door))
-    given = pack["tokens"] if isinstance(pack, dict) else pack.tokens
-    begun, state = Counter(token for token in given.flatten().tolist() if token), door.state_dict()
-    assert len(state["lanes"]) == 1
-    assert begun[50 * STRIDE * PER_FILE + 1] > 1, "the lane is in a later pass"
-    both = begun + tokens_of(resumed(again(more), state))
-    small = Counter({token: both.pop(token) for token in everything([more["small"]])})
-    assert both == everything([big]), "each row once, and the new one in the next pass"
-    assert len(small) == 6, "the next pass over the small source has begun"
-    check_exact(resumed(again(more), state), lambda: again(more))
 
 
 class States(IterableDataset[dict[str, Any]]):
@@ -475,19 +378,6 @@ def test_a_corpus_may_be_moved(how: str, tmp_path: Path) -> None:
     data = make(SOURCES[how](tmp_path / "elsewhere"), **keeps)
     data.load_state_dict(state)
     assert [content(pack) for pack in data] == rest
-
-
-def test_copies_of_a_file_are_told_apart(tmp_path: Path) -> None:
-    """Equal in name, size and content, they are two files all the same."""
-    put(tmp_path / "data", {**EN, **{f"fr/{i}.jsonl": EN[f"en/{i}.jsonl"] for i in range(3)}})
-    data = make(JSONLSource(folders_in(tmp_path / "data")), **named(tmp_path))
-    packs = list(islice(data, 20))
-    state = data.state_dict()
-    write(tmp_path / "data" / "fr" / "x.jsonl", numbers_of(9))
-    packs += resumed(make(JSONLSource(folders_in(tmp_path / "data")), **named(tmp_path)), state)
-    twice = everything([EN, EN])
-    assert tokens_of(packs, 0) == twice
-    assert tokens_of(packs, 1) == twice + everything([{"x": numbers_of(9)}])
 
 
 # Refusals.

@@ -29,7 +29,6 @@ from streampack import (
     MapSource,
     Mix,
     Sample,
-    TokensEncoder,
     collate_packed,
 )
 from tests.harness import threads
@@ -180,23 +179,6 @@ def test_trace_finds_the_text_of_every_sequence(tmp_path: Path, kind: str, chang
 # Doors.
 
 
-def test_sources_may_be_paths_datasets_and_iterables(tmp_path: Path) -> None:
-    ready = [{"tokens": [i, i + 1], "labels": [-100, i + 1]} for i in range(1, 40)]
-    path = write(tmp_path / "a.jsonl", ready)
-    given: list[Any] = [ready, MapSource(ready), str(path), path, [path], [str(path)], lambda: iter(ready)]
-    for source in [*given, str(tmp_path / "*.jsonl"), [f"{tmp_path}/*.jsonl"]]:
-        packs = list(IterablePackedDataset(source, max_seq_len=8, num_lanes=1))
-        assert sorted(t for p in packs for t in p["tokens"].tolist() if t) == sorted(
-            t for r in ready for t in r["tokens"]
-        )
-    ids = IterablePackedDataset(
-        [{"ids": [1, 2]}], max_seq_len=2, encoder=TokensEncoder(tokens="ids", labels=None)
-    )
-    assert [pack["labels"].tolist() for pack in ids] == [[-100, 2]]
-    with pytest.raises(ValueError, match="the row is a str"):
-        next(iter(IterablePackedDataset(["some text", "more text"], max_seq_len=8)))
-
-
 def test_a_dataset_can_be_pickled_after_iteration(tmp_path: Path) -> None:
     """A DataLoader that spawns its workers pickles the dataset; an open file in it cannot be."""
     dataset = make(write(tmp_path / "a.jsonl", rows(100)), num_lanes=2)
@@ -257,14 +239,6 @@ def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str
     with pytest.raises(ValueError) as error:
         make(MapSource(rows(3)), **changes)
     assert message in str(error.value)
-
-
-def test_repr_names_source_strategy_and_order() -> None:
-    mix = Mix([{"name": name, "source": rows(3), "weight": 1} for name in ("web", "code")])
-    data = IterablePackedDataset(mix, max_seq_len=8, strategy="best_fit", shuffle=True, seed=3, epochs=None)
-    assert repr(data) == (
-        "<IterablePackedDataset: packs of 8 tokens from Mix of web, code, best_fit, shuffled by seed 3, for ever>"
-    )
 
 
 # Errors consume nothing.

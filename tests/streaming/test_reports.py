@@ -257,25 +257,6 @@ def test_each_source_of_a_mixture_is_followed(tmp_path: Path) -> None:
     assert metrics["source_small_recent_fraction"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_recent_shares_begin_anew_where_an_older_state_is_loaded() -> None:
-    """Without that, those of the state would be less than those of the call before."""
-    small, large = ([{"i": i, "n": n} for i in range(500)] for n in (3, 9))
-    entries = [
-        {"name": name, "source": MapSource(each), "weight": 1}
-        for name, each in (("small", small), ("large", large))
-    ]
-    loader = loader_of(Mix(entries, stop="never"), epochs=None)
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    for _ in range(30):
-        next(batches)
-    loader.metrics()
-    loader.load_state_dict(state)
-    next(iter(loader))
-    assert not [name for name in loader.metrics() if "recent" in name]
-
-
 # No packs.
 
 LONG = [{"i": i, "n": 30} for i in range(40)]

@@ -326,43 +326,6 @@ def test_a_lane_in_the_middle_of_an_older_epoch_is_an_error() -> None:
 # Consumers, whose states are merged.
 
 
-@pytest.mark.parametrize(("consumer", "consumers"), [(2, 2), (-1, 2), (0, 0)])
-def test_an_impossible_consumer_number_is_refused(consumer: int, consumers: int) -> None:
-    with pytest.raises(ValueError, match="consumer"):
-        make(MapSource(rows(100)), num_lanes=4).stream(consumer, consumers)
-
-
-class Busy(MapSource):
-    """Cannot begin some lanes' epochs at first."""
-
-    fails: frozenset[tuple[int, int]] = frozenset()  # epoch, lane
-
-    def read(self, reading: Any) -> Any:
-        if (reading.epoch, reading.lane) in self.fails:
-            self.fails = self.fails - {(reading.epoch, reading.lane)}
-            raise OSError("the disk is busy")
-        return super().read(reading)
-
-
-@pytest.mark.parametrize("longest", range(3))
-@pytest.mark.parametrize("lane", range(3))
-def test_an_epoch_that_cannot_begin_begins_when_asked_again(lane: int, longest: int) -> None:
-    """No lane's rows are passed by, and all come in the same order, whichever lane has the most packs."""
-    data = [{"i": i, "n": 12 if i % 3 == longest else 3} for i in range(20)]
-    settings: dict[str, Any] = {"max_seq_len": 12, "num_lanes": 3, "epochs": 3}
-    busy = Busy(data)
-    busy.fails = frozenset({(0, 2), (1, lane), (2, lane)})
-    dataset, packs, errors = make(busy, **settings), [], 0
-    while errors < 4:
-        try:
-            packs += map(content, dataset)
-            break
-        except OSError:
-            errors += 1
-    assert packs == [content(pack) for pack in make(MapSource(data), **settings)]
-    assert errors == 3
-
-
 def test_iterables_need_one_consumer() -> None:
     with pytest.raises(ValueError, match=r"2 consumers .* would take turns with the rows of an iterable"):
         list(DataLoader(make(IterableSource(rows(10))), batch_size=None, num_workers=2))
