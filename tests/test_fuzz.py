@@ -36,6 +36,7 @@ CASES: list[tuple[Callable[[int, int], Counter[str]], int, int, tuple[str, ...]]
             "resumes at every pack", "set_epoch", "several epochs", "several ranks", "uneven lanes", "workers",
         ),
     ),
+    (fuzz.groups, 10, 200, ("groups",)),
     (fuzz.changes, 12, 200, ("changed jsonl files", "changed jsonl.gz files", "changed parquet files")),
 ]  # fmt: skip
 NAMES = [draw.__name__ for draw, *_ in CASES]

@@ -1,7 +1,7 @@
 """Configurations and chains of resumes drawn at random, run, and judged by `tests.oracle.streams`.
 
-`configuration(seed, number)`, `chain(seed, number)` and `changes(seed, number)` draw and run one case; the same two
-numbers give the same case. Each returns how often it drew what.
+`configuration(seed, number)` draws and runs one case, as `chain`, `changes` and `groups` do; the same two numbers give
+the same case. Each returns how often it drew what.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from streampack import IterablePackedDataset, PackedDataLoader, attention, collate_packed
+from streampack import Group, IterablePackedDataset, PackedDataLoader, attention, collate_packed
 from tests.harness.changed_files import (
     Rows,
     changed,
@@ -37,7 +37,7 @@ from tests.harness.corpus import STRIDE
 from tests.harness.generator import Case
 from tests.harness.interrupts import Injector
 from tests.harness.mixtures import make as stream_of
-from tests.harness.threads import Topology, run
+from tests.harness.threads import Topology, packs_of, run
 from tests.oracle.streams import IGNORE, Plain, check_masks, of_batch, of_dicts
 
 # Of a mixture that is too small for its lanes, or whose first source to end has no row that makes a piece.
@@ -427,3 +427,64 @@ def changes(seed: int, number: int) -> Counter[str]:
         assert ledger.tokens_in == ledger.packed + sum(ledger.dropped.values()), "what is gone is not booked"
         drawn = Counter({f"changed {kind} files": 1, "changes in windows": settings["balance_window"] > 0})
         return drawn + Counter(changes=1, resumes=8, packs=len(packs))
+
+
+def group_of(row: Mapping[str, Any]) -> Group:
+    """Encode a tree whose tokens follow one another from ``first`` on."""
+    ids = np.arange(row["first"], row["first"] + sum(row["lengths"]))
+    return Group(ids, ids.copy(), lengths=row["lengths"], parents=row["parents"])
+
+
+def groups(seed: int, number: int) -> Counter[str]:
+    """Draw trees of prompts and answers, resume at every pack and on other ranks; each tree comes in one pack."""
+    with _replayable("groups", seed, number) as (rng, _, told):
+        limit, rows, first = rng.choice([8, 16, 24, 64]), [], 1
+        for _ in range(rng.choice([3, 20, 60])):
+            lengths = tuple(rng.randint(1, limit // 2) for _ in range(rng.randint(1, 4)))
+            parents = (-1, *(rng.randrange(n) for n in range(1, len(lengths))))
+            rows.append({"first": first, "lengths": lengths, "parents": parents})
+            first += sum(lengths)
+        settings: dict[str, Any] = {
+            "max_seq_len": limit, "overlong": "drop", "buffer_size": rng.choice([1, 5, 16]),
+            "strategy": rng.choice(["exact_fit", "best_fit", "first_fit", "next_fit"]),
+            "num_lanes": rng.choice([1, 2, 4]), "epochs": rng.choice([1, 2]), "shuffle": rng.random() < 0.6,
+            "balance_window": rng.choice([0, 3]), "seed": rng.randrange(100), "untrained": "keep",
+        }  # fmt: skip
+        told += [f"{len(rows)} groups", settings]
+        kept = {row["first"]: sum(row["lengths"]) for row in rows if sum(row["lengths"]) <= limit}
+        if not kept:
+            return Counter(groups=1, refused=1)
+
+        def make() -> IterablePackedDataset:
+            return IterablePackedDataset(rows, encoder=group_of, **settings)
+
+        def check(packs: list[list[int]]) -> None:
+            """Check the tokens of packs, without their padding."""
+            found: Counter[int] = Counter()
+            for tokens in packs:
+                at = 0
+                while at < len(tokens):
+                    length = kept[tokens[at]]
+                    assert tokens[at : at + length] == [*range(tokens[at], tokens[at] + length)], "in parts"
+                    found[tokens[at]] += 1
+                    at += length
+            assert found == dict.fromkeys(kept, settings["epochs"]), "a group is missing, or came twice"
+
+        packs = list(make())
+        lens = [pack.get("segment_lens", pack.get("seq_lens")) for pack in packs]
+        used = [int(each[: pack["num_seqs"]].sum()) for each, pack in zip(lens, packs, strict=True)]
+        check([pack["tokens"][:end].tolist() for pack, end in zip(packs, used, strict=True)])
+        resumes = len(check_resume_everywhere(make, packs=10))
+        ranks = rng.choice([n for n in (1, 2, 4) if n <= settings["num_lanes"]])
+        topology = Topology(ranks, rng.choice([0, 1]), 2)
+        begun = run(make, topology, limit=rng.randint(0, len(packs) // (2 * ranks)))
+        rest = run(make, Topology(batch_size=2), state=through_a_checkpoint(begun.states[0]))
+        check(
+            [
+                list(tokens)
+                for batches in (*begun.batches, *rest.batches)
+                for batch in batches
+                for tokens, _ in packs_of(batch)
+            ]
+        )
+        return Counter(groups=1, resumes=resumes + 1, packs=len(packs))

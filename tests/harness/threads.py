@@ -14,7 +14,7 @@ from unittest import mock
 from streampack import Batch, IterablePackedDataset, MapSource, PackedDataLoader, Sample
 from streampack.distributed.rank_sync import RankSync, combine_counts  # private: where ranks become threads
 from streampack.streaming.read_report import ReadReport  # private: what a worker process tells its loader
-from tests.harness.corpus import Numbers, rows
+from tests.harness.corpus import Numbers
 from tests.harness.interrupts import Injector
 
 Place = tuple[int, int]  # data rank and number of data ranks
@@ -272,18 +272,6 @@ def make(data: Lengths, **changes: Any) -> Make:
 def skewed(count: int, *, num_lanes: int, heavy: int = 0) -> list[dict[str, int]]:
     """Rows of which one lane has ten times as many tokens as each other lane."""
     return [{"i": i, "n": 10 if i % num_lanes == heavy else 1} for i in range(count)]
-
-
-CORPORA: dict[str, tuple[list[dict[str, int]], int]] = {
-    "even": (rows(200), 12),
-    "skewed": (skewed(200, num_lanes=12), 12),
-    "skewed to the last": (skewed(200, num_lanes=4, heavy=3), 4),
-    "fewer documents than lanes": (rows(7), 12),
-    "one document": (rows(1), 12),
-    "one long document": ([{"i": 0, "n": 100}], 4),
-    "as many documents as lanes": (rows(12), 12),
-}
-"""Rows and number of lanes."""
 
 
 class Fails:

@@ -24,7 +24,6 @@ from streampack import (
     collate_packed,
     prepare_model_for_packing,
 )
-from streampack.streaming import consumers
 from tests.harness import hf_trainers
 from tests.harness.corpus import write
 from tests.harness.processes import run_ranks
@@ -182,7 +181,6 @@ def test_accelerate_cuts_no_batches_in_a_single_process(collate: Any, workers: i
 def test_a_single_process_may_read_epochs_and_is_warned_of_a_missing_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert consumers.Ranks.here() is None
     assert seen(stream(epochs=1), 99) == set(range(1, 33))
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.warns(UserWarning, match="WORLD_SIZE=3 and there is no process group") as caught:
@@ -210,7 +208,6 @@ def test_a_sharded_models_mesh_is_looked_at(two_ranks: None, name: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
     sharded = DTensor.from_local(weight.detach()[:512], mesh, [Shard(0)], run_check=False)
     llama.lm_head.weight = torch.nn.Parameter(sharded)
-    consumers.require_data_parallel("nothing")
     if name == "tp":
         with pytest.warns(
             UserWarning, match="dimension 'tp' of 2 ranks, which must be given the same batches, and a"
