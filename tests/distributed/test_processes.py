@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.distributed.rank_sync import RankSync, combine_counts  # private: gloo by itself
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.forked_ranks import run_ranks
 from tests.harness.threads import (
@@ -115,32 +113,6 @@ def test_a_run_moves_from_4_to_2_to_3_to_1_ranks(tmp_path: Path) -> None:
         assert all(outcome[1] == state for outcome in outcomes)
     assert check_steps(steps, ELASTIC, 12, 24) > 10
     check_whole([key for step in steps for key in step], rows(500, longest=10), 2)
-
-
-# Collectives.
-
-
-def agree_many_times() -> Any:
-    rank = dist.get_rank()
-    rank_sync = RankSync(timeout=timedelta(seconds=60))
-    words = [[0, 3, 5, 0, ~2][(n + rank) % 5] if n % 7 else 0 for n in range(50)]
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:  # the others have sent theirs before it does; if they waited for it, this would raise
-        store.wait(["sent 1", "sent 2"], timedelta(seconds=30))
-    answers = [rank_sync.agree(max(word, ~word), failed=word < 0) for word in words]
-    store.set(f"sent {rank}", "")
-    # The agreements are still under way.
-    merged = rank_sync.merge_lanes(dict.fromkeys(range(7), b"%d" % rank))
-    return words, [answer.wait() for answer in answers], merged, rank_sync.gather(rank)
-
-
-def test_agreements_are_asynchronous_and_arrive_on_all_ranks(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, agree_many_times, folder=tmp_path)
-    said = [outcome[0] for outcome in outcomes]
-    for _, heard, merged, gathered in outcomes:
-        assert heard == [combine_counts(words) for words in zip(*said, strict=True)]
-        assert merged == {lane: b"%d" % (lane % 3) for lane in range(7)}
-        assert gathered == [0, 1, 2]
 
 
 # Errors and deaths.

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from streampack import Batch, IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.distributed.rank_sync import RankSync, shared_sync  # private: what a rank says and hears
+from streampack.distributed.rank_sync import RankSync  # private: what a rank says and hears
 from tests.harness.corpus import Numbers, rows
 from tests.harness.threads import (
     Board,
@@ -44,22 +43,6 @@ def test_a_board_sees_ranks_that_are_out_of_step() -> None:
     ThreadSync(board, 0).agree(1)
     with pytest.raises(OutOfStep):
         ThreadSync(board, 1).gather("x")
-
-
-def test_a_shared_one_belongs_to_one_process_group() -> None:
-    """Its connections end with the group."""
-    short, long = timedelta(seconds=7), timedelta(seconds=8)
-    found = []
-    for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        found += [shared_sync(timeout=limit) for limit in (short, long, short)]
-        dist.destroy_process_group()
-    first, other, again, later, *_ = found
-    assert first is again
-    assert (first.timeout, other.timeout) == (short, long)
-    assert later is not first
-    with pytest.raises(ValueError, match="there is no process group"):
-        shared_sync(timeout=short)
 
 
 def test_a_merge_takes_each_lane_from_its_owner() -> None:

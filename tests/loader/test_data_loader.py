@@ -180,13 +180,6 @@ def test_with_a_limit_of_sequences_all_batches_have_one_shape():
     assert max(free)[1] > 4
 
 
-def test_repr():
-    data = IterablePackedDataset([{"tokens": [1], "labels": [1]}], max_seq_len=8)
-    loader = PackedDataLoader(data, batch_size=2, num_workers=1, packs_per_step=4)
-    assert repr(loader) == f"<PackedDataLoader: batches of 2, 4 packs a step, 1 worker(s), of {data!r}>"
-    assert repr(PackedDataLoader(data)) == f"<PackedDataLoader: batches of 1, 0 worker(s), of {data!r}>"
-
-
 # Mixtures: a small source beside a large one, on ranks with workers.
 
 

@@ -146,23 +146,6 @@ def test_ranks_in_plain_torch() -> None:
             assert f"the same batches, and {why}; iterate a PackedDataLoader" in rank[f"tp {name}"]
 
 
-def test_accelerate_never_shares_a_samplers_batches_out_a_second_time() -> None:
-    """One rank's half of them were cut in half again."""
-    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
-    rows = [{"input_ids": row["tokens"]} for row in ROWS]
-
-    def loader(num_replicas: int, *, prepared: bool) -> Any:
-        sampler = MultipackBatchSampler(
-            [8] * 32, max_tokens=8, packs_per_step=2, num_replicas=num_replicas, rank=0, shuffle=False
-        )
-        made: Any = DataLoader(rows, batch_sampler=sampler, collate_fn=FlatteningCollator())  # type: ignore[arg-type]
-        return prepare(made, num_processes=2, process_index=0, even_batches=False) if prepared else made
-
-    with pytest.raises(ValueError, match=r"num_replicas=2 has shared out already, .* set num_replicas=1"):
-        next(iter(loader(2, prepared=True)))
-    assert len(list(loader(2, prepared=False))) == len(list(loader(1, prepared=True))) == 16
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("collate", [collate_packed, FlatteningCollator(return_flash_attn_kwargs=True)])
@@ -262,12 +245,6 @@ def test_fewer_lanes_than_consumers_are_refused_where_they_were_set(lanes: int) 
         match=rf"{lanes} lanes cannot feed {lanes + 1} consumers .*; use fewer workers, or .* num_lanes",
     ):
         iter(PackedDataLoader(short(num_lanes=lanes), num_workers=lanes + 1))
-
-
-def test_iterating_in_one_process_does_not_fix_the_number_of_lanes() -> None:
-    data = short()
-    next(iter(data))
-    assert len({str(row) for row in rows_in(PackedDataLoader(data, num_workers=2))}) > 10
 
 
 @pytest.mark.parametrize("workers", [0, 3])
