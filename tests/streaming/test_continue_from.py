@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -261,29 +260,3 @@ def test_what_cannot_go_on_is_refused_with_the_way_out() -> None:
     ):
         new().continue_from(data.state_dict())
     assert samples_in(behind(new(epochs=2), data.state_dict())) == all_of(lengths)
-
-
-def test_a_row_that_was_packed_before_does_not_come_again_in_pieces() -> None:
-    """It was the last one read, is several pieces now, and had one number: a resume took the others to be left."""
-    resumes = several = 0
-    for seed in range(20):
-        draw = random.Random(seed)
-        lengths = [draw.randint(1, 14) for _ in range(14)]
-        texts = [[*range(100 * i + 1, 100 * i + n + 1)] for i, n in enumerate(lengths, 1)]
-        source = [{"tokens": text, "labels": text} for text in texts]
-        common: dict[str, Any] = {"num_lanes": 1, "overlong": "split", "encoder": None}
-        data = dataset(source, common, max_seq_len=16, buffer_size=4)
-        first = list(islice(data, draw.randint(1, 4)))
-        packed = {int(token) // 100 for pack in first for token in pack["tokens"]}
-        now = behind(dataset(source, common, max_seq_len=5, buffer_size=64), data.state_dict())
-        expected, states = [], []
-        for pack in now:
-            expected.append(pack)
-            states.append(now.state_dict())
-        for number, state in enumerate(states, 1):
-            again = resumed(dataset(source, common, max_seq_len=5, buffer_size=64), state)
-            assert content(again) == content(expected[number:])
-            resumes += 1
-        several += any(lengths[i - 1] > 5 for i in packed if i)
-    assert resumes > 200
-    assert several > 15

@@ -414,28 +414,6 @@ def test_a_corpus_whose_files_look_renamed_is_refused_where_changes_are_allowed(
     assert tokens_of(resumed(make(JSONLSource(data), **named(tmp_path)), state), 1) == everything([EN])
 
 
-def test_a_source_whose_files_all_have_other_names_goes_on_under_a_name_of_its_own(tmp_path: Path) -> None:
-    """They may be the same files, renamed, of which a row would come twice."""
-    files = {
-        "a": {"x.jsonl": [{"i": i, "n": 5} for i in range(30)]},
-        "b": {"old.jsonl": [{"i": PER_FILE, "n": 5}]},
-    }
-    other = {"new.jsonl": [{"i": 2 * PER_FILE, "n": 5}]}
-
-    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
-        mix = mixture(tmp_path, files, dict.fromkeys(files, 1), stop="all_exhausted")
-        return make(mix, overlong="split", num_lanes=1, **changes_allowed(tmp_path))
-
-    data = again(files)
-    begun = tokens_of(islice(data, 2))
-    state = data.state_dict()
-    with pytest.raises(ValueError, match="b: none of the 1 files .* or name this source of the mixture anew"):
-        again({**files, "b": other}).load_state_dict(state)
-    both = begun + tokens_of(resumed(again({"a": files["a"], "c": other}), state))
-    assert both >= everything([files["a"], other])
-    assert max(both[token] for token in everything([files["a"]])) == 1
-
-
 @pytest.fixture
 def changed_files(tmp_path: Path) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """A corpus that changed, its settings, and the state of before."""

@@ -203,15 +203,6 @@ def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
         assert source.bytes_read <= rows_at_most * len(line)
 
 
-def test_samples_are_encoded_as_late_as_possible() -> None:
-    encoder = Numbers()
-    iterator = iter(make(MapSource([{"i": i, "n": 12} for i in range(100)]), encoder=encoder, num_lanes=1))
-    assert encoder.calls == 0
-    for packs in range(1, 10):
-        next(iterator)
-        assert encoder.calls == 2 * packs
-
-
 # Refusals.
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,21 +80,6 @@ def test_an_estimate_counts_truncated_tokens() -> None:
     assert (split.cut, split.cut_trained, split.untrained) == (0, 0, 0)
     left = estimated(rows, max_seq_len=20, untrained="drop")
     assert left.estimate(rows=300).packs == len(list(left))
-
-
-def test_an_estimate_encodes_a_few_long_documents() -> None:
-    read = []
-
-    class Counting(TokensEncoder):
-        def __call__(self, row: Any, /) -> Any:
-            read.append(1)
-            return super().__call__(row)
-
-    document = {"tokens": np.ones(1 << 17, np.int32), "labels": np.ones(1 << 17, np.int32)}
-    data = estimated([document] * 500, encoder=Counting(), overlong="split", split_across_pack=True)
-    known = data.estimate(rows=1024)
-    assert known.packs == pytest.approx(500 * (1 << 17) / 256, rel=0.01)
-    assert len(read) == 64
 
 
 def test_an_estimate_needs_a_length() -> None:
@@ -197,22 +180,6 @@ def test_bytes_and_rows_are_those_of_the_files(tmp_path: Path, num_workers: int)
         assert metrics["read_retries"] == metrics["outage_seconds"] == metrics["bad_records"] == 0
         assert metrics["data_wait_seconds"] > metrics["read_seconds"] > 0 or num_workers
         assert metrics["consumed"] == 1
-
-
-def test_what_a_worker_read_before_it_died_is_counted(tmp_path: Path) -> None:
-    loader = loader_of(jsonl(tmp_path), num_workers=1)
-    batches: Any = iter(loader)
-    for _ in range(60):
-        next(batches)
-    before = loader.metrics()["read_bytes"]
-    [worker] = batches.rank_batches.streams
-    os.kill(worker.process.pid, signal.SIGKILL)
-    for _ in batches:
-        pass
-    assert worker.restarts == 1
-    after = loader.metrics()["read_bytes"]
-    assert after - before > 0
-    assert after > 1.2 * (tmp_path / "a.jsonl").stat().st_size
 
 
 @pytest.mark.parametrize(("make", "num_workers"), [(jsonl, 2), (parquet, 0), (in_memory, 0)])

@@ -95,27 +95,6 @@ def test_a_state_does_not_change_while_the_stream_goes_on() -> None:
     assert dataset.state_dict()["identity"]
 
 
-def test_a_state_can_be_loaded_and_taken_without_a_pack() -> None:
-    first = make(MapSource(rows(200)), num_lanes=3)
-    assert first.state_dict()["lanes"] == {}
-    packs = [content(pack) for pack in first]
-    again = make(MapSource(rows(200)), num_lanes=3)
-    list(islice(again, 10))
-    state = again.state_dict()
-    for _ in range(3):  # through three datasets that never yield
-        between = make(MapSource(rows(200)))
-        between.load_state_dict(state)
-        assert between.state_dict() == state
-        assert between.ledger() == again.ledger()
-        between.state_dict()["lanes"].clear()
-        iter(between)
-        assert between.state_dict() == state
-        state = between.state_dict()
-    last = make(MapSource(rows(200)))
-    last.load_state_dict(state)
-    assert [content(pack) for pack in last] == packs[10:]
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 7)])
 def test_stateful_dataloader_of_torchdata_resumes(workers: int, every: int) -> None:
