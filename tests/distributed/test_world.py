@@ -22,14 +22,12 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from benchmarks.scale.ranks import connections
-from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.launcher import (
     end_with_launcher,
     run_torchrun,
 )  # private: what `streampack run` starts
 from streampack.distributed.rank_sync import OtherRankFailed  # private: an error that users see
-from streampack.distributed.world import CONNECTED_GROUPS, OTHER_FILES, World, allow_connections, join_world
+from streampack.distributed.world import OTHER_FILES, World, allow_connections, join_world
 from streampack.storage.locks import lock_folder  # private: to ask whether the run still holds its folder
 from tests.harness.processes import RankError, open_store, run_ranks
 from tests.harness.tiny import losses, tiny_config
@@ -141,24 +139,6 @@ def join_with_few_files():
 def test_ranks_may_open_as_many_files_as_their_connections_need():
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert run_ranks(join_with_few_files, 2) == [[(3 + OTHER_FILES, hard)] * 2] * 2
-
-
-def count_connections_of_a_recipe():
-    with join_world(CPU) as world:
-        loader = PackedDataLoader(IterablePackedDataset([{"tokens": [1], "labels": [1]}] * 40, max_seq_len=2))
-        batches = list(loader)
-        world.gather(len(batches))  # no rank leaves before all have counted
-        found = len(connections())
-        return world.gather(found)
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts connections through /proc")
-def test_a_recipe_connects_each_rank_to_every_other_once_a_group():
-    """And once to the store."""
-    size = 3
-    assert (
-        run_ranks(count_connections_of_a_recipe, size) == [[CONNECTED_GROUPS * (size - 1) + 1] * size] * size
-    )
 
 
 @pytest.mark.parametrize(

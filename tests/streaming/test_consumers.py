@@ -238,15 +238,6 @@ def test_a_run_of_one_lane_resumes_with_several_workers(
     assert said == ([wanted] if workers > 1 else [])
 
 
-@pytest.mark.parametrize("lanes", [2, 4])
-def test_fewer_lanes_than_consumers_are_refused_where_they_were_set(lanes: int) -> None:
-    with pytest.raises(
-        ValueError,
-        match=rf"{lanes} lanes cannot feed {lanes + 1} consumers .*; use fewer workers, or .* num_lanes",
-    ):
-        iter(PackedDataLoader(short(num_lanes=lanes), num_workers=lanes + 1))
-
-
 @pytest.mark.parametrize("workers", [0, 3])
 def test_an_endless_stream_skips_empty_lanes(workers: int) -> None:
     data = short(SHORT[:5], epochs=None, num_lanes=8)
