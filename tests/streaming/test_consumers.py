@@ -79,11 +79,10 @@ def read_plainly() -> dict[str, Any]:
 
     # A worker process that is spawned has no group; what the rank knew came with the dataset.
     class Worker:
-        id, num_workers = 0, 1
+        id, num_workers, seed = 0, 1, 0
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("streampack.streaming.consumers", "streampack.streaming.dataset"):
-            patch.setattr(f"{module}.get_worker_info", lambda: Worker)
+        patch.setattr("torch.utils.data._utils.worker._worker_info", Worker)  # as in a worker of torch
         found["spawned"] = seen(pickle.loads(sent), 16)
     return found
 
