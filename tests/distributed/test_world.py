@@ -27,7 +27,7 @@ from streampack.distributed.launcher import (
     run_torchrun,
 )  # private: what `streampack run` starts
 from streampack.distributed.rank_sync import OtherRankFailed  # private: an error that users see
-from streampack.distributed.world import OTHER_FILES, World, allow_connections, join_world
+from streampack.distributed.world import OTHER_FILES, World, join_world
 from streampack.storage.locks import lock_folder  # private: to ask whether the run still holds its folder
 from tests.harness.processes import RankError, open_store, run_ranks
 from tests.harness.tiny import losses, tiny_config
@@ -139,24 +139,6 @@ def join_with_few_files():
 def test_ranks_may_open_as_many_files_as_their_connections_need():
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert run_ranks(join_with_few_files, 2) == [[(3 + OTHER_FILES, hard)] * 2] * 2
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "size", "raised"),
-    [
-        (1024, 4096, 256, 1024),
-        (1024, 4096, 1024, 3 * 1023 + 256),
-        (1024, resource.RLIM_INFINITY, 1024, 3 * 1023 + 256),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1024, resource.RLIM_INFINITY),
-        (1024, 2048, 1024, 2048),
-    ],
-)
-def test_the_limit_of_open_files(monkeypatch, soft, hard, size, raised):
-    limits = {resource.RLIMIT_NOFILE: (soft, hard)}
-    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
-    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
-    allow_connections(size)
-    assert limits == {resource.RLIMIT_NOFILE: (raised, hard)}
 
 
 def join_without_the_last(size):

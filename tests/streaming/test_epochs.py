@@ -81,21 +81,6 @@ def test_iterating_again_is_the_next_epoch(workers: int, keep: bool) -> None:
     assert sorted(order(loader)) == sorted(epoch(2))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_iterating_a_packed_loader_again_is_the_next_epoch(workers: int) -> None:
-    data = dataset()
-    loader = PackedDataLoader(data, batch_size=2, num_workers=workers)
-    for number in range(2):
-        assert tokens(loader) == [pack[2] for pack in epoch(number)]
-        assert loader.epoch == loader.state_dict()["epoch"] == number
-    state = loader.state_dict()
-    data.set_epoch(0)
-    assert tokens(loader) == [pack[2] for pack in epoch(0)]
-    loader.load_state_dict(state)
-    assert tokens(loader) == [], "the state is of the end of epoch 1"
-    assert tokens(loader) == [pack[2] for pack in epoch(2)]
-
-
 def test_spawned_workers_and_copies_count_for_themselves() -> None:
     loader = torch_loader(dataset(), 1, context="spawn")
     assert [order(loader)[0][0] for _ in range(2)] == [0, 1]

@@ -7,7 +7,6 @@ that each token tells its row and place. `WAYS` are the strategies and, as "wrap
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -177,16 +176,6 @@ def test_trace_finds_the_text_of_every_sequence(tmp_path: Path, kind: str, chang
 
 
 # Doors.
-
-
-def test_a_dataset_can_be_pickled_after_iteration(tmp_path: Path) -> None:
-    """A DataLoader that spawns its workers pickles the dataset; an open file in it cannot be."""
-    dataset = make(write(tmp_path / "a.jsonl", rows(100)), num_lanes=2)
-    packs = [content(pack) for pack in dataset]
-    next(iter(dataset))
-    again = pickle.loads(pickle.dumps(dataset))
-    again.set_epoch(0)
-    assert [content(pack) for pack in again] == packs
 
 
 def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
