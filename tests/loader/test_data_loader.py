@@ -89,7 +89,8 @@ def test_an_epoch_is_filled_with_null_packs_that_train_nothing():
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 3)])
 def test_resumes_at_batches_with_any_number_of_workers(before, after):
-    whole = list(PackedDataLoader(dataset(), batch_size=3))
+    uncut = PackedDataLoader(dataset(), batch_size=3)
+    whole = list(uncut)
     stops = range(1, len(whole), 4 if before == after == 0 else 40)
     for stop in stops:
         first = PackedDataLoader(dataset(), batch_size=3, num_workers=before)
@@ -101,6 +102,7 @@ def test_resumes_at_batches_with_any_number_of_workers(before, after):
         rest = list(second)
         assert len(rest) == len(whole) - stop
         assert all(map(same, rest, whole[stop:]))
+        assert second.ledger() == uncut.ledger(), "it counts the whole run"
 
 
 def test_a_state_counts_the_batches_that_were_returned():
