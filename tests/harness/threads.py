@@ -47,7 +47,7 @@ class Board:
             while not all(len(sent) > index for sent in self.sent):
                 if self.dead:
                     raise ConnectionError(f"rank {self.dead[0]} is gone")
-                if not self.changed.wait(20):
+                if not self.changed.wait(60):
                     counts = [len(sent) for sent in self.sent]
                     raise OutOfStep(f"message {index} is missing; sent so far: {counts}")
             entries = [sent[index] for sent in self.sent]
@@ -103,7 +103,7 @@ def run_threads(size: int, rank: Callable[[int], None]) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
             assert not thread.is_alive(), "a rank hangs"
 
 
