@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,35 +19,51 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*do not divide .* evenly"),
     pytest.mark.filterwarnings("ignore:num_lanes=.* is not heeded"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+    # An interrupt within a generator that is being closed: Python can only report it.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 SEED = int(os.environ.get("STREAMPACK_FUZZ_SEED", "0"))
+# What is drawn, how many of it are quick, how many slow, and what must be among the quick ones.
+CASES: list[tuple[Callable[[int, int], Counter[str]], int, int, tuple[str, ...]]] = [
+    (
+        fuzz.configuration, 30, 2000,
+        ("balance windows", "data groups", "mixtures", "remote sources", "set_epoch", "small sources of mixtures"),
+    ),
+    (
+        fuzz.chain, 40, 300,
+        (
+            "balance windows", "data groups", "endless", "interrupts", "mixtures", "peeks", "remote sources",
+            "resumes at every pack", "set_epoch", "several epochs", "several ranks", "uneven lanes", "workers",
+        ),
+    ),
+    (fuzz.groups, 10, 200, ("groups",)),
+    (fuzz.changes, 12, 200, ("changed jsonl files", "changed jsonl.gz files", "changed parquet files")),
+]  # fmt: skip
+NAMES = [draw.__name__ for draw, *_ in CASES]
 
 
-def run(configurations: int, chains: int) -> Counter[str]:
+def check(draw: Callable[[int, int], Counter[str]], cases: int) -> Counter[str]:
     done: Counter[str] = Counter()
-    for number in range(configurations):
-        done += fuzz.configuration(SEED, number)
-    for number in range(chains):
-        done += fuzz.chain(SEED, number)
-    print(f"seed {SEED}: {dict(done)}")
-    assert (done["configurations"], done["chains"]) == (configurations, chains)
-    assert done["refused"] + done["too_small"] < 0.2 * (configurations + chains), (
-        "too few are run to their end"
-    )
+    for number in range(cases):
+        done += draw(SEED, number)
+    print(f"{cases} cases of {draw.__name__}, seed {SEED}: {dict(sorted(done.items()))}")
+    assert done["refused"] + done["too_small"] < 0.2 * cases, "too few are run to their end"
+    assert done["packs"] > 10 * cases
     return done
 
 
-def test_some_configurations_and_chains_of_resumes() -> None:
-    done = run(30, 20)
-    assert done["packs"] > 500
-    assert done["resumes"] >= 20
+@pytest.mark.parametrize(
+    ("draw", "cases", "drawn"), [(d, quick, names) for d, quick, _, names in CASES], ids=NAMES
+)
+def test_runs_agree_with_the_oracle(draw: Any, cases: int, drawn: tuple[str, ...]) -> None:
+    done = check(draw, cases)
+    assert not [name for name in drawn if not done[name]], "nothing of that was drawn"
 
 
 @pytest.mark.slow
-def test_2000_configurations_and_200_chains_of_resumes() -> None:
-    done = run(2000, 200)
-    assert done["packs"] > 50_000
-    assert done["resumes"] > 500
+@pytest.mark.parametrize(("draw", "cases"), [(d, slow) for d, _, slow, _ in CASES], ids=NAMES)
+def test_many_more_runs_agree_with_the_oracle(draw: Any, cases: int) -> None:
+    check(draw, cases)
 
 
 def test_cases_are_drawn_reproducibly() -> None:

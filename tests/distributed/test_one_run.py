@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from streampack import IterablePackedDataset, IterableSource, MapSource, Mix, PackedDataLoader
-from tests.harness.corpus import Numbers, rows
+from streampack import (
+    Holdout,
+    IterablePackedDataset,
+    IterableSource,
+    JSONLSource,
+    MapSource,
+    MDSSource,
+    Mix,
+    PackedDataLoader,
+    ParquetSource,
+    Source,
+    TokenShardSource,
+)
+from streampack.sources.row_groups import Footers  # private: whose reads of footers are counted
+from streampack.storage.base import LocalStorage  # private: whose reads of the ends of files are counted
+from streampack.tokenize import tokenize
+from tests.harness.corpus import Numbers, rows, write
+from tests.harness.hub import Hub
+from tests.harness.mds import write_mds
 from tests.harness.threads import ThreadSync, on_ranks
-from tests.streaming.test_run_identity import shifted
 
 DATA = rows(60)
 
@@ -87,9 +109,11 @@ def test_a_difference_names_the_source_of_a_mixture() -> None:
 
 
 def test_another_encoder_is_refused() -> None:
-    words = refused(
-        "iterate", lambda rank_sync: loader(rank_sync, MapSource(DATA), shifted(rank_sync.rank // 2))
-    )
+    def encoded(rank_sync: ThreadSync) -> PackedDataLoader:
+        moved = rank_sync.rank // 2
+        return loader(rank_sync, MapSource(DATA), lambda row: Numbers()({**row, "i": row["i"] + moved}))
+
+    words = refused("iterate", encoded)
     assert words.startswith("the encoder of rank 2 is another than that of rank 0 (encoder.samples: ")
     assert words.endswith(
         "); give all ranks the same encoder: the same code, and the same files of its tokenizer"
@@ -138,15 +162,19 @@ def test_states_of_different_steps_are_refused() -> None:
         assert "rank 1 has state='" in str(error)
 
 
+class Unknown(MapSource):
+    """Cannot say what it is."""
+
+    def fingerprint(self) -> str:
+        raise ValueError("no idea")
+
+
 @pytest.mark.parametrize("begin", BEGIN)
 def test_an_error_while_preparing_is_raised_on_all(begin: str) -> None:
     """The others must not wait for a rank that cannot begin."""
 
     def failing(rank_sync: ThreadSync) -> PackedDataLoader:
-        made = loader(rank_sync, MapSource(DATA))
-        if rank_sync.rank == 1:
-            made.dataset._identity.plain = partial(int, "x")  # type: ignore[method-assign]
-        return made
+        return loader(rank_sync, Unknown(DATA) if rank_sync.rank == 1 else MapSource(DATA))
 
     first, guilty, last = on_ranks(3, lambda rank_sync: BEGIN[begin](failing(rank_sync)))
     assert isinstance(guilty, (ValueError, TypeError))
@@ -165,12 +193,248 @@ def test_too_few_lanes_on_one_rank_are_raised_on_all() -> None:
     assert "1 lane cannot feed 2 consumers" in str(errors[0])
 
 
-def test_ranks_with_the_same_run_are_accepted() -> None:
-    def act(rank_sync: ThreadSync) -> Any:
-        made = loader(rank_sync, MapSource(list(DATA)), batch_size=2)
-        packs = sum(int(batch.num_seqs) for batch in made)
-        return packs, made.state_dict()
+FILES = 7
 
-    (first, state), (second, other) = on_ranks(2, act)
-    assert first + second == len([row for row in DATA if row["n"]])
-    assert state == other
+
+def jsonl(folder: Path) -> JSONLSource:
+    folder.mkdir(exist_ok=True)
+    for number in range(FILES):
+        write(folder / f"{number}.jsonl", rows(20 + number, seed=number))
+    return JSONLSource(f"{folder}/*.jsonl")
+
+
+def parquet(folder: Path) -> ParquetSource:
+    folder.mkdir(exist_ok=True)
+    for number in range(FILES):
+        pq.write_table(
+            pa.Table.from_pylist(rows(20, seed=number)), folder / f"{number}.parquet", row_group_size=6
+        )
+    return ParquetSource(f"{folder}/*.parquet")
+
+
+def mds(folder: Path) -> MDSSource:
+    return MDSSource(write_mds(folder, rows(70), {"i": "int", "n": "int"}, per_shard=10))
+
+
+def mix(folder: Path) -> Mix:
+    folder.mkdir()
+    held_out = Holdout(parquet(folder / "b"), fraction=0.5, part="train")
+    parts = {"a": jsonl(folder / "a"), "b": held_out, "c": MapSource(rows(9))}
+    return Mix([{"name": name, "source": source, "weight": 1} for name, source in parts.items()])
+
+
+ADVICE = (
+    "all ranks must read one corpus: check what is mounted there, and whether its listing is an old one from a cache; "
+    "of the Hub, name the commit, hf://datasets/org/name@<commit>"
+)
+
+
+def loader_of(source: Any, rank_sync: ThreadSync, **settings: Any) -> PackedDataLoader:
+    common = {"encoder": Numbers(), "max_seq_len": 40, "num_lanes": 12}
+    made_loader = PackedDataLoader(IterablePackedDataset(source, **{**common, **settings}))
+    made_loader.rank_sync = rank_sync
+    return made_loader
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
+    """Count how often the ends of each file are read, and the footers of Parquet files."""
+    counts: Counter[tuple[str, str]] = Counter()
+    lock = threading.Lock()
+
+    def counted(kind: type, name: str) -> None:
+        own = getattr(kind, name)
+
+        def method(self: Any, file: Any, *args: Any) -> Any:
+            with lock:
+                counts[name, file.path] += 1
+            return own(self, file, *args)
+
+        monkeypatch.setattr(kind, name, method)
+
+    counted(LocalStorage, "tag")
+    counted(Footers, "_read")
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [(jsonl, 3), (parquet, FILES + 2), (mds, 2), (mix, FILES + 2)],
+    ids=["jsonl", "parquet", "mds", "mix"],
+)
+def test_ranks_read_the_corpus_once_and_find_what_one_finds(
+    make: Callable[[Path], Any], size: int, tmp_path: Path, read: Counter[tuple[str, str]]
+) -> None:
+    """The footers when they divide it, the ends of files when a state is taken, and at a resume."""
+    made = make(tmp_path / "a")
+
+    def begin(rank_sync: ThreadSync) -> Any:
+        made_loader = loader_of(copy.deepcopy(made), rank_sync, num_lanes=18)
+        batches = iter(made_loader)
+        rank_sync.gather("all have divided")
+        footers = Counter(read)
+        rank_sync.gather("all have noted that")
+        next(batches)
+        states = [made_loader.state_dict(), made_loader.state_dict()]
+        assert states[0] == states[1]
+        return footers, states[0]
+
+    def ends() -> dict[Any, int]:
+        return {key: count for key, count in read.items() if key[0] == "tag"}
+
+    [(footers, alone)] = on_ranks(1, begin)
+    once = ends()
+    assert {*once.values(), *footers.values()} == {1}
+    assert (len(once), len(footers)) == {mix: (2 * FILES, FILES), parquet: (FILES, FILES)}.get(
+        make, (FILES, 0)
+    )
+    read.clear()
+    found = on_ranks(size, begin)
+    state = found[0][1]
+    for divided, theirs in found:
+        assert theirs == state
+        assert divided.keys() == footers.keys()
+        assert sum(count > 1 for count in divided.values()) <= 1, "but that of a row which all ranks compare"
+    assert ends() == once, "over all ranks, as much as one alone reads"
+    assert state["identity"] == alone["identity"]
+
+    def resume(rank_sync: ThreadSync) -> Any:
+        made_loader = loader_of(copy.deepcopy(made), rank_sync, num_lanes=18)
+        made_loader.load_state_dict(state)
+        again = made_loader.state_dict()
+        iter(made_loader)
+        return again
+
+    read.clear()
+    assert on_ranks(2, resume) == [state] * 2
+    assert ends() == once
+
+
+@pytest.mark.parametrize(
+    ("make", "doing"),
+    [
+        (jsonl, "reading the ends of the corpus's files"),
+        (parquet, "dividing the corpus into lanes"),
+    ],
+)
+def test_an_unreadable_file_is_raised_on_all_ranks(
+    make: Callable[[Path], Any], doing: str, tmp_path: Path
+) -> None:
+    made = make(tmp_path / "a")
+    Path(made.files[4].path).unlink()
+
+    def begin(rank_sync: ThreadSync) -> Any:
+        made_loader = loader_of(copy.deepcopy(made), rank_sync)
+        return iter(made_loader) if make is parquet else made_loader.state_dict()
+
+    first, guilty, last = on_ranks(3, begin)
+    assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
+    for other in (first, last):
+        assert isinstance(other, RuntimeError)
+        assert str(other).startswith(f"rank 1 failed while {doing}: FileNotFoundError: {guilty}")
+
+
+def test_ranks_with_another_number_of_lanes_are_refused(tmp_path: Path) -> None:
+    def act(rank_sync: ThreadSync, source: Source) -> Any:
+        data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40)
+        made_loader = PackedDataLoader(data, num_workers=1 + 5 * rank_sync.rank)
+        made_loader.rank_sync = rank_sync
+        iter(made_loader)
+
+    for source in (jsonl(tmp_path / "a"), MapSource(rows(9000))):
+        for error in on_ranks(2, partial(act, source=source)):
+            assert isinstance(error, ValueError)
+            assert str(error).startswith("rank 1 divides the data into 12 lanes, and rank 0 into ")
+
+
+def named(folder: Path) -> None:
+    (folder / "3.jsonl").rename(folder / "x.jsonl")
+
+
+def longer(folder: Path) -> None:
+    with (folder / "3.jsonl").open("a") as file:
+        file.write("\n")
+
+
+def shifted(folder: Path) -> None:
+    longer(folder)
+    path = folder / "4.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(("change", "begin"), [(named, "iterate"), (longer, "save"), (shifted, "load")])
+def test_ranks_that_list_other_files_are_refused(
+    tmp_path: Path, change: Callable[[Path], None], begin: str
+) -> None:
+    for name in ("a", "b"):
+        jsonl(tmp_path / name)
+    state = PackedDataLoader(
+        IterablePackedDataset(
+            JSONLSource(f"{tmp_path}/a/*.jsonl"), encoder=Numbers(), max_seq_len=40, num_lanes=12
+        )
+    ).state_dict()
+    change(tmp_path / "b")
+
+    def act(rank_sync: ThreadSync) -> None:
+        folder = tmp_path / ("b" if rank_sync.rank == 1 else "a")
+        made_loader = loader_of(JSONLSource(f"{folder}/*.jsonl"), rank_sync)
+        {
+            "iterate": made_loader.__iter__,
+            "save": made_loader.state_dict,
+            "load": lambda: made_loader.load_state_dict(state),
+        }[begin]()
+
+    for error in on_ranks(3, act):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("rank 1 lists 7 file(s) of ")
+        assert ", and rank 0 lists 7 file(s) of " in str(error)
+        assert str(error).endswith(ADVICE)
+
+
+@pytest.mark.parametrize("begin", ["load", "iterate"])
+def test_ranks_with_other_token_shards_are_refused(tmp_path: Path, begin: str) -> None:
+    """With the same names and sizes; no fingerprint reads them."""
+    for name, first in {"a": 1, "b": 1, "other": 2}.items():
+        data = [{"tokens": [first, i], "labels": [first, i]} for i in range(50)]
+        tokenize(data, out=tmp_path / name, lanes=3, progress=False)
+    sizes = [[path.stat().st_size for path in sorted((tmp_path / n).glob("*.bin"))] for n in ("a", "other")]
+    assert sizes[0] == sizes[1]
+
+    def made_loader(rank_sync: ThreadSync, folder: str) -> PackedDataLoader:
+        parts = {"plain": MapSource(rows(9)), "shards": TokenShardSource(tmp_path / folder)}
+        mixed = Mix([{"name": name, "source": part, "weight": 1} for name, part in parts.items()])
+        return loader_of(Holdout(mixed, fraction=0.1, part="train"), rank_sync)
+
+    [state] = on_ranks(1, lambda rank_sync: made_loader(rank_sync, "a").state_dict())
+
+    def act(rank_sync: ThreadSync, folder: str) -> None:
+        made = made_loader(rank_sync, folder if rank_sync.rank == 1 else "a")
+        {"iterate": made.__iter__, "save": made.state_dict, "load": lambda: made.load_state_dict(state)}[
+            begin
+        ]()
+
+    assert on_ranks(3, lambda rank_sync: act(rank_sync, "b")) == [None] * 3, "a copy is as good"
+    for error in on_ranks(3, lambda rank_sync: act(rank_sync, "other")):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith(
+            f"rank 1 lists 3 file(s) of {sum(sizes[0]):,} bytes (names, sizes, versions: "
+        )
+        assert str(error).endswith(ADVICE)
+
+
+def test_ranks_at_other_commits_of_the_hub_are_refused() -> None:
+    """Even if the shards are the same: a branch that moves while ranks begin may change files read by name."""
+    with Hub() as hub:
+        files = {f"c/{i}.jsonl": b'{"tokens": [1], "labels": [1]}\n' for i in range(3)}
+        commits = [hub.commit({**files, "README.md": words}) for words in (b"first", b"second")]
+
+        def act(rank_sync: ThreadSync, others: str) -> None:
+            commit = others if rank_sync.rank == 1 else commits[0]
+            source = JSONLSource(f"hf://datasets/org/name@{commit}/c/*.jsonl", storage_options=hub.options)
+            iter(loader_of(source, rank_sync, encoder=None, num_lanes=2))
+
+        assert on_ranks(2, lambda rank_sync: act(rank_sync, commits[0])) == [None] * 2
+        for error in on_ranks(2, lambda rank_sync: act(rank_sync, commits[1])):
+            assert isinstance(error, ValueError)
+            assert str(error).startswith("rank 1 lists 3 file(s) of 93 bytes (names, sizes, versions: ")
+            assert str(error).endswith(ADVICE)

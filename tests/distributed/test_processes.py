@@ -1,4 +1,4 @@
-"""Loaders on real processes, over gloo, with real signals. `test_rank_sync.py` runs many more cases in threads."""
+"""Loaders on real processes, over gloo, with real signals. `test_ranks.py` and the fuzz test run more in threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.distributed.rank_sync import RankSync, combine_counts
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.forked_ranks import run_ranks
 from tests.harness.threads import (
-    CORPORA,
     Fails,
     Make,
     PackKey,
     Topology,
-    by_lane,
     check_steps,
     check_whole,
-    in_turn,
     make,
     packs_of,
-    split_epochs,
     steps_of,
 )
 from tests.harness.workers import gone, held
@@ -95,33 +90,6 @@ def joined(outcomes: list[tuple[list[list[PackKey]], Any]], topology: Topology) 
 # Finite data.
 
 
-def every_corpus(workers: int) -> dict[str, Any]:
-    return {
-        name: drive(
-            make(data, num_lanes=num_lanes, overlong="split", epochs=3),
-            Topology(dist.get_world_size(), workers, 3, 2),
-        )
-        for name, (data, num_lanes) in CORPORA.items()
-        if dist.get_world_size() * max(1, workers) <= num_lanes
-    }
-
-
-@pytest.mark.filterwarnings("ignore:.*do not divide .* evenly")
-def test_finite_data_ends_on_all_ranks_at_once(tmp_path: Path) -> None:
-    """Skewed lanes, lanes without a row, one document: no rank waits for ever; each sample comes once an epoch."""
-    size, workers = 2, 2
-    outcomes = run_ranks(size, every_corpus, workers, folder=tmp_path)
-    for name in outcomes[0]:
-        data, num_lanes = CORPORA[name]
-        topology = Topology(size, workers, 3, 2)
-        steps = joined([outcome[name] for outcome in outcomes], topology)
-        check_whole([key for step in steps for key in step], data, 3)
-        epochs = by_lane(make(data, num_lanes=num_lanes, overlong="split", epochs=3), num_lanes)
-        for lanes, part in zip(epochs, split_epochs(steps, epochs), strict=True):
-            assert sorted(in_turn(lanes)) == sorted(key for step in part for key in step), name
-        assert all(outcome[name][1] == outcomes[0][name][1] for outcome in outcomes), "one state for all"
-
-
 # Elastic.
 
 ELASTIC = make(rows(500, longest=10), num_lanes=12, epochs=2)
@@ -145,32 +113,6 @@ def test_a_run_moves_from_4_to_2_to_3_to_1_ranks(tmp_path: Path) -> None:
         assert all(outcome[1] == state for outcome in outcomes)
     assert check_steps(steps, ELASTIC, 12, 24) > 10
     check_whole([key for step in steps for key in step], rows(500, longest=10), 2)
-
-
-# Collectives.
-
-
-def agree_many_times() -> Any:
-    rank = dist.get_rank()
-    rank_sync = RankSync(timeout=timedelta(seconds=60))
-    words = [[0, 3, 5, 0, ~2][(n + rank) % 5] if n % 7 else 0 for n in range(50)]
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:  # the others have sent theirs before it does; if they waited for it, this would raise
-        store.wait(["sent 1", "sent 2"], timedelta(seconds=30))
-    answers = [rank_sync.agree(max(word, ~word), failed=word < 0) for word in words]
-    store.set(f"sent {rank}", "")
-    # The agreements are still under way.
-    merged = rank_sync.merge_lanes(dict.fromkeys(range(7), b"%d" % rank))
-    return words, [answer.wait() for answer in answers], merged, rank_sync.gather(rank)
-
-
-def test_agreements_are_asynchronous_and_arrive_on_all_ranks(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, agree_many_times, folder=tmp_path)
-    said = [outcome[0] for outcome in outcomes]
-    for _, heard, merged, gathered in outcomes:
-        assert heard == [combine_counts(words) for words in zip(*said, strict=True)]
-        assert merged == {lane: b"%d" % (lane % 3) for lane in range(7)}
-        assert gathered == [0, 1, 2]
 
 
 # Errors and deaths.
@@ -321,20 +263,66 @@ def test_a_killed_rank_is_noticed_in_seconds(tmp_path: Path, size: int, workers:
     assert gone(pids, within=5), "its workers went with it"
 
 
-def leave_early() -> Any:
-    """Stop every rank after the same batch, begin again, stop again; then leave the group."""
-    before = held() | {"descriptors": None}
-    loader = loader_of(make(rows(200)), Topology(2, 2, 2))
-    found = []
-    for stop in (3, 1, 7, 7):
-        loader.dataset.set_epoch(0)
-        found.append([packs_of(batch) for batch in islice(loader, stop)])
-    return found, before == held() | {"descriptors": None}
+# Which ranks share batches.
 
 
-def test_leaving_early_and_beginning_again(tmp_path: Path) -> None:
-    for found, clean in run_ranks(2, leave_early, folder=tmp_path):
-        assert found[3] == found[2]
-        assert found[0] == found[2][:3]
-        assert found[1] == found[2][:1]
-        assert clean
+def on_a_mesh() -> tuple[Any, ...]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    built = make(rows(100))
+    with pytest.raises(ValueError, match="must be given the same batches"):
+        iter(PackedDataLoader(built(), packs_per_step=12))
+    loader = PackedDataLoader(
+        built(), batch_size=2, num_workers=1, packs_per_step=12, mesh=mesh, data_dims="dp"
+    )
+    return [packs_of(batch) for batch in loader], loader.state_dict()
+
+
+def test_a_device_mesh_says_which_ranks_share_batches(tmp_path: Path) -> None:
+    (first, state), *others = run_ranks(4, on_a_mesh, folder=tmp_path)
+    assert [others[0], others[2]] == [(first, state), others[1]], "ranks 0 and 1, and 2 and 3, are one each"
+    assert others[1][1] == state
+    check_whole(
+        [key for batches in (first, others[1][0]) for batch in batches for key in batch], rows(100), 2
+    )
+
+
+def hybrid_sharded() -> tuple[tuple[int, int], list[PackKey]]:
+    """Return this rank's place in a mesh, and the packs of a loader that some ranks only iterate."""
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh("cpu", (1, 2, 2, 2), mesh_dim_names=names)
+    dataset = make(rows(40))()
+    sync = PackedDataLoader(dataset, mesh=mesh, data_dims=("dp_shard", "dp_replicate")).rank_sync
+    with pytest.raises(ValueError, match=r"dimensions \['pp'.*data_dims=\['dp'\]"):
+        PackedDataLoader(dataset, mesh=mesh, data_dims=["dp"])
+    some, packs = dist.new_group([1, 3, 4]), []
+    if dist.get_rank() in (1, 3, 4):
+        at = {"data_rank": dist.get_rank(some), "data_world_size": dist.get_world_size(some)}
+        loader = PackedDataLoader(dataset, packs_per_step=12, process_group=some, **at)
+        packs = [key for batch in loader for key in packs_of(batch)]
+    return (sync.data_rank, sync.data_world_size), packs
+
+
+def test_hybrid_sharding_and_a_group_of_some_ranks(tmp_path: Path) -> None:
+    outcomes = run_ranks(8, hybrid_sharded, folder=tmp_path)
+    assert [place for place, _ in outcomes] == [(rank // 2, 4) for rank in range(8)]
+    assert [bool(packs) for _, packs in outcomes] == [rank in (1, 3, 4) for rank in range(8)]
+    check_whole([key for _, packs in outcomes for key in packs], rows(40), 2)
+
+
+def a_rank_of_its_own() -> list[PackKey]:
+    """Return the packs of a group of one rank, which goes on midway; with a mesh without names, a loader warns."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    loader = PackedDataLoader(make(rows(40))(), batch_size=2, process_group=alone)
+    packs = [key for batch in islice(loader, 2) for key in packs_of(batch)]
+    again = PackedDataLoader(make(rows(40))(), batch_size=2, process_group=alone)
+    again.load_state_dict(loader.state_dict())
+    packs += [key for batch in again for key in packs_of(batch)]
+    init_device_mesh("cpu", (2, 2))
+    with pytest.warns(UserWarning, match="mesh with a dimension 'dim_[01]' of 2 ranks.*data_dims"):
+        iter(PackedDataLoader(make(rows(60))(), packs_per_step=12))
+    return packs
+
+
+def test_a_group_of_one_rank_reads_all_the_data(tmp_path: Path) -> None:
+    for packs in run_ranks(4, a_rank_of_its_own, folder=tmp_path):
+        check_whole(packs, rows(40), 2)

@@ -1,22 +1,37 @@
-"""Ranks join and leave a `World`, and its collectives work, fail and time out on all of them."""
+"""Ranks join and leave a `World`, its collectives work and fail on all of them, and they end with their launcher."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import re
 import resource
+import signal
+import socket
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from benchmarks.scale.ranks import connections
-from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.distributed.rank_sync import OtherRankFailed
-from streampack.distributed.world import CONNECTED_GROUPS, OTHER_FILES, World, allow_connections, join_world
+from streampack.distributed.launcher import (
+    end_with_launcher,
+    run_torchrun,
+)  # private: what `streampack run` starts
+from streampack.distributed.rank_sync import OtherRankFailed  # private: an error that users see
+from streampack.distributed.world import OTHER_FILES, World, join_world
+from streampack.storage.locks import lock_folder  # private: to ask whether the run still holds its folder
 from tests.harness.processes import RankError, open_store, run_ranks
-from tests.harness.tiny import tiny_config
+from tests.harness.tiny import losses, tiny_config
+from tests.harness.workers import gone
 
 CPU = torch.device("cpu")
 
@@ -126,42 +141,6 @@ def test_ranks_may_open_as_many_files_as_their_connections_need():
     assert run_ranks(join_with_few_files, 2) == [[(3 + OTHER_FILES, hard)] * 2] * 2
 
 
-def count_connections_of_a_recipe():
-    with join_world(CPU) as world:
-        loader = PackedDataLoader(IterablePackedDataset([{"tokens": [1], "labels": [1]}] * 40, max_seq_len=2))
-        batches = list(loader)
-        world.gather(len(batches))  # no rank leaves before all have counted
-        found = len(connections())
-        return world.gather(found)
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts connections through /proc")
-def test_a_recipe_connects_each_rank_to_every_other_once_a_group():
-    """And once to the store."""
-    size = 3
-    assert (
-        run_ranks(count_connections_of_a_recipe, size) == [[CONNECTED_GROUPS * (size - 1) + 1] * size] * size
-    )
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "size", "raised"),
-    [
-        (1024, 4096, 256, 1024),
-        (1024, 4096, 1024, 3 * 1023 + 256),
-        (1024, resource.RLIM_INFINITY, 1024, 3 * 1023 + 256),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1024, resource.RLIM_INFINITY),
-        (1024, 2048, 1024, 2048),
-    ],
-)
-def test_the_limit_of_open_files(monkeypatch, soft, hard, size, raised):
-    limits = {resource.RLIMIT_NOFILE: (soft, hard)}
-    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
-    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
-    allow_connections(size)
-    assert limits == {resource.RLIMIT_NOFILE: (raised, hard)}
-
-
 def join_without_the_last(size):
     if int(os.environ["RANK"]) < size - 1:
         with join_world(CPU, timeout=1):
@@ -173,6 +152,204 @@ def test_the_error_names_a_rank_that_does_not_join():
         run_ranks(join_without_the_last, 3, 3)
 
 
-def test_the_harness_reports_a_killed_rank():
-    with pytest.raises(RankError, match="rank 0: ended with exit code 9"):
-        run_ranks(os._exit, 1, 9)
+def wait_until(condition, what, process=None, *, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def run_rank(folder, orphan):
+    parent = os.getppid()
+    (folder / "pid").write_text(str(os.getpid()))
+    (folder / "started").touch()
+    while orphan and os.getppid() == parent:
+        time.sleep(0.01)
+    try:
+        end_with_launcher()
+    except OSError as error:
+        (folder / "error").write_text(str(error))
+        os._exit(1)
+    (folder / "ready").touch()
+    time.sleep(120)
+
+
+def run_launcher(folder, orphan):
+    if rank := os.fork():
+        os.waitpid(rank, 0)
+    else:
+        os.setsid()
+        run_rank(folder, orphan)
+
+
+def start_rank(folder, *, orphan=False):
+    """Start a launcher and its rank; return the launcher and the rank's pid, once the rank is ready."""
+    launcher = multiprocessing.get_context("fork").Process(target=run_launcher, args=(folder, orphan))
+    launcher.start()
+    wait_until((folder / ("started" if orphan else "ready")).exists, "the rank did not start")
+    return launcher, int((folder / "pid").read_text())
+
+
+@pytest.fixture
+def as_under_torchrun(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+
+
+def test_a_rank_ends_with_a_launcher_that_is_killed(tmp_path, as_under_torchrun):
+    launcher, rank = start_rank(tmp_path)
+    assert not gone([rank], within=0)
+    launcher.kill()
+    launcher.join()
+    assert gone([rank], within=60)
+
+
+@pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="asks /proc who the parent is")
+def test_a_rank_whose_launcher_was_killed_before_it_joined_ends(tmp_path, as_under_torchrun):
+    launcher, rank = start_rank(tmp_path, orphan=True)
+    launcher.kill()
+    launcher.join()
+    assert gone([rank], within=60)
+    assert (tmp_path / "error").read_text().startswith("the torchrun that launched this rank was killed")
+
+
+def test_a_rank_without_its_launchers_store_does_not_wait(monkeypatch):
+    with socket.socket() as ears:
+        ears.bind(("localhost", 0))
+        port = ears.getsockname()[1]
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    for name, value in (rank | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    refused = rf"store at localhost:{port} has ended, and this rank"
+    with pytest.raises(ConnectionRefusedError, match=refused), join_world(torch.device("cpu"), timeout=600):
+        pass
+
+
+# torchrun in this process, as `streampack run` has it.
+
+
+def test_torchrun_does_not_repeat_errors_of_ranks(tmp_path, capsys):
+    told = tmp_path / "error.json"
+    told.write_text(json.dumps({"message": "error: no file", "timestamp": 1}))
+
+    def fail():
+        raise ChildFailedError("recipe", {0: ProcessFailure(0, 123, 1, str(told))})
+
+    assert run_torchrun(fail, tracebacks=False) == 1
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ChildFailedError):
+        run_torchrun(fail, tracebacks=True)
+
+
+@pytest.mark.parametrize("tracebacks", [False, True])
+def test_a_signal_to_torchrun_decides_its_exit_status(tracebacks):
+    def interrupted():
+        raise SignalException("got SIGINT", signal.SIGINT)
+
+    assert run_torchrun(interrupted, tracebacks=tracebacks) == 130
+
+
+def test_a_rank_that_was_killed_is_named(capsys):
+    def fail():
+        raise ChildFailedError("recipe", {1: ProcessFailure(1, 123, -9, "")})
+
+    assert run_torchrun(fail, tracebacks=False) == 1
+    assert (
+        capsys.readouterr().err == "rank 1 ended with exit code -9: Signal 9 (SIGKILL) received by PID 123\n"
+    )
+
+
+# The commands of docs/guides/several_devices.md, as printed.
+
+SCRIPTS = Path(sys.executable).parent
+
+
+@pytest.fixture
+def shell(tmp_path):
+    processes = []
+
+    def start(command):
+        env = os.environ | {
+            "PYTHONPATH": str(Path.cwd()),
+            "OMP_NUM_THREADS": "1",
+            "STREAMPACK_TRUST": "tests",
+        }
+        env["PATH"] = f"{SCRIPTS}{os.pathsep}{env['PATH']}"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=tmp_path, env=env, **pipes))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def ranks_of(folder):
+    """Processes that run a recipe in a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cwd").readlink() == folder and b"full_finetune" in (
+                process / "cmdline"
+            ).read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="finds processes through /proc")
+def test_the_guides_kill_and_resume(tmp_path, shell):
+    text = Path("docs/guides/several_devices.md").read_text()
+    kill, resume = re.search(r"\n(timeout -s KILL .*)\n(tune run .* resume=True)\n", text).groups()
+    assert "KILL 60 tune run --nproc_per_node 2" in kill
+    # So long that it is not over when it is killed, and with a rate that depends on no last step.
+    settings = {"max_steps": 100_000, "lr_scheduler": None, "validation": None, "num_workers": 1}
+    OmegaConf.save(tiny_config(tmp_path, **settings, **{"data.num_lanes": 4}), tmp_path / "my.yaml")
+    # Killed as `timeout` does it, once there is something to go on from: on a busy machine a minute may be too short.
+    killed = shell(kill.replace("KILL 60", "KILL 600"))
+    checkpoints = tmp_path / "out" / "checkpoints"
+    wait_until((checkpoints / "step_00000050").exists, "no checkpoint", killed, seconds=300)
+    wait_until(lambda: max(losses(tmp_path)) > 52, "no step after it", killed)
+    first = ranks_of(tmp_path)
+    assert len(first) >= 5, "the launcher, two ranks, and a worker of each"
+
+    with (
+        pytest.raises(ValueError, match=r"/out is in use by process \d+ on ") as refused,
+        lock_folder(tmp_path / "out", way_out="-", patience=0),
+    ):
+        pass
+    assert int(re.search(r"in use by process (\d+)", str(refused.value))[1]) in first
+
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=120)
+    wait_until(lambda: not ranks_of(tmp_path), f"of {first}, {ranks_of(tmp_path)} outlived their launcher")
+    before = losses(tmp_path)
+    newest = max(int(path.name[5:]) for path in checkpoints.glob("step_????????"))
+
+    (tmp_path / "out" / "logs" / "log.txt").unlink()
+    resumed = shell(f"{resume} max_steps={newest + 60}")
+    said, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0
+    assert f"going on from step {newest} of {newest + 60}\n" in said
+    after = losses(tmp_path)
+    assert list(after) == list(range(newest + 1, newest + 61))
+    again = [step for step in after if step in before]
+    assert again, "it was killed right at a checkpoint"
+    assert [float(after[step]) for step in again] == pytest.approx(
+        [float(before[step]) for step in again], 1e-5
+    )
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_prints_a_mistake_and_torchrun_is_silent(tmp_path, shell):
+    OmegaConf.save(tiny_config(tmp_path), tmp_path / "my.yaml")
+    command = (
+        "streampack run --nproc_per_node 2 full_finetune --config my.yaml data.source.paths=nowhere.jsonl"
+    )
+    run = shell(command)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 1
+    ours = [line for line in said.splitlines() if "torchao" not in line]
+    assert len(ours) == 1
+    assert re.match(r"error( \(rank 1\))?: no file matches 'nowhere.jsonl'", ours[0])

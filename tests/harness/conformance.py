@@ -44,7 +44,8 @@ def check_cursors(read: Callable[[Cursor | None], Reader], *, announced: bool = 
 
 def content(pack: Mapping[str, Any]) -> tuple[Any, ...]:
     """All of a pack, comparable: every array, the boundaries, the provenance."""
-    arrays = (pack["tokens"], pack["labels"], pack["input_pos"], pack["seq_lens"])
+    lens = pack["segment_lens" if "segment_lens" in pack else "seq_lens"]  # with groups, or without
+    arrays = (pack["tokens"], pack["labels"], pack["input_pos"], lens)
     plain = (pack["num_seqs"], pack["fragments"], pack["epoch"], pack["lane"])
     return (*(array.numpy().tobytes() for array in arrays), *plain)
 

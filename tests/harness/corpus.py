@@ -16,7 +16,12 @@ from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Pac
 from streampack.sources import Reading
 from streampack.types import Row
 
-PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+# Without the time of writing, so that a file that is written again with the same rows is the same file.
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": lambda data: gzip.compress(data, mtime=0),
+    ".zst": zstandard.compress,
+}
 STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
 
 
@@ -63,10 +68,7 @@ class Numbers:
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write JSON lines, compressed as the ending of the name says."""
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    if path.suffix == ".gz":
-        data = gzip.compress(data)
-    elif path.suffix == ".zst":
-        data = zstandard.compress(data)
+    data = PACK.get(path.suffix, bytes)(data)
     path.write_bytes(data)
     return path
 

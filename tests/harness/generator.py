@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -14,16 +15,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from streampack import IterablePackedDataset, Mix, Sample
-from streampack.packing.encoders import TokensEncoder
-from streampack.sources import IterableSource, JSONLSource, MDSSource, ParquetSource, TokenShardSource
-from streampack.sources.as_source import as_source
-from streampack.tokenize.tokenize import tokenize
-from tests.harness.corpus import PACK
+from streampack import IterablePackedDataset, Mix, Sample, TokensEncoder
+from streampack.sources import (
+    IterableSource,
+    JSONLSource,
+    MDSSource,
+    ParquetSource,
+    TokenShardSource,
+    as_source,
+)
+from streampack.tokenize import tokenize
+from tests.harness.corpus import PACK, in_memory
 from tests.harness.mds import write_mds
 from tests.oracle.streams import IGNORE, Oracle, Text
 
-KINDS = ("map", "map", "iterable", "jsonl", "compressed", "parquet", "tokens", "mds")
+KINDS = ("map", "map", "iterable", "jsonl", "compressed", "remote", "parquet", "tokens", "mds")
 EOS = 999_983
 
 
@@ -50,6 +56,7 @@ class Case:
 
     def __init__(self, rng: random.Random, folder: Path, *, resumes: bool = False) -> None:
         self.rng, self.folder, self.resumes = rng, folder, resumes
+        self.drew: Counter[str] = Counter()  # what a test prints, to show what its cases were
         self.table: list[Text | None] = []
         self.next_id = rng.choice([1, 1, 1, 40_000, 2**31 - 500])  # all tokens differ
         self.mixed = rng.random() < 0.2
@@ -60,6 +67,7 @@ class Case:
         gentle = self.mixed or resumes or rng.random() < 0.8
         endless = resumes and rng.random() < 0.15
         self.epochs = None if endless else rng.choice([1, 1, 1, 2, 3])
+        self.first_epoch = 0 if endless else rng.choice([0, 0, 0, 1, 5])
         strategy = rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", None])
         self.settings: dict[str, Any] = {
             "max_seq_len": limit,
@@ -98,16 +106,27 @@ class Case:
         self.source = as_source(source)
         self.single = self.source.varies_by_process  # in workers of torch
         self.num_lanes = rng.choice([1, 2, 3, 8] if self.mixed else [None, 1, 2, 3, 5, 8])
-        self.oracle = Oracle(rows, self.settings, self.source.locate, stop)
+        self.oracle = Oracle(rows, self.settings, self.source.locate, stop, self.first_epoch)
+        self.drew[f"{self.settings['strategy']}"] += 1
+        for name, drawn in (
+            ("mixtures", self.mixed), ("endless", endless), ("set_epoch", self.first_epoch),
+            ("several epochs", self.epochs != 1), ("balance windows", self.settings["balance_window"]),
+            ("split_across_pack", self.settings["split_across_pack"]), ("shuffled", self.settings["shuffle"]),
+        ):  # fmt: skip
+            self.drew[name] += bool(drawn)
 
     def dataset(self) -> IterablePackedDataset:
-        return IterablePackedDataset(
+        made = IterablePackedDataset(
             self.source, encoder=self.encoder, num_lanes=self.num_lanes, **self.settings
         )
+        if self.first_epoch:
+            made.set_epoch(self.first_epoch)
+        return made
 
     def __str__(self) -> str:
         kind = type(self.source).__name__
-        return f"{kind} of {len(self.table)} rows, num_lanes={self.num_lanes}, {self.settings}"
+        begins = f", from epoch {self.first_epoch} on" if self.first_epoch else ""
+        return f"{kind} of {len(self.table)} rows, num_lanes={self.num_lanes}{begins}, {self.settings}"
 
     def _texts(self, count: int) -> list[Text | None]:
         rng = self.rng
@@ -143,6 +162,8 @@ class Case:
 
     def _leaf(self, kind: str, rows: dict[str, Text | None], prefix: str, *, count: int, name: str) -> Any:
         """A source of new rows; ``rows`` learns their places, in the words of `Source.locate`."""
+        self.drew[f"{kind} sources"] += 1
+        self.drew["small sources of mixtures"] += self.mixed and count < 12
         encoded = self.encoded and kind != "tokens"
         self.encoded = encoded if not self.mixed else self.encoded
         texts = self._texts(count)
@@ -161,18 +182,30 @@ class Case:
             source, places = data, [f"sample {i}" for i in range(len(data))]
         elif kind == "iterable":
             source, places = IterableSource(data), [f"row {i}" for i in range(len(data))]
-        elif kind in ("jsonl", "compressed"):
+        elif kind in ("jsonl", "compressed", "remote"):
             blank = "\n" * rng.randint(0, 1)
             files = [
                 (path.with_suffix(suffix), a, b)
                 for path, a, b in files
-                for suffix in [".jsonl" if kind == "jsonl" else rng.choice([".jsonl.gz", ".jsonl.zst"])]
+                for suffix in [rng.choice([".jsonl.gz", ".jsonl.zst"]) if kind == "compressed" else ".jsonl"]
             ]
             for path, a, b in files:
                 lines = "".join(blank + json.dumps(row) + "\n" for row in data[a:b]).encode()
                 path.write_bytes(PACK[path.suffix if kind == "compressed" else ""](lines))
-            places = [f"{path}:{(i + 1) * (1 + len(blank))}" for path, a, b in files for i in range(b - a)]
-            source = JSONLSource([path for path, _, _ in files])
+            names: list[Any] = [path for path, _, _ in files]
+            if kind == "remote":
+                url = in_memory(folder)
+                names = [f"{url}/{path.name}" for path in names]
+            places = []
+            for path, (_, a, b) in zip(names, files, strict=True):
+                at = 0  # of a remote file, lines are not counted
+                for i, row in enumerate(data[a:b]):
+                    at += len(blank)
+                    places.append(
+                        f"{path}, byte {at}" if kind == "remote" else f"{path}:{(i + 1) * (1 + len(blank))}"
+                    )
+                    at += len(json.dumps(row)) + 1
+            source = JSONLSource(names)
         elif kind == "parquet":
             ids = pa.list_(pa.int64())
             schema = pa.schema([("i", pa.int64())] if encoded else [(column, ids), ("labels", ids)])

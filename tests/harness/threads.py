@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
-from streampack import IterablePackedDataset, MapSource, PackedDataLoader, Sample
-from streampack.distributed.data_groups import DataPlace
-from streampack.distributed.rank_sync import RankSync, combine_counts
-from streampack.packing.batch import Batch
-from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.read_report import ReadReport
-from streampack.streaming.round_robin import PackStream
-from tests.harness.corpus import Numbers, rows
+from streampack import Batch, IterablePackedDataset, MapSource, PackedDataLoader, Sample
+from streampack.distributed.rank_sync import RankSync, combine_counts  # private: where ranks become threads
+from streampack.streaming.read_report import ReadReport  # private: what a worker process tells its loader
+from tests.harness.corpus import Numbers
+from tests.harness.interrupts import Injector
 
+Place = tuple[int, int]  # data rank and number of data ranks
 PackKey = tuple[Any, ...]
 Lengths = Sequence[Mapping[str, int]]
 Make = Callable[[], IterablePackedDataset]
@@ -48,7 +47,7 @@ class Board:
             while not all(len(sent) > index for sent in self.sent):
                 if self.dead:
                     raise ConnectionError(f"rank {self.dead[0]} is gone")
-                if not self.changed.wait(20):
+                if not self.changed.wait(60):
                     counts = [len(sent) for sent in self.sent]
                     raise OutOfStep(f"message {index} is missing; sent so far: {counts}")
             entries = [sent[index] for sent in self.sent]
@@ -65,16 +64,16 @@ class Board:
 class ThreadSync(RankSync):
     """A `RankSync` over a `Board` in place of gloo."""
 
-    def __init__(self, board: Board, rank: int, place: DataPlace | None = None) -> None:
+    def __init__(self, board: Board, rank: int, place: Place | None = None) -> None:
         self.board, self.rank, self.world_size = board, rank, board.world_size
         self.has_data_groups = place is not None
         self.data_rank, self.data_world_size = place or (rank, board.world_size)
         self.alone = board.world_size == 1
-        self.timeout = timedelta(seconds=60)
+        self.timeout = timedelta(minutes=10)  # more than a remote source may try again
         self.group = None
         self.numbers: list[int] = []  # sent by `agree`
 
-    def placed(self, place: DataPlace | None) -> ThreadSync:
+    def placed(self, place: Place | None) -> ThreadSync:
         """Return the same rank with a place among the data ranks."""
         return ThreadSync(self.board, self.rank, place)
 
@@ -98,13 +97,14 @@ class _Pending:
 
 
 def run_threads(size: int, rank: Callable[[int], None]) -> None:
-    """Call ``rank(number)`` on ``size`` threads, and wait for all."""
+    """Call ``rank(number)`` on ``size`` threads, with their workers within them, and wait for all."""
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
+    with mock.patch("streampack.loader.merge.Worker", InProcess):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(240)
+            assert not thread.is_alive(), "a rank hangs"
 
 
 def on_ranks(size: int, act: Callable[[ThreadSync], Any]) -> list[Any]:
@@ -132,7 +132,7 @@ class InProcess:
         *,
         consumer: int,
         consumers: int,
-        lane_states: Mapping[int, LaneState],
+        lane_states: Mapping[int, Any],
         first_epoch: int | None,
         prefetch: int,
         max_restarts: int,
@@ -144,16 +144,16 @@ class InProcess:
             dict(lane_states),
             first_epoch,
         )
-        self.stream: PackStream | None = None
+        self.stream: Any = None
         self.closed = False
 
-    def __iter__(self) -> Iterator[LaneEvent]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
     def close(self) -> None:
         self.closed = True
 
-    def __next__(self) -> LaneEvent:
+    def __next__(self) -> Any:
         if self.closed:
             raise StopIteration
         if self.stream is None:
@@ -169,10 +169,13 @@ class InProcess:
 
 @dataclass(frozen=True)
 class Topology:
+    """Data ranks, each of which is ``share`` ranks that are given the same batches."""
+
     ranks: int = 1
     workers: int = 0
     batch_size: int = 1
     batches_per_step: int = 1
+    share: int = 1
 
     @property
     def packs_per_step(self) -> int:
@@ -185,7 +188,7 @@ class Topology:
 
 @dataclass
 class Run:
-    """The batches, last state and end of every rank."""
+    """The batches, last state and end of every data rank."""
 
     batches: list[list[Batch]]
     states: list[dict[str, Any]]
@@ -201,13 +204,15 @@ def run(
     limit: int | None = None,
     packs_per_step: int | None = None,
     peek: int = 0,
+    injector: Injector | None = None,
 ) -> Run:
     """Take at most ``limit`` batches on every rank, then the state.
 
-    With ``packs_per_step=0`` the loader is given none. After ``peek`` batches it is iterated anew.
+    With ``packs_per_step=0`` the loader is given none. After ``peek`` batches it is iterated anew. An interrupt by the
+    ``injector`` is for a single rank: it asks for the batch again.
     """
-    board = Board(topology.ranks)
-    size = topology.ranks
+    size = topology.ranks * topology.share
+    board = Board(size)
     result = Run([[] for _ in range(size)], [{} for _ in range(size)], [False] * size)
     errors: list[BaseException | None] = [None] * size
 
@@ -220,7 +225,8 @@ def run(
                 packs_per_step=(topology.packs_per_step if packs_per_step is None else packs_per_step)
                 or None,
             )
-            loader.rank_sync = ThreadSync(board, number)
+            place = (number // topology.share, topology.ranks) if topology.share > 1 else None
+            loader.rank_sync = ThreadSync(board, number, place)
             if state is not None:
                 loader.load_state_dict(state)
             iterator = iter(loader)
@@ -228,10 +234,13 @@ def run(
                 if peek and len(result.batches[number]) == peek:
                     iterator = iter(loader)
                 try:
-                    result.batches[number].append(next(iterator))
+                    batch = injector.call(iterator.__next__) if injector else next(iterator)
                 except StopIteration:
                     result.ended[number] = True
                     break
+                except KeyboardInterrupt:
+                    continue
+                result.batches[number].append(batch)
             result.states[number] = loader.state_dict()
             result.batches_per_step = loader.batches_per_step
         except BaseException as error:
@@ -242,6 +251,12 @@ def run(
     for number, error in enumerate(errors):
         if error is not None:
             raise AssertionError(f"rank {number}") from error
+    if topology.share > 1:
+        for number in range(size):
+            first = number // topology.share * topology.share
+            ours, theirs = (list(map(packs_of, result.batches[rank])) for rank in (number, first))
+            assert ours == theirs, f"rank {number} has other batches than rank {first}, its data rank's first"
+        result.batches = result.batches[:: topology.share]
     return result
 
 
@@ -251,24 +266,12 @@ def run(
 def make(data: Lengths, **changes: Any) -> Make:
     """A function that builds the dataset: 12 lanes, 2 epochs, shuffled, unless ``changes`` differ."""
     common = {"max_seq_len": 12, "buffer_size": 4, "num_lanes": 12, "shuffle": True, "epochs": 2, "seed": 3}
-    return lambda: IterablePackedDataset(MapSource(data), encoder=Numbers(), **{**common, **changes})
+    return lambda: IterablePackedDataset(MapSource(data), **{"encoder": Numbers(), **common, **changes})
 
 
 def skewed(count: int, *, num_lanes: int, heavy: int = 0) -> list[dict[str, int]]:
     """Rows of which one lane has ten times as many tokens as each other lane."""
     return [{"i": i, "n": 10 if i % num_lanes == heavy else 1} for i in range(count)]
-
-
-CORPORA: dict[str, tuple[list[dict[str, int]], int]] = {
-    "even": (rows(200), 12),
-    "skewed": (skewed(200, num_lanes=12), 12),
-    "skewed to the last": (skewed(200, num_lanes=4, heavy=3), 4),
-    "fewer documents than lanes": (rows(7), 12),
-    "one document": (rows(1), 12),
-    "one long document": ([{"i": 0, "n": 100}], 4),
-    "as many documents as lanes": (rows(12), 12),
-}
-"""Rows and number of lanes."""
 
 
 class Fails:

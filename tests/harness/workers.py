@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streampack import IterablePackedDataset
-from streampack.loader.workers import Worker
+from streampack.loader.workers import Worker  # private: processes that are killed at any moment
 from streampack.streaming.lane_state import LaneEvent
 from tests.harness.corpus import Numbers, plain, rows
 

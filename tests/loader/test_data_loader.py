@@ -1,21 +1,52 @@
-import json
-from itertools import islice
+"""What a loader hands out, and says: batches, steps, epochs, null packs, states, and steps that train nothing."""
 
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.packing.batch import Batch
-from streampack.streaming.lane_state import LaneState
+from streampack import (
+    IGNORE_INDEX,
+    Batch,
+    ChatEncoder,
+    FlatteningCollator,
+    IterablePackedDataset,
+    IterableSource,
+    JSONLSource,
+    MapSource,
+    Mix,
+    PackedDataLoader,
+    PackedDataset,
+    PaddedCollator,
+    ParquetSource,
+    collate_packed,
+)
+from streampack.map_style import collators  # private: its warning, said once in a process, is reset
+from tests.harness.corpus import Numbers, write
+from tests.harness.corpus import rows as numbers
+from tests.harness.hf_tokenizers import byte_level
+from tests.harness.mixtures import APART, entry, shifted
+from tests.harness.threads import ThreadSync, Topology, make, on_ranks, run, steps_of_run
 
 
-def rows(count=300):
-    return [{"tokens": [i] * (i * 7 % 13 + 1), "labels": [i] * (i * 7 % 13 + 1)} for i in range(1, count + 1)]
+def rows(count=300, *, first=1):
+    ids = range(first, first + count)
+    return [{"tokens": [i] * (i * 7 % 13 + 1), "labels": [i] * (i * 7 % 13 + 1)} for i in ids]
 
 
-def dataset(**kwargs):
+def dataset(data=None, **kwargs):
     settings = {"max_seq_len": 16, "buffer_size": 8, "num_lanes": 12, "shuffle": True, "epochs": 2} | kwargs
-    return IterablePackedDataset(rows(), **settings)
+    return IterablePackedDataset(data or rows(), **settings)
 
 
 def same(left: Batch, right: Batch) -> bool:
@@ -38,33 +69,15 @@ def samples(batches):
     )
 
 
-def test_a_state_is_read_once(monkeypatch):
-    """With ten thousand lanes it is most of what a resume waits for."""
-    loader = PackedDataLoader(dataset(), batch_size=2)
-    list(islice(loader, 9))
-    state, read, from_dict = loader.state_dict(), [], LaneState.from_dict
-    monkeypatch.setattr(LaneState, "from_dict", lambda found: read.append(found) or from_dict(found))
-    again = PackedDataLoader(dataset(), batch_size=2)
-    again.load_state_dict(state)
-    next(iter(again))
-    assert read == [*state["lanes"].values()]
-
-
-@pytest.mark.parametrize(("num_lanes", "num_workers"), [(12, 1), (12, 3), (5, 2)])
-def test_the_order_does_not_depend_on_the_number_of_workers(num_lanes, num_workers):
-    """Nor does a number that does not divide the lanes warn."""
-    alone = list(PackedDataLoader(dataset(num_lanes=num_lanes), batch_size=3))
-    together = list(PackedDataLoader(dataset(num_lanes=num_lanes), batch_size=3, num_workers=num_workers))
+@pytest.mark.parametrize(("num_lanes", "num_workers", "first"), [(12, 1, 2**31 - 150), (12, 3, 1), (5, 2, 1)])
+def test_the_order_does_not_depend_on_the_number_of_workers(num_lanes, num_workers, first):
+    """Nor does a number that does not divide the lanes warn. Ids may be too large for 32 bits."""
+    data = dataset(rows(first=first), num_lanes=num_lanes)
+    alone = list(PackedDataLoader(data, batch_size=3))
+    data.set_epoch(0)
+    together = list(PackedDataLoader(data, batch_size=3, num_workers=num_workers))
     assert len(alone) == len(together)
     assert all(map(same, alone, together))
-
-
-def test_every_sample_once_an_epoch_and_no_batch_mixes_epochs():
-    batches = list(PackedDataLoader(dataset(), batch_size=7, packs_per_step=21))
-    assert len(batches) % 3 == 0
-    assert all(batch.tokens.shape == (7, 16) for batch in batches)
-    half = len(batches) // 2
-    assert samples(batches[:half]) == samples(batches[half:]) == list(range(1, 301))
 
 
 def test_an_epoch_is_filled_with_null_packs_that_train_nothing():
@@ -76,7 +89,8 @@ def test_an_epoch_is_filled_with_null_packs_that_train_nothing():
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 3)])
 def test_resumes_at_batches_with_any_number_of_workers(before, after):
-    whole = list(PackedDataLoader(dataset(), batch_size=3))
+    uncut = PackedDataLoader(dataset(), batch_size=3)
+    whole = list(uncut)
     stops = range(1, len(whole), 4 if before == after == 0 else 40)
     for stop in stops:
         first = PackedDataLoader(dataset(), batch_size=3, num_workers=before)
@@ -88,6 +102,7 @@ def test_resumes_at_batches_with_any_number_of_workers(before, after):
         rest = list(second)
         assert len(rest) == len(whole) - stop
         assert all(map(same, rest, whole[stop:]))
+        assert second.ledger() == uncut.ledger(), "it counts the whole run"
 
 
 def test_a_state_counts_the_batches_that_were_returned():
@@ -97,37 +112,11 @@ def test_a_state_counts_the_batches_that_were_returned():
     assert loader.ledger().packed == batch.num_tokens
 
 
-def test_the_ledger_at_the_end_of_an_epoch():
-    loader = PackedDataLoader(dataset(epochs=1), batch_size=3, num_workers=2)
-    batches = list(loader)
-    ledger = loader.ledger()
-    assert ledger.tokens_in == sum(len(row["tokens"]) for row in rows())
-    assert ledger.packed == ledger.tokens_in == sum(batch.num_tokens for batch in batches)
-    assert ledger.buffered == 0
-    assert ledger.samples == 300
-
-
-def test_epoch_is_that_of_the_last_batch():
-    loader = PackedDataLoader(dataset(), batch_size=3)
-    seen = [loader.epoch for _ in loader]
-    assert seen == sorted(seen)
-    assert set(seen) == {0, 1}
-
-
 def test_a_bad_row_in_a_worker_names_its_place():
     data = [*rows(40), {"tokens": [1], "labels": [1, 2]}]
     loader = PackedDataLoader(IterablePackedDataset(data, max_seq_len=16, num_lanes=1), num_workers=1)
     with pytest.raises(ValueError, match="sample 40: 'tokens' has 1 entries and 'labels' has 2"):
         list(loader)
-
-
-def test_a_bad_row_raises_again_when_asked_again():
-    data = [*rows(10), {"tokens": [1], "labels": [1, 2]}, *rows(10)]
-    iterator = iter(PackedDataLoader(IterablePackedDataset(data, max_seq_len=16, num_lanes=1)))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="sample 10"):
-            for _ in range(30):
-                next(iterator)
 
 
 @pytest.mark.parametrize(
@@ -144,11 +133,6 @@ def test_settings_are_checked(setting, message):
         PackedDataLoader(dataset(), **setting)
 
 
-def test_more_workers_than_lanes_is_refused():
-    with pytest.raises(ValueError, match="4 lanes cannot feed 5 consumers"):
-        iter(PackedDataLoader(dataset(num_lanes=4), num_workers=5))
-
-
 def test_workers_take_turns_with_an_iterable_and_one_log_line_says_so(caplog):
     from streampack import IterableSource
 
@@ -162,25 +146,6 @@ def test_workers_take_turns_with_an_iterable_and_one_log_line_says_so(caplog):
 
 
 SHARED = "1 iterable is shared by 2 lanes: each is read by 2 of them, which take turns with its rows"
-
-
-def test_a_batch_traces_to_file_row_and_text(tmp_path):
-    from streampack import JSONLSource, TextEncoder
-    from tests.harness.tiny import WordTokenizer, write_rows
-
-    source = JSONLSource(write_rows(tmp_path / "rows.jsonl", 50))
-    data = IterablePackedDataset(source, max_seq_len=24, encoder=TextEncoder(WordTokenizer()), shuffle=True)
-    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
-    traced = 0
-    for batch in PackedDataLoader(data, batch_size=2, num_workers=2):
-        for fragments in batch.fragments:
-            for found in map(data.trace, fragments):
-                path, line = found["place"].rsplit(":", 1)
-                assert path == str(tmp_path / "rows.jsonl")
-                assert json.loads(lines[int(line) - 1]) == found["row"]
-                assert found["text"] == found["row"]["text"]
-                traced += 1
-    assert traced == 50
 
 
 def test_null_packs_of_every_step_are_logged(caplog):
@@ -205,22 +170,6 @@ def test_batches_are_smaller_where_that_needs_no_null_packs(caplog, packs_per_st
     assert not [record for record in caplog.records if record.name == "streampack.loader.batching"]
 
 
-@pytest.mark.parametrize("slot", [-1, 2**63, "1", True])
-def test_a_damaged_slot_is_refused(slot):
-    loader = PackedDataLoader(dataset())
-    with pytest.raises(ValueError, match="the state is damaged: slot .* is no number of packs"):
-        loader.load_state_dict({**loader.state_dict(), "slot": slot})
-
-
-def test_a_state_that_contains_itself_is_refused():
-    """A changed byte of a pickled state may make a reference to the state itself."""
-    loader = PackedDataLoader(dataset())
-    state = loader.state_dict()
-    state["lanes"] = state
-    with pytest.raises(ValueError, match="the state is damaged: it contains itself; resume from another"):
-        loader.load_state_dict(state)
-
-
 def test_with_a_limit_of_sequences_all_batches_have_one_shape():
     loader = PackedDataLoader(dataset(max_seqs_per_pack=3), batch_size=4)
     batches = list(loader)
@@ -233,8 +182,200 @@ def test_with_a_limit_of_sequences_all_batches_have_one_shape():
     assert max(free)[1] > 4
 
 
-def test_repr():
-    data = IterablePackedDataset([{"tokens": [1], "labels": [1]}], max_seq_len=8)
-    loader = PackedDataLoader(data, batch_size=2, num_workers=1, packs_per_step=4)
-    assert repr(loader) == f"<PackedDataLoader: batches of 2, 4 packs a step, 1 worker(s), of {data!r}>"
-    assert repr(PackedDataLoader(data)) == f"<PackedDataLoader: batches of 1, 0 worker(s), of {data!r}>"
+# Mixtures: a small source beside a large one, on ranks with workers.
+
+
+def two_compressed(folder: Path) -> JSONLSource:
+    return JSONLSource([write(folder / f"{i}.jsonl.gz", numbers(100, longest=50, seed=i)) for i in range(2)])
+
+
+def row_group(folder: Path) -> ParquetSource:
+    pq.write_table(pa.Table.from_pylist(numbers(40, longest=50)), folder / "a.parquet")
+    return ParquetSource(folder / "a.parquet")
+
+
+SMALL: dict[str, Callable[[Path], Any]] = {
+    "two compressed files": two_compressed,
+    "a row group": row_group,
+    "five rows": lambda folder: MapSource(numbers(5, longest=50)),
+    "two lines": lambda folder: JSONLSource(write(folder / "a.jsonl", numbers(2, longest=50))),
+    "an iterable": lambda folder: IterableSource(numbers(30, longest=50)),
+}
+
+
+def maker(small: Any, *, weight: float, num_lanes: int) -> Callable[[], IterablePackedDataset]:
+    large = MapSource(shifted(numbers(20_000, longest=100, seed=9), APART))
+    mix = Mix([entry("small", small, weight), entry("large", large, 1 - weight)], stop="never")
+    return lambda: IterablePackedDataset(
+        mix, encoder=Numbers(), max_seq_len=128, buffer_size=16, num_lanes=num_lanes, shuffle=True,
+        shuffle_window=50, epochs=None, seed=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "num_lanes"), [(kind, 8) for kind in SMALL] + [("two lines", 32)])
+def test_the_weight_of_a_small_source_holds(tmp_path: Path, kind: str, num_lanes: int) -> None:
+    make = maker(SMALL[kind](tmp_path), weight=0.002, num_lanes=num_lanes)
+    made = run(make, Topology(ranks=4, workers=2, batch_size=4), limit=125)
+    assert not any(made.ended)
+    packs = [pack for step in steps_of_run(made, Topology(4, 2, 4)) for pack in step]
+    assert len(packs) == 2000
+    data = make()
+    data.load_state_dict(made.states[0])
+    small, large = data.source_stats().values()
+    assert small.trained > 0
+    assert abs(small.trained / (small.trained + large.trained) - 0.002) < 0.002
+
+
+# How evenly ranks share the work of a step.
+
+
+def ratio(costs: list[int]) -> float:
+    return max(costs) / fmean(costs) if sum(costs) else 1.0
+
+
+@pytest.mark.parametrize("per_step", [4, 8])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_loader_knows_the_costs_of_all_ranks(per_step: int, window: int | None) -> None:
+    cost = {"sliding_window": window} if window else None
+
+    def act(sync: ThreadSync) -> tuple[list[int], dict[str, float]]:
+        loader = PackedDataLoader(
+            make(numbers(300), balance_cost=cost)(), batch_size=2, packs_per_step=per_step
+        )
+        loader.rank_sync = sync
+        costs = [
+            sum(
+                sum(min(k + 1, window or k + 1) for k in range(f.stop - f.start))
+                for pack in batch.fragments
+                for f in pack
+            )
+            for batch in loader
+        ]
+        return costs, loader.metrics()
+
+    ranks = on_ranks(2, act)
+    batches = per_step // 4
+    steps = [
+        [sum(costs[first : first + batches]) for costs, _ in ranks]
+        for first in range(0, len(ranks[0][0]), batches)
+    ]
+    wanted = fmean(map(ratio, steps))
+    assert wanted > 1.02
+    for _, metrics in ranks:
+        assert metrics["cost_imbalance"] == metrics["cost_imbalance_mean"] == pytest.approx(wanted)
+        assert metrics["data_wait_mean"] * len(steps) <= metrics["data_wait_seconds"] * 1.001
+
+
+def test_a_single_rank_has_no_imbalance() -> None:
+    loader: Any = PackedDataLoader(make(numbers(100))(), batch_size=2)
+    assert "data_wait" not in loader.metrics()
+    for _ in loader:
+        pass
+    metrics = loader.metrics()
+    assert metrics["data_wait"] > 0
+    assert "cost_imbalance" not in metrics
+
+
+# Steps, batches and runs that train nothing.
+
+
+def row(tokens: int, trained: bool) -> dict[str, list[int]]:
+    return {"tokens": [1] * tokens, "labels": [1 if trained else IGNORE_INDEX] * tokens}
+
+
+def loader_of(*steps: tuple[int, bool], workers: int = 0, **settings: Any) -> PackedDataLoader:
+    """Return a loader of steps of one pack of 8, each of (tokens, whether they are trained)."""
+    data = IterablePackedDataset(
+        [row(*each) for each in steps], max_seq_len=8, strategy="next_fit", num_lanes=1, **settings
+    )
+    return PackedDataLoader(data, num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(8, False)],
+        [(2, False), (8, True)],  # little, but nothing was trained before
+        [(8, True), (5, False), (8, True)],
+    ],
+)
+def test_a_step_that_trains_nothing(
+    steps: list[tuple[int, bool]], workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = loader_of(*steps, workers=workers)
+    for _ in range(2):
+        assert len(list(loader)) == len(steps)
+    [said] = [record.message for record in caplog.records if "step(s)" in record.message]
+    assert " trained nothing: no label of their tokens is trained" in said
+    with pytest.raises(
+        ValueError, match=rf"^[12] of {2 * len(steps)} step\(s\) trained nothing: .*untrained='drop'"
+    ):
+        loader.require_trained()
+    kept = loader_of(*steps, untrained="keep")
+    caplog.clear()
+    assert len(list(kept)) == len(steps)
+    kept.require_trained()
+    assert not caplog.records
+
+
+def test_the_rest_of_an_epoch_may_train_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    loader = loader_of((8, True), (3, False))
+    assert len(list(loader)) == 2
+    loader.require_trained()
+    assert not [record for record in caplog.records if "step(s)" in record.message]
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_ranks_count_together(wrong: int) -> None:
+    """Of two ranks, ``wrong`` have only rows that train nothing."""
+
+    def act(sync: ThreadSync) -> tuple[int, str]:
+        rows = [row(8, trained=number % 2 >= wrong) for number in range(40)]
+        data = IterablePackedDataset(rows, max_seq_len=8, num_lanes=2, shuffle=False)
+        loader = PackedDataLoader(data)
+        loader.rank_sync = sync
+        trained = sum(int(batch.num_trained) for batch in loader)
+        try:
+            loader.require_trained()
+        except ValueError as error:
+            return trained, str(error)
+        return trained, ""
+
+    (first, said), (second, also_said) = on_ranks(2, act)
+    assert (first == 0) + (second == 0) == wrong
+    assert said == also_said
+    assert said.partition(":")[0] == ("20 of 20 step(s) trained nothing" if wrong == 2 else "")
+
+
+def chats(role: str) -> list[dict[str, Any]]:
+    return [{"messages": [{"role": "user", "content": "Hi"}, {"role": role, "content": "Yes."}]}] * 4
+
+
+def encoded(role: str) -> list[dict[str, Any]]:
+    return [ChatEncoder(byte_level())(each)._asdict() for each in chats(role)]
+
+
+def stream(role: str) -> IterablePackedDataset:
+    return IterablePackedDataset(chats(role), encoder=ChatEncoder(byte_level()), max_seq_len=64)
+
+
+DOORS: dict[str, Callable[[str], Any]] = {
+    "loader": lambda role: list(PackedDataLoader(stream(role))),
+    "workers": lambda role: list(PackedDataLoader(stream(role), num_workers=1)),
+    "stream": lambda role: list(stream(role)),
+    "torch": lambda role: list(DataLoader(stream(role), batch_size=2, collate_fn=collate_packed)),
+    "map-style": lambda role: PackedDataset(encoded(role), max_seq_len=64),
+    "flattening": lambda role: FlatteningCollator()(encoded(role)),
+    "padded": lambda role: PaddedCollator()(encoded(role)),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_conversations_of_an_unknown_role_are_said(door: str, caplog: pytest.LogCaptureFixture) -> None:
+    collators._say_untrained.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        DOORS[door]("assistant")
+        assert not caplog.records
+        DOORS[door]("bot")
+    assert "only the assistant's are" in caplog.text

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import random
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
-from streampack.packing.batch import Batch
-from streampack.sources.bad_records import Quarantine
+from streampack import Batch, IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.interrupts import Injector, within
 
@@ -114,105 +111,29 @@ def every(run: Run, *, times: int, error: type[BaseException] = KeyboardInterrup
     assert raised > times * 0.9
 
 
-def test_an_interrupt_anywhere_in_next_consumes_nothing(run: Run) -> None:
-    every(run, times=60)
-
-
-def test_an_interrupt_with_workers_consumes_nothing(run: Run) -> None:
-    every(Run(num_workers=2), times=8)
-
-
-def test_what_a_signal_handler_raises_may_be_any_exception(run: Run) -> None:
-    every(run, times=12, error=TimeoutError)
-
-
-@pytest.mark.parametrize("kind", ["gz", "mixture"])
-def test_an_interrupt_consumes_nothing_of_other_sources(tmp_path: Path, kind: str) -> None:
+def run_of(kind: str, folder: Path) -> Run:
     if kind == "mixture":
-        parts = {"a": MapSource(ROWS[::2]), "b": JSONLSource(write(tmp_path / "b.jsonl", ROWS[1::2]))}
-        run = Run(Mix([{"source": part, "weight": 1, "name": name} for name, part in parts.items()]))
-    else:
-        run = Run(JSONLSource([write(tmp_path / f"{i}.jsonl.gz", ROWS[i::3]) for i in range(3)]))
-    every(run, times=12)
+        parts = {"a": MapSource(ROWS[::2]), "b": JSONLSource(write(folder / "b.jsonl", ROWS[1::2]))}
+        return Run(Mix([{"source": part, "weight": 1, "name": name} for name, part in parts.items()]))
+    if kind == "gz":
+        return Run(JSONLSource([write(folder / f"{i}.jsonl.gz", ROWS[i::3]) for i in range(3)]))
+    return Run(num_workers=2 if kind == "workers" else 0)
 
 
-def test_an_interrupt_consumes_nothing_of_a_dataset() -> None:
-    wanted = [pack["tokens"].tolist() for pack in dataset()]
-    counting, places = Injector(), 0
-    iterator = iter(dataset())
-    for _ in wanted:
-        counting.call(iterator.__next__)
-    places = counting.places
-    for at in range(1, places, places // 30):
-        injector, data = Injector(at), dataset()
-        found, iterator = [], iter(data)
-        while len(found) < len(wanted):
-            try:
-                found.append(injector.call(iterator.__next__)["tokens"].tolist())
-            except KeyboardInterrupt:
-                again = dataset()
-                again.load_state_dict(data.state_dict())
-                rest = [pack["tokens"].tolist() for pack in again]
-                assert found + rest == wanted, f"resumed, place {at}"
-                assert data.ledger().packed == again_packed(data.state_dict()), (
-                    "the ledger is of the last pack"
-                )
-        assert found == wanted, f"went on, place {at}"
-
-
-def again_packed(state: dict[str, Any]) -> int:
-    data = dataset()
-    data.load_state_dict(state)
-    return data.ledger().packed
-
-
-def test_a_pack_that_cannot_be_converted_is_not_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [pack["tokens"].tolist() for pack in dataset()]
-    data = dataset()
-    iterator = iter(data)
-    found = [next(iterator)["tokens"].tolist() for _ in range(3)]
-    before = data.state_dict()
-    with monkeypatch.context() as patch:
-        patch.setattr("streampack.streaming.iteration.to_torchtune", fail)
-        with pytest.raises(MemoryError):
-            next(iterator)
-    assert data.state_dict() == before
-    assert found + [pack["tokens"].tolist() for pack in iterator] == wanted
-
-
-def fail(*_: Any, **__: Any) -> Any:
-    raise MemoryError
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_that_cannot_be_collated_is_not_consumed(
-    run: Run, monkeypatch: pytest.MonkeyPatch, num_workers: int
+@pytest.mark.parametrize(
+    ("kind", "times", "error"),
+    [
+        ("rows", 25, KeyboardInterrupt),
+        ("rows", 8, TimeoutError),  # what a signal handler raises may be any exception
+        ("workers", 8, KeyboardInterrupt),
+        ("gz", 8, KeyboardInterrupt),
+        ("mixture", 8, KeyboardInterrupt),
+    ],
+)
+def test_an_interrupt_anywhere_in_next_consumes_nothing(
+    kind: str, times: int, error: type[BaseException], tmp_path: Path
 ) -> None:
-    """Three tries lost three batches."""
-    loader = run.loader(num_workers)
-    iterator = iter(loader)
-    found = [seen(next(iterator)) for _ in range(5)]
-    with monkeypatch.context() as patch:
-        patch.setattr("streampack.loader.iteration.stack_packs", fail)
-        for _ in range(3):
-            with pytest.raises(MemoryError):
-                next(iterator)
-            assert loader.state_dict()["lanes"].keys() == run.states[5]["lanes"].keys()
-            assert loader.ledger().packs == 10
-    assert found + list(map(seen, iterator)) == run.batches
-
-
-def test_a_loader_that_could_not_be_iterated_keeps_its_state(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = run.loader()
-    loader.load_state_dict(run.states[6])
-    with monkeypatch.context() as patch:
-        patch.setattr("streampack.loader.iteration.RankBatches", fail)
-        with pytest.raises(MemoryError):
-            iter(loader)
-    assert loader.state_dict() == run.states[6]
-    assert list(map(seen, loader)) == run.batches[6:]
+    every(run_of(kind, tmp_path), times=times, error=error)
 
 
 def test_several_ranks_refuse_to_continue_after_an_interrupt(run: Run) -> None:
@@ -234,17 +155,22 @@ def test_several_ranks_refuse_to_continue_after_an_interrupt(run: Run) -> None:
 
 def test_a_skipped_record_is_listed_once(tmp_path: Path) -> None:
     """Its line is written before it is known to be there."""
-    kept = Quarantine(str(tmp_path), 10)
-    places = Injector()
-    places.call(lambda: kept.append(0, shard="a", offset=0, reason="first"))
-    for number in range(1, 2 * places.places):
-        with suppress(KeyboardInterrupt):
-            Injector(number).call(lambda: kept.append(0, shard="a", offset=number, reason="broken"))  # noqa: B023
-        kept.append(0, shard="a", offset=number, reason="broken")
-    offsets = [
-        json.loads(line)["offset"] for line in (tmp_path / "lane-00000.jsonl").read_text().splitlines()
-    ]
-    assert offsets == list(range(2 * places.places))
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join("{\n" if row["i"] % 4 == 3 else f"{json.dumps(row)}\n" for row in ROWS))
+    bad = [number for number in range(len(ROWS)) if number % 4 == 3]
+    raised = 0
+    for at in range(400, 6000, 400):
+        folder, injector, done = tmp_path / f"bad-{at}", Injector(at), False
+        settings = {"on_bad_record": "skip", "quarantine": folder, "epochs": 1, "num_lanes": 1}
+        iterator = iter(dataset(JSONLSource(path), **settings))
+        while not done:
+            try:
+                done = injector.call(lambda iterator=iterator: next(iterator, None)) is None
+            except KeyboardInterrupt:
+                raised += 1
+        lines = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+        assert len({*lines}) == len(lines) == len(bad), f"interrupted at place {at}"
+    assert raised > 8
 
 
 def by_signals(run: Run, *, times: int, seed: int) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset
-from streampack.loader import workers
-from streampack.loader.workers import Worker
+from streampack.loader import workers  # private: a worker that is closed by its own receiving thread
+from streampack.loader.workers import Worker  # private: what is left of one
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.interrupts import Injector, within
 from tests.harness.workers import content, dataset, expected, gone, held, worker
@@ -168,20 +168,6 @@ def test_the_garbage_collector_may_run_in_the_receiving_thread(monkeypatch: pyte
     assert one.receiver is not None
     one.receiver.join(10)
     assert not one.receiver.is_alive()
-
-
-def test_closing_does_not_wait_for_holders_of_the_pipe() -> None:
-    """As a process does that was forked between the making of the pipe and the closing of its end here."""
-    one = worker(dataset(epochs=99), prefetch=1)
-    next(one)
-    kept = os.dup(one.pipe.fileno())  # an end of this pipe that does not close with the process
-    theirs = one.theirs = mp.connection.Connection(os.dup(kept))
-    assert one.receiver is not None
-    with within(20, "closing"):
-        one.close()
-    assert not one.receiver.is_alive()
-    assert theirs.closed
-    os.close(kept)
 
 
 @pytest.mark.filterwarnings(

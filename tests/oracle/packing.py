@@ -128,21 +128,6 @@ def plan(
     return [[(parts[i][0], parts[i][1] + a, parts[i][1] + b) for i, a, b in spans] for spans in packs]
 
 
-def greedy_count(lengths: Iterable[int], limit: int) -> int:
-    """How many packs torchtune's ``PackedDataset`` makes without splitting."""
-    packs, used = 0, limit
-    for length in lengths:
-        if used + length > limit:
-            packs, used = packs + 1, 0
-        used += length
-    return packs
-
-
-def lower_bound(lengths: Iterable[int], limit: int) -> int:
-    """The fewest packs any packer could need."""
-    return -(-sum(lengths) // limit)
-
-
 def assemble(
     sequences: Sequence[tuple[list[int], list[int]]], limit: int, padding_idx: int
 ) -> tuple[list[int], list[int], list[int]]:
@@ -161,14 +146,6 @@ def assemble(
         labels + [IGNORE] * padding,
         positions + list(range(padding)),
     )
-
-
-def block_causal_mask(seq_lens: Iterable[int]) -> list[list[bool]]:
-    """Who sees whom: ``mask[query][key]``. Give the padding's length too if the row is padded."""
-    document = [number for number, length in enumerate(seq_lens) for _ in range(length)]
-    return [
-        [document[k] == document[q] and k <= q for k in range(len(document))] for q in range(len(document))
-    ]
 
 
 def ledger(

@@ -76,6 +76,7 @@ class Oracle:
     settings: Mapping[str, Any]
     locate: Callable[[tuple[int, ...]], str]
     stop: str | None = None  # of a mixture: when the epoch ends
+    first_epoch: int = 0
     fates: dict[str, Fate] = field(default_factory=dict)
     errors: set[str] = field(default_factory=set)  # places of rows that are refused
     bad: int = 0
@@ -175,7 +176,8 @@ class Oracle:
             self.check_pack(pack)
             epoch = 0
             if self.stop is None and self.kept:
-                epoch = emitted // self.kept if pack.epoch is None else pack.epoch
+                told = None if pack.epoch is None else pack.epoch - self.first_epoch
+                epoch = emitted // self.kept if told is None else told
             for row_id, *fragment, _ in pack.fragments:
                 seen[epoch][self.place(row_id)].append(tuple(fragment))  # type: ignore[arg-type]
             emitted += sum(stop - start for _, start, stop, *_ in pack.fragments)

@@ -24,9 +24,7 @@ from streampack import (
     collate_packed,
     prepare_model_for_packing,
 )
-from streampack.streaming import consumers
 from tests.harness import hf_trainers
-from tests.harness.conformance import check_resume_everywhere
 from tests.harness.corpus import write
 from tests.harness.processes import run_ranks
 from tests.harness.threads import ThreadSync, on_ranks
@@ -81,11 +79,10 @@ def read_plainly() -> dict[str, Any]:
 
     # A worker process that is spawned has no group; what the rank knew came with the dataset.
     class Worker:
-        id, num_workers = 0, 1
+        id, num_workers, seed = 0, 1, 0
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("streampack.streaming.consumers", "streampack.streaming.dataset"):
-            patch.setattr(f"{module}.get_worker_info", lambda: Worker)
+        patch.setattr("torch.utils.data._utils.worker._worker_info", Worker)  # as in a worker of torch
         found["spawned"] = seen(pickle.loads(sent), 16)
     return found
 
@@ -148,23 +145,6 @@ def test_ranks_in_plain_torch() -> None:
             assert f"the same batches, and {why}; iterate a PackedDataLoader" in rank[f"tp {name}"]
 
 
-def test_accelerate_never_shares_a_samplers_batches_out_a_second_time() -> None:
-    """One rank's half of them were cut in half again."""
-    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
-    rows = [{"input_ids": row["tokens"]} for row in ROWS]
-
-    def loader(num_replicas: int, *, prepared: bool) -> Any:
-        sampler = MultipackBatchSampler(
-            [8] * 32, max_tokens=8, packs_per_step=2, num_replicas=num_replicas, rank=0, shuffle=False
-        )
-        made: Any = DataLoader(rows, batch_sampler=sampler, collate_fn=FlatteningCollator())  # type: ignore[arg-type]
-        return prepare(made, num_processes=2, process_index=0, even_batches=False) if prepared else made
-
-    with pytest.raises(ValueError, match=r"num_replicas=2 has shared out already, .* set num_replicas=1"):
-        next(iter(loader(2, prepared=True)))
-    assert len(list(loader(2, prepared=False))) == len(list(loader(1, prepared=True))) == 16
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("collate", [collate_packed, FlatteningCollator(return_flash_attn_kwargs=True)])
@@ -183,7 +163,6 @@ def test_accelerate_cuts_no_batches_in_a_single_process(collate: Any, workers: i
 def test_a_single_process_may_read_epochs_and_is_warned_of_a_missing_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert consumers.Ranks.here() is None
     assert seen(stream(epochs=1), 99) == set(range(1, 33))
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.warns(UserWarning, match="WORLD_SIZE=3 and there is no process group") as caught:
@@ -211,7 +190,6 @@ def test_a_sharded_models_mesh_is_looked_at(two_ranks: None, name: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
     sharded = DTensor.from_local(weight.detach()[:512], mesh, [Shard(0)], run_check=False)
     llama.lm_head.weight = torch.nn.Parameter(sharded)
-    consumers.require_data_parallel("nothing")
     if name == "tp":
         with pytest.warns(
             UserWarning, match="dimension 'tp' of 2 ranks, which must be given the same batches, and a"
@@ -259,53 +237,12 @@ def test_a_run_of_one_lane_resumes_with_several_workers(
     assert said == ([wanted] if workers > 1 else [])
 
 
-def test_a_run_of_one_lane_resumes_on_several_ranks() -> None:
-    data = short()
-    iterator = iter(data)
-    list(islice(iterator, 6))
-    state, rest = data.state_dict(), tokens(iterator)
-
-    def go_on(sync: ThreadSync) -> list[Any]:
-        loader = PackedDataLoader(short(), packs_per_step=2)
-        loader.rank_sync = sync
-        loader.load_state_dict(state)
-        return rows_in(loader)
-
-    with pytest.warns(
-        UserWarning, match="2 ranks do not divide 1 lane evenly: 1 of them hand out null packs only"
-    ):
-        first, second = on_ranks(2, go_on)
-    if len(rest) % 2:  # an epoch's last step is filled up
-        assert first.pop() == second.pop() == [0] * 12
-    assert first == rest
-    assert second == [[0] * 12] * len(rest), "null packs"
-
-
-@pytest.mark.parametrize("lanes", [2, 4])
-def test_fewer_lanes_than_consumers_are_refused_where_they_were_set(lanes: int) -> None:
-    with pytest.raises(
-        ValueError,
-        match=rf"{lanes} lanes cannot feed {lanes + 1} consumers .*; use fewer workers, or .* num_lanes",
-    ):
-        iter(PackedDataLoader(short(num_lanes=lanes), num_workers=lanes + 1))
-
-
-def test_iterating_in_one_process_does_not_fix_the_number_of_lanes() -> None:
-    data = short()
-    next(iter(data))
-    assert len({str(row) for row in rows_in(PackedDataLoader(data, num_workers=2))}) > 10
-
-
 @pytest.mark.parametrize("workers", [0, 3])
 def test_an_endless_stream_skips_empty_lanes(workers: int) -> None:
     data = short(SHORT[:5], epochs=None, num_lanes=8)
     batches = list(islice(PackedDataLoader(data, num_workers=workers), 25))
     assert [int(batch.tokens[0, 0]) for batch in batches] == [1, 2, 3, 4, 5] * 5
     assert all(batch.num_tokens > 8 for batch in batches), "samples of several epochs share packs"
-
-
-def test_an_endless_stream_with_empty_lanes_resumes_exactly() -> None:
-    check_resume_everywhere(lambda: short(SHORT[:5], epochs=None, num_lanes=8, shuffle=True), packs=40)
 
 
 def test_an_endless_stream_skips_lanes_whose_rows_are_all_dropped() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -162,28 +161,10 @@ def test_a_mixture_goes_on_with_other_weights(at: int, shuffle: bool, tmp_path: 
     assert not one.keys() & two.keys(), "no row comes twice in an epoch"
     stats = now.source_stats()
     assert sum(each.packed for each in stats.values()) == sum(map(len, two.values()))
-    if not shuffle:
-        # What either phase has read of a lane's rows has no gap: rows that waited were not lost.
-        for number, path in enumerate(paths.values()):
-            for lane in range(LANES):
-                found = {
-                    fragment.row_id[1:]
-                    for pack in (*first, *second)
-                    if pack["lane"] == lane
-                    for fragment in pack["fragments"]
-                    if fragment.row_id[0] == number
-                }
-                order = list(rows_of(path, lane))
-                assert found == set(order[: len(found)])
     packs = list(islice(behind(again, data.state_dict()), 2))
     packs += resumed(last, again.state_dict())
     assert content(packs) == content(second)
     assert last.source_stats() == stats
-
-
-def rows_of(path: Path, lane: int) -> Iterator[tuple[int, ...]]:
-    alone = dataset(JSONLSource(path), num_lanes=LANES, max_seq_len=40, strategy="next_fit", buffer_size=1)
-    return (fragment.row_id for pack in alone if pack["lane"] == lane for fragment in pack["fragments"])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -197,18 +178,6 @@ def test_a_stream_without_an_end_goes_on(way: str) -> None:
     assert len(begun) == 25
     behind_most = sum(max(begun.values()) - count for count in begun.values())
     assert behind_most <= 64 + 25, "what waits, and what the newest pass has not reached"
-
-
-def test_a_third_phase_goes_on_behind_lanes_that_gave_nothing_in_the_second(tmp_path: Path) -> None:
-    lengths = rows(150, overlong=40)
-    source = make_source("jsonl", tmp_path, lengths)
-    data = dataset(source, SHUFFLED, SHORT)
-    first = list(islice(data, 9))
-    for count in (0, 1, 2, 5):
-        now = behind(dataset(source, SHUFFLED, LONG), data.state_dict())
-        second = list(islice(now, count))
-        last = dataset(source, SHUFFLED, LONG, max_seq_len=25, buffer_size=90, strategy="next_fit")
-        check_once(lengths, first, second, list(behind(last, now.state_dict())))
 
 
 class Twice:
@@ -291,58 +260,3 @@ def test_what_cannot_go_on_is_refused_with_the_way_out() -> None:
     ):
         new().continue_from(data.state_dict())
     assert samples_in(behind(new(epochs=2), data.state_dict())) == all_of(lengths)
-
-
-def test_a_row_that_was_packed_before_does_not_come_again_in_pieces() -> None:
-    """It was the last one read, is several pieces now, and had one number: a resume took the others to be left."""
-    resumes = several = 0
-    for seed in range(20):
-        draw = random.Random(seed)
-        lengths = [draw.randint(1, 14) for _ in range(14)]
-        texts = [[*range(100 * i + 1, 100 * i + n + 1)] for i, n in enumerate(lengths, 1)]
-        source = [{"tokens": text, "labels": text} for text in texts]
-        common: dict[str, Any] = {"num_lanes": 1, "overlong": "split", "encoder": None}
-        data = dataset(source, common, max_seq_len=16, buffer_size=4)
-        first = list(islice(data, draw.randint(1, 4)))
-        packed = {int(token) // 100 for pack in first for token in pack["tokens"]}
-        now = behind(dataset(source, common, max_seq_len=5, buffer_size=64), data.state_dict())
-        expected, states = [], []
-        for pack in now:
-            expected.append(pack)
-            states.append(now.state_dict())
-        for number, state in enumerate(states, 1):
-            again = resumed(dataset(source, common, max_seq_len=5, buffer_size=64), state)
-            assert content(again) == content(expected[number:])
-            resumes += 1
-        several += any(lengths[i - 1] > 5 for i in packed if i)
-    assert resumes > 200
-    assert several > 15
-
-
-class Mended(Numbers):
-    """Cannot encode one row until it is mended."""
-
-    broken: int | None = None
-
-    def __call__(self, row: Any, /) -> Sample:
-        if row["i"] == self.broken:
-            raise ValueError("not yet")
-        return super().__call__(row)
-
-
-def test_a_bad_record_that_is_mended_before_a_resume_does_not_come_in_part() -> None:
-    """Its number is consumed, and the pieces behind its first one were taken to be left."""
-    lengths = [{"i": i, "n": n} for i, n in enumerate([4, 6, 9, 4, 9, 4, 6, 9])]
-    encode = Mended()
-    common: dict[str, Any] = {"encoder": encode, "max_seq_len": 5, "overlong": "split", "num_lanes": 1}
-    for broken in range(len(lengths)):
-        encode.broken = broken
-        data, states, packs = dataset(lengths, common, on_bad_record="skip"), [], []
-        for pack in data:
-            packs.append(pack)
-            states.append(data.state_dict())
-        encode.broken = None
-        for number, state in enumerate(states, 1):
-            again = resumed(dataset(lengths, common, on_bad_record="skip"), state)
-            found = samples_in([*packs[:number], *again])
-            assert broken not in found or found[broken] == all_of(lengths)[broken], "in part"

@@ -5,95 +5,38 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from streampack import (
+    Holdout,
     IterablePackedDataset,
     JSONLSource,
     Mix,
     PackedDataLoader,
-    ParquetSource,
     TokenShardSource,
 )
-from streampack.sources.holdout import hold_out
-from streampack.tokenize.tokenize import tokenize
+from streampack.tokenize import tokenize
+from tests.harness.changed_files import (
+    PER_FILE,
+    Rows,
+    changed,
+    everything,
+    new_rows,
+    put,
+    resumed,
+    source_of,
+    tokens_of,
+)
 from tests.harness.conformance import content
-from tests.harness.corpus import STRIDE, Numbers, read_all, write
+from tests.harness.corpus import Numbers, read_all, write
 from tests.harness.mixtures import entry, make
-
-PER_FILE = 1000  # room for the numbers of a file's rows
-
-Rows = dict[str, list[dict[str, int]]]  # of each file
-
-
-def new_rows(rng: random.Random, number: int) -> list[dict[str, int]]:
-    return [{"i": PER_FILE * number + k, "n": rng.randint(1, 30)} for k in range(rng.randint(3, 25))]
-
-
-def put(folder: Path, files: Rows) -> None:
-    """Write the files, and nothing else, into a folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for name, lines in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        if name.endswith(".parquet"):
-            pq.write_table(pa.Table.from_pylist(lines), folder / name, row_group_size=6)
-        else:
-            write(folder / name, lines)
-
-
-def source_of(folder: Path, files: Rows) -> Any:
-    put(folder, files)
-    return (ParquetSource if next(iter(files)).endswith(".parquet") else JSONLSource)(folder)
-
-
-def changed(rng: random.Random, files: Rows, numbers: Iterable[int]) -> Rows:
-    """Remove a file, change another, add one to three new ones."""
-    kept = dict(files)
-    gone, other = rng.sample(sorted(kept), 2)
-    del kept[gone]
-    kept[other] = new_rows(rng, next(iter(numbers)))
-    for number in islice(numbers, rng.randint(1, 3)):
-        kept[f"{rng.choice('amz')}{number}.{other.partition('.')[2]}"] = new_rows(rng, number)
-    return kept
-
-
-def tokens_of(packs: Iterable[Mapping[str, Any]], epoch: int | None = None) -> Counter[int]:
-    """Count the tokens in packs, of one epoch or of all."""
-    found: Counter[int] = Counter()
-    for pack in packs:
-        if epoch is None or pack["epoch"] == epoch:
-            found.update(pack["tokens"][: int(pack["seq_lens"][: pack["num_seqs"]].sum())].tolist())
-    return found
-
-
-def everything(lists: Iterable[Rows], longest: int = PER_FILE) -> Counter[int]:
-    """Count the tokens of the rows of some lists that are not too long."""
-    rows = [row for files in lists for found in files.values() for row in found if row["n"] <= longest]
-    return Counter(STRIDE * row["i"] + 1 + k for row in rows for k in range(row["n"]))
-
-
-def resumed(data: IterablePackedDataset, state: Mapping[str, Any]) -> IterablePackedDataset:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the corpus changed|the mixture's weights changed")
-        data.load_state_dict(state)
-    return data
-
-
-def untouched(before: Rows, now: Rows) -> Rows:
-    return {name: rows for name, rows in before.items() if now.get(name) == rows}
 
 
 def check_exact(data: IterablePackedDataset, make_again: Callable[[], IterablePackedDataset]) -> None:
@@ -108,58 +51,6 @@ def check_exact(data: IterablePackedDataset, make_again: Callable[[], IterablePa
         assert [content(pack) for pack in islice(other, 4 - k)] == packs[k:]
         if k < len(packs):
             assert other.ledger() == ledgers[-1]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("seed", range(8))
-def test_untouched_files_come_once_an_epoch_and_new_ones_from_the_next_on(
-    kind: str, seed: int, tmp_path: Path
-) -> None:
-    """Two changes, after random packs of three epochs; the states after a change resume exactly."""
-    rng, numbers = random.Random(seed), itertools.count(0)
-    files = {f"f{number}.{kind}": new_rows(rng, number) for number in islice(numbers, 7)}
-    settings: dict[str, Any] = {
-        "epochs": 3,
-        "num_lanes": rng.choice([1, 3]),
-        "shuffle": seed % 3 > 0,
-        "shuffle_window": rng.choice([5, 40]),
-        "overlong": rng.choice(["split", "drop"]),
-        "split_across_pack": seed % 4 == 3,
-        "buffer_size": rng.choice([2, 8, 30]),
-        "balance_window": rng.choice([0, 5]),
-        "seed": seed,
-        **changes_allowed(tmp_path),
-    }
-    longest = 24 if settings["overlong"] == "drop" else 30
-    lists, begins, packs = [files], [0], []
-    data = make(source_of(tmp_path / "data", files), **settings)
-    for cut in (rng.randint(1, 40), rng.randint(1, 40), None):
-        packs += islice(data, cut)
-        if cut is None:
-            break
-        state = data.state_dict()
-        files = changed(rng, lists[-1], numbers)
-        gone = {name: lists[-1][name] for name in set(lists[-1]) - set(untouched(lists[-1], files))}
-        lists.append(files)
-        begins.append(1 + max(lane["epoch"] for lane in state["lanes"].values()))
-        source = source_of(tmp_path / "data", files)
-        ahead, data = (resumed(make(source, **settings), state) for _ in range(2))
-        assert not tokens_of(ahead) & everything([gone], longest), "of what is gone nothing more comes"
-        check_exact(resumed(make(source, **settings), state), lambda source=source: make(source, **settings))
-
-    for epoch in range(3):
-        now = max(i for i, begin in enumerate(begins) if begin <= epoch)
-        # Files that a change in this epoch removed may have come before it.
-        kept = lists[now]
-        for i in range(now + 1, len(lists)):
-            if begins[i] == epoch + 1:
-                kept = untouched(kept, lists[i])
-        found = tokens_of(packs, epoch)
-        assert not everything([kept], longest) - found, f"missing in epoch {epoch}"
-        assert not found - everything([lists[now]], longest), f"twice or of another list in epoch {epoch}"
-    ledger = data.ledger()
-    assert (ledger.buffered, ledger.packed) == (0, tokens_of(packs).total())
-    assert ledger.tokens_in == ledger.packed + sum(ledger.dropped.values()), "what is gone is booked"
 
 
 def changes_allowed(folder: Path) -> dict[str, Any]:
@@ -234,44 +125,6 @@ def test_a_mixture_goes_on_without_a_source_with_a_new_one_and_with_other_files(
     check_exact(resumed(again(), data.state_dict()), again)
 
 
-@pytest.mark.parametrize("stop", ["never", "all_exhausted", "first_exhausted"])
-@pytest.mark.parametrize(("lanes", "rows"), [(2, 8), (4, 1), (4, 8)])
-def test_a_mixture_goes_on_where_all_files_of_a_small_source_were_replaced(
-    rows: int, lanes: int, stop: str, tmp_path: Path
-) -> None:
-    """Lanes are in different passes over it, and the one that is behind has none of its rows until the others' next."""
-    big = {f"b{i}.jsonl": [{"i": PER_FILE * i + k, "n": 5} for k in range(20)] for i in range(6)}
-    old = {"small.jsonl": [{"i": PER_FILE * 50 + k, "n": 4} for k in range(lanes - 1)]}
-    new = {"small.jsonl": [{"i": PER_FILE * 60 + k, "n": 4} for k in range(rows)]}
-    settings = {
-        **MIXED,
-        "num_lanes": lanes,
-        "epochs": None if stop == "never" else 3,
-        **changes_allowed(tmp_path),
-    }
-
-    def again(small: Rows) -> IterablePackedDataset:
-        files = {"big": big, "small": small}
-        return make(mixture(tmp_path, files, {"big": 3, "small": 1}, stop=stop), **settings)
-
-    running, states, between = again(old), [], []
-    for number, pack in enumerate(islice(running, 70)):
-        state = running.state_dict()
-        apart = len({lane["epoch"] for lane in state["lanes"].values()}) > 1
-        if len(state["lanes"]) == lanes and (number % 20 == 9 or (apart and pack["epoch"] < 2)):
-            states.append((pack["epoch"], state))
-            between.append(apart)
-    for latest, state in states:
-        packs = list(islice(resumed(again(new), state), 120))
-        assert sources_of(packs, {"old": old})["old"] == 0
-        if stop == "never":
-            assert not everything([new, big]) - tokens_of(packs)
-            check_exact(resumed(again(new), state), lambda: again(new))
-        elif stop == "all_exhausted" and latest < 2:
-            assert not everything([new, big]) - tokens_of(packs, 2)
-    assert any(between) or stop != "all_exhausted", "no state had lanes in two epochs"
-
-
 def test_a_source_of_weight_0_is_not_read(tmp_path: Path) -> None:
     rng = random.Random(0)
     files = {name: {f"{name}0.jsonl": new_rows(rng, i)} for i, name in enumerate("abc")}
@@ -291,35 +144,6 @@ def test_a_source_of_weight_0_is_not_read(tmp_path: Path) -> None:
     assert later["a"] == 0
     with pytest.raises(ValueError, match="all sources of the mixture have weight=0; give at least one"):
         new({"a": 0, "b": 0})
-
-
-@pytest.mark.parametrize("gone", ["file", "source"])
-def test_the_rest_of_a_giant_row_is_counted_where_its_file_or_source_is_gone(
-    gone: str, tmp_path: Path
-) -> None:
-    sizes = {"a": 500, "b": 20}
-    files = {
-        name: {f"{name}.jsonl": [{"i": PER_FILE * i + k, "n": n} for k in range(3)]}
-        for i, (name, n) in enumerate(sizes.items())
-    }
-
-    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
-        if gone == "source":
-            source: Any = mixture(tmp_path, files, dict.fromkeys(files, 1), stop="all_exhausted")
-        else:
-            source = source_of(
-                tmp_path / "data", {name: rows for part in files.values() for name, rows in part.items()}
-            )
-        return make(source, overlong="split", num_lanes=1, **changes_allowed(tmp_path))
-
-    for packs in (1, 7, 13, 19):
-        data = again(files)
-        given = tokens_of(islice(data, packs))
-        state = data.state_dict()
-        rest = 500 - sum((given & everything([files["a"]])).values())
-        now = resumed(again({"b": files["b"]}), state)
-        next(iter(now))
-        assert now.ledger().dropped["removed"] == rest > 0, packs
 
 
 def test_without_shuffling_the_order_is_that_of_a_run_that_never_changed(tmp_path: Path) -> None:
@@ -351,7 +175,7 @@ def test_a_hold_out_holds_where_files_change(part: str, tmp_path: Path) -> None:
     }  # fmt: skip
 
     def source() -> Any:
-        return hold_out(source_of(tmp_path / "data", files), fraction=0.3)[part == "validation"]
+        return Holdout(source_of(tmp_path / "data", files), fraction=0.3, part=part)
 
     kept = {row["i"] for row in read_all(source())}
     data = make(source(), **settings)
@@ -379,35 +203,6 @@ def test_a_run_that_has_read_nothing_goes_on_with_other_files(
         data.load_state_dict(state)
     packs = list(data)
     assert tokens_of(packs, 0) == tokens_of(packs, 1) == everything([now])
-
-
-@pytest.mark.parametrize("through", [lambda data: data, PackedDataLoader])
-def test_a_mixture_of_which_one_lane_has_given_nothing_goes_on_with_other_files(
-    through: Callable[[Any], Any], tmp_path: Path
-) -> None:
-    """The other lane may be in a later pass over a small source."""
-    big = {f"f{i}.jsonl": [{"i": PER_FILE * i + k, "n": 5} for k in range(20)] for i in range(4)}
-    files = {"big": big, "small": {"s.jsonl": [{"i": 50 * PER_FILE, "n": 3}]}}
-    more = {
-        "big": {**big, "new.jsonl": [{"i": 60 * PER_FILE, "n": 5}]},
-        "small": {**files["small"], "new.jsonl": [{"i": 70 * PER_FILE, "n": 3}]},
-    }
-
-    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
-        mix = mixture(tmp_path, files, {"big": 1, "small": 1}, stop="all_exhausted")
-        return make(mix, overlong="split", num_lanes=2, **changes_allowed(tmp_path))
-
-    door = through(again(files))
-    pack = next(iter(door))
-    given = pack["tokens"] if isinstance(pack, dict) else pack.tokens
-    begun, state = Counter(token for token in given.flatten().tolist() if token), door.state_dict()
-    assert len(state["lanes"]) == 1
-    assert begun[50 * STRIDE * PER_FILE + 1] > 1, "the lane is in a later pass"
-    both = begun + tokens_of(resumed(again(more), state))
-    small = Counter({token: both.pop(token) for token in everything([more["small"]])})
-    assert both == everything([big]), "each row once, and the new one in the next pass"
-    assert len(small) == 6, "the next pass over the small source has begun"
-    check_exact(resumed(again(more), state), lambda: again(more))
 
 
 class States(IterableDataset[dict[str, Any]]):
@@ -585,19 +380,6 @@ def test_a_corpus_may_be_moved(how: str, tmp_path: Path) -> None:
     assert [content(pack) for pack in data] == rest
 
 
-def test_copies_of_a_file_are_told_apart(tmp_path: Path) -> None:
-    """Equal in name, size and content, they are two files all the same."""
-    put(tmp_path / "data", {**EN, **{f"fr/{i}.jsonl": EN[f"en/{i}.jsonl"] for i in range(3)}})
-    data = make(JSONLSource(folders_in(tmp_path / "data")), **named(tmp_path))
-    packs = list(islice(data, 20))
-    state = data.state_dict()
-    write(tmp_path / "data" / "fr" / "x.jsonl", numbers_of(9))
-    packs += resumed(make(JSONLSource(folders_in(tmp_path / "data")), **named(tmp_path)), state)
-    twice = everything([EN, EN])
-    assert tokens_of(packs, 0) == twice
-    assert tokens_of(packs, 1) == twice + everything([{"x": numbers_of(9)}])
-
-
 # Refusals.
 
 
@@ -630,28 +412,6 @@ def test_a_corpus_whose_files_look_renamed_is_refused_where_changes_are_allowed(
     # One of three renamed is a file that went and one that came.
     put(above, {**{name: EN[name] for name in list(EN)[:2]}, "en/3.jsonl": EN["en/2.jsonl"]})
     assert tokens_of(resumed(make(JSONLSource(data), **named(tmp_path)), state), 1) == everything([EN])
-
-
-def test_a_source_whose_files_all_have_other_names_goes_on_under_a_name_of_its_own(tmp_path: Path) -> None:
-    """They may be the same files, renamed, of which a row would come twice."""
-    files = {
-        "a": {"x.jsonl": [{"i": i, "n": 5} for i in range(30)]},
-        "b": {"old.jsonl": [{"i": PER_FILE, "n": 5}]},
-    }
-    other = {"new.jsonl": [{"i": 2 * PER_FILE, "n": 5}]}
-
-    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
-        mix = mixture(tmp_path, files, dict.fromkeys(files, 1), stop="all_exhausted")
-        return make(mix, overlong="split", num_lanes=1, **changes_allowed(tmp_path))
-
-    data = again(files)
-    begun = tokens_of(islice(data, 2))
-    state = data.state_dict()
-    with pytest.raises(ValueError, match="b: none of the 1 files .* or name this source of the mixture anew"):
-        again({**files, "b": other}).load_state_dict(state)
-    both = begun + tokens_of(resumed(again({"a": files["a"], "c": other}), state))
-    assert both >= everything([files["a"], other])
-    assert max(both[token] for token in everything([files["a"]])) == 1
 
 
 @pytest.fixture

@@ -6,11 +6,10 @@ Whoever iterates, through whatever loader, with or without worker processes, aft
 from __future__ import annotations
 
 import copy
-import multiprocessing as mp
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -18,13 +17,9 @@ from torch.utils.data import DataLoader
 
 from streampack import (
     IterablePackedDataset,
-    MultipackBatchSampler,
     PackedDataLoader,
-    PackedDataset,
     collate_packed,
-    method_loader,
 )
-from tests.harness.threads import ThreadSync, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 ROWS = [{"tokens": [i + 1] * 5, "labels": [i + 1] * 5} for i in range(48)]
@@ -86,27 +81,6 @@ def test_iterating_again_is_the_next_epoch(workers: int, keep: bool) -> None:
     assert sorted(order(loader)) == sorted(epoch(2))
 
 
-def test_several_epochs_at_a_time() -> None:
-    data = dataset(epochs=2)
-    assert order(data) == epoch(0) + epoch(1)
-    assert order(data)[:WHOLE] == epoch(2)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_iterating_a_packed_loader_again_is_the_next_epoch(workers: int) -> None:
-    data = dataset()
-    loader = PackedDataLoader(data, batch_size=2, num_workers=workers)
-    for number in range(2):
-        assert tokens(loader) == [pack[2] for pack in epoch(number)]
-        assert loader.epoch == loader.state_dict()["epoch"] == number
-    state = loader.state_dict()
-    data.set_epoch(0)
-    assert tokens(loader) == [pack[2] for pack in epoch(0)]
-    loader.load_state_dict(state)
-    assert tokens(loader) == [], "the state is of the end of epoch 1"
-    assert tokens(loader) == [pack[2] for pack in epoch(2)]
-
-
 def test_spawned_workers_and_copies_count_for_themselves() -> None:
     loader = torch_loader(dataset(), 1, context="spawn")
     assert [order(loader)[0][0] for _ in range(2)] == [0, 1]
@@ -115,61 +89,6 @@ def test_spawned_workers_and_copies_count_for_themselves() -> None:
     for made in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
         assert [order(made)[0][0] for _ in range(2)] == [1, 2]
     assert order(data) == epoch(1)
-
-
-def test_forked_processes_count_for_themselves() -> None:
-    """Ranks that were forked, each with workers of its own."""
-    data, context = dataset(), mp.get_context("fork")
-    epochs = context.SimpleQueue()
-
-    def rank() -> None:
-        loader = torch_loader(data, 1)
-        epochs.put([order(loader)[0][0] for _ in range(2)])
-
-    for _ in range(2):
-        process = context.Process(target=rank)
-        process.start()
-        process.join()
-        assert epochs.get() == [0, 1]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_iterating_a_map_style_loader_again_is_the_next_epoch(keep: bool) -> None:
-    sampler = MultipackBatchSampler([5] * 48, max_tokens=20)
-    ready = [{**row, "tokens": row["tokens"][:1]} for row in ROWS]
-    loader = DataLoader(
-        ready, batch_sampler=sampler, num_workers=int(keep), persistent_workers=keep, collate_fn=_first_tokens
-    )
-    first, second = list(loader), list(loader)
-    assert first != second
-    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(1, 49))
-    batches = method_loader(ROWS, method="exact_fit", max_seq_len=10, batch_size=2)
-    assert tokens(batches) != tokens(batches)
-    shuffled = DataLoader(
-        PackedDataset(ROWS, max_seq_len=10), batch_size=None, shuffle=True
-    )  # by torch's sampler
-    assert [p["tokens"].tolist() for p in shuffled] != [p["tokens"].tolist() for p in shuffled]
-
-
-def _first_tokens(rows: list[Any]) -> list[int]:
-    return [row["tokens"][0] for row in rows]
-
-
-def test_an_error_at_the_beginning_begins_no_epoch_and_keeps_a_loaded_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    data = dataset()
-    list(data)
-    resumed = loader_of()
-    resumed.load_state_dict(state_after(5))
-    with monkeypatch.context() as patch:
-        for each in (data, resumed.dataset):
-            patch.setattr(each, "lanes_for", lambda consumers: 1 / 0)
-        for iterate in (lambda: iter(data), lambda: iter(PackedDataLoader(data)), lambda: iter(resumed)):
-            with pytest.raises(ZeroDivisionError):
-                iterate()
-    assert order(data) == epoch(1)
-    assert tokens(resumed) == PACKS[5:]
 
 
 # Endless and longer runs.
@@ -275,22 +194,6 @@ def test_a_peek_through_worker_processes_of_others_skips_no_epoch(make: Callable
     next(iter(loader))
     train(loader, counter=data, seen=seen)
     assert seen == BOTH
-
-
-def test_a_peek_on_several_ranks_skips_no_epoch() -> None:
-    """Each rank knows its own lanes, and all of them are told where the others stand."""
-
-    def act(sync: ThreadSync) -> Seen:
-        seen: Seen = Counter()
-        one, resumed = (PackedDataLoader(dataset(), batch_size=2) for _ in range(2))
-        one.rank_sync = resumed.rank_sync = sync
-        seen.update((0, row) for row in rows_of(next(iter(one)).tokens))
-        train(one, counter=one, seen=seen, until=7)
-        resumed.load_state_dict(one.state_dict())
-        train(resumed, counter=resumed, seen=seen)
-        return seen
-
-    assert sum(on_ranks(2, act), Counter()) == BOTH
 
 
 def test_another_loader_reads_an_epoch_that_was_peeked_at_from_its_beginning() -> None:
@@ -419,14 +322,12 @@ def test_two_loaders_of_one_dataset_keep_their_epochs() -> None:
 
 
 class Moody:
-    """Fails at one row, or at all, until it is told not to."""
+    """Fails until it is told not to."""
 
-    def __init__(self, row: int | None = None) -> None:
-        self.broken, self.row = True, row
+    broken = False
 
     def __call__(self, row: Any) -> Any:
-        if self.broken and self.row in (None, row["tokens"][0]):
-            self.broken = self.row is None  # at one row, once
+        if self.broken:
             raise ValueError("not now")
         return row
 
@@ -434,7 +335,6 @@ class Moody:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_before_the_first_pack_leaves_the_state(workers: int) -> None:
     encode = Moody()
-    encode.broken = False
     data = dataset(encoder=encode)
     loader = loader_of(workers, data)
     list(islice(loader, 5))
@@ -446,23 +346,6 @@ def test_an_error_before_the_first_pack_leaves_the_state(workers: int) -> None:
                 next(iter(door))
     encode.broken = False
     assert tokens(loader) == PACKS[5:]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_after_an_error_iterating_anew_begins_behind_what_was_handed_out(whole: bool) -> None:
-    data = dataset(encoder=Moody(30), shuffle=False)
-    loader: Any = PackedDataLoader(data) if whole else data
-    seen: Counter[int] = Counter()
-
-    def read() -> None:
-        for pack in loader:
-            seen.update(rows_of(pack.tokens if whole else pack["tokens"]))
-
-    with pytest.raises(ValueError, match="not now"):
-        read()
-    assert 0 < len(seen) < len(ROWS)
-    read()
-    assert seen == Counter(range(1, 49))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -500,15 +383,6 @@ def test_a_partial_iteration_in_worker_processes_blocks_the_next() -> None:
     for iterate in (lambda: next(iter(loader)), lambda: iter(data)):
         with pytest.raises(ValueError, match=PEEKED):
             iterate()
-
-
-def test_a_later_epoch_may_be_left_early() -> None:
-    data = dataset()
-    data.load_state_dict(STATE)
-    loader = torch_loader(data, 2)
-    assert len(list(loader)) == WHOLE - 5
-    for number in (1, 2):
-        assert next(iter(loader))["epoch"] == number
 
 
 @pytest.mark.parametrize("reader", ["loader", "workers"])

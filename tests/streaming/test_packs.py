@@ -6,10 +6,11 @@ that each token tells its row and place. `WAYS` are the strategies and, as "wrap
 
 from __future__ import annotations
 
-import pickle
+import logging
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,11 @@ from streampack import (
     MapSource,
     Mix,
     Sample,
-    TokensEncoder,
     collate_packed,
 )
+from tests.harness import threads
 from tests.harness.conformance import content
-from tests.harness.corpus import Numbers, make_source, rows, write
+from tests.harness.corpus import Numbers, make_source, rows, samples_in, write
 from tests.harness.mixtures import make
 from tests.harness.strategies import WAYS, settings_of
 from tests.oracle import packing as oracle
@@ -177,33 +178,6 @@ def test_trace_finds_the_text_of_every_sequence(tmp_path: Path, kind: str, chang
 # Doors.
 
 
-def test_sources_may_be_paths_datasets_and_iterables(tmp_path: Path) -> None:
-    ready = [{"tokens": [i, i + 1], "labels": [-100, i + 1]} for i in range(1, 40)]
-    path = write(tmp_path / "a.jsonl", ready)
-    given: list[Any] = [ready, MapSource(ready), str(path), path, [path], [str(path)], lambda: iter(ready)]
-    for source in [*given, str(tmp_path / "*.jsonl"), [f"{tmp_path}/*.jsonl"]]:
-        packs = list(IterablePackedDataset(source, max_seq_len=8, num_lanes=1))
-        assert sorted(t for p in packs for t in p["tokens"].tolist() if t) == sorted(
-            t for r in ready for t in r["tokens"]
-        )
-    ids = IterablePackedDataset(
-        [{"ids": [1, 2]}], max_seq_len=2, encoder=TokensEncoder(tokens="ids", labels=None)
-    )
-    assert [pack["labels"].tolist() for pack in ids] == [[-100, 2]]
-    with pytest.raises(ValueError, match="the row is a str"):
-        next(iter(IterablePackedDataset(["some text", "more text"], max_seq_len=8)))
-
-
-def test_a_dataset_can_be_pickled_after_iteration(tmp_path: Path) -> None:
-    """A DataLoader that spawns its workers pickles the dataset; an open file in it cannot be."""
-    dataset = make(write(tmp_path / "a.jsonl", rows(100)), num_lanes=2)
-    packs = [content(pack) for pack in dataset]
-    next(iter(dataset))
-    again = pickle.loads(pickle.dumps(dataset))
-    again.set_epoch(0)
-    assert [content(pack) for pack in again] == packs
-
-
 def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
     line = b'{"tokens": [%s], "labels": [%s]}\n' % (b", ".join([b"1234"] * 30), b", ".join([b"1234"] * 30))
     path = tmp_path / "large.jsonl"
@@ -218,39 +192,7 @@ def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
         assert source.bytes_read <= rows_at_most * len(line)
 
 
-def test_samples_are_encoded_as_late_as_possible() -> None:
-    encoder = Numbers()
-    iterator = iter(make(MapSource([{"i": i, "n": 12} for i in range(100)]), encoder=encoder, num_lanes=1))
-    assert encoder.calls == 0
-    for packs in range(1, 10):
-        next(iterator)
-        assert encoder.calls == 2 * packs
-
-
 # Refusals.
-
-EMPTY = "sample 1 has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples"
-OVERLONG = (
-    "sample 1 has 25 tokens, max_seq_len is 24; set overlong to 'split', 'truncate' or 'drop', or raise "
-    "max_seq_len"
-)
-VOCABULARY = (
-    "sample 1: token id 1001 is outside the vocabulary of 1000 ids (0 to 999); use the model's own tokenizer, or "
-    "resize the model's embeddings"
-)
-
-
-@pytest.mark.parametrize(
-    ("length", "changes", "message"),
-    [(0, {}, EMPTY), (25, {"overlong": "error"}, OVERLONG), (3, {"vocab_size": 1000}, VOCABULARY)],
-    ids=["empty", "overlong", "vocabulary"],
-)
-def test_a_row_that_cannot_be_packed_is_named(length: int, changes: dict[str, Any], message: str) -> None:
-    dataset = make(MapSource([{"i": 0, "n": 3}, {"i": 1, "n": length}]), num_lanes=1, **changes)
-    for _ in range(2):
-        with pytest.raises(ValueError) as error:
-            list(dataset)
-        assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
@@ -277,14 +219,6 @@ def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str
     with pytest.raises(ValueError) as error:
         make(MapSource(rows(3)), **changes)
     assert message in str(error.value)
-
-
-def test_repr_names_source_strategy_and_order() -> None:
-    mix = Mix([{"name": name, "source": rows(3), "weight": 1} for name in ("web", "code")])
-    data = IterablePackedDataset(mix, max_seq_len=8, strategy="best_fit", shuffle=True, seed=3, epochs=None)
-    assert repr(data) == (
-        "<IterablePackedDataset: packs of 8 tokens from Mix of web, code, best_fit, shuffled by seed 3, for ever>"
-    )
 
 
 # Errors consume nothing.
@@ -434,3 +368,132 @@ def test_a_resume_refuses_rows_that_changed(window: int) -> None:
     assert any("the data or the encoder changed" in words for words in longer), "each row that waited"
     assert "the data or the encoder changed" in refusal(data[: read - 1])
     assert refusal(data) == refusal(data[:read] + rows(20, seed=1)) == ""
+
+
+# The order of rows.
+
+
+def order_of(seed: int, *, lanes: int = 1) -> list[list[list[int]]]:
+    """Return ``[epoch][lane]``: the places in their window that the rows of a file take, one number a row."""
+    dataset = make(
+        MapSource([{"i": i, "n": 24} for i in range(96)]), num_lanes=lanes, shuffle=True, seed=seed, epochs=2
+    )
+    found = [[[] for _ in range(lanes)] for _ in range(2)]
+    for pack in dataset:
+        found[pack["epoch"]][pack["lane"]].append(pack["fragments"][0].row_id[0] // lanes)
+    return found
+
+
+def windows_of(seed: int, path: Path) -> list[list[int]]:
+    """Return the orders of the rows within windows of 8 rows of a file, over two epochs."""
+    data = [{"i": i, "n": 24} for i in range(64)]
+    if not path.exists():
+        write(path, data)
+    packs = make(path, num_lanes=1, shuffle=True, shuffle_window=8, seed=seed, epochs=2, strategy="next_fit")
+    numbers = [int(pack["tokens"][0]) // 1000 for pack in packs]
+    return [numbers[at : at + 8] for at in range(0, 128, 8)]
+
+
+def test_rows_are_shuffled_anew_in_every_epoch_lane_and_window(tmp_path: Path) -> None:
+    """By the seed alone, so that the same seed gives the same order."""
+    first = order_of(1, lanes=2)
+    assert first == order_of(1, lanes=2)
+    orders = [str(lane) for epoch in (*first, *order_of(2, lanes=2)) for lane in epoch]
+    assert len({*orders}) == 8
+    windows = windows_of(1, tmp_path / "a.jsonl")
+    for epoch in (windows[:8], windows[8:]):
+        assert sorted(number for window in epoch for number in window) == [*range(64)]
+    relative = {str([sorted(window).index(number) for number in window]) for window in windows}
+    assert len(relative) > 12, "each window has a permutation of its own"
+    assert windows == windows_of(1, tmp_path / "a.jsonl") != windows_of(2, tmp_path / "a.jsonl")
+
+
+# Windows of packs: the same packs, handed out by cost in an order that all lanes share.
+
+
+def cost_of(pack: Mapping[str, Any]) -> int:
+    return sum(n * (n + 1) // 2 for n in pack["seq_lens"][: pack["num_seqs"]].tolist())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("window", "shuffle"), [(1, True), (5, False), (8, True)])
+def test_a_window_hands_out_the_planned_packs_by_cost(way: str, window: int, shuffle: bool) -> None:
+    """Each window has the packs that are planned without one; in each slot, the lanes' packs have one rank by cost."""
+    changes: dict[str, Any] = {
+        **settings_of(way), "num_lanes": 3, "overlong": "split", "shuffle": shuffle, "epochs": 2
+    }  # fmt: skip
+    source = MapSource(rows(400, overlong=60))
+    planned, handed = (list(make(source, balance_window=n, **changes)) for n in (0, window))
+    ranks: dict[tuple[int, int], set[str]] = {}
+    for epoch in range(2):
+        for lane in range(3):
+            ours, theirs = (
+                [pack for pack in packs if (pack["epoch"], pack["lane"]) == (epoch, lane)]
+                for packs in (handed, planned)
+            )
+            assert len(ours) == len(theirs) > 16
+            for at in range(0, len(ours), window):
+                before = [content(pack) for pack in theirs[at : at + window]]
+                after = [content(pack) for pack in ours[at : at + window]]
+                assert sorted(before) == sorted(after)
+                if len(after) == window:
+                    costs = [(cost_of(pack), i) for i, pack in enumerate(theirs[at : at + window])]
+                    order = [sorted(costs).index(costs[before.index(pack)]) for pack in after]
+                    ranks.setdefault((epoch, at), set()).add(str(order))
+    assert all(len(found) == 1 for found in ranks.values()), "lanes have packs of different ranks in a slot"
+    if window == 8:
+        assert len({*map(str, ranks.values())}) > 2, "every window and epoch has its own permutation"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [1, 7])
+def test_a_piece_waits_for_a_bounded_number_of_packs(way: str, window: int) -> None:
+    """From when it is read, at most ``buffer_size + 2 * balance_window`` packs are handed out before its own."""
+    encode, handed = Numbers(), 0
+    read: dict[int, int] = {}  # by sample, the packs that were handed out when it was read
+
+    def encoded(row: Mapping[str, Any]) -> Any:
+        read.setdefault(row["i"], handed)
+        return encode(row)
+
+    changes = {"balance_window": window, "num_lanes": 1, "encoder": encoded, **settings_of(way)}
+    for pack in make(MapSource(rows(150)), **changes):
+        for i in samples_in([pack]):
+            assert handed - read[i] <= 8 + 2 * window
+        handed += 1
+    assert handed > 20
+
+
+def test_the_default_window_depends_on_ranks_and_length(caplog: pytest.LogCaptureFixture) -> None:
+    data = [{"i": i, "n": 5} for i in range(40)]
+    for length, ranks, expected in ((24, 4, 0), (8_191, 4, 0), (8_192, 1, 0), (8_192, 2, 64)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            made = threads.run(
+                threads.make(data, max_seq_len=length, balance_window=None, epochs=1), threads.Topology(ranks)
+            )
+        assert {state["balance_window"] for state in made.states} == {expected}
+        assert ("balance_window" in caplog.text) == (expected > 0)
+
+
+@pytest.mark.parametrize(("ranks", "workers", "batch_size"), [(1, 0, 4), (2, 2, 2), (2, 0, 1)])
+def test_the_packs_of_a_step_cost_alike(ranks: int, workers: int, batch_size: int) -> None:
+    """On every topology, with gradient accumulation and without, if steps are whole rows of the lanes' packs."""
+    topology = threads.Topology(ranks, workers, batch_size, 4 // (ranks * batch_size))
+
+    def steps(window: int) -> list[list[int]]:
+        built = threads.make(rows(1500), balance_window=window, num_lanes=4, max_seq_len=24, epochs=1)
+        return [
+            [sum(n * (n + 1) // 2 for n in (stop - start for _, start, stop, *_ in pack)) for _, pack in step]
+            for step in threads.steps_of_run(threads.run(built, topology), topology)
+        ]
+
+    def excess(steps: list[list[int]]) -> float:
+        """Mean over the whole steps of the dearest pack above their mean."""
+        return fmean(max(costs) / fmean(costs) - 1 for costs in steps if len(costs) == 4)
+
+    with_window, without = steps(32), steps(0)
+    assert excess(with_window) < 0.4 * excess(without)
+    assert sorted(cost for step in with_window for cost in step) == sorted(
+        cost for step in without for cost in step
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import DataLoader
 
 from streampack import (
     IGNORE_INDEX,
@@ -23,14 +23,16 @@ from streampack import (
     MapSource,
     Mix,
     PackedDataLoader,
+    PackedDataset,
     Sample,
     TokensEncoder,
+    plan_packs,
 )
-from streampack.loader import merge, workers
-from streampack.packing.planner import plan_packs
+from streampack.loader import merge, workers  # private: what was read is told at once, not every second
 from streampack.sources import ParquetSource
-from tests.harness.corpus import Numbers, rows, write
+from tests.harness.corpus import Numbers, all_of, rows, samples_in, write
 from tests.harness.hf_trainers import samples
+from tests.harness.threads import ThreadSync, on_ranks
 
 # Skewed, as those of instructions are.
 LENGTHS = np.random.default_rng(0).lognormal(4.3, 0.9, 6_000).clip(1, 400).astype(int)
@@ -39,22 +41,6 @@ MANY = [{"tokens": [1] * n, "labels": [1] * n} for n in LENGTHS.tolist()]
 
 def estimated(rows: Any, **settings: Any) -> IterablePackedDataset:
     return IterablePackedDataset(rows, **{"max_seq_len": 256, "overlong": "truncate", **settings})
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_lanes"),
-    [
-        ({}, 1),
-        ({"strategy": "next_fit"}, 8),
-        ({"split_across_pack": True, "overlong": "split"}, 8),
-        ({"shuffle": True}, 8),
-    ],
-)
-def test_small_data_is_counted(settings: dict[str, Any], num_lanes: int) -> None:
-    data = estimated(MANY[:500], num_lanes=num_lanes, **settings)
-    known = data.estimate(num_lanes=num_lanes)
-    assert (known.packs, known.error) == (len(list(data)), 0)
-    assert known.at_most == known.packs
 
 
 @pytest.mark.parametrize("kind", ["map", "jsonl"])
@@ -76,19 +62,6 @@ def test_an_estimate_of_much_data_is_upward_and_close(tmp_path: Path, kind: str,
     assert known.packs == pytest.approx(actual, rel=0.05)
 
 
-def test_a_mixture_is_estimated() -> None:
-    mix = Mix(
-        [
-            {"name": "a", "source": MANY[:1500], "weight": 1},
-            {"name": "b", "source": MANY[1500:3000], "weight": 2},
-        ]
-    )
-    data = estimated(mix, num_lanes=2)
-    known = data.estimate(rows=1024)
-    assert known.packs == pytest.approx(len(list(data)), rel=0.1)
-    assert known.error > 0
-
-
 def test_an_estimate_counts_truncated_tokens() -> None:
     """Of 300 samples, a third is long; of half of these, the answer is cut off."""
     short = {"tokens": [1] * 10, "labels": [IGNORE_INDEX] * 5 + [1] * 5}
@@ -107,29 +80,6 @@ def test_an_estimate_counts_truncated_tokens() -> None:
     assert (split.cut, split.cut_trained, split.untrained) == (0, 0, 0)
     left = estimated(rows, max_seq_len=20, untrained="drop")
     assert left.estimate(rows=300).packs == len(list(left))
-
-
-def test_an_estimate_encodes_a_few_long_documents() -> None:
-    read = []
-
-    class Counting(TokensEncoder):
-        def __call__(self, row: Any, /) -> Any:
-            read.append(1)
-            return super().__call__(row)
-
-    document = {"tokens": np.ones(1 << 17, np.int32), "labels": np.ones(1 << 17, np.int32)}
-    data = estimated([document] * 500, encoder=Counting(), overlong="split", split_across_pack=True)
-    known = data.estimate(rows=1024)
-    assert known.packs == pytest.approx(500 * (1 << 17) / 256, rel=0.01)
-    assert len(read) == 64
-
-
-def test_an_estimate_leaves_bad_records_out(caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"tokens": [1] * 10} if i % 10 else {} for i in range(200)]
-    data = estimated(rows, encoder=TokensEncoder(labels=None), on_bad_record="skip", num_lanes=1)
-    known = data.estimate(rows=50)
-    assert not caplog.records
-    assert known.packs == len(list(data))
 
 
 def test_an_estimate_needs_a_length() -> None:
@@ -232,32 +182,6 @@ def test_bytes_and_rows_are_those_of_the_files(tmp_path: Path, num_workers: int)
         assert metrics["consumed"] == 1
 
 
-def test_what_was_read_before_a_fork_is_not_counted_again(tmp_path: Path) -> None:
-    source = jsonl(tmp_path)
-    data = loader_of(source).dataset
-    list(data)
-    data.set_epoch(0)
-    loader = PackedDataLoader(data, num_workers=2)
-    list(loader)
-    assert loader.metrics()["read_bytes"] == pytest.approx(source.files[0].size, rel=0.3)
-
-
-def test_what_a_worker_read_before_it_died_is_counted(tmp_path: Path) -> None:
-    loader = loader_of(jsonl(tmp_path), num_workers=1)
-    batches: Any = iter(loader)
-    for _ in range(60):
-        next(batches)
-    before = loader.metrics()["read_bytes"]
-    [worker] = batches.rank_batches.streams
-    os.kill(worker.process.pid, signal.SIGKILL)
-    for _ in batches:
-        pass
-    assert worker.restarts == 1
-    after = loader.metrics()["read_bytes"]
-    assert after - before > 0
-    assert after > 1.2 * (tmp_path / "a.jsonl").stat().st_size
-
-
 @pytest.mark.parametrize(("make", "num_workers"), [(jsonl, 2), (parquet, 0), (in_memory, 0)])
 def test_the_fraction_consumed_follows_the_packs(
     tmp_path: Path, make: Callable[[Path], Any], num_workers: int
@@ -270,14 +194,6 @@ def test_the_fraction_consumed_follows_the_packs(
         # Rows in windows and in packs made ahead are ahead of the batches.
         assert number / total - 0.03 <= found[-1] <= number / total + (0.1 if num_workers else 0.06)
     assert found[-1] == 1
-
-
-def test_a_window_of_all_rows_is_not_consumed_when_it_is_read(tmp_path: Path) -> None:
-    loader = loader_of(jsonl(tmp_path, count=1000), num_lanes=1, shuffle_window=2048)
-    total, found = sum(1 for _ in loader), []
-    for number, _ in enumerate(loader, 1):
-        found.append(loader.metrics()["consumed"] - number / total)
-    assert -0.03 < min(found) <= max(found) < 0.06
 
 
 def test_a_source_that_cannot_tell_says_nothing() -> None:
@@ -308,20 +224,191 @@ def test_each_source_of_a_mixture_is_followed(tmp_path: Path) -> None:
     assert metrics["source_small_recent_fraction"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_recent_shares_begin_anew_where_an_older_state_is_loaded() -> None:
-    """Without that, those of the state would be less than those of the call before."""
-    small, large = ([{"i": i, "n": n} for i in range(500)] for n in (3, 9))
-    entries = [
-        {"name": name, "source": MapSource(each), "weight": 1}
-        for name, each in (("small", small), ("large", large))
+# No packs.
+
+LONG = [{"i": i, "n": 30} for i in range(40)]
+EMPTY = [{"i": i, "n": 0} for i in range(40)]
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "long": (LONG, {"overlong": "drop"}, "all 40 that were read are dropped (40 longer than a pack)"),
+    "empty": (EMPTY, {"empty": "drop"}, "all 40 that were read are dropped (40 without a token)"),
+    "bad": (
+        ["no", "rows", "at all"],
+        {"on_bad_record": "skip"},
+        "all 3 that were read are dropped (3 broken, and skipped)",
+    ),
+    "none": (IterableSource([]), {}, "the source has no rows at all"),
+}
+
+
+def make_case(case: str, **more: Any) -> IterablePackedDataset:
+    source, settings, _ = CASES[case]
+    return IterablePackedDataset(source, encoder=Numbers(), max_seq_len=24, num_lanes=4, **settings, **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("epochs", [1, 3, None])
+def test_a_run_without_packs_is_an_error(case: str, epochs: int | None) -> None:
+    """Also where it would read the same rows for ever."""
+    for door in (make_case(case, epochs=epochs), PackedDataLoader(make_case(case, epochs=epochs))):
+        with pytest.raises(ValueError) as error:
+            list(door)
+        assert CASES[case][2] in str(error.value)
+
+
+def test_a_run_without_packs_is_an_error_on_all_ranks_and_in_workers() -> None:
+    def act(rank_sync: ThreadSync) -> None:
+        loader = PackedDataLoader(make_case("long"))
+        loader.rank_sync = rank_sync
+        list(loader)
+
+    with pytest.raises(ValueError) as in_worker:
+        list(PackedDataLoader(make_case("long"), num_workers=2))
+    for error in [*on_ranks(2, act), in_worker.value]:
+        assert isinstance(error, ValueError)
+        assert CASES["long"][2] in str(error), "of all ranks' lanes"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_consumer_without_packs_is_no_error_where_others_have_some(workers: int) -> None:
+    """The first one's lanes hold what is dropped alone. Nor is a run that is resumed at its end."""
+    data = [row for pair in zip(LONG, rows(40), strict=True) for row in pair]
+
+    def of_chats() -> IterablePackedDataset:
+        return IterablePackedDataset(
+            data, max_seq_len=24, num_lanes=2, overlong="drop", encoder=Numbers(), untrained="keep"
+        )
+
+    packs = DataLoader(of_chats(), batch_size=None, num_workers=workers)
+    assert samples_in(packs) == all_of(rows(40))
+    loader, after = (PackedDataLoader(of_chats(), num_workers=workers) for _ in range(2))
+    assert sum(int(batch.num_seqs) for batch in loader) == len(rows(40))
+    after.load_state_dict(loader.state_dict())
+    assert list(after) == []
+
+
+def test_a_lane_whose_first_rows_are_all_dropped_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    data = [{"i": i, "n": 30} for i in range(1000)] + rows(500)
+    settings: dict[str, Any] = {"max_seq_len": 24, "num_lanes": 1, "overlong": "drop"}
+    for first, said in ((0, 1), (1, 0)):
+        caplog.clear()
+        assert len(list(IterablePackedDataset(data[first:], encoder=Numbers(), **settings))) > 10
+        assert (
+            caplog.text.count("the first 1,000 rows of lane 0 are all dropped (1,000 longer than a pack")
+            == said
+        )
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("most", "warnings", "dropped"), [(None, 1, 0), (700, 1, 0), (699, 0, 3)])
+def test_a_giant_sample_is_named_once_a_lane_or_left_out(
+    whole: bool,
+    most: int | None,
+    warnings: int,
+    dropped: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lengths = [{"i": i, "n": 700 if i in (9, 12, 15) else 5} for i in range(30)]
+    sources = [
+        {"name": name, "source": JSONLSource(write(tmp_path / f"{name}.jsonl", some)), "weight": 1}
+        for name, some in (("a", lengths), ("b", [{"i": i, "n": 5} for i in range(100, 130)]))
     ]
-    loader = loader_of(Mix(entries, stop="never"), epochs=None)
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    for _ in range(30):
-        next(batches)
-    loader.metrics()
-    loader.load_state_dict(state)
-    next(iter(loader))
-    assert not [name for name in loader.metrics() if "recent" in name]
+    data = IterablePackedDataset(
+        Mix(sources), encoder=Numbers(), max_seq_len=10, overlong="split", split_across_pack=whole, num_lanes=1,
+        max_document_tokens=most,
+    )  # fmt: skip
+    list(data)
+    assert (data.ledger().dropped["overlong"], data.ledger().dropped_samples["overlong"]) == (
+        700 * dropped,
+        dropped,
+    )
+    said = [each.getMessage() for each in caplog.records if "tokens: lane" in each.getMessage()]
+    assert len(said) == warnings
+    for message in said:
+        assert "a.jsonl" in message
+        assert "has 700 tokens: lane 0 gives nothing else for about 70 packs, and until" in message
+
+
+# Samples that train nothing.
+
+ANSWER = 3
+
+
+def chat(i: int, prompt: int) -> dict[str, Any]:
+    """A masked prompt of so many tokens, and an answer."""
+    return {"tokens": [i + 1] * (prompt + ANSWER), "labels": [IGNORE_INDEX] * prompt + [i + 1] * ANSWER}
+
+
+# Truncated to 16, every third has no answer left.
+CHATS = [chat(i, prompt=(4, 30, 11)[i % 3]) for i in range(60)]
+CUT_OFF = [i for i in range(60) if i % 3 == 1]
+Door = Callable[..., Any]
+
+
+def of_chats(rows: Any = CHATS, **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(rows, **{"max_seq_len": 16, "overlong": "truncate", **settings})
+
+
+def map_style(**settings: Any) -> PackedDataset:
+    return PackedDataset(CHATS, **{"max_seq_len": 16, "overlong": "truncate", **settings})
+
+
+def ids(packs: Any) -> set[int]:
+    found = (packs[i] for i in range(len(packs))) if isinstance(packs, PackedDataset) else packs
+    return {int(token) - 1 for pack in found for token in pack["tokens"] if token}
+
+
+@pytest.mark.parametrize("door", [of_chats, map_style])
+@pytest.mark.parametrize("untrained", [None, "keep", "drop"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_samples_that_train_nothing_are_counted_and_dropped(
+    door: Door, untrained: str | None, side: str
+) -> None:
+    data = door(truncate_side=side, untrained=untrained)
+    lost = CUT_OFF if side == "right" else []
+    gone = lost if untrained == "drop" else []
+    assert ids(data) == set(range(60)) - set(gone)
+    ledger = data.ledger()
+    assert (ledger.untrained, ledger.dropped_samples["untrained"]) == (len(lost), len(gone))
+    assert ledger.dropped["untrained"] == len(gone) * (30 + ANSWER)
+    if gone:
+        assert ledger.dropped_samples["truncated"] == 0, "each loss has one reason"
+    assert ledger.buffered == 0
+    told = ledger.as_dict()
+    assert (told["untrained"], told["dropped_untrained"]) == (len(lost), ledger.dropped["untrained"])
+
+
+def test_a_sample_that_trains_nothing_is_named_and_not_consumed() -> None:
+    data = of_chats(untrained="error", num_lanes=1)
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            list(data)
+        assert str(error.value) == (
+            "sample 1 trains nothing: of the 16 tokens that overlong='truncate' leaves of its 33, none has a label to "
+            "train; raise max_seq_len, choose another overlong, or set untrained to 'drop' or 'keep'"
+        )
+    with pytest.raises(ValueError, match="sample 1 trains nothing"):
+        map_style(untrained="error")
+
+
+@pytest.mark.parametrize("door", ["stream", "loader", "workers", "map-style"])
+def test_untrained_samples_are_said_once_unless_they_are_asked_for(
+    door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(**settings: Any) -> None:
+        if door == "map-style":
+            map_style(**settings)
+            return
+        data = of_chats(num_lanes=2, **settings)
+        loader = (
+            PackedDataLoader(data, num_workers=2 if door == "workers" else 0) if door != "stream" else data
+        )
+        for _ in range(2):
+            assert len(list(loader)) > 5
+
+    with caplog.at_level(logging.WARNING):
+        for settings in ({"untrained": "keep"}, {"untrained": "drop"}, {"truncate_side": "left"}, {}):
+            read(**settings)
+    [record] = [record for record in caplog.records if "train nothing" in record.message]
+    assert "max_seq_len=16" in record.message
+    assert "untrained='drop'" in record.message

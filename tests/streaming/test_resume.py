@@ -1,4 +1,7 @@
-"""A stream resumes exactly at every step; what its states hold, and which are refused."""
+"""What a state holds and costs, which settings it decides, and which states are refused.
+
+`tests.harness.chains` draws resumes, and checks that they are exact.
+"""
 
 from __future__ import annotations
 
@@ -17,79 +20,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from streampack import IterableSource, JSONLSource, MapSource, PackedDataLoader, collate_packed
-from tests.harness.conformance import check_resume_everywhere, content
+from tests.harness.conformance import content
 from tests.harness.corpus import Numbers, all_of, make_source, rows, samples_in, write
 from tests.harness.mixtures import make
-from tests.harness.strategies import WAYS, settings_of
-
-# Resume, everywhere.
 
 ONCE, THRICE, ENDLESS = {"epochs": 1}, {"epochs": 3}, {"epochs": None}
-SHUFFLED = {"shuffle": True, "shuffle_window": 7, "seed": 3}
-FOUR = {"num_lanes": 4}
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *(
-        (f"{s}-thrice", "jsonl", {**settings_of(s), **THRICE, **SHUFFLED, **FOUR, "balance_window": 5})
-        for s in WAYS
-    ),
-    *(
-        (f"{s}-endless", "iterable", {**settings_of(s), **ENDLESS, **SHUFFLED, "overlong": "split"})
-        for s in WAYS
-    ),
-    *(
-        (f"{s}-truncate", "map", {**settings_of(s), "overlong": "truncate", **ONCE, "num_lanes": 1})
-        for s in WAYS
-    ),
-    ("drop-endless", "jsonl", {"overlong": "drop", **ENDLESS, "num_lanes": 1}),
-    ("wrap-endless", "map", {"split_across_pack": True, **ENDLESS, **SHUFFLED, **FOUR, "balance_window": 3}),
-    ("left", "map", {"overlong": "truncate", "truncate_side": "left", **THRICE, **SHUFFLED}),
-    ("eos", "iterable", {"overlong": "truncate", "truncate_eos": 2, **THRICE, **SHUFFLED}),
-    ("buffer-of-one", "map", {"buffer_size": 1, **THRICE, **FOUR}),
-    ("buffer-of-many", "jsonl", {"buffer_size": 1000, **THRICE, **SHUFFLED, "num_lanes": 1}),
-    (
-        "buffer-of-epochs",
-        "map",
-        {"buffer_size": 64, "strategy": "best_fit", **ENDLESS, **SHUFFLED, "num_lanes": 2},
-    ),
-    ("window-of-all", "jsonl", {**THRICE, "shuffle": True, "shuffle_window": 10_000, "num_lanes": 2}),
-    ("empty", "map", {"empty": "drop", "overlong": "split", **THRICE, **SHUFFLED, "num_lanes": 2}),
-    ("empty-wrap", "jsonl", {"empty": "drop", "split_across_pack": True, **ENDLESS, **SHUFFLED}),
-    ("untrained", "map", {"untrained": "drop", "overlong": "truncate", **THRICE, **SHUFFLED, "num_lanes": 2}),
-    ("gz-more-lanes-than-files", "gz", {**ONCE, **SHUFFLED, "num_lanes": 5}),
-    ("zst", "zst", {**THRICE, **SHUFFLED, "num_lanes": 2}),
-    ("one-token-packs", "map", {"max_seq_len": 1, "overlong": "split", **THRICE, **FOUR}),
-]
-IDS = [case[0] for case in CASES]
-
-
-@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=IDS)
-def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    """25 packs or more; stopped after every one; and stopped once more after the resume."""
-    resumed_at_every_step(tmp_path, kind, settings, packs=25)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=IDS)
-def test_resume_at_every_step_of_a_longer_run(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    resumed_at_every_step(tmp_path, kind, settings, packs=300)
-
-
-def resumed_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any], *, packs: int) -> None:
-    too_long = "overlong" in settings or "split_across_pack" in settings
-    count = 14 * packs // 3 // (settings["epochs"] or 4)
-    data = rows(count, overlong=70 if too_long else 0, empty="empty" in settings)
-    if settings.get("max_seq_len") == 1 or settings.get("buffer_size") == 64:
-        data = data[: packs * 22 // 300 + 3]  # three epochs of one-token packs; six epochs in a buffer
-    found = check_resume_everywhere(
-        lambda: make(make_source(kind, tmp_path, data), **settings),
-        packs=1000 if settings["epochs"] else packs,  # to the end of what ends
-    )
-    assert len(found) >= packs / 2
-    if settings["epochs"]:
-        assert [pack["epoch"] for pack in found] == sorted(pack["epoch"] for pack in found)
-        assert {pack["epoch"] for pack in found} == set(range(settings["epochs"]))
-        if settings.get("overlong", "split") == "split":
-            assert samples_in(found) == all_of(data, settings["epochs"])
 
 
 @pytest.mark.parametrize("num_lanes", [1, 4])
@@ -160,27 +95,6 @@ def test_a_state_does_not_change_while_the_stream_goes_on() -> None:
     assert dataset.state_dict()["identity"]
 
 
-def test_a_state_can_be_loaded_and_taken_without_a_pack() -> None:
-    first = make(MapSource(rows(200)), num_lanes=3)
-    assert first.state_dict()["lanes"] == {}
-    packs = [content(pack) for pack in first]
-    again = make(MapSource(rows(200)), num_lanes=3)
-    list(islice(again, 10))
-    state = again.state_dict()
-    for _ in range(3):  # through three datasets that never yield
-        between = make(MapSource(rows(200)))
-        between.load_state_dict(state)
-        assert between.state_dict() == state
-        assert between.ledger() == again.ledger()
-        between.state_dict()["lanes"].clear()
-        iter(between)
-        assert between.state_dict() == state
-        state = between.state_dict()
-    last = make(MapSource(rows(200)))
-    last.load_state_dict(state)
-    assert [content(pack) for pack in last] == packs[10:]
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 7)])
 def test_stateful_dataloader_of_torchdata_resumes(workers: int, every: int) -> None:
@@ -202,30 +116,6 @@ def test_stateful_dataloader_of_torchdata_resumes(workers: int, every: int) -> N
         got = [said(batch) for batch in islice(first, step)]
         second.load_state_dict(first.state_dict())
         assert got + [said(batch) for batch in second] == whole, f"after {step} batches"
-
-
-# The ledger of a run.
-
-
-def test_the_ledger_adds_up_over_lanes_and_epochs() -> None:
-    data = rows(200, overlong=70)
-    dataset = make(MapSource(data), overlong="drop", epochs=2, num_lanes=3)
-    packed = 0
-    for pack in dataset:
-        packed += int(pack["seq_lens"][: pack["num_seqs"]].sum())
-        ledger = dataset.ledger()
-        assert ledger.packed == packed
-        assert ledger.tokens_in == packed + ledger.buffered + sum(ledger.dropped.values())
-        assert ledger.buffered >= 0
-    ledger = dataset.ledger()
-    too_long = [row["n"] for row in data if row["n"] > 24]
-    assert (ledger.samples, ledger.buffered) == (400, 0)
-    assert ledger.tokens_in == 2 * sum(row["n"] for row in data)
-    assert {name: n for name, n in ledger.dropped.items() if n} == {"overlong": 2 * sum(too_long)}
-    assert ledger.dropped_samples["overlong"] == 2 * len(too_long)
-    after = make(MapSource(data), overlong="drop", epochs=2)
-    after.load_state_dict(dataset.state_dict())
-    assert after.ledger() == ledger
 
 
 # Settings of the run that made the state.
@@ -413,61 +303,6 @@ def test_a_lane_in_the_middle_of_an_older_epoch_is_an_error() -> None:
 
 
 # Consumers, whose states are merged.
-
-
-@pytest.mark.parametrize("kind", ["map", "jsonl", "iterable"])
-@pytest.mark.parametrize("num_lanes", [6, None])
-def test_each_sample_goes_to_one_consumer(tmp_path: Path, kind: str, num_lanes: int | None) -> None:
-    """Of worker processes of torch, and of consumers that one process is in turn."""
-    data = rows(150)
-    dataset = make(make_source(kind, tmp_path, data), num_lanes=num_lanes, shuffle=True, epochs=2)
-    for consumers in (1, 3):
-        found = [pack for consumer in range(consumers) for pack in dataset.stream(consumer, consumers)]
-        packs = [{**vars_of(pack), "num_seqs": len(pack.seq_lens)} for pack in found]
-        assert samples_in(packs) == all_of(data, 2)
-    if kind != "iterable":
-        assert samples_in(DataLoader(dataset, batch_size=None, num_workers=2)) == all_of(data, 2)
-
-
-def vars_of(pack: Any) -> dict[str, Any]:
-    return {"tokens": torch.from_numpy(pack.tokens), "seq_lens": torch.tensor(pack.seq_lens)}
-
-
-@pytest.mark.parametrize(("consumer", "consumers"), [(2, 2), (-1, 2), (0, 0)])
-def test_an_impossible_consumer_number_is_refused(consumer: int, consumers: int) -> None:
-    with pytest.raises(ValueError, match="consumer"):
-        make(MapSource(rows(100)), num_lanes=4).stream(consumer, consumers)
-
-
-class Busy(MapSource):
-    """Cannot begin some lanes' epochs at first."""
-
-    fails: frozenset[tuple[int, int]] = frozenset()  # epoch, lane
-
-    def read(self, reading: Any) -> Any:
-        if (reading.epoch, reading.lane) in self.fails:
-            self.fails = self.fails - {(reading.epoch, reading.lane)}
-            raise OSError("the disk is busy")
-        return super().read(reading)
-
-
-@pytest.mark.parametrize("longest", range(3))
-@pytest.mark.parametrize("lane", range(3))
-def test_an_epoch_that_cannot_begin_begins_when_asked_again(lane: int, longest: int) -> None:
-    """No lane's rows are passed by, and all come in the same order, whichever lane has the most packs."""
-    data = [{"i": i, "n": 12 if i % 3 == longest else 3} for i in range(20)]
-    settings: dict[str, Any] = {"max_seq_len": 12, "num_lanes": 3, "epochs": 3}
-    busy = Busy(data)
-    busy.fails = frozenset({(0, 2), (1, lane), (2, lane)})
-    dataset, packs, errors = make(busy, **settings), [], 0
-    while errors < 4:
-        try:
-            packs += map(content, dataset)
-            break
-        except OSError:
-            errors += 1
-    assert packs == [content(pack) for pack in make(MapSource(data), **settings)]
-    assert errors == 3
 
 
 def test_iterables_need_one_consumer() -> None:

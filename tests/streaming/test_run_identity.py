@@ -9,7 +9,6 @@ import pickle
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,7 @@ from streampack import (
     Mix,
     Sample,
 )
-from streampack.fingerprint import digest
 from streampack.sources import Reading, Source
-from streampack.sources.holdout import PARTS
-from streampack.tokenize.tokenize import tokenize
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.mds import write_mds
 
@@ -108,7 +104,7 @@ class Bare(Source):
         self.data = data
 
     def fingerprint(self) -> str:
-        return digest(len(self.data))
+        return str(len(self.data))
 
     def rows(self, start: int, step: int) -> Iterator[Any]:
         return iter(self.data[start::step])
@@ -162,39 +158,6 @@ def test_an_encoders_own_fingerprint_is_compared_too() -> None:
     )
 
 
-def test_each_encoder_of_a_mixture_is_compared() -> None:
-    def mix(k: int) -> Mix:
-        parts = {"a": shifted(0), "b": shifted(k)}
-        return Mix(
-            [{"name": n, "source": rows(40), "weight": 1, "encoder": encoder} for n, encoder in parts.items()]
-        )
-
-    assert refusal(dataset(mix(0)), dataset(mix(0))) is None
-    words = refusal(dataset(mix(0)), dataset(mix(5)))
-    assert words is not None
-    assert words.startswith("the state was made with another encoder: ")
-
-
-class Bad(Numbers):
-    def __init__(self, *bad: int, error: type[Exception] = ValueError) -> None:
-        super().__init__()
-        self.others, self.kind = bad, error
-
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:
-        if row["i"] in self.others:
-            raise self.kind("cannot be encoded")
-        return super().__call__(row)
-
-
-@pytest.mark.parametrize("error", [ValueError, StopIteration])
-def test_a_run_resumes_with_an_encoder_that_no_longer_fails(error: type[Exception]) -> None:
-    """The first row could not be encoded; whoever repairs that has not changed what was trained."""
-    before = dataset(rows(50), Bad(0, error=error))
-    assert refusal(before, dataset(rows(50), Bad())) is None
-    assert refusal(dataset(rows(50), Bad()), dataset(rows(50), Bad(0, error=error))) is None
-    assert refusal(before, dataset(rows(50), shifted(7))) is not None
-
-
 def test_an_encoder_that_makes_random_tokens_warns() -> None:
     rng = np.random.default_rng(0)
 
@@ -207,19 +170,6 @@ def test_an_encoder_that_makes_random_tokens_warns() -> None:
         state = dataset(rows(50), encode).state_dict()
     with pytest.warns(UserWarning, match="each time"):
         dataset(rows(50), encode).load_state_dict(state)
-
-
-def test_an_encoder_that_changes_its_row_changes_a_copy() -> None:
-    def encode(row: Mapping[str, Any]) -> Sample:
-        nested = dict(row)["nested"]
-        nested.append(1)
-        return Sample(*[np.array(nested)] * 2)
-
-    data: list[dict[str, Any]] = [{"nested": [5, 6]} for _ in range(20)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dataset(data, encode).state_dict()
-    assert data == [{"nested": [5, 6]}] * 20
 
 
 ELSEWHERE = """
@@ -271,28 +221,6 @@ def test_map_style_data_are_compared_by_more_than_ten_rows() -> None:
         assert refusal(dataset(few), dataset(changed))
 
 
-class Rowwise:
-    """Map-style rows of which some cannot be read."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, i: int) -> Any:
-        if i % 3 == 0 and self.error is not None:
-            raise self.error
-        return rows(60)[i]
-
-
-@pytest.mark.parametrize("error", [KeyError("a"), StopIteration()])
-def test_a_state_can_be_made_of_rows_that_cannot_be_read(error: Exception) -> None:
-    state = dataset(Rowwise(error), on_bad_record="skip").state_dict()
-    for mended in (None, error):
-        dataset(Rowwise(mended), on_bad_record="skip").load_state_dict(state)
-
-
 def test_iterables_are_compared_by_their_first_rows() -> None:
     data = rows(40)
     for i in range(12):
@@ -316,50 +244,15 @@ class Handle:
         yield from self.rows
 
 
-class Once(Handle):
-    def __iter__(self) -> Iterator[Any]:
-        return self.rows
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            Handle,
-            "Handle gives other rows each time it is iterated, so neither a second epoch nor a resume is possible",
-        ),
-        (Once, "the Once returned the same iterator twice; it must make a new one each time"),
-        (lambda: Once().__iter__, "the function returned the same iterator twice"),
-    ],
-)
-def test_an_iterator_that_can_be_read_once_is_refused(make: Callable[[], Any], message: str) -> None:
-    data = dataset(IterableSource(make()), num_lanes=1)
+def test_an_iterable_that_gives_other_rows_each_time_is_refused() -> None:
+    message = (
+        "Handle gives other rows each time it is iterated, so neither a second epoch nor a resume is possible"
+    )
+    data = dataset(IterableSource(Handle()), num_lanes=1)
     iterator = iter(data)
     next(iterator)
     with pytest.raises(ValueError, match=re.escape(message)):
         data.state_dict()
-
-
-def test_a_state_can_be_made_of_an_iterable_that_fails() -> None:
-    def broken() -> Iterator[Any]:
-        yield from rows(100)[:7]
-        raise OSError("gone")
-
-    before = dataset(IterableSource(broken), num_lanes=1)
-    assert refusal(before, dataset(IterableSource(rows(100)), num_lanes=1)) is None
-    assert refusal(before, dataset(IterableSource(rows(100)[1:]), num_lanes=1)) is not None
-
-
-class Renamed(MapSource):
-    """A class of a user's that says itself what it is."""
-
-    def fingerprint(self) -> str:
-        return "mine"
-
-
-def test_an_overridden_fingerprint_is_compared() -> None:
-    identity = dataset(Renamed(rows(5))).state_dict()["identity"]
-    assert identity["corpus"] == {"source": "Renamed", "fingerprint": "mine"}
 
 
 # The hold-out.
@@ -369,7 +262,7 @@ def held_out_after(columns: list[str] | None, folder: Path, part: str) -> Iterab
     return dataset(Holdout(MDSSource(folder, columns=columns), fraction=0.3, part=part))
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ["train", "validation"])
 def test_a_holdout_of_other_columns_is_refused(part: str, tmp_path: Path) -> None:
     """Which rows are held out follows from what is read of them: with another selection, held-out rows are trained."""
     data = [{**row, "url": f"u{row['i']}"} for row in rows(92)]
@@ -383,31 +276,7 @@ def test_a_holdout_of_other_columns_is_refused(part: str, tmp_path: Path) -> Non
     assert refusal(before, held_out_after(["url", "n", "i"], folder, part)) is None, "the same rows"
 
 
-def test_a_holdout_of_recomputed_rows_is_refused() -> None:
-    """The column's name stays, and its content is cleaned in another way."""
-
-    def source(suffix: str) -> Holdout:
-        return Holdout(
-            IterableSource([{**row, "t": f"x{suffix}"} for row in rows(40)]), fraction=0.5, part="train"
-        )
-
-    words = refusal(dataset(source(""), num_lanes=1), dataset(source("y"), num_lanes=1))
-    assert words == "the state was made with another corpus: row 0 is another row"
-
-
 # Token shards.
-
-
-def test_shards_of_another_encoder_are_refused(tmp_path: Path) -> None:
-    source = MapSource(rows(30))
-    tokenize(source, out=tmp_path, encoder=shifted(0), lanes=3, progress=False)
-    (tmp_path / "index.json").unlink()
-    (tmp_path / "tokens-00002-00000.bin").unlink()
-    with pytest.raises(
-        ValueError, match=r"generation-000\.json\.gz was made with another encoder: .* makes other tokens of"
-    ):
-        tokenize(source, out=tmp_path, encoder=shifted(9), lanes=3, progress=False)
-    tokenize(source, out=tmp_path, encoder=renamed, lanes=3, progress=False)
 
 
 # States.

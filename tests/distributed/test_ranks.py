@@ -1,0 +1,282 @@
+"""Loaders on several ranks, which are threads of this process: agreement, order, errors, and groups of ranks.
+
+`tests.harness.chains` draws runs on ranks; `test_processes.py` has ranks that are processes, over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import Batch, IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
+from streampack.distributed.rank_sync import RankSync  # private: what a rank says and hears
+from tests.harness.corpus import Numbers, rows
+from tests.harness.threads import (
+    Board,
+    Fails,
+    OutOfStep,
+    Place,
+    ThreadSync,
+    Topology,
+    check_steps,
+    check_whole,
+    make,
+    on_ranks,
+    packs_of,
+    run,
+    run_threads,
+    skewed,
+    steps_of,
+)
+
+# RankSync by itself.
+
+
+def test_a_board_sees_ranks_that_are_out_of_step() -> None:
+    board = Board(2)
+    ThreadSync(board, 0).agree(1)
+    with pytest.raises(OutOfStep):
+        ThreadSync(board, 1).gather("x")
+
+
+def test_a_merge_takes_each_lane_from_its_owner() -> None:
+    """After a load every rank holds all lanes; the others' become stale."""
+
+    def act(rank_sync: ThreadSync) -> Any:
+        own = {lane: b"new" if lane % 3 == rank_sync.rank else b"stale" for lane in range(10)}
+        return rank_sync.merge_lanes(own)
+
+    assert on_ranks(3, act) == [dict.fromkeys(range(10), b"new")] * 3
+
+
+def test_after_an_interrupted_gather_a_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next message would be taken for part of the interrupted one."""
+    rank_sync = RankSync(timeout=timedelta(seconds=1))
+    rank_sync.alone = False
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank_sync, "_all_to_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rank_sync.gather(1)
+    with pytest.raises(RuntimeError, match="rank 0 was interrupted while it agreed .* last checkpoint"):
+        rank_sync.gather(1)
+
+
+# Ranks in step.
+
+
+@pytest.mark.parametrize(("ranks", "workers", "batch_size"), [(2, 0, 3), (2, 3, 7), (1, 4, 3)])
+def test_a_resume_at_every_batch_keeps_the_order(ranks: int, workers: int, batch_size: int) -> None:
+    """In the middle, after a lane has ended, at the end of an epoch, on the first pack of the next."""
+    built = make(skewed(60, num_lanes=12) + rows(40)[30:], overlong="split")
+    topology = Topology(ranks, workers, batch_size)
+    whole = run(built, topology)
+    for stop in range(len(whole.batches[0]) + 1):
+        first = run(built, topology, limit=stop)
+        assert first.states == [first.states[0]] * ranks
+        rest = run(built, topology, state=first.states[0])
+        for rank in range(ranks):
+            made = [packs_of(batch) for batch in first.batches[rank] + rest.batches[rank]]
+            assert made == [packs_of(batch) for batch in whole.batches[rank]], (
+                f"rank {rank}, cut after {stop}"
+            )
+        assert rest.states == whole.states
+
+
+# Steps on other topologies.
+
+
+def test_lanes_that_do_not_divide_evenly_warn() -> None:
+    loader = PackedDataLoader(make(rows(50), num_lanes=5)())
+    loader.rank_sync = ThreadSync(Board(2), 0)
+    loader.rank_sync.gather = lambda value: [value] * 2  # type: ignore[method-assign]  # the other says the same
+    with pytest.warns(UserWarning, match="5 lanes") as caught:
+        iter(loader)
+    assert str(caught[0].message) == (
+        "2 ranks do not divide 5 lanes evenly: some have fewer. A step trains the same packs as on other ranks, but "
+        "takes 2 batch(es) of 1 on each, filled up with null packs; use a number of ranks that divides the lanes, or "
+        "in a new run a num_lanes that the ranks divide"
+    )
+    assert caught[0].filename == __file__
+
+
+def test_the_first_batch_of_a_later_epoch_comes_at_once() -> None:
+    """As that of the first: rounds of batches made ahead begin short again."""
+    data = [{"i": i, "n": 8} for i in range(80)]  # each a pack, 40 for each rank
+
+    def act(rank_sync: ThreadSync) -> list[int]:
+        asked = Counter[int]()
+
+        def encode(row: Mapping[str, int]) -> Any:
+            asked["rows"] += 1
+            return Numbers()(row)
+
+        dataset = IterablePackedDataset(
+            data, encoder=encode, max_seq_len=8, num_lanes=2, epochs=2, strategy="next_fit"
+        )
+        loader = PackedDataLoader(dataset)
+        loader.rank_sync = rank_sync
+        return [asked["rows"] for _ in loader]
+
+    for read in on_ranks(2, act):
+        assert len(read) == 80
+        assert read[40] - read[39] <= 3
+        assert read[60] - read[40] >= 20 + 8, "then a round is ahead"
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(("size", "at", "workers"), [(2, 0, 0), (3, 1, 2), (3, 810, 0)])
+def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, workers: int) -> None:
+    """After the same batch everywhere; the ranks stay in step and can save a state."""
+    board = Board(size)
+    caught: list[list[Any]] = [[] for _ in range(size)]
+    counts = [0] * size
+    states: list[Any] = [None] * size
+    data = rows(900)  # so many that the other ranks would go on for many rounds
+
+    def rank(number: int) -> None:
+        dataset = IterablePackedDataset(
+            MapSource(data),
+            max_seq_len=12,
+            num_lanes=12,
+            encoder=Fails(at, KeyError("no luck")),
+            buffer_size=4,
+        )
+        loader = PackedDataLoader(dataset, batch_size=2, num_workers=workers)
+        loader.rank_sync = ThreadSync(board, number)
+        iterator = iter(loader)
+        for _ in range(3):
+            try:
+                for _ in iterator:
+                    counts[number] += 1
+            except Exception as error:
+                caught[number].append(error)
+        states[number] = loader.state_dict()
+
+    run_threads(size, rank)
+    assert len(set(counts)) == 1
+    assert states == [states[0]] * size
+    failing = at % 12 % size
+    for number, errors in enumerate(caught):
+        assert len(errors) == 3, "the next call raises again"
+        for error in errors:
+            if number == failing:
+                assert isinstance(error, KeyError)
+                assert f"while encoding sample {at}" in error.__notes__
+            else:
+                assert isinstance(error, RuntimeError)
+                assert str(error) == (
+                    f"rank {failing} failed while making packs: KeyError: 'no luck' while encoding sample {at}"
+                )
+
+
+# Data-parallel groups: equal batches within a group, different ones across, and one state for all.
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ([(0, 2), (0, 2)], "nobody has data rank 1 .*its part of the data would never be read"),
+        ([(0, 2), (1, 2), (0, 1)], "rank 2 has data_world_size=1 and rank 0 has data_world_size=2"),
+        ([(0, 2), (1, 2), None], "rank 2 has data_world_size=None"),
+    ],
+)
+def test_places_that_do_not_make_up_a_whole_are_refused_on_all_ranks(
+    places: list[Place | None], message: str
+) -> None:
+    def begin(sync: ThreadSync) -> None:
+        loader = PackedDataLoader(make(rows(60))(), packs_per_step=12)
+        loader.rank_sync = sync.placed(places[sync.rank])
+        iter(loader)
+
+    found = on_ranks(len(places), begin)
+    assert all(isinstance(error, ValueError) for error in found), found
+    for error in found:
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+def of_groups(places: Sequence[Place], build: Callable[[int], IterablePackedDataset]) -> list[list[Batch]]:
+    """Return the batches of each data rank, of which all its ranks have the same; all ranks have one state."""
+
+    def drive(sync: ThreadSync) -> Any:
+        loader = PackedDataLoader(build(sync.rank), batch_size=2, packs_per_step=12)
+        loader.rank_sync = sync.placed(places[sync.rank])
+        assert loader.packs_per_step == 12
+        return list(loader), loader.state_dict()
+
+    groups: dict[int, list[Batch]] = {}
+    outcomes = on_ranks(len(places), drive)
+    for (data_rank, _), outcome in zip(places, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            raise outcome
+        batches, state = outcome
+        assert list(map(packs_of, groups.setdefault(data_rank, batches))) == list(map(packs_of, batches))
+        assert state == outcomes[0][1]
+    return [groups[data_rank] for data_rank in sorted(groups)]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [[(rank % 2, 2) for rank in range(8)], [(0, 1)] * 3, [(0, 3), (1, 3), (1, 3), (2, 3), (2, 3), (2, 3)]],
+    ids=["tp 4 x dp 2", "tp 3", "uneven groups"],
+)
+def test_ranks_of_a_group_get_the_same_batches_and_groups_different_ones(places: list[Place]) -> None:
+    """`tests.harness.chains` draws groups of ranks that lie side by side."""
+    built, size = make(rows(150)), places[0][1]
+    groups = of_groups(places, lambda rank: built())
+    steps = steps_of([[packs_of(batch) for batch in batches] for batches in groups], 12 // (2 * size))
+    assert check_steps(steps, built, 12, 12) > 3
+    check_whole([key for step in steps for key in step], rows(150), 2)
+
+
+def test_a_group_whose_ranks_make_other_packs_is_refused_when_a_state_is_taken() -> None:
+    """Here, the encoder of one rank fails at a row, which is left out."""
+
+    def build(rank: int) -> IterablePackedDataset:
+        return make(
+            rows(60), encoder=Fails(31 if rank else None, ValueError("no luck")), on_bad_record="skip"
+        )()
+
+    with pytest.raises(ValueError, match="rank 1 has made other packs of lane 7"):
+        of_groups([(0, 1)] * 2, build)
+
+
+def test_bad_records_are_listed_by_one_rank_of_a_group(tmp_path: Path) -> None:
+    path, folder = tmp_path / "a.jsonl", tmp_path / "bad"
+    lines = [json.dumps(row) for row in rows(120)]
+    lines[7] = lines[55] = "{"
+    path.write_text("\n".join(lines) + "\n")
+    settings: dict[str, Any] = {"max_seq_len": 12, "num_lanes": 4, "on_bad_record": "skip"}
+
+    def build(rank: int) -> IterablePackedDataset:
+        return IterablePackedDataset(JSONLSource(path), encoder=Numbers(), quarantine=folder, **settings)
+
+    assert sum(map(len, of_groups([(0, 2), (0, 2), (1, 2), (1, 2)], build))) > 8
+    assert len([line for each in folder.iterdir() for line in each.read_text().splitlines()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data_rank": 1}, "give both"),
+        ({"data_rank": 2, "data_world_size": 2}, "count from 0"),
+        ({"data_rank": 0, "data_world_size": 0}, "data_world_size=0"),
+        ({"data_rank": 0, "data_world_size": 2}, "data_world_size=2 needs as many ranks, and there are 1"),
+        ({"data_dims": "dp"}, "name the dimensions of the mesh"),
+        ({"data_dims": "dp", "data_rank": 0}, "give either"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedDataLoader(make(rows(9))(), **arguments)
