@@ -1,6 +1,6 @@
 """Pictures of how packing works, drawn from real plans: ``python -m docs.drawings`` writes them.
 
-tests/test_docs_made.py compares them.
+tests/test_docs.py compares them.
 """
 
 from __future__ import annotations

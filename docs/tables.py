@@ -1,6 +1,6 @@
 """Tables in docs/ that are made from the code: keys of a config, hints for other tools' keys.
 
-``python -m docs.tables`` writes them between their marks; tests/test_docs_tables.py compares them.
+``python -m docs.tables`` writes them between their marks; tests/test_docs.py compares them.
 """
 
 from __future__ import annotations
