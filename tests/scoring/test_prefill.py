@@ -22,26 +22,16 @@ LENGTHS = (5, 1, 8, 3, 5, 19)
 NEW = 32
 MAX_SEQ_LEN = 18  # so that there are two packs
 LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-}
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | EXPERTS | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
-    "gemma3n_text": HEADS
-    | {
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-        "laurel_rank": 8,
-    }
-    | WINDOW,
-}
+    "gemma3n_text": {
+        **HEADS, **WINDOW, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB, "laurel_rank": 8,
+    },
+}  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 STATES_ONLY = "its cache has states only, which do not tell generate how many tokens they are of"
 INDEX = "its cache has layers of the type DynamicIndexedLayer"
