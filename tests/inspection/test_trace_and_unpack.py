@@ -107,6 +107,7 @@ BOLD, DIM, SPECIAL, END = "\x1b[1m", "\x1b[2m", "\x1b[1;7m", "\x1b[0m"
         ),
         ("TokensEncoder", {"tokens": [8, 3, 4, 5], "labels": [8, 3, 4, 5]}, f"{BOLD}8 3 4 5 {END}\n"),
     ],
+    ids=["text", "masked ids", "ids"],
 )
 def test_unpack_shows_what_is_trained(
     tmp_path: Path,

@@ -219,7 +219,6 @@ def test_scores_are_yielded_while_samples_are_read(llama: Any) -> None:
         ([5, 6], ([5], [6])),  # two ids are no pair
         (([5, 6], []), ([5, 6], [])),
     ],
-    ids=str,
 )
 def test_every_form_of_a_sample(llama: Any, sample: Any, pair: Pair) -> None:
     check(scored(llama, [sample], per_token=True), [alone(llama, pair)])

@@ -36,7 +36,9 @@ def interrupted(job: list[str], out: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("torn", [b"", b'{"text": "red', b'{"text": "red"}'])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"text": "red', b'{"text": "red"}'], ids=["none", "half", "no end of line"]
+)
 def test_a_stopped_job_goes_on_behind_its_last_whole_row(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, torn: bytes
 ) -> None:
