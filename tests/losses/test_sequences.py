@@ -494,5 +494,5 @@ def test_losses_and_gradients_are_those_of_the_cpu(dtype: torch.dtype, limit: fl
             found.append((loss.detach().cpu(), torch.autograd.grad(loss, logits)[0].cpu()))
         cpu, once, again = found
         for ours, theirs in zip(once, cpu, strict=True):
-            assert torch.allclose(ours, theirs, rtol=limit, atol=limit)
+            assert (ours - theirs).double().norm() <= limit * theirs.double().norm()
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
