@@ -1,11 +1,11 @@
 """Pictures of how packing works, drawn from real plans: ``python -m docs.drawings`` writes them.
 
-tests/test_docs_made.py compares them.
+tests/test_docs.py compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.lengths import lengths
@@ -30,11 +30,19 @@ class Picture:
         self.shapes: list[str] = []
         self.top = MARGIN
 
-    def text(self, text: str, *, left: float = MARGIN, anchor: str = "start", kind: str = "t") -> None:
+    def text(
+        self, text: str, *, left: float = MARGIN, anchor: str = "start", kind: str = "t", below: int = 0
+    ) -> None:
         """Write a line at the current height, which does not move."""
+        top = self.top + LETTER + below
         self.shapes.append(
-            f'<text class="{kind}" x="{left:g}" y="{self.top + LETTER:g}" text-anchor="{anchor}">{text}</text>'
+            f'<text class="{kind}" x="{left:g}" y="{top:g}" text-anchor="{anchor}">{text}</text>'
         )
+
+    def line(self, text: str, *, kind: str) -> None:
+        """Write a line, and go to the next."""
+        self.text(text, kind=kind)
+        self.down(LINE - 2)
 
     def box(self, left: float, width: float, height: float, *, fill: str, kind: str = "") -> None:
         """Draw a rectangle at the current height, which does not move."""
@@ -73,31 +81,24 @@ def colour(sample: int) -> str:
 PADDING = "url(#p)"
 
 
-def draw_row(picture: Picture, spans: Iterable[Span], *, tokens: int) -> None:
-    """Draw a row of samples, each with its number, over its padding."""
-    scale = (WIDTH - 2 * MARGIN) / tokens
-    picture.box(MARGIN, WIDTH - 2 * MARGIN, LINE - 4, fill=PADDING)
-    left = float(MARGIN)
-    for sample, length in spans:
-        width = length * scale
-        picture.box(left, width, LINE - 4, fill=colour(sample), kind="s")
-        if width > 16:
-            picture.down(-1)
-            picture.text(str(sample + 1), left=left + width / 2, anchor="middle", kind="n")
-            picture.down(1)
-        left += width
-    picture.down(LINE)
-
-
-def draw_rows(picture: Picture, heading: str, rows: Sequence[Sequence[Span]], *, tokens: int) -> None:
-    """Draw rows under a heading that counts them and their padding."""
+def draw_rows(picture: Picture, heading: str, rows: Sequence[Sequence[Span]]) -> None:
+    """Draw rows of samples, each with its number, over their padding, under a heading that counts both."""
     real = sum(length for row in rows for _, length in row)
-    padding = 100 - 100 * real / (len(rows) * tokens)
+    padding = 100 - 100 * real / (len(rows) * MAX_SEQ_LEN)
     picture.text(heading, kind="b")
     picture.text(f"{len(rows)} rows, {padding:.0f} % padding", left=WIDTH - MARGIN, anchor="end", kind="t")
     picture.down(LINE + 2)
+    scale = (WIDTH - 2 * MARGIN) / MAX_SEQ_LEN
     for row in rows:
-        draw_row(picture, row, tokens=tokens)
+        picture.box(MARGIN, WIDTH - 2 * MARGIN, LINE - 4, fill=PADDING)
+        left = float(MARGIN)
+        for sample, length in row:
+            width = length * scale
+            picture.box(left, width, LINE - 4, fill=colour(sample), kind="s")
+            if width > 16:
+                picture.text(str(sample + 1), left=left + width / 2, anchor="middle", kind="n", below=-1)
+            left += width
+        picture.down(LINE)
     picture.down(10)
 
 
@@ -109,15 +110,15 @@ def planned(strategy: str) -> list[list[Span]]:
 
 def padding_and_packing() -> str:
     picture = Picture("The same samples padded, and packed")
-    draw_rows(picture, "padded", [[(i, length)] for i, length in enumerate(SAMPLES)], tokens=MAX_SEQ_LEN)
-    draw_rows(picture, "packed", planned("exact_fit"), tokens=MAX_SEQ_LEN)
+    draw_rows(picture, "padded", [[(i, length)] for i, length in enumerate(SAMPLES)])
+    draw_rows(picture, "packed", planned("exact_fit"))
     return picture.svg()
 
 
 def strategies() -> str:
     picture = Picture("Twenty samples in packs by each strategy")
     for strategy in ("next_fit", "first_fit", "best_fit", "exact_fit"):
-        draw_rows(picture, strategy, planned(strategy), tokens=MAX_SEQ_LEN)
+        draw_rows(picture, strategy, planned(strategy))
     return picture.svg()
 
 
@@ -134,11 +135,16 @@ def small_pack() -> IterablePackedDataset:
     return IterablePackedDataset(rows, max_seq_len=SMALL_PACK, strategy="first_fit", num_lanes=1)
 
 
+def segments_of(lengths: Sequence[int]) -> list[int]:
+    """Return the number of the sample that each token is of."""
+    return [number for number, length in enumerate(lengths) for _ in range(length)]
+
+
 def one_pack() -> str:
     """Draw the arrays of one pack, token by token."""
     pack = next(iter(small_pack()))
     picture = Picture("Tokens, positions and labels of one pack")
-    segments = [number for number, length in enumerate(pack["seq_lens"].tolist()) for _ in range(length)]
+    segments = segments_of(pack["seq_lens"].tolist())
     left, width = 86, (WIDTH - 86 - MARGIN) / SMALL_PACK
     for name in ("tokens", "input_pos", "labels"):
         picture.text(name, kind="m")
@@ -152,10 +158,8 @@ def one_pack() -> str:
             picture.text(shown, left=left + (column + 0.5) * width, anchor="middle", kind="m")
         picture.down(LINE)
     picture.down(4)
-    picture.text(f"seq_lens  {pack['seq_lens'].tolist()}", kind="m")
-    picture.down(LINE - 2)
-    picture.text("· is -100: prompts, the first token of a sample, padding", kind="n")
-    picture.down(LINE - 2)
+    picture.line(f"seq_lens  {pack['seq_lens'].tolist()}", kind="m")
+    picture.line("· is -100: prompts, the first token of a sample, padding", kind="n")
     return picture.svg()
 
 
@@ -164,9 +168,7 @@ def mask() -> str:
     picture = Picture("Attention in a row without boundaries, and in a pack")
     batch = collate_packed([next(iter(small_pack()))])
     isolated = make_mask(batch, attention="dense")[0].tolist()
-    segments = [
-        number for number, length in enumerate(batch.seq_lens[0].tolist()) for _ in range(int(length))
-    ]
+    segments = segments_of(batch.seq_lens[0].tolist())
     real = len([segment for segment in segments if segment < 3])
     side = (WIDTH - 3 * MARGIN) / 2 / SMALL_PACK
     second = MARGIN + SMALL_PACK * side + MARGIN
@@ -183,8 +185,7 @@ def mask() -> str:
                 picture.box(left + key * side, side - 1, side - 1, fill=fill)
         picture.down(side)
     picture.down(2)
-    picture.text("a row: what that token sees (columns)", kind="n")
-    picture.down(LINE - 2)
+    picture.line("a row: what that token sees (columns)", kind="n")
     return picture.svg()
 
 
@@ -218,26 +219,16 @@ def lanes() -> str:
         for step in range(4):
             slot = step * packs_per_step + lane
             picture.box(left + step * width, width - 3, LINE, fill=colour(step * 2))
-            picture.down(1)
-            picture.text(f"pack {slot}", left=left + (step + 0.5) * width, anchor="middle", kind="n")
-            picture.down(-1)
+            picture.text(f"pack {slot}", left=left + (step + 0.5) * width, anchor="middle", kind="n", below=1)
         for column, ranks in enumerate((1, 2, 4)):
-            picture.text(
-                f"rank {owners[ranks][lane]}",
-                left=left + 4 * width + 28 + column * 54,
-                anchor="middle",
-                kind="n",
-            )
+            place = left + 4 * width + 28 + column * 54
+            picture.text(f"rank {owners[ranks][lane]}", left=place, anchor="middle", kind="n")
         picture.down(LINE + 4)
     return picture.svg()
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "padding_and_packing.svg": padding_and_packing,
-    "strategies.svg": strategies,
-    "one_pack.svg": one_pack,
-    "mask.svg": mask,
-    "lanes.svg": lanes,
+    f"{draw.__name__}.svg": draw for draw in (padding_and_packing, strategies, one_pack, mask, lanes)
 }
 
 

@@ -1,6 +1,6 @@
 """Tables in docs/ that are made from the code: keys of a config, hints for other tools' keys.
 
-``python -m docs.tables`` writes them between their marks; tests/test_docs_tables.py compares them.
+``python -m docs.tables`` writes them between their marks; tests/test_docs.py compares them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,17 @@ from streampack.training.hints import TORCHTUNE_KEYS, TRAINER_KEYS
 
 DOCS = Path(__file__).resolve().parent
 PASSED_BY_RECIPES = {"self", "source", "encoder", "tokenizer", "once", "epochs", "vocab_size", "padding_idx"}
-TYPES = {
-    "str": "text",
-    "Name": "text",
-    "os.PathLike[str]": "",
-    "PathLike[str]": "",
-    "int": "whole number",
-    "float": "number",
-    "bool": "`true` or `false`",
-    "None": "",
-    "Node": "mapping",
-    "Mapping[str, Any]": "mapping",
-    "Any": "any",
-    "Iterable[Name]": "list",
-    "Sequence[str]": "list",
-    "list[str]": "list",
-    "Sequence[Mapping[str, Any] | Entry]": "list",
-    "Callable[[Mapping[str, Any]], Any]": "mapping",
+WORDS = {
+    "text": ("str", "Name"),
+    "whole number": ("int",),
+    "number": ("float",),
+    "`true` or `false`": ("bool",),
+    "mapping": ("Node", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
+    "any": ("Any",),
+    "list": ("Iterable[Name]", "Sequence[str]", "list[str]", "Sequence[Mapping[str, Any] | Entry]"),
+    "": ("None", "PathLike[str]", "os.PathLike[str]"),
 }
+TYPES = {annotation: word for word, annotations in WORDS.items() for annotation in annotations}
 CODE = re.compile(r"\{[^{}]*\}|--\w+(?: NAME)?|\b(?:\w+\.)*\w*_\w*(?:=\w+)?|\b(?:\w+\.)+\w+\b|\b\w+=\w+")
 
 
@@ -78,21 +71,6 @@ def plain_default(value: Any) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def rows_of(callable_: Callable[..., Any], section: str, *, leave_out: Iterable[str] = ()) -> list[list[str]]:
-    """Return a row for each argument: name, type, default and meaning, which the docstring must have."""
-    meanings = documented(callable_.__doc__ or "", section)
-    rows = []
-    for name, parameter in inspect.signature(callable_).parameters.items():
-        if name in leave_out:
-            continue
-        default = parameter.default
-        if repr(default) == "<factory>":
-            default = None
-        meaning = meanings[name].replace("``", "`")
-        rows.append([f"`{name}`", plain_type(str(parameter.annotation)), plain_default(default), meaning])
-    return rows
-
-
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a Markdown table."""
     head = list(head)
@@ -101,8 +79,15 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def keys_table(callable_: Callable[..., Any], section: str = "Args") -> str:
-    leave_out = () if section == "Attributes" else PASSED_BY_RECIPES
-    return table(["key", "type", "default", "meaning"], rows_of(callable_, section, leave_out=leave_out))
+    """Return a row for each argument: name, type, default and meaning, which the docstring must have."""
+    meanings = documented(callable_.__doc__ or "", section)
+    rows = []
+    for name, parameter in inspect.signature(callable_).parameters.items():
+        if section == "Attributes" or name not in PASSED_BY_RECIPES:
+            default = None if repr(parameter.default) == "<factory>" else parameter.default
+            meaning = meanings[name].replace("``", "`")
+            rows.append([f"`{name}`", plain_type(str(parameter.annotation)), plain_default(default), meaning])
+    return table(["key", "type", "default", "meaning"], rows)
 
 
 def hints_table(hints: Mapping[str, str], there: str) -> str:

@@ -1,26 +1,30 @@
-"""README and docs: every Python block runs as it is printed, every link leads somewhere, every page is listed."""
+"""README and docs: blocks run as printed, links lead somewhere, and what is made from the code is up to date."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import streampack
+from docs.drawings import FOLDER, PICTURES, SAMPLES, planned
+from docs.tables import DOCS, documented, put, tables
+from streampack.training.config import RunConfig
 from tests.harness.forked_ranks import run_ranks
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.models_table import BACKENDS, PAGE, read_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OWN_TESTS = {
-    "after_training.md",
-    "encoders.md",
-    "models.md",
-}  # they need more than is printed
+OWN_TESTS = {"after_training.md", "encoders.md", "models.md"}  # they need more than is printed
+AGAIN = "`make docs` writes it anew"
 
 
 def blocks(page: Path) -> list[str]:
@@ -151,8 +155,6 @@ def weights_after(block: str) -> list[list[float]]:
     """Train a small model by a block of a page, on a rank of a group or alone."""
     import transformers
 
-    import streampack
-
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(vocab_size=100, num_attention_heads=2, pad_token_id=0, **sizes)
     torch.manual_seed(0)
@@ -174,3 +176,57 @@ def test_plain_ddp_gives_the_same_weights_on_any_number_of_ranks(tmp_path: Path)
         assert weights != []
         for ours, theirs in zip(weights, alone, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+# What is made from the code.
+
+
+@pytest.mark.parametrize("place", tables(), ids=" ".join)
+def test_a_table_is_what_the_code_says(place: tuple[str, str]) -> None:
+    page, name = place
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert put(text, name, tables()[place]) == text, AGAIN
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_the_code_draws(name: str) -> None:
+    assert (FOLDER / name).read_text(encoding="utf-8") == PICTURES[name](), AGAIN
+
+
+def test_the_words_beside_the_pictures_are_true() -> None:
+    text = (DOCS / "guides" / "how_packing_works.md").read_text(encoding="utf-8")
+    assert len(SAMPLES) == 20
+    assert f"{min(SAMPLES)} to {max(SAMPLES)} tokens" in text
+    counts = [len(planned(strategy)) for strategy in ("next_fit", "first_fit", "best_fit", "exact_fit")]
+    assert counts == [11, 9, 9, 8]
+    assert "next_fit, eleven, of first_fit and best_fit, nine each" in text
+
+
+def test_every_key_of_a_run_and_every_public_name_is_described() -> None:
+    keys = [each.name for each in fields(RunConfig)]
+    assert list(documented(RunConfig.__doc__ or "", "Attributes")) == keys
+    text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\.\. auto\w+:: streampack\.(\w+)$", text, re.MULTILINE)
+    assert sorted(found) == sorted(streampack.__all__)
+    # Hints are for keys of other tools, so their tables name none that a config has.
+    hinted = "".join(table for (page, _), table in tables().items() if "coming_from" in page)
+    assert not set(keys) & set(re.findall(r"^\| `(\w+)`", hinted, re.MULTILINE))
+
+
+LOADED = re.compile(
+    r'<(?:script|img|iframe|source)[^>]*src="(https?:)?//|<link[^>]*href="(https?:)?//|@import'
+)
+
+
+def test_the_pages_build_without_a_warning_or_a_request(tmp_path: Path) -> None:
+    for package in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
+        pytest.importorskip(package)
+    options = f"-q -b html -c docs -W -n -d {tmp_path / 'trees'}".split()
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT), str(tmp_path / "html")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    for page in (tmp_path / "html").rglob("*"):
+        if page.suffix in (".html", ".css"):
+            text = page.read_text(encoding="utf-8")
+            assert not LOADED.search(text), page
+            assert not re.search(r"url\((https?:)?//", text), page

@@ -14,21 +14,8 @@ from streampack import ChatEncoder, IterablePackedDataset, JSONLSource
 from tests.harness.hf_tokenizers import byte_level
 
 WORDS = [
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "what",
-    "is",
-    "the",
-    "answer",
-]
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "what", "is", "the", "answer",
+]  # fmt: skip
 
 
 def token_rows(lengths: Sequence[int], *, prompt: float = 0.3) -> list[dict[str, npt.NDArray[np.int32]]]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +13,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from streampack import IterablePackedDataset, PackedDataset, collate_packed, method_loader
+from streampack import Batch, IterablePackedDataset, PackedDataset, collate_packed, method_loader
 from streampack.losses import (
     label_weights,
     loss_terms,
     summed_cross_entropy,
     token_losses,
 )
-from streampack.map_style.methods import METHODS
-from streampack.packing.batch import Batch
 from streampack.types import IGNORE_INDEX
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -31,14 +27,17 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
-def naive_loss(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def naive_terms(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighed loss of each label and the squared normalizer of its logits, those of the token before it."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     losses = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=IGNORE_INDEX, reduction="none"
     )
-    return (losses if weights is None else losses * weights[:, 1:].flatten()).sum()
+    counted = torch.where(labels[:, 1:] == IGNORE_INDEX, 0, weights[:, 1:])
+    squares = counted * logits[:, :-1].logsumexp(-1).square()
+    return F.pad(losses * weights[:, 1:], (1, 0)), F.pad(squares, (1, 0))
 
 
 def example(
@@ -52,7 +51,7 @@ def example(
 
 
 def grad_of(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    (grad,) = torch.autograd.grad(loss, logits)
+    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
     return grad
 
 
@@ -61,65 +60,41 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chunk_size", [1, 7, 512])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 5, 2), (2, 16, 130)], ids=str)
-def test_the_loss_matches_torchs_on_shifted_labels(
-    shape: tuple[int, int, int], dtype: torch.dtype, chunk_size: int
+@pytest.mark.parametrize("parts", [None, [16], [1, 9, 0, 6]], ids=["one tensor", "a part", "parts"])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_losses_and_gradients_are_torchs_on_shifted_labels(
+    dtype: torch.dtype, chunk_size: int, parts: list[int] | None, weighed: bool
 ) -> None:
-    logits, labels = example(*shape, dtype=dtype)
-    ours, theirs = summed_cross_entropy(logits, labels, chunk_size=chunk_size), naive_loss(logits, labels)
-    assert ours.shape == ()
-    assert ours.dtype == theirs.dtype
-    assert difference(ours, theirs) < TOLERANCE[torch.float32 if dtype == torch.bfloat16 else dtype]
-    assert difference(grad_of(ours, logits), grad_of(theirs, logits)) < TOLERANCE[dtype]
-
-
-def test_chunks_of_unequal_length_find_their_labels() -> None:
-    logits, labels = example(2, 10, 17, ignored=0)
-    whole, parts = naive_loss(logits, labels), summed_cross_entropy(logits.split([1, 6, 0, 3], 1), labels)
-    assert difference(grad_of(parts, logits), grad_of(whole, logits)) < 1e-6
-
-
-@pytest.mark.parametrize("chunk_size", [4, 512])
-def test_weights_multiply_each_tokens_loss(chunk_size: int) -> None:
-    logits, labels = example(2, 13, 19)
-    weights = torch.rand(2, 13, generator=torch.Generator().manual_seed(1))
-    weights[0, 5:9] = 0
-    ours = summed_cross_entropy(logits, labels, weights=weights, chunk_size=chunk_size)
-    theirs = naive_loss(logits, labels, weights)
-    assert difference(ours, theirs) < 1e-6
-    expected = grad_of(theirs, logits)
-    assert difference(grad_of(ours, logits), expected) < 1e-6
-    # The weight of token i goes with label i, not with the logits at i.
-    shifted_once_more = naive_loss(logits, labels, weights.roll(1, 1))
-    assert difference(grad_of(shifted_once_more, logits), expected) > 0.1
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
-def test_squares_of_the_normalizer_and_their_gradient(dtype: torch.dtype, limit: float, parts: int) -> None:
-    logits, labels = example(2, 13, 19, dtype=dtype)
-    weights = torch.rand(2, 13, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    weights[0, 5:9] = 0
-    losses, squares = loss_terms(logits.chunk(parts, 1), labels, weights=weights, chunk_size=5)
-    counted = torch.where(labels[:, 1:] == IGNORE_INDEX, 0, weights[:, 1:])
-    naive = F.pad(counted * logits[:, :-1].logsumexp(-1).square(), (1, 0))
-    assert difference(squares, naive) < limit
-    ours = grad_of(0.5 * losses.sum() + 0.1 * squares.sum(), logits)
-    theirs = grad_of(0.5 * naive_loss(logits, labels, weights) + 0.1 * naive.sum(), logits)
-    assert difference(ours, theirs) < limit
-    assert difference(ours, grad_of(naive_loss(logits, labels, weights), logits)) > 0.01
+    """Of logits as one tensor and in chunks; the weight of token i goes with label i, not with the logits at i."""
+    logits, labels = example(2, 16, 130, dtype=dtype)
+    weights = None
+    ones = torch.ones(labels.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    if weighed:
+        weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(1), dtype=ones.dtype)
+        weights[0, 5:9] = 0
+    given = logits if parts is None else logits.split(parts, 1)
+    losses, squares = loss_terms(given, labels, weights=weights, chunk_size=chunk_size)
+    naive = naive_terms(logits, labels, ones if weights is None else weights)
+    limit = TOLERANCE[torch.float32 if dtype == torch.bfloat16 else dtype]
+    for ours, theirs in zip((losses, squares), naive, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert difference(ours, theirs) < limit
+    total = summed_cross_entropy(given, labels, weights=weights, chunk_size=chunk_size)
+    for ours, theirs in (
+        (total, naive[0].sum()),
+        (0.5 * losses.sum() + 0.1 * squares.sum(), 0.5 * naive[0].sum() + 0.1 * naive[1].sum()),
+    ):
+        assert difference(grad_of(ours, logits), grad_of(theirs, logits)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_batch_without_trained_tokens_is_exactly_zero(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("first", [IGNORE_INDEX, 3], ids=["no label", "the first label of a row"])
+def test_a_batch_without_trained_tokens_is_exactly_zero(dtype: torch.dtype, first: int) -> None:
+    """Nothing predicts the first label of a row."""
     logits, labels = example(2, 9, 11, dtype=dtype, ignored=1)
-    loss = summed_cross_entropy(logits, labels)
-    assert loss.item() == 0
-    assert not grad_of(loss, logits).any()
-    # The first label of a row counts nothing either: nothing predicts it.
-    labels[:, 0] = 3
+    labels[:, 0] = first
     loss = summed_cross_entropy(logits, labels)
     assert loss.item() == 0
     assert not grad_of(loss, logits).any()
@@ -144,44 +119,26 @@ def test_logits_of_any_size_are_finite() -> None:
     assert grad_of(loss, logits)[0].tolist() == [[1, -1, 0], [0, 0.5, -0.5], [0, 0, 0]]
 
 
-class LiveBytes(TorchDispatchMode):
-    """Records the peak bytes of new fp32 tensors of more than ``over`` elements."""
+class Largest(TorchDispatchMode):
+    """Notes the largest fp32 tensor that is made."""
 
-    def __init__(self, *, over: int) -> None:
-        super().__init__()
-        self.over, self.live, self.peak = over, 0, 0
-        self.known: set[int] = set()
+    size = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
-            storage = result.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
-            if size > 4 * self.over and address not in self.known:
-                self.known.add(address)
-                self.live += size
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self.free, address, size)
+            self.size = max(self.size, result.untyped_storage().nbytes() // 4)
         return result
-
-    def free(self, address: int, size: int) -> None:
-        self.known.discard(address)
-        self.live -= size
-
-
-def fp32_peak(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """Measure the peak memory in fp32 copies of the logits."""
-    logits, labels = example(2, 256, 64, dtype=torch.bfloat16)
-    with LiveBytes(over=512) as mode:  # one or two numbers per token do not count
-        loss(logits, labels).backward()
-    return mode.peak / (4 * logits.numel())
 
 
 def test_no_fp32_copy_of_all_logits_exists() -> None:
-    assert fp32_peak(lambda x, y: summed_cross_entropy(x, y, chunk_size=32)) <= 3 * 32 / 512
-    assert fp32_peak(naive_loss) >= 2  # the copy and its log-softmax
+    logits, labels = example(2, 256, 64, dtype=torch.bfloat16)
+    with Largest() as ours:
+        summed_cross_entropy(logits, labels, chunk_size=32).backward()
+    with Largest() as theirs:
+        naive_terms(logits, labels, torch.ones(labels.shape))[0].sum().backward()
+    assert ours.size <= logits.numel() / 16
+    assert theirs.size >= logits.numel() * 255 / 256
 
 
 # torch's tracer instantiates the Function, of which torch warns.
@@ -199,10 +156,7 @@ def test_the_loss_compiles_without_a_graph_break() -> None:
     [
         ({"labels": torch.zeros(2, 8).long()}, r"labels have shape \[2, 8\] .* \[2, 9\]; .* one per token"),
         ({"labels": torch.zeros(18).long()}, r"labels have shape \[18\] and the logits are for \[2, 9\]"),
-        (
-            {"weights": torch.ones(2, 8)},
-            r"weights have shape \[2, 8\] .* \[2, 9\]; give one weight per label",
-        ),
+        ({"weights": torch.ones(2, 8)}, r"weights have shape \[2, 8\] .* give one weight per label"),
         ({"chunk_size": 0}, "chunk_size=0 is below 1; give at least 1"),
     ],
 )
@@ -210,12 +164,6 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     logits, labels = example(2, 9, 11)
     with pytest.raises(ValueError, match=message):
         summed_cross_entropy(**{"logits": logits, "labels": labels, **change})
-
-
-def test_an_unknown_norm_is_refused() -> None:
-    batch = collate_packed(list(IterablePackedDataset([{"input_ids": [1, 2]}], max_seq_len=4)))
-    with pytest.raises(ValueError, match="loss_norm='pack' is unknown; choose one of 'token', 'sample'"):
-        label_weights(batch, loss_norm="pack")
 
 
 # With loss_norm "sample", every sample weighs 1 with every way of making packs.
@@ -239,6 +187,10 @@ STREAMED: dict[str, dict[str, Any]] = {
     "truncate": {"overlong": "truncate"},
     "drop": {"overlong": "drop"},
 }
+METHODS = (
+    *("random_padding", "group_by_length_padding", "minibatch_packing", "fixed_length", "fixed_length_posid"),
+    *("multipack", "sorted_packing", "random_packing", "exact_fit"),
+)
 WAYS = ["parity", "parity, split", "wrapped", *STREAMED, *METHODS]
 
 

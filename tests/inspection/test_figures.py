@@ -1,0 +1,367 @@
+"""The figures of an inspection are those of a run with the same settings."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streampack import (
+    IGNORE_INDEX,
+    IterablePackedDataset,
+    Mix,
+    PackedDataLoader,
+    collate_packed,
+    method_loader,
+)
+from streampack.inspection.shape import RunShape
+from streampack.inspection.survey import inspect_dataset
+from tests.harness.corpus import rows as numbered
+from tests.harness.inspection import CORPORA, dataset, log_normal, token_rows
+from tests.harness.mixtures import entry
+from tests.harness.segments import Pairs
+from tests.harness.threads import Topology, run
+
+WAYS: dict[str, dict[str, Any]] = {
+    **{name: {"strategy": name} for name in ("next_fit", "first_fit", "best_fit", "exact_fit")},
+    "split_across_pack": {"split_across_pack": True},
+}
+STEPS = {"batch_size": 3, "packs_per_step": 6}
+
+
+def inspected(*sources: Any, shape: RunShape | None = None, **settings: Any) -> Any:
+    """The report of all rows."""
+    return inspect_dataset(IterablePackedDataset(*sources, **settings), rows=None, shape=shape)
+
+
+def outcome(report: Any, name: str) -> Any:
+    return next(each for each in report.outcomes if each.name == name)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., IterablePackedDataset]:
+    folder = tmp_path_factory.mktemp("corpora")
+    return lambda name, **settings: dataset(name, folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Callable[..., IterablePackedDataset]) -> Callable[..., Any]:
+    """Reports of whole corpora, each of which is made once."""
+
+    @cache
+    def report(name: str, pad_seqs_to: int = 1) -> Any:
+        return inspect_dataset(corpus(name, pad_seqs_to=pad_seqs_to), rows=None, shape=RunShape(**STEPS))
+
+    return report
+
+
+@pytest.mark.parametrize("name", CORPORA)
+@pytest.mark.parametrize(("way", "multiple"), [*((way, 1) for way in WAYS), ("exact_fit", 16)])
+def test_each_way_to_pack_comes_to_what_a_run_measures(
+    name: str, way: str, multiple: int, corpus: Any, whole: Any
+) -> None:
+    loader = PackedDataLoader(corpus(name, **WAYS[way], pad_seqs_to=multiple), **STEPS)
+    batches = list(loader)
+    ledger, found = loader.ledger(), outcome(whole(name, multiple), way)
+    assert (found.packs, found.steps) == (ledger.packs, len(batches) / loader.batches_per_step)
+    assert found.padding == pytest.approx(ledger.padding, abs=1e-12)
+    fragments = [each for batch in batches for pack in batch.fragments for each in pack]
+    ends = sum(fragment.padding for fragment in fragments)
+    assert found.sequence_ends == pytest.approx(ends / ledger.capacity, abs=1e-12)
+    assert (ends > 0) == (multiple > 1)
+    if found.chosen:
+        attention = whole(name, multiple).attention
+        pairs = [sum(n * (n + 1) // 2 for n in pack.seq_lens) for pack in corpus(name, **WAYS[way]).stream()]
+        assert multiple > 1 or (attention.mean, attention.largest) == (np.mean(pairs), max(pairs))
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_what_is_read_and_dropped_is_what_the_ledger_of_a_run_says(
+    name: str, corpus: Any, whole: Any
+) -> None:
+    report, run = whole(name), corpus(name)
+    for _ in run:
+        pass
+    ledger = run.ledger()
+    assert report.coverage.exact
+    assert (report.lengths.tokens, report.lengths.samples) == (ledger.tokens_in, ledger.samples)
+    lost = {loss.reason: (loss.tokens, loss.rows) for loss in report.losses if loss.tokens or loss.rows}
+    counted = {
+        reason: (ledger.dropped[reason], count) for reason, count in ledger.dropped_samples.items() if count
+    }
+    if ledger.untrained:  # also where they are not dropped, the report says how many train nothing
+        counted.setdefault("untrained", (0, ledger.untrained))
+    assert lost == counted
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_sample_comes_near_and_says_how_near(name: str, corpus: Any, whole: Any) -> None:
+    sampled, true = inspect_dataset(corpus(name), rows=200, shape=RunShape(**STEPS)), whole(name)
+    assert not sampled.coverage.exact
+    assert sampled.coverage.rows_in_all == pytest.approx(true.coverage.rows, rel=0.15)
+    assert sampled.coverage.error > 0
+    for each in sampled.outcomes:
+        expected = outcome(true, each.name)
+        assert abs(each.padding - expected.padding) < 4 * each.error + 0.01, each.name
+        near = 4 * sampled.coverage.error + 4 * each.error + 0.02
+        assert each.packs == pytest.approx(expected.packs, rel=near), each.name
+        assert each.steps == pytest.approx(expected.steps, rel=near), each.name
+    fractions = {loss.reason: loss.fraction for loss in true.losses}
+    for loss in sampled.losses:
+        assert abs(loss.fraction - fractions[loss.reason]) <= 4 * loss.error + 0.005
+
+
+def test_a_corpus_with_few_more_rows_than_asked_for_is_read_whole(corpus: Any, whole: Any) -> None:
+    rows = whole("flan").coverage.rows
+    assert inspect_dataset(corpus("flan"), rows=round(rows / 1.3)).coverage.exact
+    assert not inspect_dataset(corpus("flan"), rows=round(rows / 2)).coverage.exact
+
+
+@pytest.mark.filterwarnings("ignore:.*leak:UserWarning")
+@pytest.mark.parametrize(
+    "method", ["random_padding", "minibatch_packing", "multipack", "exact_fit", "fixed_length_posid"]
+)
+def test_a_method_is_planned_as_its_loader_plans_it(method: str) -> None:
+    rows = token_rows(log_normal(300, 60, 0.8))
+    overlong = None if "fixed" in method else "truncate"
+    loader = method_loader(rows, method=method, max_seq_len=512, batch_size=2, overlong=overlong)
+    batches = list(loader)
+    held = sum(batch.num_tokens for batch in batches)
+    shape = RunShape(batch_size=2, method=method)
+    report = inspected(rows, max_seq_len=512, overlong=overlong or "split", shape=shape)
+    assert report.chosen.name == method
+    assert report.chosen.packs == sum(len(batch.tokens) for batch in batches)
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    assert report.chosen.padding == pytest.approx(1 - held / tokens, abs=1e-12)
+
+
+def test_rows_that_stop_a_run_are_counted_and_named() -> None:
+    rows: list[Any] = token_rows([5, 90, 7, 3, 80])
+    rows[3] = {"tokens": [], "labels": []}
+    rows += [{"tokens": "no ids"}, {"tokens": "none"}, {"tokens": [1, 2], "labels": [1]}]
+    report = inspected(rows, max_seq_len=16, num_lanes=1)
+    found = {loss.reason: (loss.rows, loss.tokens, loss.stops) for loss in report.losses}
+    assert found == {"overlong": (2, 170, True), "empty": (1, 0, True), "bad": (3, 0, True)}
+    examples = {loss.reason: loss.examples for loss in report.losses}
+    assert examples["overlong"] == ["sample 1: 90 tokens", "sample 4: 80 tokens"]
+    assert [(each.split(":")[0], each[-9:]) for each in examples["bad"]] == [
+        ("sample 5", " (2 such)"),
+        ("sample 7", " (1 such)"),
+    ]
+    assert report.chosen.packs == 1
+    with pytest.raises(
+        ValueError, match=r"none of the 2 rows looked at can be packed \(2 overlong\): sample 0: 90"
+    ):
+        inspected(token_rows([90, 80]), max_seq_len=16)
+
+
+def test_longest_rows_and_trained_tokens() -> None:
+    lengths = inspected(token_rows([10, 30, 20], prompt=0.5), max_seq_len=64).lengths
+    assert [(row.tokens, row.trained, row.place) for row in lengths.longest] == [
+        (30, 15, "sample 1"),
+        (20, 10, "sample 2"),
+        (10, 5, "sample 0"),
+    ]
+    assert (lengths.tokens, lengths.trained, lengths.masked) == (60, 30, 30)
+    assert sum(count for *_, count in lengths.histogram) == 3
+    assert all(start < stop for start, stop, _ in lengths.histogram)
+    assert lengths.quantiles["0.5"] == 20
+
+
+def mixture(stop: str) -> Mix:
+    short = token_rows(log_normal(300, 20, 0.4), prompt=0.2)
+    long = token_rows(log_normal(60, 150, 0.4), prompt=0.5)
+    return Mix([entry("short", short, 0.7), entry("long", long, 0.3)], stop=stop)
+
+
+@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])
+@pytest.mark.parametrize("rows", [None, 200])
+def test_a_mixture(stop: str, rows: int | None) -> None:
+    settings: dict[str, Any] = {"max_seq_len": 256, "overlong": "truncate", "shuffle": True, "num_lanes": 2}
+    mixed = IterablePackedDataset(mixture(stop), **settings)
+    packs, stats = sum(1 for _ in mixed), mixed.source_stats()
+    report = inspect_dataset(
+        IterablePackedDataset(mixture(stop), **settings), rows=rows, shape=RunShape(max_steps=10)
+    )
+    assert report.chosen.packs == (packs if rows is None else pytest.approx(packs, rel=0.1))
+    near = 1e-12 if rows is None else 0.05
+    assert report.chosen.padding == pytest.approx(mixed.ledger().padding, abs=near)
+    trained = sum(each.trained for each in stats.values())
+    for share in report.sources:
+        assert share.fraction == pytest.approx(stats[share.name].trained / trained, abs=0.03)
+        read = stats[share.name].samples / (300 if share.name == "short" else 60)
+        assert share.passes == pytest.approx(read, rel=0.15)
+        assert share.passes_in_run == pytest.approx(share.passes * 10 / report.chosen.packs)
+
+
+def test_an_endless_mixture_is_read_until_each_source_was_read_once() -> None:
+    settings: dict[str, Any] = {"max_seq_len": 256, "overlong": "truncate"}
+    endless = inspected(mixture("never"), epochs=None, **settings)
+    assert endless.outcomes == inspected(mixture("all_exhausted"), **settings).outcomes
+
+
+def test_a_stream_of_unknown_length() -> None:
+    rows = token_rows(log_normal(500, 60, 0.8))
+    report = inspect_dataset(IterablePackedDataset(lambda: iter(rows), max_seq_len=2048), rows=100)
+    assert (report.coverage.rows, report.coverage.rows_in_all) == (100, None)
+    assert any("does not tell its size" in line for line in report.assumed)
+    assert all(math.isfinite(each.padding) and math.isfinite(each.steps) for each in report.outcomes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "packs_per_step", "batch_size"), [(1, 3, 2), (2, 2, 1), (2, 6, 2), (4, 8, 1), (2, 3, 1)]
+)
+def test_ranks_and_batches_decide_the_steps(ranks: int, packs_per_step: int, batch_size: int) -> None:
+    rows = token_rows(log_normal(120, 60, 0.8))
+    settings: dict[str, Any] = {"max_seq_len": 512, "num_lanes": 4}
+    topology = Topology(ranks=ranks, batch_size=batch_size)
+    ran = run(lambda: IterablePackedDataset(rows, **settings), topology, packs_per_step=packs_per_step)
+    shape = RunShape(ranks=(ranks,), batch_size=batch_size, packs_per_step=packs_per_step)
+    batches_per_step = -(-packs_per_step // (ranks * batch_size))
+    assert inspected(rows, **settings, shape=shape).chosen.steps == len(ran.batches[0]) / batches_per_step
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_expected_wait_for_the_slowest_rank_is_that_of_a_run(ranks: int) -> None:
+    """As packs are planned, and handed out by their attention cost: attention of the slowest rank over the mean."""
+    rows = token_rows(log_normal(6000, 80, 1.2))
+    settings: dict[str, Any] = {"max_seq_len": 512, "overlong": "truncate", "num_lanes": ranks}
+    shape = RunShape(ranks=(ranks,))
+    [expected] = inspected(rows, **settings, balance_window=16, shape=shape).attention.imbalance
+    assert expected.planned > expected.balanced > 1
+    for window, ratio in ((0, expected.planned), (16, expected.balanced)):
+        lanes: list[list[int]] = [[] for _ in range(ranks)]
+        for pack in IterablePackedDataset(rows, **settings, balance_window=window).stream():
+            lanes[pack.lane].append(sum(n * (n + 1) // 2 for n in pack.seq_lens))
+        steps = np.array(list(zip(*lanes, strict=False)), np.float64)
+        measured = float((steps.max(1) / steps.mean(1)).mean())
+        assert ratio - 1 == pytest.approx(measured - 1, rel=0.2)
+
+
+@pytest.mark.parametrize("name", CORPORA)
+@pytest.mark.parametrize("way", [{}, {"split_across_pack": True}, {"balance_window": 4}, {"pad_seqs_to": 8}])
+def test_the_first_packs_are_those_of_a_run(name: str, way: dict[str, Any], corpus: Any) -> None:
+    """Rows, texts, what is trained, and boundaries; a window is planned of lane 0 alone."""
+    run = corpus(name, **way)
+    stream = [pack for pack in run.stream() if "balance_window" not in way or pack.lane == 0]
+    views = inspect_dataset(corpus(name, **way), rows=100, packs=5, shape=RunShape(ranks=(1,))).packs
+    assert len(views) == 5
+    for view, pack in zip(views, stream, strict=False):
+        assert (view.lane, view.number, view.max_seq_len) == (pack.lane, pack.number, pack.tokens.size)
+        ends = np.cumsum([0, *pack.seq_lens]).tolist()
+        assert view.cu_seqlens == [*ends, *[pack.tokens.size] * (ends[-1] < pack.tokens.size)]
+        for sequence, fragment in zip(view.sequences, pack.fragments, strict=True):
+            found, stop = run.trace(fragment), sequence.start + sequence.length
+            assert sequence.place == found["place"]
+            assert sequence.of_sample == (fragment.start, fragment.stop)
+            assert sequence.stop - stop == sequence.padding == fragment.padding
+            assert pack.tokens[sequence.start : stop].tolist() == found["tokens"]
+            assert sequence.trained == np.count_nonzero(pack.labels[sequence.start : stop] != IGNORE_INDEX)
+            assert [sequence.start, *(each.stop for each in sequence.runs)] == [
+                *(each.start for each in sequence.runs), stop
+            ]  # fmt: skip
+            for each in sequence.runs:
+                labels = pack.labels[max(each.start, sequence.start + 1) : each.stop]
+                assert ((labels != IGNORE_INDEX) == each.trained).all()
+            texts = [each.text or "" for each in sequence.runs]
+            assert "[...]" in "".join(texts) or "".join(texts) == found.get("text", "")
+
+
+def test_the_packs_of_groups_say_which_sequence_continues_which() -> None:
+    """Positions go on behind a prompt, and first tokens of answers count as trained."""
+    settings: dict[str, Any] = {"encoder": Pairs(), "max_seq_len": 48, "overlong": "drop", "num_lanes": 1}
+    views = inspected(numbered(60), **settings).packs
+    packs = list(IterablePackedDataset(numbered(60), **settings))[: len(views)]
+    answers = 0
+    for view, batch in zip(views, (collate_packed([pack]) for pack in packs), strict=True):
+        positions = [i for first, last in view.positions for i in range(first, last + 1)]
+        assert positions == batch.input_pos[0].tolist()
+        assert sum(sequence.trained for sequence in view.sequences) == batch.num_trained
+        parents = [-1] * len(view.sequences) if batch.groups is None else list(batch.groups.parents[0])
+        assert [sequence.parent for sequence in view.sequences] == parents[: len(view.sequences)]
+        answers += sum(parent != -1 for parent in parents)
+    assert answers > 5
+
+
+def test_memory_does_not_grow_with_the_rows() -> None:
+    """Of a row, only some numbers stay; its tokens would take 900 bytes."""
+
+    def peak(count: int) -> int:
+        rows = [{"input_ids": list(range(number % 50 + 2))} for number in range(count)]
+        tracemalloc.start()
+        inspected(rows, max_seq_len=64)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert (peak(3_000) - peak(1_000)) / 2_000 < 120
+
+
+FITTING = token_rows(log_normal(3000, 60, 0.6))
+ADVICE: dict[str, tuple[dict[str, Any], str]] = {
+    "Pack by exact_fit": ({"strategy": "next_fit"}, "strategy: exact_fit"),
+    "Use fewer lanes": ({"num_lanes": 40}, "num_lanes: 1"),
+    "Give every consumer a lane": ({"shape": RunShape(ranks=(2,), workers=2)}, "num_lanes: 4"),
+    "Say what to do with samples longer than max_seq_len": (
+        {"rows": [*FITTING, *token_rows([900])], "overlong": "error"},
+        "# or keep them whole: max_seq_len: 1024",
+    ),
+    "Raise max_seq_len": ({"rows": [*FITTING, *token_rows([1900] * 9)]}, "max_seq_len: 2048"),
+    "Keep long samples in pieces": ({"rows": [*FITTING, *token_rows([90_000] * 9)]}, "overlong: split"),
+    "Leave out samples that train nothing": (
+        {"rows": [*FITTING, *token_rows([60] * 90, prompt=1)]},
+        "untrained: drop",
+    ),
+    "Mend or skip the rows that cannot be read or encoded": (
+        {"rows": [*FITTING, {"tokens": "none"}]},
+        "on_bad_record: skip",
+    ),
+    "Let ranks and batches divide the packs of a step": (
+        {"shape": RunShape(ranks=(1,), batch_size=4, packs_per_step=6)},
+        "packs_per_step: 8",
+    ),
+    "Hand packs out by attention cost": (
+        {"rows": token_rows(log_normal(4000, 60, 1.3)), "num_lanes": 4, "shape": RunShape(ranks=(4,))},
+        "balance_window: 64",
+    ),
+    "Mind the number of optimizer steps": (
+        {"rows": FITTING[:300], "shape": RunShape(ranks=(1,), batch_size=2)},
+        "packs_per_step: 1",
+    ),
+}
+
+
+def advice(rows: Any = FITTING, **settings: Any) -> dict[str, Any]:
+    own = {"max_seq_len": 512, "num_lanes": 1, "shuffle": True, "overlong": "truncate", **settings}
+    return {each.title: each for each in inspected(rows, **own).advice}
+
+
+@pytest.mark.parametrize("title", ADVICE)
+def test_a_recommendation_says_why_and_is_yaml_that_a_config_takes(title: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    settings, line = ADVICE[title]
+    found = advice(**settings)
+    assert title in found, list(found)
+    assert line in found[title].yaml
+    assert any(letter.isdigit() for letter in found[title].why)
+    lines = yaml.safe_load(found[title].yaml)
+    IterablePackedDataset(FITTING, **{"max_seq_len": 512, **lines.pop("data", {})})
+    assert set(lines) <= {"packs_per_step", "batch_size", "num_workers"}
+
+
+def test_nothing_is_recommended_where_nothing_is_to_gain() -> None:
+    assert advice() == {}
+
+
+def test_groups_are_not_advised_to_be_split() -> None:
+    lengths = [*((i, 20) for i in range(1, 300)), *((301 + i, 3000) for i in range(9))]
+    rows = [{"i": i, "n": n} for i, n in lengths]
+    settings: dict[str, Any] = {"encoder": Pairs(), "max_seq_len": 64}
+    found = advice(rows, **settings, overlong="error")["Say what to do with samples longer than max_seq_len"]
+    assert found.yaml == "data:\n  overlong: truncate  # or drop"
+    assert "Keep long samples in pieces" not in advice(rows, **settings, overlong="drop")

@@ -1,0 +1,268 @@
+"""`streampack inspect`: what it prints, its page, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rich.text import Text
+from torch.utils.flop_counter import FlopCounterMode
+
+from streampack import cli
+from tests.harness.hf_tokenizers import byte_level
+from tests.harness.html import EVIL, Parsed, parsed
+from tests.harness.inspection import chats
+from tests.harness.tiny import mixed_config, tiny_config
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_level().save_pretrained(folder)
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The same report as JSON, as printed, and as a page."""
+
+    report: dict[str, Any]
+    printed: str
+    page: Parsed
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        return self.printed, self.page.text
+
+
+def inspect(folder: Path, *words: str) -> Shown:
+    json_file, page, printed = folder / "report.json", folder / "report.html", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert cli.main(["inspect", *words, "--json", str(json_file), "--html", str(page)]) == 0
+    assert printed.getvalue().endswith(f"\nthe page: {page}\n")
+    return Shown(json.loads(json_file.read_text()), printed.getvalue(), parsed(page.read_text()))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Shown:
+    """Two files of conversations, of which some cannot be encoded."""
+    folder = tmp_path_factory.mktemp("files")
+    paths = [str(chats(folder / f"{name}.jsonl", 60, seed=seed)) for seed, name in enumerate("ab")]
+    words = [paths[0], "--tokenizer", tokenizer, paths[1], "--max-seq-len", "512", "--all", "--ranks", "2,4"]
+    return inspect(folder, *words)
+
+
+def test_the_figures_shown_are_those_of_the_report(files: Shown) -> None:
+    report, lines = files.report, files.printed.splitlines()
+    assert (report["version"], report["coverage"]["rows"], report["coverage"]["exact"]) == (1, 120, True)
+    assert (report["settings"]["ranks"], report["settings"]["max_seq_len"]) == (2, 512)
+    assert [each["ranks"] for each in report["attention"]["imbalance"]] == [2, 4]
+    for outcome in report["outcomes"]:
+        figures = (f"{100 * outcome['padding']:.2f} %", f"{outcome['tokens']:,.0f}")
+        rows = [line for line in lines if line.startswith(f"{outcome['name']} ")]
+        assert any(all(figure in row for figure in figures) for row in rows)
+        assert all(figure in files.page.text for figure in figures)
+    [chosen] = [outcome for outcome in report["outcomes"] if outcome["chosen"]]
+    assert f"padding {100 * chosen['padding']:.2f} %, {chosen['steps']:,.0f} steps an epoch" in files.printed
+    words = [advice["title"] for advice in report["advice"]] + [
+        f"{loss['rows']:,}" for loss in report["losses"]
+    ]
+    words += ["exact_fit", "yours", "split_across_pack", "mini-batches", "cu_seqlens", "slowest / mean"]
+    words += ["on_bad_record: skip", *report["assumed"][1:]]
+    for word in words:
+        assert all(word in " ".join(text.split()) for text in files.texts), word
+    assert all(row["place"] in files.page.text for row in report["lengths"]["longest"])
+
+
+def test_each_sequence_of_a_pack_on_the_page_has_its_row_and_text(files: Shown) -> None:
+    packs, page = files.report["packs"], files.page
+    sequences = [sequence for pack in packs for sequence in pack["sequences"]]
+    assert page.tags["button"] == page.tags["template"] == len(sequences)
+    assert set(page.values("data-detail")) <= set(page.values("id"))
+    assert page.values("tabindex").count("0") >= len(packs), "a pack is one stop of the tab key"
+    for sequence in sequences:
+        assert any(sequence["place"] in about for about in page.values("aria-label"))
+        for run in sequence["runs"][:2]:
+            assert run["text"][:60] in page.text
+
+
+@pytest.mark.parametrize(("columns", "limit"), [(None, 110), (60, 60), (200, 200)])
+def test_no_line_is_wider_than_the_terminal(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, columns: int | None, limit: int
+) -> None:
+    if columns:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", str(columns))
+    chats(tmp_path / "a.jsonl", 30)
+    monkeypatch.chdir(tmp_path)
+    shown = inspect(Path(), "a.jsonl", "--tokenizer", tokenizer, "--max-seq-len", "512").printed
+    assert max(Text.from_ansi(line).cell_len for line in shown.splitlines()) <= limit
+
+
+def test_square_brackets_of_the_data_are_printed_as_they_are(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich would take them for styles, and a slash in them for an error."""
+    monkeypatch.chdir(tmp_path)
+    Path("f[").mkdir()
+    name = "f[/].jsonl"
+    Path(name).write_text('{"text": "[/x] [red]text[/red]"}\n{"[/y]": 1}\n')
+    words = [glob.escape(name), "--tokenizer", tokenizer, "--max-seq-len", "512"]
+    shown = inspect(tmp_path, *words).printed
+    assert shown.count(name) >= 2
+    assert "[/y]" in shown
+
+
+def test_texts_of_the_data_never_become_markup(tmp_path: Path, tokenizer: str) -> None:
+    """Nor do the names of files, columns and sources."""
+    config = mixed_config(tmp_path)
+    config.tokenizer = {"_component_": "streampack.HFTokenizer", "path": tokenizer}
+    evil_name = EVIL.replace("/", "")  # names of files and of sources have no slash
+    for number, source in enumerate(config.data.source.sources):
+        path = tmp_path / f"{evil_name}{number}.jsonl"
+        path.write_text((json.dumps({"line": EVIL}) + "\n") * 20 + json.dumps({EVIL: 1}) + "\n")
+        source.source.paths, source.name = str(path), f"{evil_name} {number}"
+    config.data.max_seq_len = config.model.max_seq_len = 512
+    config.data.on_bad_record, config.model.vocab_size = "skip", 400
+    OmegaConf.save(config, tmp_path / "my.yaml")
+    shown = inspect(tmp_path, "--config", str(tmp_path / "my.yaml"))
+    assert [source["name"] for source in shown.report["sources"]] == [f"{evil_name} 0", f"{evil_name} 1"]
+    assert EVIL in shown.report["packs"][0]["sequences"][0]["runs"][0]["text"]
+    assert shown.page.text.count(EVIL) > 10
+    assert any(evil_name in about for about in shown.page.values("aria-label"))
+    assert any("</script>" in example for loss in shown.report["losses"] for example in loss["examples"])
+
+
+MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "42"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"messages": MESSAGES}, "<|im_start|>assistant"),
+        ({"conversations": MESSAGES}, "<|im_start|>assistant"),
+        ({"prompt": "hello", "completion": "42"}, "hello"),
+        ({"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": MESSAGES[1:]}, "42"),
+        ({"prompt": "hello", "completions": ["42", "hi"], "rewards": [1, 0]}, "hello"),
+        ({"text": "hello"}, "hello"),
+        ({"content": "hello", "id": 1}, "hello"),
+        ({"input_ids": [1, 2]}, ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_the_encoder_follows_from_the_columns(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], row: dict[str, Any], shown: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 3)
+    words = ["--max-seq-len", "64", "--rows", "2", "--packs", "1", "--json", "-"]
+    if "input_ids" not in row:
+        words += ["--tokenizer", tokenizer]
+    assert cli.main(["inspect", str(path), *words]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    [pack] = report["packs"]
+    texts = "".join(run["text"] or "" for each in pack["sequences"] for run in each["runs"])
+    assert shown in texts
+    assert captured.err == ""
+
+
+REFUSED: dict[tuple[str, ...], tuple[int, str]] = {
+    (): (2, "name files, or a config"),
+    ("a.jsonl",): (2, "--max-seq-len is missing"),
+    ("a.jsonl", "--max-seq-len", "9"): (1, "name the tokenizer of the model, --tokenizer PATH"),
+    ("none.jsonl", "--max-seq-len", "9"): (1, "none.jsonl"),
+    ("odd.jsonl", "--max-seq-len", "9"): (1, "the rows have the columns x, and none of messages"),
+    ("a.jsonl", "--max-seq-len", "9", "--ranks", "two"): (2, "--ranks two is no list of numbers"),
+    ("a.jsonl", "--max-seq-len", "9", "--rows", "0"): (2, "--rows 0 is below 1"),
+    ("a.jsonl", "--nonsense"): (2, "unrecognized arguments: --nonsense"),
+    ("a.jsonl", "--all", "--rows", "5"): (2, "not allowed with argument"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_what_cannot_be_inspected(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chats(Path("a.jsonl"), 3)
+    Path("odd.jsonl").write_text('{"x": 1}\n')
+    status, message = REFUSED[words]
+    assert cli.main(["inspect", *words]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_without_rich_it_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"input_ids": [1, 2]}\n')
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ["inspect", str(path), "--max-seq-len", "4"]
+    assert cli.main(words) == 2
+    assert "pip install 'streampack[inspect]'; or write JSON: --json FILE" in capsys.readouterr().err
+    assert cli.main([*words, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 1
+
+
+def of_config(folder: Path, config: Any, *words: str) -> Shown:
+    """Inspect a config, which writes nothing beside the report."""
+    OmegaConf.save(config, folder / "my.yaml")
+    before = sorted(folder.rglob("*"))
+    shown = inspect(folder, "--config", str(folder / "my.yaml"), *words)
+    assert sorted(folder.rglob("*")) == sorted({*before, folder / "report.json", folder / "report.html"})
+    return shown
+
+
+def test_a_config_is_inspected_as_its_run_would_read_it(tmp_path: Path) -> None:
+    shown = of_config(tmp_path, mixed_config(tmp_path), "data.buffer_size=8", "data.pad_seqs_to=4")
+    report, settings = shown.report, shown.report["settings"]
+    assert (settings["packs_per_step"], settings["padded_batch"], settings["buffer_size"]) == (4, 2, 8)
+    assert [share["name"] for share in report["sources"]] == ["counting", "words"]
+    assert sum(share["fraction"] for share in report["sources"]) == pytest.approx(1)
+    assert all("counting" in text for text in shown.texts)
+    [chosen] = [outcome for outcome in report["outcomes"] if outcome["chosen"]]
+    cost = f"of which pad_seqs_to=4 costs {100 * chosen['sequence_ends']:.2f} %"
+    assert all(cost in " ".join(text.split()) for text in shown.texts)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_of_the_model_are_those_that_torch_counts(tmp_path: Path, tied: bool) -> None:
+    """On a CPU, torch's counter leaves attention out; that is 12 operations a pair of tokens, layer and channel."""
+    from torchtune.models.llama3 import llama3
+    from torchtune.models.llama3_2 import llama3_2
+
+    config = tiny_config(tmp_path)
+    config.model._component_ = f"torchtune.models.{'llama3_2.llama3_2' if tied else 'llama3.llama3'}"
+    shown = of_config(tmp_path, config)
+    report = shown.report
+    sizes = {name: value for name, value in config.model.items() if name != "_component_"}
+    model = (llama3_2 if tied else llama3)(**sizes)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 32, dtype=torch.long)).sum().backward()
+    pairs = 12 * 16 * report["attention"]["mean"]
+    assert report["settings"]["parameters"] == sum(weight.numel() for weight in model.parameters())
+    share = pairs / (counter.get_total_flops() + pairs)
+    assert report["attention"]["share_of_work"] == pytest.approx(share)
+    [chosen] = [outcome for outcome in report["outcomes"] if outcome["chosen"]]
+    assert chosen["flops_speedup"] > chosen["speedup"] > 1, "padding attends to padding, too"
+    assert "by the model's operations" in shown.page.text
+
+
+def test_a_method_of_a_config_replaces_the_strategy(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    for name in ("buffer_size", "num_lanes"):
+        del config.data[name]
+    shown = of_config(tmp_path, config, "data.method=multipack")
+    assert (shown.report["settings"]["filled_by"], shown.report["packs"]) == ("multipack", [])

@@ -1,0 +1,160 @@
+"""`streampack unpack` and `streampack trace`, on a run that kept its rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
+
+from streampack.cli import main
+from streampack.training.row_losses import ROWS_FOLDER, ranked, read_step
+from tests.harness.runs import whole_run
+from tests.harness.tiny import tiny_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is over, and its config beside it."""
+    folder = whole_run(tmp_path_factory).copy_to(tmp_path_factory.mktemp("copy"))
+    OmegaConf.save(tiny_config(folder, log_rows=True, keep_checkpoints=9), folder / "my.yaml")
+    return folder
+
+
+def out_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_trace_lists_the_steps_with_the_highest_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header, *lines = out_of(capsys, "trace", "--config", str(run / "my.yaml"), "--top", "3").splitlines()
+    assert header.split()[:2] == ["step", "loss"]
+    assert len(lines) == 3
+    losses = [float(line.split()[1]) for line in lines]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_trace_shows_the_rows_of_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = out_of(capsys, "trace", str(run / "my.yaml"), "--step", "3", "--top", "4")
+    title, header, *lines = text.splitlines()
+    rows = ranked(read_step(run / "out" / ROWS_FOLDER, 3))
+    assert title == f"step 3: loss {rows[0].step_loss / rows[0].step_weight:.3f}, {len(rows)} sequences"
+    assert header.split() == ["excess", "share", "loss", "tokens", "row"]
+    assert len(lines) == 4
+    texts = [json.loads(line)["text"] for line in (run / "rows.jsonl").read_text().splitlines()]
+    for line, row in zip(lines, rows, strict=False):
+        excess, share, mean, tokens, place, text = line.split(maxsplit=5)
+        assert (excess, share) == (f"{row.excess:+.2%}", f"{row.share:.2%}")
+        assert float(mean) == pytest.approx(row.mean, abs=1e-3)
+        assert int(tokens) == row.fragment.stop - row.fragment.start
+        assert text == texts[int(place.rstrip(":").rpartition(":")[2]) - 1]
+
+
+def test_trace_says_what_is_not_what_was_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row that changed, and a file that is no longer there."""
+    config = tiny_config(tmp_path, log_rows=True, max_steps=3)
+    (tmp_path / "data").mkdir()
+    texts = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    for number in range(2):
+        (tmp_path / "data" / f"{number}.jsonl").write_text("".join(texts[200 * number : 200 * (number + 1)]))
+    config.data.source.paths = str(tmp_path / "data")
+    OmegaConf.save(config, tmp_path / "my.yaml")
+    train(config)
+    capsys.readouterr()
+    assert {row.fragment.row_id[0] for row in read_step(tmp_path / "out" / ROWS_FOLDER, 2)} == {0, 1}
+    words = ["trace", str(tmp_path / "my.yaml"), "--step", "2", "--top", "99"]
+
+    first = tmp_path / "data" / "0.jsonl"
+    first.write_text(first.read_text().replace("cat", "dog"))  # as long, so that rows begin where they did
+    lines = out_of(capsys, *words).splitlines()[2:]
+    changed = [line for line in lines if "(not what was trained on: it changed since, or files" in line]
+    assert changed
+    assert all("dog" in line for line in changed)
+
+    first.unlink()
+    lines = out_of(capsys, *words).splitlines()[2:]
+    assert any("of file 1, which there is no more: files were removed since" in line for line in lines)
+    # What is found by the number of a file is never shown as if it were the row.
+    reasons = ("there is no more", "(not what was trained on", "cannot be read any more")
+    assert all(any(reason in line for reason in reasons) for line in lines)
+
+
+def test_unpack_shows_the_packs_of_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = out_of(capsys, "unpack", str(run / "my.yaml"), "--step", "7")
+    assert text.count("── sequence") == len(read_step(run / "out" / ROWS_FOLDER, 7))
+    assert text.count(" of 4 in step 7: ") == 4
+    assert (
+        out_of(capsys, "unpack", str(run / "my.yaml"), "--step", "7", "--packs", "1").count(" in step 7: ")
+        == 1
+    )
+
+
+BOLD, DIM, SPECIAL, END = "\x1b[1m", "\x1b[2m", "\x1b[1;7m", "\x1b[0m"
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row", "shown"),
+    [
+        ("TextEncoder", {"text": "red cat"}, f"{SPECIAL}<1>{END}{BOLD}red cat{END}{SPECIAL}<2>{END}\n"),
+        (
+            "TokensEncoder",
+            {"tokens": [8, 3, 4, 5], "labels": [-100, -100, -100, 5]},
+            f"{DIM}8 3 4 {END}{BOLD}5 {END}\n",
+        ),
+        ("TokensEncoder", {"tokens": [8, 3, 4, 5], "labels": [8, 3, 4, 5]}, f"{BOLD}8 3 4 5 {END}\n"),
+    ],
+    ids=["text", "masked ids", "ids"],
+)
+def test_unpack_shows_what_is_trained(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    encoder: str,
+    row: dict[str, object],
+    shown: str,
+) -> None:
+    """Trained text is bold and masked text dim; tokens that decode to nothing are shown by their ids, reversed."""
+    config = tiny_config(tmp_path, **{"data.pad_seqs_to": 8, "data.num_lanes": 1, "validation": None})
+    Path(config.data.source.paths).write_text(f"{json.dumps(row)}\n")
+    config.data.encoder = {"_component_": f"streampack.{encoder}"}
+    OmegaConf.save(config, tmp_path / "my.yaml")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = out_of(capsys, "unpack", str(tmp_path / "my.yaml"), "--packs", "1")
+    assert shown in text
+    assert "4 tokens" in text
+    assert "4 of padding" in text
+
+
+def test_unpack_shows_the_first_packs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(run.rglob("*"))
+    text = out_of(capsys, "unpack", str(run / "my.yaml"), "--packs", "3", "output_dir=nowhere")
+    assert text.count("\npack ") == 3
+    assert sorted(run.rglob("*")) == before
+    assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("trace --step 99", 1, "rows has no rows of step 99; it has steps 1 to 12"),
+        ("trace output_dir=nowhere", 1, "nowhere/rows has no rows; a run keeps them with log_rows: true"),
+        ("trace --by size", 2, "--by size is none of excess, share, mean"),
+        ("trace --top 0", 2, "--top 0 is below 1"),
+        ("unpack --packs 0", 2, "--packs 0 is below 1"),
+        ("unpack --step 0", 1, "step 0 cannot be: steps are counted from 1"),
+        ("unpack --step 3 output_dir=nowhere", 1, "nowhere/checkpoints holds no checkpoint of a run"),
+        ("unpack --step 3 seed=9", 1, "seed"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str], words: str, status: int, said: str
+) -> None:
+    command, *rest = words.split()
+    assert main([command, "--config", str(run / "my.yaml"), *rest]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
