@@ -72,10 +72,11 @@ def lines_without_blank_ones_counted() -> None:
 
     def make(good: Any) -> Any:
         def locate(self: Any, row_id: Any) -> str:
+            shown = str(good(self, row_id))
+            path, _, line = shown.rpartition(":")
             file, offset = self.files[row_id[0]], row_id[1]
-            path, _, line = good(self, row_id).rpartition(":")
             if not line.isdecimal() or not file.seekable:
-                return str(good(self, row_id))
+                return shown
             lines = Path(file.path).read_bytes()[:offset].split(b"\n")[:-1]
             return f"{path}:{int(line) - sum(not each.strip() for each in lines)}"
 
