@@ -60,24 +60,18 @@ format: setup  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to the first batch; writes benchmarks/results/
+bench: $(VENV)/.installed-bench  ## density and speed beside the peers', and all figures of README and docs; writes benchmarks/results/
 	$(BIN)/python -m benchmarks.density $(ARGS)
-	$(BIN)/python -m benchmarks.start
-	$(BIN)/python -m benchmarks.multipack
-	$(BIN)/python -m benchmarks.tokens
 	$(BIN)/python -m benchmarks.inputs
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.scale
-	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.straggling
 	$(BIN)/python -m benchmarks.even_steps
-	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.groups
 	$(BIN)/python -m benchmarks.scoring
 	$(BIN)/python -m benchmarks.mixers
 	$(BIN)/python -m benchmarks.prefill
 	$(BIN)/python -m benchmarks.balance_loss
-	$(BIN)/python -m benchmarks.plot
 
 models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now; ARGS="-k bloom" for some
 	mkdir -p build && rm -f build/models.jsonl

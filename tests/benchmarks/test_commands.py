@@ -10,28 +10,17 @@ import pytest
 
 from benchmarks import (
     groups,
-    growth,
     inputs,
-    lanes,
     mixers,
     prefill,
     scoring,
     straggling,
     text,
-    tokens,
-    waiting,
 )
 from tests.harness.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.mark.slow
-def test_tokens_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    tokens.main(["--smoke"])
-    out = capsys.readouterr().out
-    assert len(re.findall(r"^\| 1,000 |^\| 30,000 ", out, re.MULTILINE)) == 6
 
 
 @pytest.mark.slow
@@ -55,22 +44,6 @@ def test_text_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_lanes_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    lanes.main(["--smoke"])
-    assert len(re.findall(r"^\| (?:parquet|jsonl) +\| +64 ", capsys.readouterr().out, re.MULTILINE)) == 2
-
-
-@pytest.mark.slow
-def test_growth_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    growth.main(["--smoke"])
-    out = capsys.readouterr().out
-    assert len(re.findall(r"^\| (?:1,024|4,096|10,000|100,000) ", out, re.MULTILINE)) == 4
-    memory = [int(found) for found in re.findall(r"^\| [0124] +\|.* (\d+) \|$", out, re.MULTILINE)]
-    assert len(memory) == 4
-    assert memory[3] > memory[1]  # four workers, and one
-
-
-@pytest.mark.slow
 def test_straggling_runs(capsys: pytest.CaptureFixture[str]) -> None:
     straggling.main(["--smoke"])
     found = re.search(
@@ -80,14 +53,6 @@ def test_straggling_runs(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert found is not None
     assert 1 <= float(found[2]) < float(found[1])  # with a window, and as planned
-
-
-@pytest.mark.slow
-def test_waiting_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchtune")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # what it sets goes away with the test
-    waiting.main(["--smoke"])
-    assert len(re.findall(r"^\| [01] +\| +2 \| ", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
 def test_a_share_of_the_text_is_nobody_elses(tmp_path: Path) -> None:
