@@ -5,7 +5,6 @@ Run ``python -m benchmarks.balance_loss``; README.md in this folder explains the
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -118,12 +117,12 @@ def row(name: str, window: int, results: Sequence[Result], without: Sequence[Res
     ]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = report.parser(__doc__, smoke="two seeds, few samples")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=report.cpu_count())
-    options: argparse.Namespace = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     seeds = range(2 if options.smoke else options.seeds)
     cases = [(name, window, seed) for name in DATA for seed in seeds for window in WINDOWS]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
@@ -133,17 +132,14 @@ def main(arguments: list[str] | None = None) -> None:
     for name in DATA:
         results = {window: [found[name, window, seed] for seed in seeds] for window in WINDOWS}
         rows += [row(name, window, results[window], results[0]) for window in WINDOWS]
-    text = (
-        f"{len(seeds)} seeds of weights and order, {EPOCHS} epoch, {LANES} lanes, a pack of each in every step. How to "
-        "read it: ../README.md."
-    )
     report.publish(
-        "balance-loss",
         options,
-        "# Held-out loss with and without balance_window",
-        report.machine_line("streampack", "torch", "torchtune", "numpy"),
-        text,
+        "balance-loss",
+        "Held-out loss with and without balance_window",
+        f"{len(seeds)} seeds of weights and order, {EPOCHS} epoch, {LANES} lanes, a pack of each in every step. "
+        "Explained in ../README.md.",
         report.table(HEADER, rows),
+        packages=["torchtune", "numpy"],
     )
 
 

@@ -33,7 +33,6 @@ IMPORTS = {
     "trl": ["trl", "trl.trainer.sft_trainer"],
     "grain": ["grain.python"],
     "transformers": ["transformers.data.data_collator"],
-    "torchtitan": ["torchtitan.hf_datasets.text_datasets"],
 }
 # An input is measured so long in a round at least.
 LEAST_SECONDS = 0.5
@@ -185,10 +184,6 @@ def contenders(given: Input) -> dict[str, Callable[[], peers.Run]]:
             lambda: peers.stream(lambda: stacked(peers.grain_packs(given.arrays(), **length))),
         ),
         "transformers, flattening": ("transformers", lambda: peers.stream(lambda: flattened(given.arrow))),
-        "torchtitan, cut": (
-            "torchtitan",
-            lambda: peers.stream(lambda: peers.titan_batches(given.arrow(), batch=BATCH, **length)),
-        ),
     }
     return {name: run for name, (package, run) in every.items() if is_installed(package)}
 
@@ -227,39 +222,30 @@ def _measure(run: Callable[[], peers.Run], least: float, sender: Any) -> None:
     before = report.resident_memory("VmRSS") or 0
     run()
     peak = (report.resident_memory("VmHWM") or 0) - before
-    done = [run()]
-    while sum(each.seconds for each in done) < least:
-        done.append(run())
-    median = sorted(done, key=lambda each: each.seconds)[len(done) // 2]
-    sender.send(Measured(median.seconds, median.tokens, median.checksum, peak))
+    done = peers.steady(run, least=least)
+    sender.send(Measured(done.seconds, done.tokens, done.checksum, peak))
 
 
 def draw(name: str, rounds: dict[str, list[Measured]], *, tokens: int, checksum: int) -> str:
     """Format the table of one input."""
-    rows, notes = [], []
+    rows = []
     for packer, runs in rounds.items():
-        ratios = [theirs.seconds / ours.seconds for theirs, ours in zip(runs, rounds[OURS], strict=True)]
+        ratios = report.quotients((run.seconds for run in runs), (run.seconds for run in rounds[OURS]))
         speed = tokens / statistics.median(run.seconds for run in runs) / 1e6
         peak = statistics.median(run.peak for run in runs) / 1e6
         rows.append([packer, f"{speed:.1f}", *report.median_and_range(ratios), f"{peak:,.0f}"])
-        if any((run.tokens, run.checksum) != (tokens, checksum) for run in runs):
-            notes.append(f"**{packer} changed the tokens**: {tokens:,} in, {runs[0].tokens:,} out.")
-    notes = notes or ["All handed out every token, with the same sum of ids."]
-    return "\n\n".join([f"## {name}", report.table(HEADER, rows), "\n".join(notes)])
+    note = peers.lost_or_added(rounds, tokens=tokens, checksum=checksum)
+    return "\n\n".join([f"## {name}", report.table(HEADER, rows), note])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the tables."""
     parser = report.parser(__doc__, smoke="200 samples, one round")
-    add = parser.add_argument
-    add("--samples", type=int, default=20_000, help="samples with flan-like lengths (%(default)s)")
-    add("--repeats", type=int, default=5, help="rounds; the tables show their medians (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="rounds; the tables show medians (%(default)s)"
+    )
     options = parser.parse_args(arguments)
-    count, repeats, least = options.samples, options.repeats, LEAST_SECONDS
-    if options.smoke:
-        count, repeats, least = 200, 1, 0.0
-    if count < 1 or repeats < 1:
-        parser.error(f"--samples {count} and --repeats {repeats} must be at least 1")
+    count, repeats, least = (200, 1, 0.0) if options.smoke else (20_000, options.repeats, LEAST_SECONDS)
     # torchao logs a line about CUDA extensions when torchtune imports it.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     samples = corpora.samples(corpora.lengths("flan", count=count))
@@ -279,24 +265,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     rounds[packer].append(in_own_process(run, least=least))
             sections.append(draw(name, rounds, tokens=tokens, checksum=checksum))
     report.publish(
-        "inputs",
         options,
-        "# Tokenized data to batches",
-        report.machine_line(
-            "streampack",
-            "torch",
-            "numpy",
-            "torchtune",
-            "trl",
-            "datasets",
-            "pyarrow",
-            "grain",
-            "transformers",
-            "torchtitan",
-        ),
+        "inputs",
+        "Tokenized data to batches",
         f"{count:,} samples with lengths like FLAN's, {tokens:,} tokens, packs of {MAX_SEQ_LEN:,}, batches of {BATCH}, "
         f"one process; medians of {repeats} interleaved rounds. Explained in ../README.md.",
         *sections,
+        packages=["numpy", "torchtune", "trl", "datasets", "pyarrow", "grain", "transformers"],
     )
 
 

@@ -58,6 +58,15 @@ def draw(shape: LogNormal, *, count: int, seed: int, longest: int) -> npt.NDArra
     return np.random.default_rng(seed).permutation(values)
 
 
+def causal_pairs(lengths: Iterable[int]) -> int:
+    """Count the (query, key) pairs that causal attention within sequences of these lengths needs.
+
+    >>> causal_pairs([3, 1])  # 1 + 2 + 3, and 1
+    7
+    """
+    return sum(length * (length + 1) // 2 for length in lengths)
+
+
 def lower_bound(lengths: Iterable[int], max_seq_len: int) -> int:
     """Return the fewest packs that any packer could need: all full but the last."""
     return -(-int(sum(lengths)) // max_seq_len)

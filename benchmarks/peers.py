@@ -11,7 +11,7 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,24 @@ def stream(make: Callable[[], Iterable[dict[str, Any]]]) -> Run:
         packs += 1
         tokens += int(np.count_nonzero(values != PADDING))
         checksum += int(values.sum())
+
+
+def steady(run: Callable[[], Run], *, least: float) -> Run:
+    """Run until ``least`` seconds are measured, and return the run of median time."""
+    done = [run()]
+    while sum(each.seconds for each in done) < least:
+        done.append(run())
+    return sorted(done, key=lambda each: each.seconds)[len(done) // 2]
+
+
+def lost_or_added(done: Mapping[str, Sequence[Any]], *, tokens: int, checksum: int) -> str:
+    """Say which packers' runs did not have all tokens that went in, with their sum of ids."""
+    notes = [
+        f"**{packer} changed the tokens**: {tokens:,} in, {runs[0].tokens:,} out."
+        for packer, runs in done.items()
+        if any((run.tokens, run.checksum) != (tokens, checksum) for run in runs)
+    ]
+    return "\n".join(notes or ["In every row the packs held all tokens, with the same sum of ids."])
 
 
 def torchtune(samples: Samples, *, max_seq_len: int) -> Callable[[], Run]:
@@ -151,31 +169,6 @@ def grain_packs(samples: Any, *, max_seq_len: int, bins: int = 64) -> Iterator[d
             padding_struct={"tokens": PADDING, "labels": -100},
         )
     )
-
-
-def titan_batches(dataset: Any, *, max_seq_len: int, batch: int) -> Iterator[dict[str, Any]]:
-    """Yield the batches of torchtitan's loader of a ``Dataset`` with ``tokens``, which it takes for text and tokenizes.
-
-    It cuts the samples, end to end, into pieces of one token more than a pack, keeps no boundaries, and drops the rest.
-    """
-    import torch
-    from torchtitan.hf_datasets import DatasetConfig, text_datasets
-
-    logging.getLogger().setLevel(logging.ERROR)  # it warns that the data has ended
-    text_datasets.DATASETS["rows"] = DatasetConfig(
-        path="", loader=lambda path: dataset, sample_processor=lambda row: row["tokens"]
-    )
-    packs = text_datasets.HuggingFaceTextDataset("rows", None, _SameIds(), seq_len=max_seq_len)
-    loader = text_datasets.ParallelAwareDataloader(packs, dp_rank=0, dp_world_size=1, batch_size=batch)
-    for found, labels in loader:
-        yield {"tokens": torch.cat([found["input"][:, :1], labels], dim=1)}
-
-
-class _SameIds:
-    """A tokenizer of torchtitan's, for texts that are token ids already."""
-
-    def encode(self, text: list[int], *, add_bos: bool, add_eos: bool) -> list[int]:
-        return text
 
 
 def copy_floor(samples: Samples, *, max_seq_len: int, keep: bool) -> Callable[[], Run]:

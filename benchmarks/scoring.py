@@ -5,9 +5,7 @@ Run ``python -m benchmarks.scoring``; README.md in this folder explains the tabl
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,9 +50,9 @@ def padded(model: Any, requests: Sequence[Request], *, by_length: bool) -> tuple
 
     Sequences are padded on the right, with an attention mask, and logits are made of all tokens.
     """
-    order = range(len(requests))
+    order = list(range(len(requests)))
     if by_length:
-        order = sorted(order, key=lambda number: -len(requests[number][0]) - len(requests[number][1]))  # type: ignore[assignment]
+        order.sort(key=lambda number: -len(requests[number][0]) - len(requests[number][1]))
     found, forwarded = [0.0] * len(requests), 0
     for start in range(0, len(requests), BATCH):
         numbers = order[start : start + BATCH]
@@ -109,56 +107,45 @@ def measure(name: str, requests: Sequence[Request], *, rounds: int) -> list[list
     """Return a row for each way, from passes over the same requests that take turns."""
     plain, model = build(), build()
     inputs = prepare_model_for_packing(model)
+    as_they_come = f"padded, {BATCH} as they come"
     ways: dict[str, Callable[[], tuple[list[float], int]]] = {
         "score": lambda: packed(model, inputs, requests, share=True),
         "score, nothing shared": lambda: packed(model, inputs, requests, share=False),
-        f"padded, {BATCH} as they come": lambda: padded(plain, requests, by_length=False),
+        as_they_come: lambda: padded(plain, requests, by_length=False),
         f"padded, {BATCH} sorted by length": lambda: padded(plain, requests, by_length=True),
     }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    results = {}
-    for number in range(rounds + 1):
-        for way, run in ways.items():
-            begun = time.perf_counter()
-            results[way] = run()
-            if number:  # the first round warms up
-                seconds[way].append(time.perf_counter() - begun)
-    expected = results[list(ways)[2]][0]
+    seconds, results = report.take_turns(ways, rounds=rounds)
     rows = []
-    for way in ways:
-        ratios = [theirs / ours for theirs, ours in zip(seconds[way], seconds["score"], strict=True)]
-        sums, forwarded = results[way]
-        worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(sums, expected, strict=True))
+    for way, (sums, forwarded) in results.items():
+        pairs = zip(sums, results[as_they_come][0], strict=True)
+        worst = max(abs(ours - theirs) / max(1.0, abs(theirs)) for ours, theirs in pairs)
         rows.append(
             [
                 f"{len(requests):,} {name}",
                 way,
                 f"{forwarded:,}",
                 f"{statistics.median(seconds[way]):.2f}",
-                f"{statistics.median(ratios):.2f}",
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                *report.median_and_range(report.quotients(seconds[way], seconds["score"])),
                 f"{worst:.0e}",
             ]
         )
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    options: argparse.Namespace = report.parser(__doc__, smoke="few requests, one round").parse_args(
-        arguments
-    )
+    options = report.parser(__doc__, smoke="few requests, one round").parse_args(arguments)
     rounds, texts, questions = (1, 24, 4) if options.smoke else (3, 192, 40)
     rows = measure("texts", mixed(texts), rounds=rounds)
     rows += measure("answers, 4 to a question", choices(questions), rounds=rounds)
     report.publish(
-        "scoring",
         options,
-        "# Log-likelihoods: packed and padded",
-        report.machine_line("streampack", "torch", "transformers"),
+        "scoring",
+        "Log-likelihoods: packed and padded",
         f"A llama of 4 layers with a vocabulary of {VOCAB:,}, {torch.get_num_threads()} thread(s), fp32; the ways take "
-        "turns. Differences are relative, from the batches as they come. How to read it: ../README.md.",
+        "turns. Differences are relative, from the batches as they come. Explained in ../README.md.",
         report.table(HEADER, rows),
+        packages=["transformers"],
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.lengths import lengths
+from docs import methods_picture
 from streampack import IterablePackedDataset, collate_packed, make_mask, plan_packs
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -238,6 +239,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "one_pack.svg": one_pack,
     "mask.svg": mask,
     "lanes.svg": lanes,
+    "../guides/methods.svg": methods_picture.draw,
 }
 
 

@@ -32,17 +32,17 @@ def corpus_of(settings: Settings) -> Corpus:
     """Make the samples of some settings, the same for every seed."""
     if settings.data == "docstrings":
         return docstrings(settings)
-    train, _ = urns(_lengths(settings, settings.samples, seed=0), seed=0)
-    validation, nats = urns(_lengths(settings, settings.validation, seed=1), seed=1)
-    predicted = sum(len(sample["tokens"]) - 1 for sample in validation)
-    return Corpus(train, validation, vocab_size=WORDS + 2, floor=nats / predicted)
-
-
-def _lengths(settings: Settings, count: int, *, seed: int) -> npt.NDArray[np.int64]:
     like = DISTRIBUTIONS[settings.data]
     shape = LogNormal(like.median / settings.shorter, like.sigma, like.like)
-    # A sample of START alone would train nothing.
-    return np.maximum(draw(shape, count=count, seed=seed, longest=settings.max_seq_len), 2)
+
+    def drawn(count: int, seed: int) -> tuple[Samples, float]:
+        lengths = draw(shape, count=count, seed=seed, longest=settings.max_seq_len)
+        return urns(np.maximum(lengths, 2), seed=seed)  # a sample of START alone would train nothing
+
+    train, _ = drawn(settings.samples, 0)
+    validation, nats = drawn(settings.validation, 1)
+    predicted = sum(len(sample["tokens"]) - 1 for sample in validation)
+    return Corpus(train, validation, vocab_size=WORDS + 2, floor=nats / predicted)
 
 
 def urns(lengths: npt.NDArray[np.int64], *, seed: int) -> tuple[Samples, float]:

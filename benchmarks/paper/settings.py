@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from benchmarks.gpu.journal import settings_key
-from streampack.map_style.methods import METHODS
+# Of `method_loader`; those of the first line have rows of whole samples, those of the others packs.
+UNPACKED = ("random_padding", "group_by_length_padding", "minibatch_packing")
+PACKED = ("fixed_length", "fixed_length_posid", "multipack", "sorted_packing", "random_packing", "exact_fit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that all rows of a data set share. A row measured with other settings does not count."""
+    """Settings that all rows of a data set share."""
 
     data: str  # a name of benchmarks.lengths, or "docstrings"
     samples: int
@@ -25,10 +25,6 @@ class Settings:
     dtype: Literal["fp32", "bf16"]
     lr: float
     seed: int = 0  # of the weights and of the order; the samples are the same for all seeds
-
-    def key(self) -> str:
-        """Return a short hash of all settings."""
-        return settings_key(self)
 
 
 # Some 100,000 tokens each. The learning rate is the one of 0.001, 0.0015, 0.003 and 0.006 (for docstrings 0.012 too)
@@ -58,14 +54,13 @@ FULL = Settings(
     dtype="bf16",
     lr=6e-4,
 )
-
-CPU_DATA: Mapping[str, Settings] = {
+CPU_DATA = {
     "flan": TINY,
     "orca": replace(TINY, data="orca", samples=1950, lr=1.5e-3),
     "stack": replace(TINY, data="stack", samples=640, batch_size=4, lr=1.5e-3),
     "docstrings": replace(TINY, data="docstrings", samples=1280, shorter=1, lr=6e-3),
 }
-GPU_DATA: Mapping[str, Settings] = {
+GPU_DATA = {
     "flan": FULL,
     "orca": replace(FULL, data="orca"),
     "stack": replace(FULL, data="stack"),
@@ -74,30 +69,20 @@ GPU_DATA: Mapping[str, Settings] = {
 SMOKE = replace(TINY, samples=48, validation=8, shorter=16, max_seq_len=64)
 
 
-def data_of(device: str) -> Mapping[str, Settings]:
-    """Return the data sets that are run on a device, in order."""
-    return CPU_DATA if device == "cpu" else GPU_DATA
-
-
 class Row(NamedTuple):
     """A method, and the kind of its optimizer steps; see `Budget.of`."""
 
     step: Literal["samples", "wide", "narrow", "scaled"]
     method: str
 
-    @property
-    def name(self) -> str:
-        """Its name in the journal and on the command line."""
-        return f"{self.step}/{self.method}"
-
 
 # The paper's three groups, and a fourth with a higher learning rate.
 ROWS = {
-    row.name: row
+    f"{row.step}/{row.method}": row
     for row in (
-        *(Row("samples", name) for name, method in METHODS.items() if not method.packed),
-        *(Row("wide", name) for name, method in METHODS.items() if method.packed),
-        *(Row("narrow", name) for name, method in METHODS.items() if method.packed),
+        *(Row("samples", name) for name in UNPACKED),
+        *(Row("wide", name) for name in PACKED),
+        *(Row("narrow", name) for name in PACKED),
         Row("scaled", "exact_fit"),
     )
 }
@@ -118,9 +103,6 @@ class Budget(NamedTuple):
         ``"narrow"``: as many packs as hold the tokens of n samples, so about as many steps. ``"scaled"``: n packs, and
         the learning rate grows with the root of the samples of a step, as Adam's noise requires (Malladi et al. 2022,
         arXiv 2205.10287).
-
-        >>> Budget.of(ROWS["narrow/exact_fit"], FULL, mean=435)  # the paper has 2 x 4 packs here
-        Budget(batch_size=4, accumulate=2, lr=0.0006)
         """
         batch_size, accumulate, lr = settings.batch_size, settings.accumulate, settings.lr
         more = settings.max_seq_len / mean

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from benchmarks import report
-from benchmarks.gpu.journal import Done, machine_line
-from benchmarks.paper.settings import ROWS, Row, Settings
+from benchmarks.journal import Done, machine_line
+from benchmarks.paper.settings import PACKED, ROWS, Row, Settings
 
 Seeds = list[Done]  # of one row, in the order of their seeds
 HEADER = (
@@ -30,11 +29,13 @@ PADDING, FLATTENED = "samples/random_padding", "samples/minibatch_packing"
 def draw(data: Mapping[str, Settings], done: Iterable[Done]) -> str:
     """Format all results of one device. ``done`` are rows of the settings in ``data``, for any seed."""
     rows = sorted(done, key=lambda row: row["seed"])
+    loads = [row["load"] for row in rows if row.get("load") is not None] or [0.0]
     sections = [
         "# Every method of batching, after one epoch",
         machine_line(rows),
         "Explained in ../README.md; conclusions are in ../../docs/guides/methods.md.",
-        *load(rows),
+        f"The system's load was {statistics.median(loads):.1f} when rows ended (median; {min(loads):.1f} to "
+        f"{max(loads):.1f}): above the number of cores, others used the machine too.",
     ]
     for name, settings in data.items():
         found: dict[str, Seeds] = {}
@@ -46,17 +47,6 @@ def draw(data: Mapping[str, Settings], done: Iterable[Done]) -> str:
     return "\n\n".join(sections)
 
 
-def load(rows: Iterable[Done]) -> list[str]:
-    """Describe how busy the machine was."""
-    loads = [row["load"] for row in rows if row.get("load") is not None]
-    if not loads:
-        return []
-    return [
-        f"The system's load was {statistics.median(loads):.1f} when rows ended (median; {min(loads):.1f} to "
-        f"{max(loads):.1f}): above the number of cores, others used the machine too."
-    ]
-
-
 def draw_part(settings: Settings, found: Mapping[str, Seeds]) -> list[str]:
     """Format one data set: its settings, the table, the findings."""
     measured = {
@@ -65,7 +55,7 @@ def draw_part(settings: Settings, found: Mapping[str, Seeds]) -> list[str]:
     lines = []
     for name, row in ROWS.items():
         if name in measured:
-            lines.append(cells(row, measured, settings))
+            lines.append(cells(row, measured[name], measured.get(PADDING), settings))
         elif name in found:
             outcome = next(done["outcome"] for done in found[name] if done["outcome"] != "measured")
             lines.append([f"{row.method}: {outcome}", row.step, *[report.NONE] * (len(HEADER) - 2)])
@@ -90,46 +80,32 @@ def about(settings: Settings, measured: Mapping[str, Seeds]) -> str:
     return " ".join(lines)
 
 
-def cells(row: Row, measured: Mapping[str, Seeds], settings: Settings) -> list[str]:
+def cells(row: Row, seeds: Seeds, padded: Seeds | None, settings: Settings) -> list[str]:
     """Format one row of the table."""
-    seeds = measured[row.name]
     peaks = [done["peak_bytes"] for done in seeds if done["peak_bytes"] is not None]
+    count = seeds[0]["batch_size"] * seeds[0]["accumulate"]
+    unit = "sample" if row.step == "samples" else "pack"
+    faster = f", lr x {seeds[0]['lr'] / settings.lr:.1f}" if row.step == "scaled" else ""
     return [
         row.method,
-        step_size(row, seeds[0], settings),
+        f"{count} {unit}{'s' * (count != 1)}{faster}",
         f"{seeds[0]['rows']:,}",
         f"{seeds[0]['steps']:,}",
-        f"{middle(seeds, 'padding'):.1%}",
-        f"{middle(seeds, 'seconds'):.1f}",
+        f"{statistics.median(done['padding'] for done in seeds):.1%}",
+        f"{statistics.median(done['seconds'] for done in seeds):.1f}",
         f"{rate(seeds):,.0f}",
-        f"{rate(seeds) / rate(measured[PADDING]):.2f}" if PADDING in measured else report.NONE,
+        f"{rate(seeds) / rate(padded):.2f}" if padded else report.NONE,
         f"{statistics.median(peaks) / 2**20:,.0f}" if peaks else report.NONE,
-        mean_and_spread(seeds, "train_loss"),
-        mean_and_spread(seeds, "validation_loss"),
+        *(
+            f"{statistics.fmean(done[loss] for done in seeds):.3f} ± {spread(seeds, loss):.3f}"
+            for loss in ("train_loss", "validation_loss")
+        ),
     ]
-
-
-def step_size(row: Row, done: Done, settings: Settings) -> str:
-    """Describe the size of an optimizer step."""
-    count = done["batch_size"] * done["accumulate"]
-    unit = "sample" if row.step == "samples" else "pack"
-    faster = f", lr x {done['lr'] / settings.lr:.1f}" if row.step == "scaled" else ""
-    return f"{count} {unit}{'s' * (count != 1)}{faster}"
-
-
-def middle(seeds: Seeds, name: str) -> float:
-    """Return the median over seeds."""
-    return statistics.median(row[name] for row in seeds)
 
 
 def rate(seeds: Seeds) -> float:
     """Return the median over seeds of the real tokens a second."""
     return statistics.median(row["tokens"] / row["seconds"] for row in seeds)
-
-
-def mean_and_spread(seeds: Seeds, name: str) -> str:
-    """Format mean and standard deviation over seeds."""
-    return f"{statistics.fmean(row[name] for row in seeds):.3f} ± {spread(seeds, name):.3f}"
 
 
 def spread(seeds: Seeds, name: str) -> float:
@@ -164,10 +140,10 @@ def findings(measured: Mapping[str, Seeds]) -> list[str]:
     # Not sorted packing: its loss depends on its order, the shortest samples last, more than on its steps.
     worse = [
         gap
-        for row in ROWS.values()
-        if row.step == "wide" and row.method != "sorted_packing"
-        if {row.name, f"narrow/{row.method}"} <= measured.keys()
-        for gap in gaps(measured, row.name, f"narrow/{row.method}")
+        for method in PACKED
+        if method != "sorted_packing"
+        if {f"wide/{method}", f"narrow/{method}"} <= measured.keys()
+        for gap in gaps(measured, f"wide/{method}", f"narrow/{method}")
     ]
     if worse:
         lines.append(
@@ -199,9 +175,3 @@ def loss_range(values: Sequence[float]) -> str:
 def verdict(holds: bool) -> str:
     """Say whether a finding was shown."""
     return "**Shown**" if holds else "**Not shown**"
-
-
-def save(text: str, device: str, name: str, folder: Path = report.RESULTS) -> Path:
-    """Write the tables and return the path; the file name has a GPU's name before the CPU's."""
-    gpu = "" if device == "cpu" else f"-{report.slug(name)}"
-    return report.save(f"paper{gpu}", text, folder=folder)

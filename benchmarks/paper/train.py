@@ -9,30 +9,24 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks import report
-from benchmarks.gpu.model import Shape
+from benchmarks.model import Shape
 from benchmarks.paper.data import PADDING, Corpus, Samples, corpus_of
-from benchmarks.paper.settings import Budget, Row, Settings
-from streampack import prepare_model_for_packing
-from streampack.losses import summed_cross_entropy
-from streampack.map_style.method_loader import method_loader
-from streampack.map_style.methods import METHODS
-from streampack.packing.batch import Batch
+from benchmarks.paper.settings import PACKED, Budget, Row, Settings
+from streampack import Batch, method_loader, prepare_model_for_packing, summed_cross_entropy
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # logs at import that it has no C++ extensions
 
-T = TypeVar("T")
 Feed = Callable[[Batch], Mapping[str, Any]]
-
 MODELS = {
     "tiny": partial(Shape, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=64, intermediate_dim=128),
     "100m": partial(Shape, num_layers=12, num_heads=12, num_kv_heads=4, embed_dim=768, intermediate_dim=2048),
@@ -50,28 +44,31 @@ def measure(row: Row, settings: Settings, *, device: str) -> dict[str, Any]:
     corpus = corpus_of(settings)
     tokens = sum(len(sample["tokens"]) for sample in corpus.train)
     budget = Budget.of(row, settings, mean=tokens / len(corpus.train))
-    warm_up(row.method, corpus, settings, device=device)
+    # A step of another model: a process's first step takes some 20 MiB, and time to read code from disk.
+    first = loader_of(row.method, corpus.validation[:1], settings, Budget(1, 1, settings.lr))
+    other, optimizer = build(corpus, settings, lr=budget.lr, device=device)
+    train(other, optimizer, feed_of(row.method, other), list(first), device=device)
     model, optimizer = build(corpus, settings, lr=budget.lr, device=device)
     feed = feed_of(row.method, model)
 
     held = reset_peak(device)
     begun = now(device)
-    loader = loader_of(row.method, corpus.train, settings, budget)
+    batches = iter(loader_of(row.method, corpus.train, settings, budget))
     steps = rows = places = trained = 0
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for batches in batched(loader, budget.accumulate):
-        total += train(model, optimizer, feed, batches, device=device)
+    while step := list(islice(batches, budget.accumulate)):
+        total += train(model, optimizer, feed, step, device=device)
         steps += 1
-        rows += sum(sum(map(bool, batch.fragments)) for batch in batches)
-        places += sum(batch.tokens.numel() for batch in batches)
-        trained += sum(int(batch.num_trained) for batch in batches)
+        rows += sum(sum(map(bool, batch.fragments)) for batch in step)
+        places += sum(batch.tokens.numel() for batch in step)
+        trained += sum(int(batch.num_trained) for batch in step)
     seconds = now(device) - begun
     peak = read_peak(device)
 
     return {
         "outcome": "measured",
         "samples": len(corpus.train),
-        "rows": rows if METHODS[row.method].packed else len(corpus.train),
+        "rows": rows if row.method in PACKED else len(corpus.train),
         "steps": steps,
         "batch_size": budget.batch_size,
         "accumulate": budget.accumulate,
@@ -87,6 +84,16 @@ def measure(row: Row, settings: Settings, *, device: str) -> dict[str, Any]:
     }
 
 
+def outcome_of(row: Row, settings: Settings, device: str) -> dict[str, Any]:
+    """Measure a row; return its figures, or why there are none."""
+    try:
+        return measure(row, settings, device=device)
+    except torch.OutOfMemoryError:
+        return {"outcome": "out of memory"}
+    except Exception as error:
+        return {"outcome": f"failed: {type(error).__name__}: {error}".splitlines()[0]}
+
+
 def build(
     corpus: Corpus, settings: Settings, *, lr: float, device: str
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -96,28 +103,18 @@ def build(
     return model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
 
 
-def warm_up(method: str, corpus: Corpus, settings: Settings, *, device: str) -> None:
-    """Make a step of another model: a process's first step takes some 20 MiB, and time to read code from disk."""
-    budget = Budget(1, 1, settings.lr)
-    model, optimizer = build(corpus, settings, lr=budget.lr, device=device)
-    batches = list(loader_of(method, corpus.validation[:1], settings, budget))
-    train(model, optimizer, feed_of(method, model), batches, device=device)
-
-
 def feed_of(method: str, model: nn.Module) -> Feed:
     """Return the function that makes the model's arguments from the batches of a method.
 
     A row of one sequence needs only the model's own causal attention, since its padding comes last: padding is then
     not slower than it has to be. ``fixed_length`` has it too: it is packing as it was before position ids.
     """
-    if METHODS[method].isolated and (METHODS[method].packed or method == "minibatch_packing"):
+    if method in {*PACKED, "minibatch_packing"} - {"fixed_length"}:
         return prepare_model_for_packing(model)
     return lambda batch: {"tokens": batch.tokens}
 
 
-def loader_of(
-    method: str, samples: Samples, settings: Settings, budget: Budget
-) -> torch.utils.data.DataLoader[Batch]:
+def loader_of(method: str, samples: Samples, settings: Settings, budget: Budget) -> Iterable[Batch]:
     """Return the batches of an epoch."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="method='fixed_length' lets")  # it is here for comparison
@@ -160,13 +157,6 @@ def validate(model: nn.Module, corpus: Corpus, settings: Settings, *, device: st
         total += float(summed_cross_entropy(model(tokens=placed.tokens), placed.labels))
         trained += int(batch.num_trained)
     return total / trained
-
-
-def batched(items: Iterator[T] | torch.utils.data.DataLoader[T], count: int) -> Iterator[list[T]]:
-    """Yield lists of ``count`` items; the last may be shorter."""
-    rest = iter(items)
-    while some := list(islice(rest, count)):
-        yield some
 
 
 def now(device: str) -> float:
