@@ -26,17 +26,8 @@ OURS: dict[str, dict[str, Any]] = {
 FRESH_FLOOR = "copy floor, packs kept"
 TORCHTUNE = "torchtune PackedDataset"
 HEADER = (
-    "packer",
-    "packs",
-    "above bound",
-    "padding",
-    "Mtok/s",
-    "of floor",
-    "x torchtune",
-    "plan Mtok/s",
-    "waits mean",
-    "waits max",
-    "held mean",
+    "packer | packs | above bound | padding | Mtok/s | of floor | x torchtune | plan Mtok/s | "
+    "waits mean | waits max | held mean"
 )
 # A faster row runs several times: one run of the floor takes 20 ms, which is mostly noise.
 LEAST_SECONDS = 0.5
@@ -158,7 +149,7 @@ def section(name: str, options: Any, *, count: int, least: float) -> str:
             f"## {name}",
             f"{len(lengths):,} samples, {tokens:,} tokens: median {statistics.median(lengths):,.0f}, "
             f"mean {statistics.fmean(lengths):,.0f}, longest {max(lengths):,}.",
-            report.table(HEADER, [cells + [report.NONE] * (len(HEADER) - len(cells)) for cells in rows]),
+            report.table(HEADER, rows),
             peers.lost_or_added(done, tokens=tokens, checksum=checksum)
             + f"\nA row's slowest round took at most {spread[widest]:.2f} times its fastest ({widest}).",
         ]

@@ -21,13 +21,8 @@ from tests.harness.processes import run_ranks
 
 CONTEXT, WINDOW, ROUND = 8_192, 64, 16
 HEADER = (
-    "steps",
-    "as planned, s a step",
-    "window 64, s a step",
-    "gain",
-    "gain by the model",
-    "dearest / mean before",
-    "after",
+    "steps | as planned, s a step | window 64, s a step | gain | gain by the model | "
+    "dearest / mean before | after"
 )
 
 

@@ -24,28 +24,11 @@ from streampack import (
 )
 
 VOCAB = 512
-HEADER = (
-    "groups",
-    "way",
-    "tokens forwarded",
-    "of them unique",
-    "padding",
-    "s",
-    "shared is faster",
-    "rounds",
-)
+HEADER = "groups | way | tokens forwarded | of them unique | padding | s | shared is faster | rounds"
 
 
 def make_groups(count: int, *, answers: int, prompt: int, answer: int, seed: int = 0) -> list[Group]:
-    """Return groups of random tokens with log-normal lengths.
-
-    Args:
-        count: of groups.
-        answers: to each prompt.
-        prompt: mean tokens of a prompt.
-        answer: mean tokens of an answer.
-        seed: of lengths and tokens.
-    """
+    """Return groups of random tokens; ``prompt`` and ``answer`` are the means of log-normal lengths."""
     rng = np.random.default_rng(seed)
 
     def drawn(mean: int, size: int) -> np.ndarray:

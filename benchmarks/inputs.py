@@ -10,10 +10,11 @@ import logging
 import multiprocessing as mp
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,14 +27,7 @@ from benchmarks import peers, report
 MAX_SEQ_LEN = 4096
 BATCH = 4  # packs
 OURS = "streampack"
-HEADER = ("packer", "Mtok/s", "streampack is faster", "rounds", "peak memory, MB")
-IMPORTS = {
-    "streampack": ["streampack"],
-    "torchtune": ["torchtune.datasets"],
-    "trl": ["trl", "trl.trainer.sft_trainer"],
-    "grain": ["grain.python"],
-    "transformers": ["transformers.data.data_collator"],
-}
+HEADER = "packer | Mtok/s | streampack is faster | rounds | peak memory, MB"
 # An input is measured so long in a round at least.
 LEAST_SECONDS = 0.5
 
@@ -54,19 +48,6 @@ class Measured(NamedTuple):
     tokens: int
     checksum: int
     peak: int  # bytes of memory beyond those before the first batch was asked for
-
-
-class Arrays:
-    """A map-style dataset of lists, whose rows are turned into arrays."""
-
-    def __init__(self, rows: Sequence[dict[str, list[int]]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: np.array(ids) for name, ids in self.rows[index].items()}
 
 
 def inputs(samples: peers.Samples, folder: Path) -> dict[str, Input]:
@@ -103,7 +84,10 @@ def inputs(samples: peers.Samples, folder: Path) -> dict[str, Input]:
     )
     lists = corpora.as_lists(samples)
     found["Python lists"] = Input(
-        lambda: lists, lambda: lists, lambda: Arrays(lists), lambda: Dataset.from_list(lists)
+        lambda: lists,
+        lambda: lists,
+        lambda: [{name: np.array(ids) for name, ids in row.items()} for row in lists],
+        lambda: Dataset.from_list(lists),
     )
     return found
 
@@ -118,20 +102,11 @@ def packed(source: Any) -> Iterator[dict[str, Any]]:
 
 def stacked(packs: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Yield batches of packs of equal length: tokens, labels and positions."""
-    group: list[Any] = []
-    for pack in packs:
-        group.append(pack)
-        if len(group) == BATCH:
-            yield _stack(group)
-            group = []
-    if group:
-        yield _stack(group)
-
-
-def _stack(group: Sequence[Any]) -> dict[str, Any]:
-    positions = "input_pos" if "input_pos" in group[0] else "tokens_positions"
-    names = ("tokens", "labels", positions)
-    return {name: torch.stack([torch.as_tensor(pack[name]) for pack in group]) for name in names}
+    rest = iter(packs)
+    while group := list(islice(rest, BATCH)):
+        positions = "input_pos" if "input_pos" in group[0] else "tokens_positions"
+        names = ("tokens", "labels", positions)
+        yield {name: torch.stack([torch.as_tensor(pack[name]) for pack in group]) for name in names}
 
 
 def collated(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -161,45 +136,34 @@ def flattened(arrow: Callable[[], Any]) -> Iterator[dict[str, Any]]:
     return ({"tokens": batch["input_ids"]} for batch in loader)
 
 
-def arrow_out(arrow: Callable[[], Any]) -> peers.Run:
-    """Run TRL without making batches of its packs."""
-    start = time.perf_counter()
-    dataset = with_trl(arrow)
-    return peers.arrow_run(dataset, time.perf_counter() - start)
-
-
 def contenders(given: Input) -> dict[str, Callable[[], peers.Run]]:
     """Return a run of each packer that is installed, from an input to batches."""
-    length = {"max_seq_len": MAX_SEQ_LEN}
-    every: dict[str, tuple[str, Callable[[], peers.Run]]] = {
-        OURS: ("streampack", lambda: peers.stream(lambda: packed(given.ours()))),
+
+    def items(packs: Any) -> Iterator[Any]:
+        return (packs[i] for i in range(len(packs)))
+
+    # The modules are imported before runs are forked, so that this takes none of their time and memory.
+    batches: dict[str, tuple[str, Callable[[], Iterable[dict[str, Any]]]]] = {
+        OURS: ("streampack", lambda: packed(given.ours())),
         "torchtune PackedDataset": (
-            "torchtune",
-            lambda: peers.stream(lambda: stacked(_items(peers.torchtune_packs(given.rows(), **length)))),
+            "torchtune.datasets",
+            lambda: stacked(items(peers.torchtune_packs(given.rows(), max_seq_len=MAX_SEQ_LEN))),
         ),
-        "TRL bfd, its collator": ("trl", lambda: peers.stream(lambda: collated(with_trl(given.arrow)))),
-        "TRL bfd, Arrow out": ("trl", lambda: arrow_out(given.arrow)),
+        "TRL bfd, its collator": ("trl.trainer.sft_trainer", lambda: collated(with_trl(given.arrow))),
         "Grain best-fit, 64 bins": (
-            "grain",
-            lambda: peers.stream(lambda: stacked(peers.grain_packs(given.arrays(), **length))),
+            "grain.python",
+            lambda: stacked(peers.grain_packs(given.arrays(), max_seq_len=MAX_SEQ_LEN)),
         ),
-        "transformers, flattening": ("transformers", lambda: peers.stream(lambda: flattened(given.arrow))),
+        "transformers, flattening": ("transformers.data.data_collator", lambda: flattened(given.arrow)),
     }
-    return {name: run for name, (package, run) in every.items() if is_installed(package)}
-
-
-def is_installed(package: str) -> bool:
-    """Import a packer before its runs are forked, so that the import takes none of their time and memory."""
-    try:
-        for module in IMPORTS[package]:
+    found: dict[str, Callable[[], peers.Run]] = {}
+    for name, (module, make) in batches.items():
+        with suppress(ModuleNotFoundError):
             import_module(module)
-    except ModuleNotFoundError:
-        return False
-    return True
-
-
-def _items(packs: Any) -> Iterator[Any]:
-    return (packs[i] for i in range(len(packs)))
+            found[name] = partial(peers.stream, make)
+            if "TRL" in name:
+                found["TRL bfd, Arrow out"] = lambda: peers.arrow_run(lambda: with_trl(given.arrow))
+    return found
 
 
 def in_own_process(run: Callable[[], peers.Run], *, least: float) -> Measured:

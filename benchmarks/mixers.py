@@ -34,16 +34,7 @@ LARGER: dict[str, dict[str, Any]] = {
 TOKEN_BY_TOKEN = {"falcon_mamba", "jamba", "mamba", "rwkv", "zamba"}
 """Without kernels these take a minute for 2,048 tokens, so their packs are shorter."""
 
-HEADER = (
-    "family",
-    "attention",
-    "sequences",
-    "tokens",
-    "pack, s",
-    "one sequence, s",
-    "pack / one sequence",
-    "rounds",
-)
+HEADER = "family | attention | sequences | tokens | pack, s | one sequence, s | pack / one sequence | rounds"
 WIDTH = {"hidden_size": 256, "intermediate_size": 512}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.lengths import PADDING, as_lists
+from benchmarks.lengths import PADDING
 
 Samples = Sequence[dict[str, Any]]
 
@@ -72,20 +72,11 @@ def lost_or_added(done: Mapping[str, Sequence[Any]], *, tokens: int, checksum: i
 def torchtune(samples: Samples, *, max_seq_len: int) -> Callable[[], Run]:
     """Run ``torchtune.datasets.PackedDataset``, which packs everything before the first step and holds it in memory.
 
-    It gets Python lists: with arrays its ``list += tokens`` makes a scalar object of every token.
+    It needs Python lists: with arrays its ``list += tokens`` makes a scalar object of every token.
     """
     import torchtune.datasets  # noqa: F401 - not to be timed
 
-    lists = as_lists(samples) if not isinstance(samples[0]["tokens"], list) else list(samples)
-
-    def run() -> Run:
-        start = time.perf_counter()
-        packed = torchtune_packs(lists, max_seq_len=max_seq_len)
-        seconds = time.perf_counter() - start
-        counted = stream(lambda: packed.packs)
-        return Run(counted.packs, counted.tokens, counted.checksum, seconds)
-
-    return run
+    return lambda: stream(lambda: torchtune_packs(samples, max_seq_len=max_seq_len).packs)
 
 
 def torchtune_packs(rows: Any, *, max_seq_len: int) -> Any:
@@ -113,12 +104,7 @@ def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[]
 
     dataset = Dataset(pa.table({"input_ids": column("tokens"), "labels": column("labels")}))
 
-    def run() -> Run:
-        start = time.perf_counter()
-        packed = trl_packs(dataset, max_seq_len=max_seq_len, batch=batch)
-        return arrow_run(packed, time.perf_counter() - start)
-
-    return run
+    return lambda: arrow_run(lambda: trl_packs(dataset, max_seq_len=max_seq_len, batch=batch))
 
 
 def trl_packs(dataset: Any, *, max_seq_len: int, batch: int | None) -> Any:
@@ -134,14 +120,11 @@ def trl_packs(dataset: Any, *, max_seq_len: int, batch: int | None) -> Any:
     return packed
 
 
-def arrow_run(packed: Any, seconds: float) -> Run:
-    """Count what is in a ``Dataset`` of packs, which was made in so many seconds."""
-    tokens = checksum = 0
-    for chunk in packed.data.column("input_ids").chunks:
-        values = chunk.flatten().to_numpy()
-        tokens += len(values)
-        checksum += int(values.sum())
-    return Run(len(packed), tokens, checksum, seconds)
+def arrow_run(make: Callable[[], Any]) -> Run:
+    """Make a ``Dataset`` of packs, and count what is in it."""
+    cost, packed = report.timed(make)
+    chunks = [chunk.flatten().to_numpy() for chunk in packed.data.column("input_ids").chunks]
+    return Run(len(packed), sum(map(len, chunks)), sum(int(each.sum()) for each in chunks), cost.seconds)
 
 
 def grain(samples: Samples, *, max_seq_len: int, bins: int = 64) -> Callable[[], Run]:

@@ -19,14 +19,8 @@ from tests.harness.hf_models import build
 
 BATCH = 16
 HEADER = (
-    "prompts like",
-    "batches",
-    "tokens",
-    "padding of the batches",
-    "padded, s",
-    "packed, s",
-    "packed is faster",
-    "rounds",
+    "prompts like | batches | tokens | padding of the batches | padded, s | packed, s | "
+    "packed is faster | rounds"
 )
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
 

@@ -49,13 +49,12 @@ def publish(
     text = "\n\n".join([f"# {title}", machine_line("streampack", "torch", *packages), *sections])
     print(text)
     if options.out or not options.smoke:
-        print(f"\nwritten to {save(name, text, folder=options.out or RESULTS)}")
+        print(f"\nwritten to {write((options.out or RESULTS) / page_of(name), text)}")
 
 
-def save(name: str, text: str, *, folder: Path = RESULTS) -> Path:
-    """Write ``<name>-<machine>-<date>.md`` and return its path."""
-    machine = slug(f"{cpu_model()} {cpu_count()} cores")
-    return write(folder / f"{name}-{machine}-{date.today()}.md", text)
+def page_of(name: str) -> str:
+    """Return the file name of a result of today on this machine."""
+    return f"{name}-{slug(f'{cpu_model()} {cpu_count()} cores')}-{date.today()}.md"
 
 
 def write(path: Path, text: str) -> Path:
@@ -192,10 +191,20 @@ def machine_line(*packages: str) -> str:
     )
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table with aligned columns: the first to the left, the others to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+def table(header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Format a Markdown table with aligned columns: the first to the left, the others to the right.
+
+    The header has `` | `` between its columns. Rows may be shorter; their last cells are empty.
+
+    >>> print(table("packer | packs | padding", [["ours", "3", "1.5%"], ["theirs: not installed"]]))
+    | packer                | packs | padding |
+    | --------------------- | ----: | ------: |
+    | ours                  |     3 |    1.5% |
+    | theirs: not installed |     - |       - |
+    """
+    columns = header.split(" | ")
+    lines = [columns, *([*row, *[NONE] * (len(columns) - len(row))] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines.insert(1, rule)
     return "\n".join(

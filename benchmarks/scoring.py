@@ -13,32 +13,42 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.lengths import DISTRIBUTIONS, draw
+from benchmarks.lengths import lengths
 from streampack import prepare_model_for_packing, score
+from tests.harness.hf_models import build
 
 VOCAB = 8192
 BATCH = 16
 LONGEST = 1024
-HEADER = ("requests", "way", "tokens forwarded", "s", "score is faster", "rounds", "largest difference")
+HEADER = "requests | way | tokens forwarded | s | score is faster | rounds | largest difference"
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
 Request = tuple[list[int], list[int]]
 
 
-def mixed(count: int, *, seed: int = 0) -> list[Request]:
+def mixed(count: int) -> list[Request]:
     """Return texts of skewed lengths of which the last fifth, at most 64 tokens, is scored; none begin alike."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     found = []
-    for length in draw(DISTRIBUTIONS["flan"], count=count, seed=seed, longest=LONGEST).tolist():
+    for length in lengths("flan", count=count, longest=LONGEST).tolist():
         tokens = rng.integers(3, VOCAB, max(2, length)).tolist()
         scored = min(64, max(1, len(tokens) // 5))
         found.append((tokens[:-scored], tokens[-scored:]))
     return found
 
 
-def choices(count: int, *, seed: int = 0) -> list[Request]:
+def choices(count: int) -> list[Request]:
     """Return questions with four answers each; the question is four fifths of a request's tokens."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     found = []
-    for length in draw(DISTRIBUTIONS["orca"], count=count, seed=seed, longest=LONGEST).tolist():
+    for length in lengths("orca", count=count, longest=LONGEST).tolist():
         question = rng.integers(3, VOCAB, max(4, 4 * length // 5)).tolist()
         found += [(question, rng.integers(3, VOCAB, max(1, len(question) // 4)).tolist()) for _ in range(4)]
     return found
@@ -79,33 +89,14 @@ def packed(model: Any, inputs: Any, requests: Sequence[Request], *, share: bool)
         nonlocal forwarded
         forwarded += kwargs["input_ids"].numel()
 
-    hook = model.register_forward_pre_hook(count, with_kwargs=True)
-    found = score(model, requests, max_seq_len=4096, inputs=inputs, share_prefix=share, progress=False)
-    sums = [each.logp for each in found]
-    hook.remove()
-    return sums, forwarded
-
-
-def build() -> Any:
-    """Make a llama of 4 layers with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config).eval()
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        found = score(model, requests, max_seq_len=4096, inputs=inputs, share_prefix=share, progress=False)
+        return [each.logp for each in found], forwarded
 
 
 def measure(name: str, requests: Sequence[Request], *, rounds: int) -> list[list[str]]:
     """Return a row for each way, from passes over the same requests that take turns."""
-    plain, model = build(), build()
+    plain, model = (build("llama", **SIZES).eval() for _ in range(2))
     inputs = prepare_model_for_packing(model)
     as_they_come = f"padded, {BATCH} as they come"
     ways: dict[str, Callable[[], tuple[list[float], int]]] = {

@@ -14,17 +14,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks import report
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, TextEncoder
-from streampack.sources import Reading
 
 MAX_SEQ_LEN = 4096
 PACKS = 8  # in a batch
@@ -37,25 +35,10 @@ MODES: dict[str, dict[str, Any]] = {
     "split_across_pack": {"split_across_pack": True},
 }
 HEADER = (
-    "tokenizer",
-    "mode",
-    "tokenizer alone, Mtok/s",
-    "JSON alone, Mtok/s",
-    "DataLoader, Mtok/s",
-    "batches, Mtok/s",
-    "of tokenizer",
-    "spread",
-    "of DataLoader",
-    "spread",
-    "CPU of DataLoader",
-    "CPU of batches",
+    "tokenizer | mode | tokenizer alone, Mtok/s | DataLoader, Mtok/s | "
+    "batches, Mtok/s | of tokenizer | spread | of DataLoader | spread | CPU of DataLoader | "
+    "CPU of batches"
 )
-
-
-class Tokenizer(Protocol):
-    """The interface of torchtune's tokenizers."""
-
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]: ...
 
 
 class FastTokenizer:
@@ -80,14 +63,13 @@ class FastTokenizer:
         return [1] * add_bos + ids + [2] * add_eos
 
 
-def sentencepiece_tokenizer() -> Tokenizer:
+def sentencepiece_tokenizer() -> Any:
     """Return the quickstart's SentencePiece tokenizer, in torchtune's class."""
     logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
     from streampack_recipes import stdlib_corpus
     from torchtune.models.llama2 import llama2_tokenizer
 
-    made: Tokenizer = llama2_tokenizer(str(stdlib_corpus.prepare().tokenizer))
-    return made
+    return llama2_tokenizer(str(stdlib_corpus.prepare().tokenizer))
 
 
 def texts() -> list[str]:
@@ -100,24 +82,22 @@ def texts() -> list[str]:
     return [text for text in found if text]
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """A file of JSON lines, and the same texts in memory."""
 
     path: Path
     texts: list[str]
 
-    @classmethod
-    def write(cls, folder: Path, some: Sequence[str], *, size: int) -> Corpus:
-        """Write about ``size`` bytes of ``{"text": ...}`` rows, repeating the texts."""
-        path, kept, written = folder / "text.jsonl", [], 0
-        with path.open("w", encoding="utf-8") as file:
-            for text in cycle(some):
-                if written >= size:
-                    return cls(path, kept)
-                written += file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-                kept.append(text)
-        raise AssertionError("there is no text")
+
+def write(folder: Path, some: Sequence[str], *, size: int) -> Corpus:
+    """Write about ``size`` bytes of ``{"text": ...}`` rows, repeating the texts."""
+    path, kept, written = folder / "text.jsonl", [], 0
+    texts = cycle(some)
+    with path.open("w", encoding="utf-8") as file:
+        while written < size:
+            kept.append(next(texts))
+            written += file.write(json.dumps({"text": kept[-1]}, ensure_ascii=False) + "\n")
+    return Corpus(path, kept)
 
 
 def in_processes(work: Callable[[int], object]) -> None:
@@ -131,24 +111,16 @@ def in_processes(work: Callable[[int], object]) -> None:
         raise RuntimeError("a process of the benchmark failed; its error is printed above")
 
 
-def encode_share(tokenizer: Tokenizer, corpus: Corpus, number: int) -> None:
+def encode_share(tokenizer: Any, corpus: Corpus, number: int) -> None:
     """Run the tokenizer alone on a process's share of the texts in memory; drop the tokens."""
     for text in islice(corpus.texts, number, None, PROCESSES):
         tokenizer.encode(text)
 
 
-def read_share(tokenizer: Tokenizer, corpus: Corpus, number: int) -> None:
-    """Read the rows of worker ``number``'s lanes, without tokenizing them."""
-    source = JSONLSource(corpus.path)
-    for lane in range(number, LANES, PROCESSES):
-        for _ in source.read(Reading(lane, num_lanes=LANES)):
-            pass
-
-
 class Lines(IterableDataset[list[int]]):
     """A dataset as written without a library: each worker parses and tokenizes every n-th line."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, tokenizer: Any) -> None:
         self.path = path
         self.tokenizer = tokenizer
 
@@ -160,7 +132,7 @@ class Lines(IterableDataset[list[int]]):
                 yield self.tokenizer.encode(json.loads(line)["text"])
 
 
-def plain(tokenizer: Tokenizer, corpus: Corpus) -> int:
+def plain(tokenizer: Any, corpus: Corpus) -> int:
     """Iterate over a plain DataLoader, whose batches are lists of lists; return the tokens."""
     loader = DataLoader(
         Lines(corpus.path, tokenizer), batch_size=DOCUMENTS, num_workers=PROCESSES, collate_fn=list
@@ -168,7 +140,7 @@ def plain(tokenizer: Tokenizer, corpus: Corpus) -> int:
     return sum(len(document) for batch in loader for document in batch)
 
 
-def packed(tokenizer: Tokenizer, corpus: Corpus, mode: str) -> int:
+def packed(tokenizer: Any, corpus: Corpus, mode: str) -> int:
     """Iterate over a `PackedDataLoader`, whose batches are tensors; return the tokens."""
     data = IterablePackedDataset(
         JSONLSource(corpus.path),
@@ -181,11 +153,10 @@ def packed(tokenizer: Tokenizer, corpus: Corpus, mode: str) -> int:
     return sum(batch.num_tokens for batch in loader)
 
 
-def measure_round(tokenizer: Tokenizer, corpus: Corpus) -> tuple[int, dict[str, report.Cost]]:
+def measure_round(tokenizer: Any, corpus: Corpus) -> tuple[int, dict[str, report.Cost]]:
     """Make each run once; return the corpus's tokens and the cost of each run."""
     costs = {}
-    for what, share in (("alone", encode_share), ("json", read_share)):
-        costs[what], _ = report.timed(partial(in_processes, partial(share, tokenizer, corpus)))
+    costs["alone"], _ = report.timed(lambda: in_processes(partial(encode_share, tokenizer, corpus)))
     costs["plain"], tokens = report.timed(partial(plain, tokenizer, corpus))
     for mode in MODES:
         costs[mode], ours = report.timed(partial(packed, tokenizer, corpus, mode))
@@ -194,7 +165,7 @@ def measure_round(tokenizer: Tokenizer, corpus: Corpus) -> tuple[int, dict[str, 
     return tokens, costs
 
 
-def rows(tokenizers: dict[str, Tokenizer], corpus: Corpus, *, repeats: int) -> Iterator[list[str]]:
+def rows(tokenizers: dict[str, Any], corpus: Corpus, *, repeats: int) -> Iterator[list[str]]:
     """Yield a row of the table for every tokenizer and mode."""
     begin = report.progress(len(tokenizers) * repeats)
     for name, tokenizer in tokenizers.items():
@@ -203,7 +174,7 @@ def rows(tokenizers: dict[str, Tokenizer], corpus: Corpus, *, repeats: int) -> I
             begin(f"{name}, round {number + 1}")
             rounds.append(measure_round(tokenizer, corpus))
         for mode in MODES:
-            runs = ("alone", "json", "plain", mode)
+            runs = ("alone", "plain", mode)
             seconds = {run: [costs[run].seconds for _, costs in rounds] for run in runs}
             cpu = {run: [costs[run].cpu for _, costs in rounds] for run in runs}
             tokens = rounds[0][0]
@@ -213,7 +184,7 @@ def rows(tokenizers: dict[str, Tokenizer], corpus: Corpus, *, repeats: int) -> I
                 *(f"{tokens / statistics.median(seconds[run]) / 1e6:.2f}" for run in runs),
                 *report.median_and_range(report.quotients(seconds["alone"], seconds[mode])),
                 *report.median_and_range(report.quotients(seconds["plain"], seconds[mode])),
-                *(f"{statistics.median(report.quotients(cpu[run], cpu['alone'])):.2f}" for run in runs[2:]),
+                *(f"{statistics.median(report.quotients(cpu[run], cpu['alone'])):.2f}" for run in runs[1:]),
             ]
 
 
@@ -229,11 +200,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     some, vocabulary = (texts()[:200], 1000) if options.smoke else (texts(), VOCABULARY)
     print(f"training a tokenizer of {vocabulary:,} tokens", file=sys.stderr)
-    tokenizers: dict[str, Tokenizer] = {"BPE, `tokenizers`": FastTokenizer(some, vocab_size=vocabulary)}
+    tokenizers: dict[str, Any] = {"BPE, `tokenizers`": FastTokenizer(some, vocab_size=vocabulary)}
     if not options.smoke:
         tokenizers["BPE, SentencePiece"] = sentencepiece_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Corpus.write(Path(folder), some, size=size)
+        corpus = write(Path(folder), some, size=size)
         report.publish(
             options,
             "text",

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left += 1
             continue
         journal.add({**call, **dict(zip(KEYS, job.key(call), strict=True)), **done})
-        print(f"{job.part:12} {job.row:10} {in_short(done)}", flush=True)
+        print(f"{job.part:12} {job.row:10} {done['outcome']}", flush=True)
         report.write(page, drawn())  # the call may end before the next row
     found = [journal.rows[job.key(call)] for job in jobs if job.key(call) in journal.rows]
     if found:
@@ -124,15 +124,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown := [name for name in options.only or () if name not in known]:
         parser.error(f"--only: {', '.join(unknown)} unknown; choose of {', '.join(known)}")
     return options
-
-
-def in_short(done: dict[str, Any]) -> str:
-    """Format an outcome as one line."""
-    if "tokens" in done:
-        return f"{tables.rate(done):12,.0f} real tok/s"
-    if "passed" in done:
-        return f"{done['passed']} passed, {done['failed']} failed, {done['skipped']} skipped"
-    return str(done["outcome"])
 
 
 def gpu_tests() -> list[str]:
@@ -173,13 +164,14 @@ def run_tests(file: str, *, limit: float) -> dict[str, Any] | None:
 def count(junit: str) -> dict[str, Any]:
     """Count the tests of a JUnit report."""
     cases = list(ElementTree.fromstring(junit).iter("testcase"))
-    skipped = [case for case in cases if case.find("skipped") is not None]
-    wrong = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    bad = ("failure", "error", "skipped")
+    ends = [next((tag for tag in bad if case.find(tag) is not None), "passed") for case in cases]
+    wrong = [case for case, end in zip(cases, ends, strict=True) if end in ("failure", "error")]
     return {
         "outcome": f"failed: {len(wrong)} of {len(cases)} tests" if wrong else "measured",
-        "passed": len(cases) - len(skipped) - len(wrong),
+        "passed": ends.count("passed"),
         "failed": len(wrong),
-        "skipped": len(skipped),
+        "skipped": ends.count("skipped"),
         "failures": [f"{case.get('classname')}::{case.get('name')}" for case in wrong],
     }
 

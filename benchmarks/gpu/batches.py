@@ -70,6 +70,10 @@ def steps_of(kind: str, samples: Samples, settings: Settings) -> list[Step]:
 
 def padded(mini_batch: Samples, most_places: int) -> Step:
     """Pad a mini-batch to the longest, in the fewest equal passes of at most so many places each."""
+
+    def longest(part: Samples) -> int:
+        return max(len(sample["tokens"]) for sample in part)
+
     parts = fewest_parts(mini_batch, lambda part: len(part) * longest(part), most_places)
     alone = [[packs_of([sample], longest(part)) for sample in part] for part in parts]
     return step([collate_packed(list(chain(*packs))) for packs in alone])
@@ -77,6 +81,10 @@ def padded(mini_batch: Samples, most_places: int) -> Step:
 
 def flattened(mini_batch: Samples, most_places: int) -> Step:
     """Flatten a mini-batch to one row of all its samples, or to the fewest rows of at most so many places each."""
+
+    def size(part: Samples) -> int:
+        return sum(len(sample["tokens"]) for sample in part)
+
     parts = fewest_parts(mini_batch, size, most_places)
     return step([collate_packed(packs_of(part, size(part), strategy="next_fit")) for part in parts])
 
@@ -134,13 +142,3 @@ def fewest_parts(samples: Samples, places: Callable[[Samples], int], most: int) 
         if max(map(places, parts)) <= most:
             return parts
     return parts
-
-
-def longest(samples: Samples) -> int:
-    """Return the tokens of the longest sample."""
-    return max(len(sample["tokens"]) for sample in samples)
-
-
-def size(samples: Samples) -> int:
-    """Return the tokens of all samples."""
-    return sum(len(sample["tokens"]) for sample in samples)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks import report
 from benchmarks.journal import KEYS, Journal, failed, settings_key, this_call
 from benchmarks.paper import tables
-from benchmarks.paper.settings import CPU_DATA, GPU_DATA, ROWS, SMOKE, Settings
+from benchmarks.paper.settings import DATA, ROWS, SMOKE, Settings
 
 
 class Job(NamedTuple):
@@ -33,7 +33,7 @@ class Job(NamedTuple):
         return call["device"], call["torch"], self.settings.data, settings_key(self.settings), self.row
 
 
-def outcomes(jobs: Sequence[Job], *, device: str, at_once: int) -> Iterator[tuple[Job, dict[str, Any]]]:
+def outcomes(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, dict[str, Any]]]:
     """Run each job in a process of its own, and yield it with its outcome as it ends.
 
     The processes are forked from one that has imported torch and torchtune and nothing else: the imports take as long
@@ -45,7 +45,7 @@ def outcomes(jobs: Sequence[Job], *, device: str, at_once: int) -> Iterator[tupl
     context.set_forkserver_preload(["benchmarks.paper.train", "torchtune.models.llama3_2"])
     step = report.progress(len(jobs))
     with ProcessPoolExecutor(at_once, mp_context=context, max_tasks_per_child=1) as pool:
-        pending = {pool.submit(outcome_of, ROWS[job.row], job.settings, device): job for job in jobs}
+        pending = {pool.submit(outcome_of, ROWS[job.row], job.settings): job for job in jobs}
         for future in as_completed(pending):
             job = pending[future]
             step(f"{job.settings.data} {job.row} seed {job.settings.seed}")
@@ -61,7 +61,7 @@ def outcomes(jobs: Sequence[Job], *, device: str, at_once: int) -> Iterator[tupl
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the open rows and format the tables; return 1 if a row failed, else 0."""
     options = parse(arguments)
-    data = {"flan": SMOKE} if options.smoke else CPU_DATA if options.device == "cpu" else GPU_DATA
+    data = {"flan": SMOKE} if options.smoke else DATA
     jobs = [
         Job(row, replace(settings, seed=seed))
         # The outer loop: a call that is ended early has all rows of some seeds.
@@ -71,20 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.data or name in options.data
     ]
     journal = Journal(options.out / "paper.jsonl")
-    call = this_call(options.device)
+    call = this_call("cpu")
     if options.fresh:
         journal.forget(job.key(call) for job in jobs)
     left = [job for job in jobs if job.key(call) not in journal.rows]
     print(f"{len(jobs) - len(left)} of {len(jobs)} rows are in {journal.path}; --fresh measures them again")
-    for job, done in outcomes(left, device=options.device, at_once=options.jobs):
+    for job, done in outcomes(left, at_once=options.jobs):
         key = dict(zip(KEYS, job.key(call), strict=True))
         journal.add({**call, **key, "seed": job.settings.seed, **done})
     rows = [journal.rows[job.key(call)] for job in jobs]
     text = tables.draw(data, rows)
     print(text)
     if not (options.smoke or options.data):  # the table of some data would replace that of all
-        gpu = "" if options.device == "cpu" else f"-{report.slug(call['device'])}"
-        print(f"\nwritten to {report.save(f'paper{gpu}', text)}")
+        print(f"\nwritten to {report.write(report.RESULTS / report.page_of('paper'), text)}")
     return int(any(map(failed, rows)))
 
 
@@ -92,15 +91,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
     add = parser.add_argument
-    add("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: the paper's sizes (cpu)")
-    add("--data", nargs="+", choices=list(CPU_DATA), help="only these data sets")
+    add("--data", nargs="+", choices=list(DATA), help="only these data sets")
     add("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
-    add("--jobs", type=int, help="rows at a time (a CPU's cores; 1 on CUDA)")
+    add("--jobs", type=int, default=report.cpu_count(), help="rows at a time (the machine's cores)")
     add("--fresh", action="store_true", help="measure again what was measured")
     add("--smoke", action="store_true", help="a quick check that it runs: 48 samples, no table is written")
     add("--out", type=Path, default=report.ROOT / "outputs" / "paper", help="of the rows (outputs/paper)")
     options = parser.parse_args(arguments)
-    options.jobs = options.jobs or (report.cpu_count() if options.device == "cpu" else 1)
     if options.seeds < 1 or options.jobs < 1:
         parser.error(f"--seeds {options.seeds} and --jobs {options.jobs} must be at least 1")
     return options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from benchmarks import report
 from benchmarks.journal import Done, machine_line
@@ -11,17 +11,8 @@ from benchmarks.paper.settings import PACKED, ROWS, Row, Settings
 
 Seeds = list[Done]  # of one row, in the order of their seeds
 HEADER = (
-    "method",
-    "a step",
-    "rows",
-    "steps",
-    "padding",
-    "seconds",
-    "real tok/s",
-    "x padding",
-    "peak MiB",
-    "train loss",
-    "validation loss",
+    "method | a step | rows | steps | padding | seconds | real tok/s | x padding | peak MiB | "
+    "train loss | validation loss"
 )
 PADDING, FLATTENED = "samples/random_padding", "samples/minibatch_packing"
 
@@ -58,7 +49,7 @@ def draw_part(settings: Settings, found: Mapping[str, Seeds]) -> list[str]:
             lines.append(cells(row, measured[name], measured.get(PADDING), settings))
         elif name in found:
             outcome = next(done["outcome"] for done in found[name] if done["outcome"] != "measured")
-            lines.append([f"{row.method}: {outcome}", row.step, *[report.NONE] * (len(HEADER) - 2)])
+            lines.append([f"{row.method}: {outcome}", row.step])
     shown = [f"- {line}" for line in findings(measured)]
     return [about(settings, measured), report.table(HEADER, lines), *(["\n".join(shown)] if shown else [])]
 
@@ -67,8 +58,8 @@ def about(settings: Settings, measured: Mapping[str, Seeds]) -> str:
     """Describe the settings."""
     one = next(iter(measured.values()), [])
     lines = [
-        f"max_seq_len {settings.max_seq_len:,}; mini-batches of {settings.batch_size * settings.accumulate} samples; "
-        f"model {settings.model}, {settings.dtype}; AdamW, learning rate {settings.lr:g}; "
+        f"max_seq_len {settings.max_seq_len:,}; mini-batches of {settings.batch_size} samples; "
+        f"model tiny, fp32; AdamW, learning rate {settings.lr:g}; "
         f"{settings.validation:,} samples held out."
     ]
     if one:
@@ -83,7 +74,7 @@ def about(settings: Settings, measured: Mapping[str, Seeds]) -> str:
 def cells(row: Row, seeds: Seeds, padded: Seeds | None, settings: Settings) -> list[str]:
     """Format one row of the table."""
     peaks = [done["peak_bytes"] for done in seeds if done["peak_bytes"] is not None]
-    count = seeds[0]["batch_size"] * seeds[0]["accumulate"]
+    count = seeds[0]["batch_size"]
     unit = "sample" if row.step == "samples" else "pack"
     faster = f", lr x {seeds[0]['lr'] / settings.lr:.1f}" if row.step == "scaled" else ""
     return [
@@ -118,58 +109,51 @@ def findings(measured: Mapping[str, Seeds]) -> list[str]:
 
     Rows are compared seed by seed; a difference counts as shown if every seed has it.
     """
+
+    def gaps(*pairs: tuple[str, str]) -> list[float]:
+        """By how much the first row of each pair ends higher than the second, seed by seed."""
+        return [
+            one["validation_loss"] - other["validation_loss"]
+            for pair in pairs
+            if measured.keys() >= set(pair)
+            for one, other in zip(*map(measured.__getitem__, pair), strict=True)
+        ]
+
     lines = []
-    if {PADDING, FLATTENED} <= measured.keys():
-        apart = max(map(abs, gaps(measured, FLATTENED, PADDING)))
+    if gaps((FLATTENED, PADDING)):
+        apart = max(map(abs, gaps((FLATTENED, PADDING))))
         noise = spread(measured[PADDING], "validation_loss")
-        pairs = zip(measured[FLATTENED], measured[PADDING], strict=True)
-        times = [padded["seconds"] / flat["seconds"] for flat, padded in pairs]  # of the same tokens
+        times = report.quotients(
+            *([done["seconds"] for done in measured[row]] for row in (PADDING, FLATTENED))
+        )
         lines.append(
             f"{verdict(apart <= noise and min(times) > 1)}: mini-batch packing ends with padding's validation loss "
             f"(at most {apart:.5f} apart, {noise:.5f} between seeds) at {min(times):.2f} to {max(times):.2f} times its "
             "token rate."
         )
-    for step in ("wide", "narrow"):
-        leaky, kept = f"{step}/fixed_length", f"{step}/fixed_length_posid"
-        if {leaky, kept} <= measured.keys():
-            worse = gaps(measured, leaky, kept)
-            lines.append(
-                f"{verdict(min(worse) > 0)}: {step} steps, fixed-length packing without position ids ends higher than "
-                f"with them, by {loss_range(worse)}."
-            )
+    claims = {
+        f"{step} steps, fixed-length packing without position ids ends higher than with them": [
+            (f"{step}/fixed_length", f"{step}/fixed_length_posid")
+        ]
+        for step in ("wide", "narrow")
+    }
     # Not sorted packing: its loss depends on its order, the shortest samples last, more than on its steps.
-    worse = [
-        gap
-        for method in PACKED
-        if method != "sorted_packing"
-        if {f"wide/{method}", f"narrow/{method}"} <= measured.keys()
-        for gap in gaps(measured, f"wide/{method}", f"narrow/{method}")
-    ]
-    if worse:
-        lines.append(
-            f"{verdict(min(worse) > 0)}: with fewer, wider steps, the same packs (but for sorted ones) end higher than "
-            f"with narrow ones, by {loss_range(worse)}."
-        )
+    claims[
+        "with fewer, wider steps, the same packs (but for sorted ones) end higher than with narrow ones"
+    ] = [(f"wide/{method}", f"narrow/{method}") for method in PACKED if method != "sorted_packing"]
+    for claim, pairs in claims.items():
+        if worse := gaps(*pairs):
+            lines.append(
+                f"{verdict(min(worse) > 0)}: {claim}, by {min(worse):+.3f} to {max(worse):+.3f} nats."
+            )
     wide, narrow, scaled = (f"{step}/exact_fit" for step in ("wide", "narrow", "scaled"))
-    if {wide, narrow, scaled} <= measured.keys():
-        lost, won = (statistics.fmean(gaps(measured, wide, other)) for other in (narrow, scaled))
-        times = measured[scaled][0]["lr"] / measured[wide][0]["lr"]
+    if (lost := gaps((wide, narrow))) and (won := gaps((wide, scaled))):
+        times_lr = measured[scaled][0]["lr"] / measured[wide][0]["lr"]
         lines.append(
-            f"Of the {lost:.3f} nats that its wide steps cost `exact_fit`, {times:.1f} times the learning rate wins "
-            f"back {won:.3f}."
+            f"Of the {statistics.fmean(lost):.3f} nats that its wide steps cost `exact_fit`, {times_lr:.1f} times the "
+            f"learning rate wins back {statistics.fmean(won):.3f}."
         )
     return lines
-
-
-def gaps(measured: Mapping[str, Seeds], one: str, other: str) -> list[float]:
-    """Return by how much one row's validation loss is above another's, seed by seed."""
-    pairs = zip(measured[one], measured[other], strict=True)
-    return [a["validation_loss"] - b["validation_loss"] for a, b in pairs]
-
-
-def loss_range(values: Sequence[float]) -> str:
-    """Format the range of some losses."""
-    return f"{min(values):+.3f} to {max(values):+.3f} nats"
 
 
 def verdict(holds: bool) -> str:

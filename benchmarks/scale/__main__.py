@@ -19,27 +19,10 @@ from streampack import plan_packs
 
 ROW_BYTES, TOKEN_BYTES = 20, 4  # of a row of JSON without its text; of a token's text
 MAX_SEQ_LEN = 4096
-EPOCH = (
-    "lanes",
-    "packs a step",
-    "packs",
-    "padding",
-    "packs of a lane",
-    "steps",
-    "first lane ends",
-    "null packs",
-)
+EPOCH = "lanes | packs a step | packs | padding | packs of a lane | steps | first lane ends | null packs"
 RESUME = (
-    "lanes",
-    "packs a step",
-    "resumed at step",
-    "first lane ends",
-    "same packs until",
-    "steps, unbroken",
-    "steps",
-    "null packs, even step",
-    "null packs to the end",
-    "to the end, unbroken",
+    "lanes | packs a step | resumed at step | first lane ends | same packs until | steps, unbroken | "
+    "steps | null packs, even step | null packs to the end | to the end, unbroken"
 )
 
 

@@ -12,14 +12,8 @@ from benchmarks.scale import probes, ranks
 SHARDS, LANES, RANKS = 100_000, 15_360, 1024  # of the extrapolation; one worker process a rank
 WINDOW = 2048  # rows, the default of a shuffled dataset
 HEADER = (
-    "what",
-    "grows as",
-    "sizes",
-    "smaller",
-    "larger, predicted",
-    "larger, measured",
-    "off",
-    f"{SHARDS:,} shards, {RANKS:,} ranks",
+    "what | grows as | sizes | smaller | larger, predicted | larger, measured | off | "
+    f"{SHARDS:,} shards, {RANKS:,} ranks"
 )
 
 
@@ -131,7 +125,7 @@ GROUPS = (
         },
     ),
     Group(
-        *(ranks.jsonl, ("shards", "ranks"), (400, 4), (2_400, 12), (SHARDS, RANKS)),
+        *(ranks.loaders, ("shards", "ranks"), (400, 4), (2_400, 12), (SHARDS, RANKS)),
         {
             "read": ("fingerprint, bytes read by each rank", OWN, volume),
             "fingerprint": ("fingerprint, received by each rank", OTHERS_SHARDS, volume),
@@ -140,10 +134,6 @@ GROUPS = (
             "seconds": ("agreement on 8 batches, each rank", OTHERS, seconds),
             "merged": ("state, 15 lanes a rank, received by each rank", OTHERS, volume),
         },
-    ),
-    Group(
-        *(ranks.parquet, ("Parquet shards", "ranks"), (240, 4), (1_200, 12), (SHARDS, RANKS)),
-        {"groups": ("Parquet row groups, received by each rank", OTHERS_SHARDS, volume)},
     ),
 )
 

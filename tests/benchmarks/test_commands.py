@@ -39,7 +39,7 @@ COMMANDS = {  # options, and a pattern of the rows that must be there, with thei
     "mixers": ("--smoke", r"(?:falcon_h1|lfm2) ", 2),
     "prefill": ("--smoke", r"(?:flan|orca|stack) ", 3),
     "balance_loss": ("--smoke", r"(?:docstrings|sources) ", 8),
-    "scale": ("--smoke", r".* \d+%|.* none \|", 10),
+    "scale": ("--smoke", r".* [-+]\d+% \|", 17),
     "gpu": ("--device cpu --fresh --only flan-256", r".* \d+\.\d% \| +\d+ \|", 7),
     "paper": ("--smoke --seeds 1 --fresh", r".* ± 0\.000 \|$", 16),
 }
