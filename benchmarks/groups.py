@@ -60,22 +60,17 @@ def padded(groups: Sequence[Group], *, rows: int) -> Iterator[tuple[torch.Tensor
     answers = len(groups[0].leaves)
     size = max(1, rows // answers)
     for few in (groups[start : start + size] for start in range(0, len(groups), size)):
-        alone = [
-            (sample[start:stop], labels[start:stop])
-            for group in few
-            for unshared in [group.unshared()]
-            for sample, labels in [unshared]
-            for start, stop in unshared.bounds
-        ]
-        tensors = [
-            [torch.from_numpy(each.astype(np.int64)) for each in column]
-            for column in zip(*alone, strict=True)
-        ]
-        tokens = torch.nn.utils.rnn.pad_sequence(tensors[0], batch_first=True)
-        yield (
-            tokens,
-            torch.nn.utils.rnn.pad_sequence(tensors[1], batch_first=True, padding_value=IGNORE_INDEX),
-        )
+        tokens, labels = [], []
+        for unshared in (group.unshared() for group in few):
+            bounds = [end for _, end in unshared.bounds[:-1]]
+            tokens += np.split(unshared.tokens, bounds)
+            labels += np.split(unshared.labels, bounds)
+        yield _pad(tokens, 0), _pad(labels, IGNORE_INDEX)
+
+
+def _pad(arrays: Sequence[Any], value: int) -> torch.Tensor:
+    tensors = [torch.from_numpy(each.astype(np.int64)) for each in arrays]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def measure(groups: Sequence[Group], *, rounds: int, max_seq_len: int, rows: int) -> list[list[str]]:

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import islice
@@ -39,15 +40,6 @@ class Input(NamedTuple):
     rows: Callable[[], Any]  # a map-style dataset of lists
     arrays: Callable[[], Any]  # a map-style dataset of arrays
     arrow: Callable[[], Any]  # a ``Dataset``
-
-
-class Measured(NamedTuple):
-    """What a packer did in a process of its own."""
-
-    seconds: float
-    tokens: int
-    checksum: int
-    peak: int  # bytes of memory beyond those before the first batch was asked for
 
 
 def inputs(samples: peers.Samples, folder: Path) -> dict[str, Input]:
@@ -166,7 +158,7 @@ def contenders(given: Input) -> dict[str, Callable[[], peers.Run]]:
     return found
 
 
-def in_own_process(run: Callable[[], peers.Run], *, least: float) -> Measured:
+def in_own_process(run: Callable[[], peers.Run], *, least: float) -> peers.Run:
     """Run a packer in a forked process: once for its memory, then for its time, for ``least`` seconds."""
     context = mp.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -174,7 +166,7 @@ def in_own_process(run: Callable[[], peers.Run], *, least: float) -> Measured:
     process.start()
     sender.close()
     try:
-        measured: Measured = receiver.recv()
+        measured: peers.Run = receiver.recv()
     except EOFError:
         raise RuntimeError("a packer failed; its error is printed above") from None
     finally:
@@ -186,11 +178,10 @@ def _measure(run: Callable[[], peers.Run], least: float, sender: Any) -> None:
     before = report.resident_memory("VmRSS") or 0
     run()
     peak = (report.resident_memory("VmHWM") or 0) - before
-    done = peers.steady(run, least=least)
-    sender.send(Measured(done.seconds, done.tokens, done.checksum, peak))
+    sender.send(replace(peers.steady(run, least=least), peak=peak))
 
 
-def draw(name: str, rounds: dict[str, list[Measured]], *, tokens: int, checksum: int) -> str:
+def draw(name: str, rounds: dict[str, list[peers.Run]], *, tokens: int, checksum: int) -> str:
     """Format the table of one input."""
     rows = []
     for packer, runs in rounds.items():
@@ -204,12 +195,8 @@ def draw(name: str, rounds: dict[str, list[Measured]], *, tokens: int, checksum:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the tables."""
-    parser = report.parser(__doc__, smoke="200 samples, one round")
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="rounds; the tables show medians (%(default)s)"
-    )
-    options = parser.parse_args(arguments)
-    count, repeats, least = (200, 1, 0.0) if options.smoke else (20_000, options.repeats, LEAST_SECONDS)
+    options = report.parser(__doc__, smoke="200 samples, one round").parse_args(arguments)
+    count, repeats, least = (200, 1, 0.0) if options.smoke else (20_000, 5, LEAST_SECONDS)
     # torchao logs a line about CUDA extensions when torchtune imports it.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     samples = corpora.samples(corpora.lengths("flan", count=count))
@@ -221,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {name: contenders(given) for name, given in inputs(samples, Path(folder)).items()}
         step = report.progress(repeats * sum(map(len, found.values())))
         for name, runs in found.items():
-            rounds: dict[str, list[Measured]] = {packer: [] for packer in runs}
+            rounds: dict[str, list[peers.Run]] = {packer: [] for packer in runs}
             for _ in range(repeats):
                 for packer, run in runs.items():
                     step(f"{name}: {packer}")

@@ -31,6 +31,7 @@ class Run:
     tokens: int  # of samples, counted in the packs
     checksum: int  # the sum of all token ids in the packs
     seconds: float
+    peak: int = 0  # bytes of memory beyond those before, where they were measured
 
 
 def stream(make: Callable[[], Iterable[dict[str, Any]]]) -> Run:

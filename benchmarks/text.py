@@ -11,7 +11,6 @@ import multiprocessing as mp
 import os
 import random
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks import report
+from benchmarks.paper.data import stdlib
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, TextEncoder
 
 MAX_SEQ_LEN = 4096
@@ -45,11 +45,10 @@ class FastTokenizer:
     """A byte-level BPE of Hugging Face's `tokenizers`, trained here, with torchtune's interface."""
 
     def __init__(self, texts: Iterable[str], *, vocab_size: int) -> None:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
         self.tokenizer = Tokenizer(models.BPE())
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=["<pad>", "<bos>", "<eos>"],
@@ -61,15 +60,6 @@ class FastTokenizer:
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [1] * add_bos + ids + [2] * add_eos
-
-
-def sentencepiece_tokenizer() -> Any:
-    """Return the quickstart's SentencePiece tokenizer, in torchtune's class."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
-    from streampack_recipes import stdlib_corpus
-    from torchtune.models.llama2 import llama2_tokenizer
-
-    return llama2_tokenizer(str(stdlib_corpus.prepare().tokenizer))
 
 
 def texts() -> list[str]:
@@ -190,19 +180,15 @@ def rows(tokenizers: dict[str, Any], corpus: Corpus, *, repeats: int) -> Iterato
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the table."""
-    parser = report.parser(__doc__, smoke="0.3 MB, once, one tokenizer")
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="rounds; the table shows medians (%(default)s)"
-    )
-    options = parser.parse_args(arguments)
-    size, repeats = (300_000, 1) if options.smoke else (40_000_000, options.repeats)
+    options = report.parser(__doc__, smoke="0.3 MB, once, one tokenizer").parse_args(arguments)
+    size, repeats = (300_000, 1) if options.smoke else (40_000_000, 5)
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
     # One thread in each process, as in a worker; with more, `tokenizers` would also warn of the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     some, vocabulary = (texts()[:200], 1000) if options.smoke else (texts(), VOCABULARY)
-    print(f"training a tokenizer of {vocabulary:,} tokens", file=sys.stderr)
     tokenizers: dict[str, Any] = {"BPE, `tokenizers`": FastTokenizer(some, vocab_size=vocabulary)}
     if not options.smoke:
-        tokenizers["BPE, SentencePiece"] = sentencepiece_tokenizer()
+        _, tokenizers["BPE, SentencePiece"] = stdlib("pairs")  # the quickstart's, in torchtune's class
     with tempfile.TemporaryDirectory() as folder:
         corpus = write(Path(folder), some, size=size)
         report.publish(

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.journal import KEYS, Journal, failed, settings_key, this_call
+from benchmarks.journal import KEYS, Journal, settings_key, this_call
 from benchmarks.paper import tables
 from benchmarks.paper.settings import DATA, ROWS, SMOKE, Settings
 
@@ -33,34 +31,36 @@ class Job(NamedTuple):
         return call["device"], call["torch"], self.settings.data, settings_key(self.settings), self.row
 
 
-def outcomes(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Run each job in a process of its own, and yield it with its outcome as it ends.
+def measured(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Measure each row in a process of its own, and yield it with its figures as it ends.
 
     The processes are forked from one that has imported torch and torchtune and nothing else: the imports take as long
     as a small row.
     """
-    from benchmarks.paper.train import outcome_of
+    from benchmarks.paper.train import measure
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.paper.train", "torchtune.models.llama3_2"])
     step = report.progress(len(jobs))
     with ProcessPoolExecutor(at_once, mp_context=context, max_tasks_per_child=1) as pool:
-        pending = {pool.submit(outcome_of, ROWS[job.row], job.settings): job for job in jobs}
+        pending = {pool.submit(measure, ROWS[job.row], job.settings): job for job in jobs}
         for future in as_completed(pending):
             job = pending[future]
             step(f"{job.settings.data} {job.row} seed {job.settings.seed}")
-            try:
-                yield job, future.result()
-            except BrokenProcessPool:
-                raise SystemExit(
-                    "a row's process was killed, perhaps for its memory; the same command runs the open rows, with "
-                    "--jobs 1 one at a time"
-                ) from None
+            yield job, future.result()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the open rows and format the tables; return 1 if a row failed, else 0."""
-    options = parse(arguments)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the open rows and format the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
+    add = parser.add_argument
+    add("--data", nargs="+", choices=list(DATA), help="only these data sets")
+    add("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
+    add("--jobs", type=int, default=report.cpu_count(), help="rows at a time (the machine's cores)")
+    add("--fresh", action="store_true", help="measure again what was measured")
+    add("--smoke", action="store_true", help="a quick check that it runs: 48 samples, no table is written")
+    add("--out", type=Path, default=report.ROOT / "outputs" / "paper", help="of the rows (outputs/paper)")
+    options = parser.parse_args(arguments)
     data = {"flan": SMOKE} if options.smoke else DATA
     jobs = [
         Job(row, replace(settings, seed=seed))
@@ -76,32 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         journal.forget(job.key(call) for job in jobs)
     left = [job for job in jobs if job.key(call) not in journal.rows]
     print(f"{len(jobs) - len(left)} of {len(jobs)} rows are in {journal.path}; --fresh measures them again")
-    for job, done in outcomes(left, at_once=options.jobs):
+    for job, done in measured(left, at_once=options.jobs):
         key = dict(zip(KEYS, job.key(call), strict=True))
         journal.add({**call, **key, "seed": job.settings.seed, **done})
-    rows = [journal.rows[job.key(call)] for job in jobs]
-    text = tables.draw(data, rows)
+    text = tables.draw(data, [journal.rows[job.key(call)] for job in jobs])
     print(text)
     if not (options.smoke or options.data):  # the table of some data would replace that of all
         print(f"\nwritten to {report.write(report.RESULTS / report.page_of('paper'), text)}")
-    return int(any(map(failed, rows)))
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
-    add = parser.add_argument
-    add("--data", nargs="+", choices=list(DATA), help="only these data sets")
-    add("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
-    add("--jobs", type=int, default=report.cpu_count(), help="rows at a time (the machine's cores)")
-    add("--fresh", action="store_true", help="measure again what was measured")
-    add("--smoke", action="store_true", help="a quick check that it runs: 48 samples, no table is written")
-    add("--out", type=Path, default=report.ROOT / "outputs" / "paper", help="of the rows (outputs/paper)")
-    options = parser.parse_args(arguments)
-    if options.seeds < 1 or options.jobs < 1:
-        parser.error(f"--seeds {options.seeds} and --jobs {options.jobs} must be at least 1")
-    return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

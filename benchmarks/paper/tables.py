@@ -18,9 +18,9 @@ PADDING, FLATTENED = "samples/random_padding", "samples/minibatch_packing"
 
 
 def draw(data: Mapping[str, Settings], done: Iterable[Done]) -> str:
-    """Format all results of one device. ``done`` are rows of the settings in ``data``, for any seed."""
+    """Format all results, which are rows of the settings in ``data`` for any seed, and all were measured."""
     rows = sorted(done, key=lambda row: row["seed"])
-    loads = [row["load"] for row in rows if row.get("load") is not None] or [0.0]
+    loads = [row["load"] for row in rows]
     sections = [
         "# Every method of batching, after one epoch",
         machine_line(rows),
@@ -29,49 +29,29 @@ def draw(data: Mapping[str, Settings], done: Iterable[Done]) -> str:
         f"{max(loads):.1f}): above the number of cores, others used the machine too.",
     ]
     for name, settings in data.items():
-        found: dict[str, Seeds] = {}
-        for row in rows:
-            if row["part"] == name:
-                found.setdefault(row["row"], []).append(row)
-        if found:
-            sections += [f"## {name}", *draw_part(settings, found)]
+        found = {row: [each for each in rows if (each["part"], each["row"]) == (name, row)] for row in ROWS}
+        if found := {row: seeds for row, seeds in found.items() if seeds}:
+            lines = [cells(ROWS[row], seeds, found[PADDING], settings) for row, seeds in found.items()]
+            sections += [f"## {name}", about(settings, found[PADDING]), report.table(HEADER, lines)]
+            sections.append("\n".join(f"- {line}" for line in findings(found)))
     return "\n\n".join(sections)
 
 
-def draw_part(settings: Settings, found: Mapping[str, Seeds]) -> list[str]:
-    """Format one data set: its settings, the table, the findings."""
-    measured = {
-        name: seeds for name, seeds in found.items() if all(row["outcome"] == "measured" for row in seeds)
-    }
-    lines = []
-    for name, row in ROWS.items():
-        if name in measured:
-            lines.append(cells(row, measured[name], measured.get(PADDING), settings))
-        elif name in found:
-            outcome = next(done["outcome"] for done in found[name] if done["outcome"] != "measured")
-            lines.append([f"{row.method}: {outcome}", row.step])
-    shown = [f"- {line}" for line in findings(measured)]
-    return [about(settings, measured), report.table(HEADER, lines), *(["\n".join(shown)] if shown else [])]
+def about(settings: Settings, seeds: Seeds) -> str:
+    """Describe the settings of a data set."""
+    one = seeds[0]
+    floor = (
+        "" if one["floor"] is None else f" No model can have a lower validation loss than {one['floor']:.3f}."
+    )
+    return (
+        f"{one['samples']:,} samples, {one['tokens']:,} tokens; max_seq_len {settings.max_seq_len:,}; mini-batches of "
+        f"{settings.batch_size} samples; model tiny, fp32; AdamW, learning rate {settings.lr:g}; "
+        f"{settings.validation:,} samples held out. Seeds {', '.join(str(each['seed']) for each in seeds)}: "
+        f"medians of seconds and memory, means of losses ± their spread.{floor}"
+    )
 
 
-def about(settings: Settings, measured: Mapping[str, Seeds]) -> str:
-    """Describe the settings."""
-    one = next(iter(measured.values()), [])
-    lines = [
-        f"max_seq_len {settings.max_seq_len:,}; mini-batches of {settings.batch_size} samples; "
-        f"model tiny, fp32; AdamW, learning rate {settings.lr:g}; "
-        f"{settings.validation:,} samples held out."
-    ]
-    if one:
-        lines.insert(0, f"{one[0]['samples']:,} samples, {one[0]['tokens']:,} tokens;")
-        numbers = ", ".join(str(row["seed"]) for row in one)
-        lines.append(f"Seeds {numbers}: medians of seconds and memory, means of losses ± their spread.")
-        if one[0]["floor"] is not None:
-            lines.append(f"No model can have a lower validation loss than {one[0]['floor']:.3f}.")
-    return " ".join(lines)
-
-
-def cells(row: Row, seeds: Seeds, padded: Seeds | None, settings: Settings) -> list[str]:
+def cells(row: Row, seeds: Seeds, padded: Seeds, settings: Settings) -> list[str]:
     """Format one row of the table."""
     peaks = [done["peak_bytes"] for done in seeds if done["peak_bytes"] is not None]
     count = seeds[0]["batch_size"]
@@ -85,7 +65,7 @@ def cells(row: Row, seeds: Seeds, padded: Seeds | None, settings: Settings) -> l
         f"{statistics.median(done['padding'] for done in seeds):.1%}",
         f"{statistics.median(done['seconds'] for done in seeds):.1f}",
         f"{rate(seeds):,.0f}",
-        f"{rate(seeds) / rate(padded):.2f}" if padded else report.NONE,
+        f"{rate(seeds) / rate(padded):.2f}",
         f"{statistics.median(peaks) / 2**20:,.0f}" if peaks else report.NONE,
         *(
             f"{statistics.fmean(done[loss] for done in seeds):.3f} ± {spread(seeds, loss):.3f}"

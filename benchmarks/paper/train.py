@@ -62,7 +62,6 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
     peak = report.resident_memory("VmHWM")
 
     return {
-        "outcome": "measured",
         "samples": len(corpus.train),
         "rows": rows if row.method in PACKED else len(corpus.train),
         "steps": steps,
@@ -75,16 +74,8 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
         "train_loss": total / trained,
         "validation_loss": validate(model, corpus, settings),
         "floor": corpus.floor,
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load": os.getloadavg()[0],
     }
-
-
-def outcome_of(row: Row, settings: Settings) -> dict[str, Any]:
-    """Measure a row; return its figures, or why there are none."""
-    try:
-        return measure(row, settings)
-    except Exception as error:
-        return {"outcome": f"failed: {type(error).__name__}: {error}".splitlines()[0]}
 
 
 def build(corpus: Corpus, settings: Settings, *, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:

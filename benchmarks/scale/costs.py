@@ -33,11 +33,6 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
-def count(value: float) -> str:
-    """Format a number."""
-    return f"{value:,.0f}"
-
-
 class Growth(NamedTuple):
     """What a cost is proportional to, as a function of the sizes."""
 
@@ -110,7 +105,7 @@ GROUPS = (
             "memory": ("windows and buffers, memory of each process", LANE_ROWS, volume),
             "seconds": ("first pack of every lane, each process", LANE_ROWS, seconds),
             "resume": ("resume, each process", LANE_ROWS, seconds),
-            "files": ("files open between reads, each process", LANE_ROWS, count),
+            "files": ("files open between reads, each process", LANE_ROWS, "{:,.0f}".format),
         },
     ),
     Group(
@@ -129,7 +124,7 @@ GROUPS = (
         {
             "read": ("fingerprint, bytes read by each rank", OWN, volume),
             "fingerprint": ("fingerprint, received by each rank", OTHERS_SHARDS, volume),
-            "sockets": ("sockets of each rank, each group", OTHERS, count),
+            "sockets": ("sockets of each rank, each group", OTHERS, "{:,.0f}".format),
             "agreement": ("agreement on 8 batches, received by each rank", OTHERS, volume),
             "seconds": ("agreement on 8 batches, each rank", OTHERS, seconds),
             "merged": ("state, 15 lanes a rank, received by each rank", OTHERS, volume),

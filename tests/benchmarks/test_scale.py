@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*do not divide .* evenly")
 
 def planned(own: Any) -> list[list[int]]:
     """The samples of each pack of a lane that reads these samples."""
-    return [sorted(own[span.index] for span in pack) for pack in plan_packs(LENGTHS[own], 40, buffer_size=6)]
+    packs = plan_packs(LENGTHS[own], **PACKING)
+    return [sorted(int(own[span.index]) for span in pack) for pack in packs]
 
 
 def really(topology: sim.Topology, *, state: Any = None, steps: int | None = None) -> tuple[Handed, Any]:
     """What loaders on so many threads hand out, and their state."""
     board = Board(topology.ranks)
     handed: Handed = [[] for _ in range(topology.ranks)]
-    states: list[Any] = [None] * topology.ranks
+    states: dict[int, Any] = {}
 
     def rank(number: int) -> None:
         data = IterablePackedDataset(MapSource(DATA), encoder=Numbers(), num_lanes=topology.lanes, **PACKING)
@@ -42,14 +44,10 @@ def really(topology: sim.Topology, *, state: Any = None, steps: int | None = Non
         loader.rank_sync = ThreadSync(board, number)
         if state is not None:
             loader.load_state_dict(state)
-        assert loader.batches_per_step == topology.batches_per_step
-        batches = iter(loader)
-        while steps is None or len(handed[number]) < steps * topology.batches_per_step:
-            if (batch := next(batches, None)) is None:
-                break
-            assert len(batch.fragments) == topology.packs_per_batch
+        for batch in islice(loader, steps and steps * topology.batches_per_step):
             packs = [[fragment.row_id[0] for fragment in pack] for pack in batch.fragments]
             handed[number].append([sorted(pack) for pack in packs if pack])
+            assert len(packs) == topology.packs_per_batch
         states[number] = loader.state_dict()
 
     run_threads(topology.ranks, rank)
@@ -60,9 +58,9 @@ def simulated(packs: sim.Packs, dealt: sim.Dealt, topology: sim.Topology) -> Han
     lanes = [planned(range(lane, len(DATA), topology.lanes)) for lane in range(topology.lanes)]
     batches = range(dealt.steps * topology.batches_per_step)
     handed: Handed = [[[] for _ in batches] for _ in range(topology.ranks)]
-    for pack in np.lexsort((packs.lane, packs.number)).tolist():
+    for pack in np.lexsort((packs.lane, packs.number)):
         held = lanes[packs.lane[pack]][packs.number[pack]]
-        handed[dealt.rank[pack]][dealt.batch[pack]].append([int(sample) for sample in held])
+        handed[dealt.rank[pack]][dealt.batch[pack]].append(held)
     return handed
 
 
@@ -74,9 +72,8 @@ def packs_of(lanes: int) -> sim.Packs:
     "topology",
     [
         sim.Topology(4, 12, LANES, batch_size=2),
-        sim.Topology(3, 8, LANES, batch_size=2),  # the step does not divide: null packs
         sim.Topology(3, 15, LANES, batch_size=4),  # five in two batches of three
-        sim.Topology(5, 7, LANES, batch_size=2),  # the ranks do not divide the lanes
+        sim.Topology(5, 7, LANES, batch_size=2),  # neither ranks nor steps divide the lanes: null packs
         sim.Topology(4, 6, 4),  # other ranks have the shorter share at every second step
     ],
     ids=str,
