@@ -50,7 +50,7 @@ def test_a_command_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(re.findall(rf"^\| {row}", done.stdout, re.MULTILINE)) >= count, done.stdout
     assert not re.search("failed|changed the tokens", done.stdout), done.stdout
-    assert list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()), "a result"
 
 
 def test_padded_groups_hold_every_answer_behind_its_prompt() -> None:
@@ -122,13 +122,9 @@ def test_the_floor_is_what_the_best_possible_model_needs() -> None:
     assert nats == pytest.approx(total)
 
 
-def test_the_pages_show_the_kept_figures() -> None:
-    """A row of docs/guides/methods.md that is in no result was made up, or has been measured again."""
-
-    def rows_of(*pages: Path) -> set[str]:
-        lines = [line for page in pages for line in page.read_text().splitlines() if "±" in line]
-        return {re.sub(" +", " ", line) for line in lines if line.startswith("|")}
-
-    copied = rows_of(ROOT / "docs" / "guides" / "methods.md")
+def test_the_page_of_methods_shows_kept_figures() -> None:
+    """A row that is in no result was made up, or has been measured again."""
+    copied = re.findall(r"^\|.*±.*\|$", (ROOT / "docs" / "guides" / "methods.md").read_text(), re.MULTILINE)
+    kept = "".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("paper-*.md"))
     assert len(copied) >= 16
-    assert copied <= rows_of(*(ROOT / "benchmarks" / "results").glob("paper-*.md"))
+    assert [row for row in copied if row not in kept] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.scale import simulation as sim
-from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader, plan_packs
+from streampack import IterablePackedDataset, JSONLSource, MapSource, plan_packs
 from tests.harness.corpus import Numbers, rows, write
-from tests.harness.threads import Board, ThreadSync, run_threads
+from tests.harness.threads import Topology, run
 
 DATA = rows(900, longest=16, seed=5)
 LENGTHS = np.array([row["n"] for row in DATA])
@@ -32,68 +32,50 @@ def planned(own: Any) -> list[list[int]]:
 
 def really(topology: sim.Topology, *, state: Any = None, steps: int | None = None) -> tuple[Handed, Any]:
     """What loaders on so many threads hand out, and their state."""
-    board = Board(topology.ranks)
-    handed: Handed = [[] for _ in range(topology.ranks)]
-    states: dict[int, Any] = {}
-
-    def rank(number: int) -> None:
-        data = IterablePackedDataset(MapSource(DATA), encoder=Numbers(), num_lanes=topology.lanes, **PACKING)
-        loader = PackedDataLoader(
-            data, batch_size=topology.batch_size, packs_per_step=topology.packs_per_step
-        )
-        loader.rank_sync = ThreadSync(board, number)
-        if state is not None:
-            loader.load_state_dict(state)
-        for batch in islice(loader, steps and steps * topology.batches_per_step):
-            packs = [[fragment.row_id[0] for fragment in pack] for pack in batch.fragments]
-            handed[number].append([sorted(pack) for pack in packs if pack])
-            assert len(packs) == topology.packs_per_batch
-        states[number] = loader.state_dict()
-
-    run_threads(topology.ranks, rank)
-    return handed, states[0]
-
-
-def simulated(packs: sim.Packs, dealt: sim.Dealt, topology: sim.Topology) -> Handed:
-    lanes = [planned(range(lane, len(DATA), topology.lanes)) for lane in range(topology.lanes)]
-    batches = range(dealt.steps * topology.batches_per_step)
-    handed: Handed = [[[] for _ in batches] for _ in range(topology.ranks)]
-    for pack in np.lexsort((packs.lane, packs.number)):
-        held = lanes[packs.lane[pack]][packs.number[pack]]
-        handed[dealt.rank[pack]][dealt.batch[pack]].append(held)
-    return handed
-
-
-def packs_of(lanes: int) -> sim.Packs:
-    return sim.Packs.of(np.array([len(planned(range(lane, len(DATA), lanes))) for lane in range(lanes)]))
+    made = run(
+        lambda: IterablePackedDataset(
+            MapSource(DATA), encoder=Numbers(), num_lanes=topology.lanes, **PACKING
+        ),
+        Topology(topology.ranks, batch_size=topology.batch_size),
+        state=state,
+        limit=steps and steps * topology.batches_per_step,
+        packs_per_step=topology.packs_per_step,
+    )
+    assert {len(batch.fragments) for batch in chain(*made.batches)} == {topology.packs_per_batch}
+    handed = [
+        [[sorted(f.row_id[0] for f in pack) for pack in batch.fragments if pack] for batch in batches]
+        for batches in made.batches
+    ]
+    return handed, made.states[0]
 
 
 @pytest.mark.parametrize(
-    "topology",
+    ("topology", "steps"),
     [
-        sim.Topology(4, 12, LANES, batch_size=2),
-        sim.Topology(3, 15, LANES, batch_size=4),  # five in two batches of three
-        sim.Topology(5, 7, LANES, batch_size=2),  # neither ranks nor steps divide the lanes: null packs
-        sim.Topology(4, 6, 4),  # other ranks have the shorter share at every second step
+        (sim.Topology(4, 12, LANES, batch_size=2), 0),
+        (sim.Topology(3, 15, LANES, batch_size=4), 0),  # five in two batches of three
+        (sim.Topology(5, 7, LANES, batch_size=2), 0),  # neither ranks nor steps divide the lanes: null packs
+        (sim.Topology(4, 6, 4), 0),  # other ranks have the shorter share at every second step
+        *((sim.Topology(ranks, 12, LANES, batch_size=2), 7) for ranks in (2, 3, 5)),
     ],
     ids=str,
 )
-def test_an_epoch_is_that_of_real_loaders(topology: sim.Topology) -> None:
-    packs = packs_of(topology.lanes)
-    assert simulated(packs, sim.deal(packs, topology), topology) == really(topology)[0]
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 5], ids="to {} ranks".format)
-def test_a_resume_is_that_of_real_loaders(ranks: int) -> None:
-    steps = 7
-    before, after = sim.Topology(4, 12, LANES), sim.Topology(ranks, 12, LANES, batch_size=2)
-    packs = packs_of(LANES)
+def test_a_run_is_that_of_real_loaders(topology: sim.Topology, steps: int) -> None:
+    """From the beginning, or resumed after so many steps of four ranks."""
+    lanes = [planned(range(lane, len(DATA), topology.lanes)) for lane in range(topology.lanes)]
+    packs = sim.Packs.of(np.array(list(map(len, lanes))))
+    before = sim.Topology(4, topology.packs_per_step, topology.lanes)
     dealt = sim.deal(packs, before)
-    rest = packs.where(dealt.step >= steps)
-    again = sim.deal(rest, after, slot=steps * before.packs_per_step)
-    _, state = really(before, steps=steps)
-    assert simulated(rest, again, after) == really(after, state=state)[0]
-    same = sim.same_steps((rest, dealt.step[dealt.step >= steps] - steps), (rest, again.step))
+    later = dealt.step >= steps
+    rest = packs.where(later)
+    again = sim.deal(rest, topology, slot=steps * before.packs_per_step)
+    batches = range(again.steps * topology.batches_per_step)
+    handed: Handed = [[[] for _ in batches] for _ in range(topology.ranks)]
+    for pack in np.lexsort((rest.lane, rest.number)):
+        handed[again.rank[pack]][again.batch[pack]].append(lanes[rest.lane[pack]][rest.number[pack]])
+    state = really(before, steps=steps)[1] if steps else None
+    assert handed == really(topology, state=state)[0]
+    same = sim.same_steps((rest, dealt.step[later] - steps), (rest, again.step))
     assert steps + same >= sim.first_lane_end(packs, before) > steps
 
 
