@@ -31,7 +31,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.rows = {key_of(row): row for row in map(json.loads, lines)}
+        self.rows = {key_of(row): row for row in map(json.loads, filter(None, lines))}
 
     def add(self, row: Done) -> None:
         """Write a row; a call that is killed meanwhile leaves the file as it was."""
