@@ -61,24 +61,10 @@ format: setup  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to the first batch; writes benchmarks/results/
-	$(BIN)/python -m benchmarks.density $(ARGS)
-	$(BIN)/python -m benchmarks.start
-	$(BIN)/python -m benchmarks.multipack
-	$(BIN)/python -m benchmarks.tokens
-	$(BIN)/python -m benchmarks.inputs
-	$(BIN)/python -m benchmarks.text
-	$(BIN)/python -m benchmarks.scale
-	$(BIN)/python -m benchmarks.growth
-	$(BIN)/python -m benchmarks.straggling
-	$(BIN)/python -m benchmarks.even_steps
-	$(BIN)/python -m benchmarks.waiting
-	$(BIN)/python -m benchmarks.groups
-	$(BIN)/python -m benchmarks.scoring
-	$(BIN)/python -m benchmarks.mixers
-	$(BIN)/python -m benchmarks.prefill
-	$(BIN)/python -m benchmarks.balance_loss
-	$(BIN)/python -m benchmarks.plot
+BENCHMARKS := density inputs text scale straggling even_steps groups scoring mixers prefill balance_loss
+
+bench: $(VENV)/.installed-bench  ## density and speed beside the peers', and the other figures of README and docs; ARGS="--smoke" shows that all run
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now; ARGS="-k bloom" for some
 	mkdir -p build && rm -f build/models.jsonl
@@ -96,12 +82,11 @@ GPU_READY := setup
 GPU_RUN := $(BIN)/python
 endif
 
-gpu: $(GPU_READY)  ## tests and benchmark on one GPU, resumable; ARGS="--minutes 9"; DEVICE=cpu shows that it runs
+gpu: $(GPU_READY)  ## tests and benchmark on one GPU, 9 minutes of them a call; DEVICE=cpu shows that it runs
 	$(GPU_RUN) -m benchmarks.gpu --device $(DEVICE) $(ARGS)
 
-paper: DEVICE = cpu  # the command line's DEVICE goes before this one
-paper: $(GPU_READY)  ## an epoch by every method of batching, 3 seeds: minutes on a CPU; DEVICE=cuda for the paper's sizes
-	$(GPU_RUN) -m benchmarks.paper --device $(DEVICE) $(ARGS)
+paper: setup  ## an epoch by every method of batching, 3 seeds: minutes on a CPU
+	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 # What `import torchtune`, the tests marked gpu and the benchmark need besides torch, transformers and their own needs.
 WHEELS := torchtune torchao torchdata omegaconf datasets dill multiprocess xxhash kagglehub kagglesdk blobfile \
@@ -168,6 +153,8 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
 	@touch $@
 
-$(VENV)/.installed-bench: $(VENV)/.installed
+$(VENV)/.installed-BENCHMARKS := density inputs text scale straggling even_steps groups scoring mixers prefill balance_loss
+
+bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
 	@touch $@

@@ -5,8 +5,6 @@ Run ``python -m benchmarks.balance_loss``; README.md in this folder explains the
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,29 +16,19 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.paper.data import Corpus, corpus_of
-from benchmarks.paper.settings import CPU_DATA, Settings
+from benchmarks.paper.data import Corpus, corpus_of, stdlib
+from benchmarks.paper.settings import DATA, Settings
 from benchmarks.paper.train import build, train, validate
 from streampack import IterablePackedDataset, PackedDataLoader, prepare_model_for_packing
 
 LANES = 4  # each gives one pack to every step
 WINDOWS = (0, 16, 64, 256)
 EPOCHS = 1
-DATA = {
-    "docstrings": replace(CPU_DATA["docstrings"], samples=6200, max_seq_len=256, batch_size=LANES),
-    "sources": replace(
-        CPU_DATA["docstrings"], data="sources", samples=200, max_seq_len=256, batch_size=LANES
-    ),
-}
+DOCSTRINGS = replace(DATA["docstrings"], samples=6200, max_seq_len=256, batch_size=LANES)
+CORPORA = {"docstrings": DOCSTRINGS, "sources": replace(DOCSTRINGS, data="sources", samples=200)}
 HEADER = (
-    "corpus",
-    "balance_window",
-    "held-out loss, mean",
-    "standard deviation over seeds",
-    "against 0, the same seed: mean",
-    "standard error",
-    "steps",
-    "cost in a step, dearest / mean",
+    "corpus | balance_window | held-out loss, mean | standard deviation over seeds | "
+    "against 0, the same seed: mean | standard error | steps | cost in a step, dearest / mean"
 )
 
 
@@ -54,32 +42,26 @@ class Result(NamedTuple):
 
 def sources(settings: Settings) -> Corpus:
     """Return sources of the standard library, all of whose tokens are trained; every 10th is held out."""
-    from torchtune.models.llama2 import llama2_tokenizer
-
-    from recipes import stdlib_corpus
-
-    paths = stdlib_corpus.prepare()
-    tokenizer = llama2_tokenizer(str(paths.tokenizer))
-    texts = [json.loads(line)["text"] for line in paths.sources.read_text("utf-8").split("\n")[:-1]]
+    rows, tokenizer = stdlib("sources")
     samples = []
-    for number in np.random.default_rng(0).permutation(len(texts))[: settings.samples]:
-        tokens = np.array(tokenizer.encode(texts[number])[:4096])
+    for row in rows[: settings.samples]:
+        tokens = np.array(tokenizer.encode(row["text"])[:4096])
         samples.append({"tokens": tokens, "labels": tokens})
     held_out = [
         {name: values[: settings.max_seq_len] for name, values in sample.items()} for sample in samples[::10]
     ]
     kept = [sample for number, sample in enumerate(samples) if number % 10]
-    return Corpus(kept, held_out, stdlib_corpus.VOCAB_SIZE, floor=None)
+    return Corpus(kept, held_out, tokenizer.vocab_size, floor=None)
 
 
 def measure(name: str, window: int, seed: int, smoke: bool) -> Result:
     """Train a model from random weights for `EPOCHS` epochs, and return its loss on held-out samples."""
     torch.set_num_threads(1)
-    settings = replace(DATA[name], seed=seed)
+    settings = replace(CORPORA[name], seed=seed)
     if smoke:
         settings = replace(settings, samples=60, validation=8)
     corpus = sources(settings) if settings.data == "sources" else corpus_of(settings)
-    model, optimizer = build(corpus, settings, lr=settings.lr, device="cpu")
+    model, optimizer = build(corpus, settings, lr=settings.lr)
     feed = prepare_model_for_packing(model)
     dataset = IterablePackedDataset(
         corpus.train,
@@ -94,10 +76,10 @@ def measure(name: str, window: int, seed: int, smoke: bool) -> Result:
     )
     ratios = []
     for batch in PackedDataLoader(dataset, batch_size=LANES):
-        train(model, optimizer, feed, [batch], device="cpu")
+        train(model, optimizer, feed, batch)
         costs = [sum((f.stop - f.start) ** 2 for f in fragments) for fragments in batch.fragments]
         ratios.append(max(costs) / statistics.fmean(costs))
-    loss = validate(model, corpus, settings, device="cpu")
+    loss = validate(model, corpus, settings)
     return Result(loss, len(ratios), statistics.fmean(ratios))
 
 
@@ -118,32 +100,29 @@ def row(name: str, window: int, results: Sequence[Result], without: Sequence[Res
     ]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = report.parser(__doc__, smoke="two seeds, few samples")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=report.cpu_count())
-    options: argparse.Namespace = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     seeds = range(2 if options.smoke else options.seeds)
-    cases = [(name, window, seed) for name in DATA for seed in seeds for window in WINDOWS]
+    cases = [(name, window, seed) for name in CORPORA for seed in seeds for window in WINDOWS]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         futures = {case: pool.submit(measure, *case, options.smoke) for case in cases}
         found = {case: future.result() for case, future in futures.items()}
     rows = []
-    for name in DATA:
+    for name in CORPORA:
         results = {window: [found[name, window, seed] for seed in seeds] for window in WINDOWS}
         rows += [row(name, window, results[window], results[0]) for window in WINDOWS]
-    text = (
-        f"{len(seeds)} seeds of weights and order, {EPOCHS} epoch, {LANES} lanes, a pack of each in every step. How to "
-        "read it: ../README.md."
-    )
     report.publish(
-        "balance-loss",
         options,
-        "# Held-out loss with and without balance_window",
-        report.machine_line("streampack", "torch", "torchtune", "numpy"),
-        text,
+        "balance-loss",
+        "Held-out loss with and without balance_window",
+        f"{len(seeds)} seeds of weights and order, {EPOCHS} epoch, {LANES} lanes, a pack of each in every step. "
+        "Explained in ../README.md.",
         report.table(HEADER, rows),
+        packages=["torchtune", "numpy"],
     )
 
 

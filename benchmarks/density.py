@@ -11,95 +11,44 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any
 
 from benchmarks import lengths as corpora
 from benchmarks import peers, report
+from streampack import IterablePackedDataset, plan_packs
 
-STRATEGIES = ("next_fit", "first_fit", "best_fit", "exact_fit", "split_across_pack")
+# The settings of streampack's rows.
+OURS: dict[str, dict[str, Any]] = {
+    **{name: {"strategy": name} for name in ("next_fit", "first_fit", "best_fit", "exact_fit")},
+    "split_across_pack": {"split_across_pack": True},
+}
 FRESH_FLOOR = "copy floor, packs kept"
 TORCHTUNE = "torchtune PackedDataset"
 HEADER = (
-    "packer",
-    "packs",
-    "above bound",
-    "padding",
-    "Mtok/s",
-    "of floor",
-    "x torchtune",
-    "plan Mtok/s",
-    "waits mean",
-    "waits max",
-    "held mean",
+    "packer | packs | above bound | padding | Mtok/s | of floor | x torchtune | plan Mtok/s | "
+    "waits mean | waits max | held mean"
 )
 # A faster row runs several times: one run of the floor takes 20 ms, which is mostly noise.
 LEAST_SECONDS = 0.5
 
 Runner = Callable[[], peers.Run]
-T = TypeVar("T")
 
 
-class Settings(TypedDict):
-    """Settings of all of streampack's rows."""
-
-    max_seq_len: int
-    buffer_size: int
-
-
-@dataclass
-class Measured:
-    """The lengths of one distribution, and the results of all rounds."""
-
-    lengths: list[int]
-    checksum: int
-    settings: Settings
-    runs: dict[str, list[peers.Run]] = field(default_factory=dict)
-    plans: dict[str, list[float]] = field(default_factory=dict)  # seconds
-    missing: dict[str, str] = field(default_factory=dict)  # why a row was not measured
-
-
-def filling(strategy: str) -> dict[str, Any]:
-    """Return the settings of one of our rows, which is a strategy or ``split_across_pack``."""
-    return {"split_across_pack": True} if strategy == "split_across_pack" else {"strategy": strategy}
-
-
-def our_stream(samples: peers.Samples, *, max_seq_len: int, strategy: str, buffer_size: int) -> Runner:
+def our_stream(samples: peers.Samples, **settings: Any) -> Runner:
     """Return a run of our packer from samples in memory to tensors: one lane, no workers, no shuffling."""
-    from streampack import IterablePackedDataset
-
-    return lambda: peers.stream(
-        lambda: IterablePackedDataset(
-            samples,
-            max_seq_len=max_seq_len,
-            buffer_size=buffer_size,
-            num_lanes=1,
-            **filling(strategy),
-        )
-    )
+    return lambda: peers.stream(lambda: IterablePackedDataset(samples, num_lanes=1, **settings))
 
 
-def our_plan(
-    lengths: Sequence[int], *, max_seq_len: int, strategy: str, buffer_size: int
-) -> Callable[[], float]:
-    """Return a function that measures the seconds to plan all packs from lengths alone."""
-    from streampack import plan_packs
-
-    def run() -> float:
-        start = time.perf_counter()
-        deque(plan_packs(lengths, max_seq_len, buffer_size=buffer_size, **filling(strategy)), maxlen=0)
-        return time.perf_counter() - start
-
-    return run
+def our_plan(lengths: Sequence[int], max_seq_len: int, **settings: Any) -> peers.Run:
+    """Plan all packs from lengths alone, once."""
+    start = time.perf_counter()
+    deque(plan_packs(lengths, max_seq_len, **settings), maxlen=0)
+    return peers.Run(0, 0, 0, time.perf_counter() - start)
 
 
-def waiting(
-    lengths: Sequence[int], *, max_seq_len: int, strategy: str, buffer_size: int
-) -> tuple[float, int, float]:
+def waiting(lengths: Sequence[int], max_seq_len: int, **settings: Any) -> tuple[float, int, float]:
     """Return the packs completed while a sample waits (mean, max), and the samples held after a pack (mean)."""
-    from streampack import plan_packs
-
     packs = 0
     read_at: list[int] = []  # packs completed when each sample was read
     waits: list[int] = []
@@ -110,187 +59,125 @@ def waiting(
             read_at.append(packs)
             yield length
 
-    for pack in plan_packs(read(), max_seq_len, buffer_size=buffer_size, **filling(strategy)):
+    for pack in plan_packs(read(), max_seq_len, **settings):
         waits.extend(packs - read_at[index] for index, _, stop in pack if stop == lengths[index])
         packs += 1
         held.append(len(read_at) - len(waits))
     return statistics.fmean(waits), max(waits), statistics.fmean(held)
 
 
-def contenders(
-    samples: peers.Samples, *, max_seq_len: int, buffer_size: int
-) -> Iterator[tuple[str, Callable[[], Runner]]]:
-    """Yield each row's name, and a function that prepares its run or raises ``ModuleNotFoundError``."""
-    ours = partial(our_stream, max_seq_len=max_seq_len, buffer_size=buffer_size)
+def contenders(samples: peers.Samples, max_seq_len: int, buffer_size: int) -> dict[str, Callable[[], Runner]]:
+    """Return for each row a function that prepares its run, or raises ``ModuleNotFoundError``."""
+    ours = partial(partial, our_stream, max_seq_len=max_seq_len, buffer_size=buffer_size)
     lists = corpora.as_lists(samples)
-    for strategy in STRATEGIES:
-        yield strategy, partial(ours, samples, strategy=strategy)
-    yield "exact_fit, from Python lists", partial(ours, lists, strategy="exact_fit")
-    yield TORCHTUNE, partial(peers.torchtune, lists, max_seq_len=max_seq_len)
-    yield "TRL bfd, batches of 1,000", partial(peers.trl, samples, max_seq_len=max_seq_len, batch=1000)
-    yield "TRL bfd, whole set", partial(peers.trl, samples, max_seq_len=max_seq_len, batch=None)
-    yield "Grain best-fit, 64 bins", partial(peers.grain, samples, max_seq_len=max_seq_len)
-    yield FRESH_FLOOR, partial(peers.copy_floor, samples, max_seq_len=max_seq_len, keep=True)
-    yield "copy floor, packs dropped", partial(peers.copy_floor, samples, max_seq_len=max_seq_len, keep=False)
+    length = {"max_seq_len": max_seq_len}
+    return {
+        **{name: ours(samples, **settings) for name, settings in OURS.items()},
+        "exact_fit, from Python lists": ours(lists, strategy="exact_fit"),
+        TORCHTUNE: partial(peers.torchtune, lists, **length),
+        "TRL bfd, batches of 1,000": partial(peers.trl, samples, **length, batch=1000),
+        "TRL bfd, whole set": partial(peers.trl, samples, **length, batch=None),
+        "Grain best-fit, 64 bins": partial(peers.grain, samples, **length),
+        FRESH_FLOOR: partial(peers.copy_floor, samples, **length, keep=True),
+        "copy floor, packs dropped": partial(peers.copy_floor, samples, **length, keep=False),
+    }
 
 
-def prepare(samples: peers.Samples, settings: Settings) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Return a function to run each row, and the reasons of the rows whose package is not installed."""
-    runners: dict[str, Runner] = {}
-    missing: dict[str, str] = {}
-    for row, make in contenders(samples, **settings):
+def prepare(samples: peers.Samples, max_seq_len: int, buffer_size: int) -> dict[str, Runner | str]:
+    """Return a function to run each row, or why it cannot run; run each once on few samples, to import and set up."""
+    found: dict[str, Runner | str] = {}
+    first = contenders(samples[:20], max_seq_len, buffer_size)
+    for row, make in contenders(samples, max_seq_len, buffer_size).items():
         try:
-            runners[row] = make()
+            found[row] = make()
+            first[row]()()
         except ModuleNotFoundError as error:
-            missing[row] = f"not installed ({error.name})"
-    return runners, missing
+            found[row] = f"not installed ({error.name})"
+    return found
 
 
-def warm_up(settings: Settings) -> None:
-    """Run every packer once, so that its imports and first-call setup are not timed."""
-    samples = corpora.samples(corpora.lengths("flan", count=20, longest=settings["max_seq_len"]))
-    for run in prepare(samples, settings)[0].values():
-        run()
-
-
-def steady(run: Callable[[], T], *, seconds: Callable[[T], float], least: float) -> T:
-    """Run until ``least`` seconds are measured, and return the run of median time."""
-    done = [run()]
-    while sum(map(seconds, done)) < least:
-        done.append(run())
-    return sorted(done, key=seconds)[len(done) // 2]
-
-
-def measure(
-    name: str,
-    settings: Settings,
-    *,
-    count: int,
-    repeats: int,
-    least: float,
-    seed: int,
-    step: Callable[[str], None],
-) -> Measured:
-    """Run every packer ``repeats`` times on the lengths called ``name``.
+def section(name: str, options: Any, *, count: int, least: float) -> str:
+    """Run every packer ``options.repeats`` times on the lengths called ``name``; format the table and its notes.
 
     Interleaved: a neighbour's load on the machine falls on all packers of a round, so ratios within it hold.
     """
-    step(f"{name}: samples")
-    values = corpora.lengths(
-        name, count=count, seed=seed, longest=min(corpora.LONGEST, settings["max_seq_len"])
-    )
-    lengths = values.tolist()
-    samples = corpora.samples(values, seed=seed)
-    runners, missing = prepare(samples, settings)
-    done = Measured(lengths, sum(int(s["tokens"].sum()) for s in samples), settings, missing=missing)
-    for number in range(1, repeats + 1):
-        step(f"{name}, round {number}: plans")
-        for strategy in STRATEGIES:
-            plan = our_plan(lengths, strategy=strategy, **settings)
-            done.plans.setdefault(strategy, []).append(steady(plan, seconds=float, least=least))
-        for row, run in runners.items():
-            step(f"{name}, round {number}: {row}")
+    max_seq_len, buffer_size = options.max_seq_len, options.buffer_size
+    values = corpora.lengths(name, count=count, seed=options.seed, longest=min(corpora.LONGEST, max_seq_len))
+    lengths, samples = values.tolist(), corpora.samples(values, seed=options.seed)
+    tokens, checksum = sum(lengths), sum(int(sample["tokens"].sum()) for sample in samples)
+    runners = prepare(samples, max_seq_len, buffer_size)
+    done: dict[str, list[peers.Run]] = {row: [] for row, run in runners.items() if callable(run)}
+    plans: dict[str, list[float]] = {row: [] for row in OURS}
+    step = report.progress(options.repeats * len(done))
+    for _ in range(options.repeats):
+        for row, runs in done.items():
+            step(f"{name}: {row}")
             gc.collect()
-            done.runs.setdefault(row, []).append(steady(run, seconds=lambda done: done.seconds, least=least))
-    return done
+            runs.append(peers.steady(runners[row], least=least))
+            if row in OURS:
+                plan = partial(our_plan, lengths, max_seq_len, buffer_size=buffer_size, **OURS[row])
+                plans[row].append(peers.steady(plan, least=least).seconds)
 
+    bound = corpora.lower_bound(lengths, max_seq_len)
+    seconds = {row: [run.seconds for run in runs] for row, runs in done.items()}
 
-def draw(name: str, done: Measured) -> str:
-    """Format the table of one distribution, with notes below it."""
-    max_seq_len = done.settings["max_seq_len"]
-    tokens = sum(done.lengths)
-    bound = corpora.lower_bound(done.lengths, max_seq_len)
-    seconds = {row: [run.seconds for run in runs] for row, runs in done.runs.items()}
-
-    def padding(packs: int, real: int) -> str:
-        return f"{1 - real / (packs * max_seq_len):.3%}"
-
-    def rate(seconds: Sequence[float]) -> str:
-        return f"{tokens / statistics.median(seconds) / 1e6:,.1f}"
+    def rate(times: Sequence[float]) -> str:
+        return f"{tokens / statistics.median(times) / 1e6:,.1f}"
 
     def ratio(row: str, to: str, form: str) -> str:
         if to not in seconds:
             return report.NONE
-        return format(statistics.median(b / a for a, b in zip(seconds[row], seconds[to], strict=True)), form)
+        return format(statistics.median(report.quotients(seconds[to], seconds[row])), form)
 
     rows = []
-    notes = []
-    for row, _ in contenders((), **done.settings):
-        if row in done.missing:
-            cells = [f"{row}: {done.missing[row]}"]
+    for row, run in runners.items():
+        if isinstance(run, str):
+            cells = [f"{row}: {run}"]
         else:
-            run = done.runs[row][0]
-            if any(
-                (r.packs, r.tokens, r.checksum) != (run.packs, tokens, done.checksum) for r in done.runs[row]
-            ):
-                notes.append(f"**{row} changed the tokens**: {tokens:,} in, {run.tokens:,} out.")
-            cells = [row, f"{run.packs:,}", f"{run.packs - bound:,}", padding(run.packs, run.tokens)]
+            packs, real = done[row][0].packs, done[row][0].tokens
+            cells = [row, f"{packs:,}", f"{packs - bound:,}", f"{1 - real / (packs * max_seq_len):.3%}"]
             cells += [rate(seconds[row]), ratio(row, FRESH_FLOOR, ".1%"), ratio(row, TORCHTUNE, ".2f")]
-        if row in done.plans:
-            mean, most, held = waiting(done.lengths, strategy=row, **done.settings)
-            cells += [rate(done.plans[row]), f"{mean:.1f}", f"{most:,}", f"{held:.1f}"]
-        rows.append(cells + [report.NONE] * (len(HEADER) - len(cells)))
-    rows.append(
-        ["lower bound", f"{bound:,}", "0", padding(bound, tokens), *[report.NONE] * (len(HEADER) - 4)]
-    )
-
-    about = (
-        f"{len(done.lengths):,} samples, {tokens:,} tokens: median {statistics.median(done.lengths):,.0f}, "
-        f"mean {statistics.fmean(done.lengths):,.0f}, longest {max(done.lengths):,}."
-    )
-    if not notes:
-        notes.append("In every row the packs held all tokens, with the same sum of ids.")
+        if row in OURS:
+            mean, most, held = waiting(lengths, max_seq_len, buffer_size=buffer_size, **OURS[row])
+            cells += [rate(plans[row]), f"{mean:.1f}", f"{most:,}", f"{held:.1f}"]
+        rows.append(cells)
+    rows.append(["lower bound", f"{bound:,}", "0", f"{1 - tokens / (bound * max_seq_len):.3%}"])
     spread = {row: max(times) / min(times) for row, times in seconds.items()}
     widest = max(spread, key=spread.__getitem__)
-    notes.append(f"A row's slowest round took at most {spread[widest]:.2f} times its fastest ({widest}).")
-    return "\n\n".join([f"## {name}", about, report.table(HEADER, rows), "\n".join(notes)])
+    return "\n\n".join(
+        [
+            f"## {name}",
+            f"{len(lengths):,} samples, {tokens:,} tokens: median {statistics.median(lengths):,.0f}, "
+            f"mean {statistics.fmean(lengths):,.0f}, longest {max(lengths):,}.",
+            report.table(HEADER, rows),
+            peers.lost_or_added(done, tokens=tokens, checksum=checksum)
+            + f"\nA row's slowest round took at most {spread[widest]:.2f} times its fastest ({widest}).",
+        ]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the tables."""
     parser = report.parser(__doc__, smoke="300 samples, one round")
     add = parser.add_argument
-    add("--samples", type=int, default=20_000, help="samples of each distribution (%(default)s)")
     add("--max-seq-len", type=int, default=4096, help="tokens in a pack (%(default)s)")
     add("--buffer-size", type=int, default=128, help="samples that our strategies may hold (%(default)s)")
     add("--repeats", type=int, default=3, help="rounds; the table shows their medians (%(default)s)")
     add("--seed", type=int, default=0, help="of the order of the samples (%(default)s)")
     add("--distributions", nargs="+", choices=corpora.DISTRIBUTIONS, default=list(corpora.DISTRIBUTIONS))
     options = parser.parse_args(arguments)
-    count, repeats, least = options.samples, options.repeats, LEAST_SECONDS
     if options.smoke:
-        count, repeats, least = 300, 1, 0.0
-    for option, value in (
-        ("--samples", count),
-        ("--repeats", repeats),
-        ("--max-seq-len", options.max_seq_len),
-    ):
-        if value < 1:
-            parser.error(f"{option} is {value}; it must be at least 1")
+        options.repeats = 1
     # torchao logs a line about CUDA extensions when torchtune imports it.
     logging.getLogger("torchao").setLevel(logging.ERROR)
-
-    settings = Settings(max_seq_len=options.max_seq_len, buffer_size=options.buffer_size)
-    names = list(dict.fromkeys(options.distributions))
-    rows = sum(1 for _ in contenders((), **settings))
-    step = report.progress(1 + len(names) * (1 + repeats * (1 + rows)))
-    step("imports")
-    warm_up(settings)
-    sections = []
-    for name in names:
-        done = measure(
-            name, settings, count=count, repeats=repeats, least=least, seed=options.seed, step=step
-        )
-        sections.append(draw(name, done))
+    count, least = (300, 0.0) if options.smoke else (20_000, LEAST_SECONDS)
     report.publish(
-        "density",
         options,
-        f"# Packing: {options.max_seq_len:,} tokens a pack, buffer of {options.buffer_size} samples",
-        report.machine_line(
-            "streampack", "torch", "numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"
-        ),
-        f"Medians of {repeats} interleaved rounds, seed {options.seed}. Explained in ../README.md.",
-        *sections,
+        "density",
+        f"Packing: {options.max_seq_len:,} tokens a pack, buffer of {options.buffer_size} samples",
+        f"Medians of {options.repeats} interleaved rounds, seed {options.seed}. Explained in ../README.md.",
+        *(section(name, options, count=count, least=least) for name in options.distributions),
+        packages=["numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"],
     )
 
 

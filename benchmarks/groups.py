@@ -5,9 +5,7 @@ Run ``python -m benchmarks.groups``; README.md in this folder explains the table
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,35 +13,22 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.gpu.model import Shape
-from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataLoader, prepare_model_for_packing
-from streampack.losses import summed_cross_entropy
-from streampack.packing.groups import Group
+from benchmarks.model import Shape
+from streampack import (
+    IGNORE_INDEX,
+    Group,
+    IterablePackedDataset,
+    PackedDataLoader,
+    prepare_model_for_packing,
+    summed_cross_entropy,
+)
 
 VOCAB = 512
-HEADER = (
-    "groups",
-    "way",
-    "tokens forwarded",
-    "of them unique",
-    "padding",
-    "s",
-    "shared is faster",
-    "rounds",
-)
-WAYS = ("packed, shared", "packed, unshared", "padded")
+HEADER = "groups | way | tokens forwarded | of them unique | padding | s | shared is faster | rounds"
 
 
 def make_groups(count: int, *, answers: int, prompt: int, answer: int, seed: int = 0) -> list[Group]:
-    """Return groups of random tokens with log-normal lengths.
-
-    Args:
-        count: of groups.
-        answers: to each prompt.
-        prompt: mean tokens of a prompt.
-        answer: mean tokens of an answer.
-        seed: of lengths and tokens.
-    """
+    """Return groups of random tokens; ``prompt`` and ``answer`` are the means of log-normal lengths."""
     rng = np.random.default_rng(seed)
 
     def drawn(mean: int, size: int) -> np.ndarray:
@@ -75,22 +60,17 @@ def padded(groups: Sequence[Group], *, rows: int) -> Iterator[tuple[torch.Tensor
     answers = len(groups[0].leaves)
     size = max(1, rows // answers)
     for few in (groups[start : start + size] for start in range(0, len(groups), size)):
-        alone = [
-            (sample[start:stop], labels[start:stop])
-            for group in few
-            for unshared in [group.unshared()]
-            for sample, labels in [unshared]
-            for start, stop in unshared.bounds
-        ]
-        tensors = [
-            [torch.from_numpy(each.astype(np.int64)) for each in column]
-            for column in zip(*alone, strict=True)
-        ]
-        tokens = torch.nn.utils.rnn.pad_sequence(tensors[0], batch_first=True)
-        yield (
-            tokens,
-            torch.nn.utils.rnn.pad_sequence(tensors[1], batch_first=True, padding_value=IGNORE_INDEX),
-        )
+        tokens, labels = [], []
+        for unshared in (group.unshared() for group in few):
+            bounds = [end for _, end in unshared.bounds[:-1]]
+            tokens += np.split(unshared.tokens, bounds)
+            labels += np.split(unshared.labels, bounds)
+        yield _pad(tokens, 0), _pad(labels, IGNORE_INDEX)
+
+
+def _pad(arrays: Sequence[Any], value: int) -> torch.Tensor:
+    tensors = [torch.from_numpy(each.astype(np.int64)) for each in arrays]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def measure(groups: Sequence[Group], *, rounds: int, max_seq_len: int, rows: int) -> list[list[str]]:
@@ -104,67 +84,58 @@ def measure(groups: Sequence[Group], *, rounds: int, max_seq_len: int, rows: int
     unshared = packed([group.unshared() for group in groups], max_seq_len=max_seq_len)
     pads = list(padded(groups, rows=rows))
 
-    def run(way: str) -> float:
-        begun = time.perf_counter()
-        if way == "padded":
-            for tokens, labels in pads:
-                summed_cross_entropy(model(tokens), labels).backward()
-        else:
-            for batch in shared if way == WAYS[0] else unshared:
-                summed_cross_entropy(model(**inputs(batch)), batch.labels).backward()
+    def run_packed(batches: Sequence[Any]) -> None:
+        for batch in batches:
+            summed_cross_entropy(model(**inputs(batch)), batch.labels).backward()
         model.zero_grad()
-        return time.perf_counter() - begun
 
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(rounds + 1):
-        for way in WAYS:
-            took = run(way)
-            if number:  # the first round warms up
-                seconds[way].append(took)
+    def run_padded() -> None:
+        for tokens, labels in pads:
+            summed_cross_entropy(model(tokens), labels).backward()
+        model.zero_grad()
+
     unique = sum(group.tokens.size for group in groups)
     alone = sum(group.unshared().tokens.size for group in groups)
-    sizes = {
-        WAYS[0]: (sum(batch.tokens.numel() for batch in shared), unique),
-        WAYS[1]: (sum(batch.tokens.numel() for batch in unshared), alone),
-        WAYS[2]: (sum(tokens.numel() for tokens, _ in pads), alone),
+    ways = {
+        "packed, shared": (lambda: run_packed(shared), unique, [batch.tokens for batch in shared]),
+        "packed, unshared": (lambda: run_packed(unshared), alone, [batch.tokens for batch in unshared]),
+        "padded": (run_padded, alone, [tokens for tokens, _ in pads]),
     }
-    answers = len(groups[0].leaves)
-    rows_made = []
-    for way in WAYS:
-        ratios = [theirs / ours for theirs, ours in zip(seconds[way], seconds[WAYS[0]], strict=True)]
-        forwarded, real = sizes[way]
-        rows_made.append(
+    seconds, _ = report.take_turns({way: run for way, (run, *_) in ways.items()}, rounds=rounds)
+    found = []
+    for way, (_, real, forwarded) in ways.items():
+        size = sum(tokens.numel() for tokens in forwarded)
+        found.append(
             [
-                f"{len(groups)} prompts x {answers} answers",
+                f"{len(groups)} prompts x {len(groups[0].leaves)} answers",
                 way,
-                f"{forwarded:,}",
-                f"{unique / forwarded:.1%}",
-                f"{1 - real / forwarded:.1%}",
+                f"{size:,}",
+                f"{unique / size:.1%}",
+                f"{1 - real / size:.1%}",
                 f"{statistics.median(seconds[way]):.2f}",
-                f"{statistics.median(ratios):.2f}",
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                *report.median_and_range(report.quotients(seconds[way], seconds["packed, shared"])),
             ]
         )
-    return rows_made
+    return found
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    options: argparse.Namespace = report.parser(__doc__, smoke="few groups, one round").parse_args(arguments)
+    options = report.parser(__doc__, smoke="few groups, one round").parse_args(arguments)
     rounds, pairs, rollouts = (1, 8, 2) if options.smoke else (3, 48, 12)
     rows = []
     for count, answers, prompt, answer in ((pairs, 2, 180, 120), (rollouts, 8, 128, 128)):
         groups = make_groups(count, answers=answers, prompt=prompt, answer=answer)
         rows += measure(groups, rounds=rounds, max_seq_len=4096, rows=16)
     report.publish(
-        "groups",
         options,
-        "# Groups with a shared prompt: packed and padded",
-        report.machine_line("streampack", "torch", "torchtune"),
+        "groups",
+        "Groups with a shared prompt: packed and padded",
         f"Forward and backward passes of a model of two layers, {torch.get_num_threads()} thread(s); packs of 4,096; "
         "mini-batches of 16 answers are padded to the longest; the ways take turns. Prompts are 60 % of an answer's "
-        "row in pairs, and half of it in groups of 8. How to read it: ../README.md.",
+        "row in pairs, and half of it in groups of 8. Explained in ../README.md.",
         report.table(HEADER, rows),
+        packages=["torchtune"],
     )
 
 

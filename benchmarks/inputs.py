@@ -10,10 +10,12 @@ import logging
 import multiprocessing as mp
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +28,7 @@ from benchmarks import peers, report
 MAX_SEQ_LEN = 4096
 BATCH = 4  # packs
 OURS = "streampack"
-HEADER = ("packer", "Mtok/s", "streampack is faster", "rounds", "peak memory, MB")
-IMPORTS = {
-    "streampack": ["streampack"],
-    "torchtune": ["torchtune.datasets"],
-    "trl": ["trl", "trl.trainer.sft_trainer"],
-    "grain": ["grain.python"],
-    "transformers": ["transformers.data.data_collator"],
-    "torchtitan": ["torchtitan.hf_datasets.text_datasets"],
-}
+HEADER = "packer | Mtok/s | streampack is faster | rounds | peak memory, MB"
 # An input is measured so long in a round at least.
 LEAST_SECONDS = 0.5
 
@@ -46,28 +40,6 @@ class Input(NamedTuple):
     rows: Callable[[], Any]  # a map-style dataset of lists
     arrays: Callable[[], Any]  # a map-style dataset of arrays
     arrow: Callable[[], Any]  # a ``Dataset``
-
-
-class Measured(NamedTuple):
-    """What a packer did in a process of its own."""
-
-    seconds: float
-    tokens: int
-    checksum: int
-    peak: int  # bytes of memory beyond those before the first batch was asked for
-
-
-class Arrays:
-    """A map-style dataset of lists, whose rows are turned into arrays."""
-
-    def __init__(self, rows: Sequence[dict[str, list[int]]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: np.array(ids) for name, ids in self.rows[index].items()}
 
 
 def inputs(samples: peers.Samples, folder: Path) -> dict[str, Input]:
@@ -104,7 +76,10 @@ def inputs(samples: peers.Samples, folder: Path) -> dict[str, Input]:
     )
     lists = corpora.as_lists(samples)
     found["Python lists"] = Input(
-        lambda: lists, lambda: lists, lambda: Arrays(lists), lambda: Dataset.from_list(lists)
+        lambda: lists,
+        lambda: lists,
+        lambda: [{name: np.array(ids) for name, ids in row.items()} for row in lists],
+        lambda: Dataset.from_list(lists),
     )
     return found
 
@@ -119,20 +94,11 @@ def packed(source: Any) -> Iterator[dict[str, Any]]:
 
 def stacked(packs: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Yield batches of packs of equal length: tokens, labels and positions."""
-    group: list[Any] = []
-    for pack in packs:
-        group.append(pack)
-        if len(group) == BATCH:
-            yield _stack(group)
-            group = []
-    if group:
-        yield _stack(group)
-
-
-def _stack(group: Sequence[Any]) -> dict[str, Any]:
-    positions = "input_pos" if "input_pos" in group[0] else "tokens_positions"
-    names = ("tokens", "labels", positions)
-    return {name: torch.stack([torch.as_tensor(pack[name]) for pack in group]) for name in names}
+    rest = iter(packs)
+    while group := list(islice(rest, BATCH)):
+        positions = "input_pos" if "input_pos" in group[0] else "tokens_positions"
+        names = ("tokens", "labels", positions)
+        yield {name: torch.stack([torch.as_tensor(pack[name]) for pack in group]) for name in names}
 
 
 def collated(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -162,52 +128,37 @@ def flattened(arrow: Callable[[], Any]) -> Iterator[dict[str, Any]]:
     return ({"tokens": batch["input_ids"]} for batch in loader)
 
 
-def arrow_out(arrow: Callable[[], Any]) -> peers.Run:
-    """Run TRL without making batches of its packs."""
-    start = time.perf_counter()
-    dataset = with_trl(arrow)
-    return peers.arrow_run(dataset, time.perf_counter() - start)
-
-
 def contenders(given: Input) -> dict[str, Callable[[], peers.Run]]:
     """Return a run of each packer that is installed, from an input to batches."""
-    length = {"max_seq_len": MAX_SEQ_LEN}
-    every: dict[str, tuple[str, Callable[[], peers.Run]]] = {
-        OURS: ("streampack", lambda: peers.stream(lambda: packed(given.ours()))),
+
+    def items(packs: Any) -> Iterator[Any]:
+        return (packs[i] for i in range(len(packs)))
+
+    # The modules are imported before runs are forked, so that this takes none of their time and memory.
+    batches: dict[str, tuple[str, Callable[[], Iterable[dict[str, Any]]]]] = {
+        OURS: ("streampack", lambda: packed(given.ours())),
         "torchtune PackedDataset": (
-            "torchtune",
-            lambda: peers.stream(lambda: stacked(_items(peers.torchtune_packs(given.rows(), **length)))),
+            "torchtune.datasets",
+            lambda: stacked(items(peers.torchtune_packs(given.rows(), max_seq_len=MAX_SEQ_LEN))),
         ),
-        "TRL bfd, its collator": ("trl", lambda: peers.stream(lambda: collated(with_trl(given.arrow)))),
-        "TRL bfd, Arrow out": ("trl", lambda: arrow_out(given.arrow)),
+        "TRL bfd, its collator": ("trl.trainer.sft_trainer", lambda: collated(with_trl(given.arrow))),
         "Grain best-fit, 64 bins": (
-            "grain",
-            lambda: peers.stream(lambda: stacked(peers.grain_packs(given.arrays(), **length))),
+            "grain.python",
+            lambda: stacked(peers.grain_packs(given.arrays(), max_seq_len=MAX_SEQ_LEN)),
         ),
-        "transformers, flattening": ("transformers", lambda: peers.stream(lambda: flattened(given.arrow))),
-        "torchtitan, cut": (
-            "torchtitan",
-            lambda: peers.stream(lambda: peers.titan_batches(given.arrow(), batch=BATCH, **length)),
-        ),
+        "transformers, flattening": ("transformers.data.data_collator", lambda: flattened(given.arrow)),
     }
-    return {name: run for name, (package, run) in every.items() if is_installed(package)}
-
-
-def is_installed(package: str) -> bool:
-    """Import a packer before its runs are forked, so that the import takes none of their time and memory."""
-    try:
-        for module in IMPORTS[package]:
+    found: dict[str, Callable[[], peers.Run]] = {}
+    for name, (module, make) in batches.items():
+        with suppress(ModuleNotFoundError):
             import_module(module)
-    except ModuleNotFoundError:
-        return False
-    return True
+            found[name] = partial(peers.stream, make)
+            if "TRL" in name:
+                found["TRL bfd, Arrow out"] = lambda: peers.arrow_run(lambda: with_trl(given.arrow))
+    return found
 
 
-def _items(packs: Any) -> Iterator[Any]:
-    return (packs[i] for i in range(len(packs)))
-
-
-def in_own_process(run: Callable[[], peers.Run], *, least: float) -> Measured:
+def in_own_process(run: Callable[[], peers.Run], *, least: float) -> peers.Run:
     """Run a packer in a forked process: once for its memory, then for its time, for ``least`` seconds."""
     context = mp.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -215,7 +166,7 @@ def in_own_process(run: Callable[[], peers.Run], *, least: float) -> Measured:
     process.start()
     sender.close()
     try:
-        measured: Measured = receiver.recv()
+        measured: peers.Run = receiver.recv()
     except EOFError:
         raise RuntimeError("a packer failed; its error is printed above") from None
     finally:
@@ -227,39 +178,25 @@ def _measure(run: Callable[[], peers.Run], least: float, sender: Any) -> None:
     before = report.resident_memory("VmRSS") or 0
     run()
     peak = (report.resident_memory("VmHWM") or 0) - before
-    done = [run()]
-    while sum(each.seconds for each in done) < least:
-        done.append(run())
-    median = sorted(done, key=lambda each: each.seconds)[len(done) // 2]
-    sender.send(Measured(median.seconds, median.tokens, median.checksum, peak))
+    sender.send(replace(peers.steady(run, least=least), peak=peak))
 
 
-def draw(name: str, rounds: dict[str, list[Measured]], *, tokens: int, checksum: int) -> str:
+def draw(name: str, rounds: dict[str, list[peers.Run]], *, tokens: int, checksum: int) -> str:
     """Format the table of one input."""
-    rows, notes = [], []
+    rows = []
     for packer, runs in rounds.items():
-        ratios = [theirs.seconds / ours.seconds for theirs, ours in zip(runs, rounds[OURS], strict=True)]
+        ratios = report.quotients((run.seconds for run in runs), (run.seconds for run in rounds[OURS]))
         speed = tokens / statistics.median(run.seconds for run in runs) / 1e6
         peak = statistics.median(run.peak for run in runs) / 1e6
         rows.append([packer, f"{speed:.1f}", *report.median_and_range(ratios), f"{peak:,.0f}"])
-        if any((run.tokens, run.checksum) != (tokens, checksum) for run in runs):
-            notes.append(f"**{packer} changed the tokens**: {tokens:,} in, {runs[0].tokens:,} out.")
-    notes = notes or ["All handed out every token, with the same sum of ids."]
-    return "\n\n".join([f"## {name}", report.table(HEADER, rows), "\n".join(notes)])
+    note = peers.lost_or_added(rounds, tokens=tokens, checksum=checksum)
+    return "\n\n".join([f"## {name}", report.table(HEADER, rows), note])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the tables."""
-    parser = report.parser(__doc__, smoke="200 samples, one round")
-    add = parser.add_argument
-    add("--samples", type=int, default=20_000, help="samples with flan-like lengths (%(default)s)")
-    add("--repeats", type=int, default=5, help="rounds; the tables show their medians (%(default)s)")
-    options = parser.parse_args(arguments)
-    count, repeats, least = options.samples, options.repeats, LEAST_SECONDS
-    if options.smoke:
-        count, repeats, least = 200, 1, 0.0
-    if count < 1 or repeats < 1:
-        parser.error(f"--samples {count} and --repeats {repeats} must be at least 1")
+    options = report.parser(__doc__, smoke="200 samples, one round").parse_args(arguments)
+    count, repeats, least = (200, 1, 0.0) if options.smoke else (20_000, 5, LEAST_SECONDS)
     # torchao logs a line about CUDA extensions when torchtune imports it.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     samples = corpora.samples(corpora.lengths("flan", count=count))
@@ -271,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {name: contenders(given) for name, given in inputs(samples, Path(folder)).items()}
         step = report.progress(repeats * sum(map(len, found.values())))
         for name, runs in found.items():
-            rounds: dict[str, list[Measured]] = {packer: [] for packer in runs}
+            rounds: dict[str, list[peers.Run]] = {packer: [] for packer in runs}
             for _ in range(repeats):
                 for packer, run in runs.items():
                     step(f"{name}: {packer}")
@@ -279,24 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     rounds[packer].append(in_own_process(run, least=least))
             sections.append(draw(name, rounds, tokens=tokens, checksum=checksum))
     report.publish(
-        "inputs",
         options,
-        "# Tokenized data to batches",
-        report.machine_line(
-            "streampack",
-            "torch",
-            "numpy",
-            "torchtune",
-            "trl",
-            "datasets",
-            "pyarrow",
-            "grain",
-            "transformers",
-            "torchtitan",
-        ),
+        "inputs",
+        "Tokenized data to batches",
         f"{count:,} samples with lengths like FLAN's, {tokens:,} tokens, packs of {MAX_SEQ_LEN:,}, batches of {BATCH}, "
         f"one process; medians of {repeats} interleaved rounds. Explained in ../README.md.",
         *sections,
+        packages=["numpy", "torchtune", "trl", "datasets", "pyarrow", "grain", "transformers"],
     )
 
 

@@ -43,19 +43,24 @@ def lengths(
     name: str, *, count: int = 20_000, seed: int = 0, longest: int = LONGEST
 ) -> npt.NDArray[np.int64]:
     """Return ``count`` lengths of the distribution ``name``, in the order of ``seed``.  # [count]"""
-    if name not in DISTRIBUTIONS:
-        raise ValueError(f"no distribution {name!r}; choose one of {', '.join(DISTRIBUTIONS)}")
     return draw(DISTRIBUTIONS[name], count=count, seed=seed, longest=longest)
 
 
 def draw(shape: LogNormal, *, count: int, seed: int, longest: int) -> npt.NDArray[np.int64]:
     """Return ``count`` lengths of any log-normal distribution.  # [count]"""
-    if count < 1 or longest < 1:
-        raise ValueError(f"count is {count} and longest is {longest}; both must be at least 1")
     normal = NormalDist()
     quantiles = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
     values = np.clip(np.rint(shape.median * np.exp(shape.sigma * quantiles)), 1, longest).astype(np.int64)
     return np.random.default_rng(seed).permutation(values)
+
+
+def causal_pairs(lengths: Iterable[int]) -> int:
+    """Count the (query, key) pairs that causal attention within sequences of these lengths needs.
+
+    >>> causal_pairs([3, 1])  # 1 + 2 + 3, and 1
+    7
+    """
+    return sum(length * (length + 1) // 2 for length in lengths)
 
 
 def lower_bound(lengths: Iterable[int], max_seq_len: int) -> int:

@@ -5,9 +5,8 @@ Run ``python -m benchmarks.mixers``; README.md in this folder explains the table
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,16 +34,7 @@ LARGER: dict[str, dict[str, Any]] = {
 TOKEN_BY_TOKEN = {"falcon_mamba", "jamba", "mamba", "rwkv", "zamba"}
 """Without kernels these take a minute for 2,048 tokens, so their packs are shorter."""
 
-HEADER = (
-    "family",
-    "attention",
-    "sequences",
-    "tokens",
-    "pack, s",
-    "one sequence, s",
-    "pack / one sequence",
-    "rounds",
-)
+HEADER = "family | attention | sequences | tokens | pack, s | one sequence, s | pack / one sequence | rounds"
 WIDTH = {"hidden_size": 256, "intermediate_size": 512}
 
 
@@ -65,44 +55,36 @@ def measure(family: str, batch: Batch, *, rounds: int) -> list[str]:
     positions = torch.arange(size)[None]
     alone = replace(batch, input_pos=positions, seq_lens=torch.tensor([[size]], dtype=torch.int32))
 
-    def seconds(given: Batch) -> float:
-        begun = time.perf_counter()
+    def run(given: Batch) -> None:
         model(**inputs(given)).logits.sum().backward()
-        return time.perf_counter() - begun
 
-    found = [(seconds(batch), seconds(alone)) for _ in range(rounds + 1)][1:]  # the first round warms up
-    ratios = [ours / theirs for ours, theirs in found]
+    seconds, _ = report.take_turns({"pack": lambda: run(batch), "alone": lambda: run(alone)}, rounds=rounds)
     return [
         family,
         attention,
         str(sum(map(len, batch.fragments))),
         f"{batch.num_tokens:,}",
-        *(f"{statistics.median(column):.2f}" for column in zip(*found, strict=True)),
-        f"{statistics.median(ratios):.2f}",
-        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        *(f"{statistics.median(each):.2f}" for each in seconds.values()),
+        *report.median_and_range(report.quotients(seconds["pack"], seconds["alone"])),
     ]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    options: argparse.Namespace = report.parser(__doc__, smoke="two families, a short pack").parse_args(
-        arguments
-    )
+    options = report.parser(__doc__, smoke="two families, a short pack").parse_args(arguments)
     short, long = pack(512), pack(512 if options.smoke else 2048)
     families = ("falcon_h1", "lfm2") if options.smoke else sorted(HYBRIDS)
     rounds = 1 if options.smoke else 3
-    rows = [
-        measure(family, short if family in TOKEN_BY_TOKEN else long, rounds=rounds) for family in families
-    ]
+    rows = [measure(each, short if each in TOKEN_BY_TOKEN else long, rounds=rounds) for each in families]
     report.publish(
-        "mixers",
         options,
-        "# Layers that carry a state, run one sequence at a time",
-        report.machine_line("streampack", "torch", "transformers"),
+        "mixers",
+        "Layers that carry a state, run one sequence at a time",
         f"Forward and backward pass of tiny models (256 channels, 2 to 4 layers), {torch.get_num_threads()} thread(s), "
         "transformers' own code without kernels; a pack of sequences with lengths like FLAN's, and the same tokens as "
-        "one sequence; both take turns. How to read it: ../README.md.",
+        "one sequence; both take turns. Explained in ../README.md.",
         report.table(HEADER, rows),
+        packages=["transformers"],
     )
 
 

@@ -11,14 +11,14 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks import report
-from benchmarks.lengths import PADDING, as_lists
+from benchmarks.lengths import PADDING
 
 Samples = Sequence[dict[str, Any]]
 
@@ -31,6 +31,7 @@ class Run:
     tokens: int  # of samples, counted in the packs
     checksum: int  # the sum of all token ids in the packs
     seconds: float
+    peak: int = 0  # bytes of memory beyond those before, where they were measured
 
 
 def stream(make: Callable[[], Iterable[dict[str, Any]]]) -> Run:
@@ -51,23 +52,32 @@ def stream(make: Callable[[], Iterable[dict[str, Any]]]) -> Run:
         checksum += int(values.sum())
 
 
+def steady(run: Callable[[], Run], *, least: float) -> Run:
+    """Run until ``least`` seconds are measured, and return the run of median time."""
+    done = [run()]
+    while sum(each.seconds for each in done) < least:
+        done.append(run())
+    return sorted(done, key=lambda each: each.seconds)[len(done) // 2]
+
+
+def lost_or_added(done: Mapping[str, Sequence[Any]], *, tokens: int, checksum: int) -> str:
+    """Say which packers' runs did not have all tokens that went in, with their sum of ids."""
+    notes = [
+        f"**{packer} changed the tokens**: {tokens:,} in, {runs[0].tokens:,} out."
+        for packer, runs in done.items()
+        if any((run.tokens, run.checksum) != (tokens, checksum) for run in runs)
+    ]
+    return "\n".join(notes or ["In every row the packs held all tokens, with the same sum of ids."])
+
+
 def torchtune(samples: Samples, *, max_seq_len: int) -> Callable[[], Run]:
     """Run ``torchtune.datasets.PackedDataset``, which packs everything before the first step and holds it in memory.
 
-    It gets Python lists: with arrays its ``list += tokens`` makes a scalar object of every token.
+    It needs Python lists: with arrays its ``list += tokens`` makes a scalar object of every token.
     """
     import torchtune.datasets  # noqa: F401 - not to be timed
 
-    lists = as_lists(samples) if not isinstance(samples[0]["tokens"], list) else list(samples)
-
-    def run() -> Run:
-        start = time.perf_counter()
-        packed = torchtune_packs(lists, max_seq_len=max_seq_len)
-        seconds = time.perf_counter() - start
-        counted = stream(lambda: packed.packs)
-        return Run(counted.packs, counted.tokens, counted.checksum, seconds)
-
-    return run
+    return lambda: stream(lambda: torchtune_packs(samples, max_seq_len=max_seq_len).packs)
 
 
 def torchtune_packs(rows: Any, *, max_seq_len: int) -> Any:
@@ -95,12 +105,7 @@ def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[]
 
     dataset = Dataset(pa.table({"input_ids": column("tokens"), "labels": column("labels")}))
 
-    def run() -> Run:
-        start = time.perf_counter()
-        packed = trl_packs(dataset, max_seq_len=max_seq_len, batch=batch)
-        return arrow_run(packed, time.perf_counter() - start)
-
-    return run
+    return lambda: arrow_run(lambda: trl_packs(dataset, max_seq_len=max_seq_len, batch=batch))
 
 
 def trl_packs(dataset: Any, *, max_seq_len: int, batch: int | None) -> Any:
@@ -116,14 +121,11 @@ def trl_packs(dataset: Any, *, max_seq_len: int, batch: int | None) -> Any:
     return packed
 
 
-def arrow_run(packed: Any, seconds: float) -> Run:
-    """Count what is in a ``Dataset`` of packs, which was made in so many seconds."""
-    tokens = checksum = 0
-    for chunk in packed.data.column("input_ids").chunks:
-        values = chunk.flatten().to_numpy()
-        tokens += len(values)
-        checksum += int(values.sum())
-    return Run(len(packed), tokens, checksum, seconds)
+def arrow_run(make: Callable[[], Any]) -> Run:
+    """Make a ``Dataset`` of packs, and count what is in it."""
+    cost, packed = report.timed(make)
+    chunks = [chunk.flatten().to_numpy() for chunk in packed.data.column("input_ids").chunks]
+    return Run(len(packed), sum(map(len, chunks)), sum(int(each.sum()) for each in chunks), cost.seconds)
 
 
 def grain(samples: Samples, *, max_seq_len: int, bins: int = 64) -> Callable[[], Run]:
@@ -151,31 +153,6 @@ def grain_packs(samples: Any, *, max_seq_len: int, bins: int = 64) -> Iterator[d
             padding_struct={"tokens": PADDING, "labels": -100},
         )
     )
-
-
-def titan_batches(dataset: Any, *, max_seq_len: int, batch: int) -> Iterator[dict[str, Any]]:
-    """Yield the batches of torchtitan's loader of a ``Dataset`` with ``tokens``, which it takes for text and tokenizes.
-
-    It cuts the samples, end to end, into pieces of one token more than a pack, keeps no boundaries, and drops the rest.
-    """
-    import torch
-    from torchtitan.hf_datasets import DatasetConfig, text_datasets
-
-    logging.getLogger().setLevel(logging.ERROR)  # it warns that the data has ended
-    text_datasets.DATASETS["rows"] = DatasetConfig(
-        path="", loader=lambda path: dataset, sample_processor=lambda row: row["tokens"]
-    )
-    packs = text_datasets.HuggingFaceTextDataset("rows", None, _SameIds(), seq_len=max_seq_len)
-    loader = text_datasets.ParallelAwareDataloader(packs, dp_rank=0, dp_world_size=1, batch_size=batch)
-    for found, labels in loader:
-        yield {"tokens": torch.cat([found["input"][:, :1], labels], dim=1)}
-
-
-class _SameIds:
-    """A tokenizer of torchtitan's, for texts that are token ids already."""
-
-    def encode(self, text: list[int], *, add_bos: bool, add_eos: bool) -> list[int]:
-        return text
 
 
 def copy_floor(samples: Samples, *, max_seq_len: int, keep: bool) -> Callable[[], Run]:

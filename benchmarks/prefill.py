@@ -5,30 +5,22 @@ Run ``python -m benchmarks.prefill``; README.md in this folder explains the tabl
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.lengths import lengths
+from benchmarks.lengths import DISTRIBUTIONS, lengths
 from streampack import prefill
 from tests.harness.hf_models import build
 
 BATCH = 16
 HEADER = (
-    "prompts like",
-    "batches",
-    "tokens",
-    "padding of the batches",
-    "padded, s",
-    "packed, s",
-    "packed is faster",
-    "rounds",
+    "prompts like | batches | tokens | padding of the batches | padded, s | packed, s | "
+    "packed is faster | rounds"
 )
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
 
@@ -77,12 +69,10 @@ def measure(name: str, *, batches: int, longest: int, rounds: int) -> list[str]:
     def packed() -> list[Any]:
         return [prefill(model, prompts, max_seq_len=longest)["past_key_values"] for prompts in drawn]
 
-    for prompts, ours, theirs in zip(drawn[:1], packed(), padded(), strict=False):  # the first round warms up
-        last = ours.layers[-1].keys[:, :, -1], theirs.layers[-1].keys[:, :, -1]
-        several = [number for number, prompt in enumerate(prompts) if len(prompt) > 1]
-        torch.testing.assert_close(last[0][several], last[1][several], rtol=1e-3, atol=1e-4)
-    found = [(_seconds(padded), _seconds(packed)) for _ in range(rounds)]
-    ratios = [theirs / ours for theirs, ours in found]
+    ours, theirs = (run()[0].layers[-1].keys[:, :, -1] for run in (packed, padded))
+    several = [number for number, prompt in enumerate(drawn[0]) if len(prompt) > 1]
+    torch.testing.assert_close(ours[several], theirs[several], rtol=1e-3, atol=1e-4)
+    seconds, _ = report.take_turns({"padded": padded, "packed": packed}, rounds=rounds)
     real = sum(len(prompt) - 1 for prompts in drawn for prompt in prompts)
     forwarded = sum(len(prompts) * (max(map(len, prompts)) - 1) for prompts in drawn)
     return [
@@ -90,32 +80,25 @@ def measure(name: str, *, batches: int, longest: int, rounds: int) -> list[str]:
         f"{batches} of {BATCH}",
         f"{real:,}",
         f"{forwarded - real:,} ({1 - real / forwarded:.0%})",
-        *(f"{statistics.median(column):.2f}" for column in zip(*found, strict=True)),
-        f"{statistics.median(ratios):.2f}",
-        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        *(f"{statistics.median(each):.2f}" for each in seconds.values()),
+        *report.median_and_range(report.quotients(seconds["padded"], seconds["packed"])),
     ]
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    run()
-    return time.perf_counter() - begun
-
-
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    options: argparse.Namespace = report.parser(__doc__, smoke="few short prompts").parse_args(arguments)
+    options = report.parser(__doc__, smoke="few short prompts").parse_args(arguments)
     sizes = {"batches": 2, "longest": 128} if options.smoke else {"batches": 4, "longest": 2048}
     rounds = 1 if options.smoke else 3
     report.publish(
-        "prefill",
         options,
-        "# Prefill in packs",
-        report.machine_line("streampack", "torch", "transformers"),
+        "prefill",
+        "Prefill in packs",
         f"The caches of a llama (4 layers of 256 channels, fp32), {torch.get_num_threads()} thread(s), for the same "
         f"prompts in the order of arrival: one forward pass over each padded batch of {BATCH}, and `prefill` of the "
-        f"same {BATCH} prompts with max_seq_len={sizes['longest']}; both take turns. How to read it: ../README.md.",
-        report.table(HEADER, [measure(name, **sizes, rounds=rounds) for name in ("flan", "orca", "stack")]),
+        f"same {BATCH} prompts with max_seq_len={sizes['longest']}; both take turns. Explained in ../README.md.",
+        report.table(HEADER, [measure(name, **sizes, rounds=rounds) for name in DISTRIBUTIONS]),
+        packages=["transformers"],
     )
 
 

@@ -1,4 +1,4 @@
-"""Helpers of all benchmarks: the machine and versions of a result, memory, tables, result files, a progress bar."""
+"""Plumbing of all benchmarks: command lines, time and memory, the machine of a result, tables and result files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,114 @@ import platform
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 NONE = "-"  # an empty cell
+T = TypeVar("T")
+
+
+# Commands and their results.
+
+
+def parser(description: str | None, *, smoke: str) -> argparse.ArgumentParser:
+    """Return a parser with the options ``--smoke`` and ``--out``; ``smoke`` says what the former runs."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--smoke", action="store_true", help=f"a quick check that it runs: {smoke}, no file")
+    made.add_argument("--out", type=Path, help="folder of the result file (benchmarks/results)")
+    return made
+
+
+def publish(
+    options: argparse.Namespace, name: str, title: str, *sections: str, packages: Iterable[str] = ()
+) -> None:
+    """Print a result, and write it to ``<name>-<machine>-<date>.md`` unless it is that of ``--smoke``.
+
+    Args:
+        options: of `parser`.
+        name: of the benchmark.
+        title: of the page; the line below it names the machine.
+        sections: what follows: how it was measured, tables.
+        packages: whose versions that line gives, besides streampack's and torch's.
+    """
+    text = "\n\n".join([f"# {title}", machine_line("streampack", "torch", *packages), *sections])
+    print(text)
+    if options.out or not options.smoke:
+        print(f"\nwritten to {write((options.out or RESULTS) / page_of(name), text)}")
+
+
+def page_of(name: str) -> str:
+    """Return the file name of a result of today on this machine."""
+    return f"{name}-{slug(f'{cpu_model()} {cpu_count()} cores')}-{date.today()}.md"
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a text with one newline at its end, make folders that are missing, and return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.rstrip() + "\n", encoding="utf-8")
+    return path
+
+
+def progress(total: int) -> Callable[[str], None]:
+    """Return a function to call as each of so many steps begins; it writes a line to stderr."""
+    steps = iter(range(1, total + 1))
+    return lambda step: print(f"[{next(steps, total)}/{total}] {step}", file=sys.stderr)
+
+
+# Time and memory.
+
+
+class Cost(NamedTuple):
+    """Time of a run."""
+
+    seconds: float  # elapsed
+    cpu: float  # seconds of this process and of those that it started and waited for
+
+
+def timed(run: Callable[[], T]) -> tuple[Cost, T]:
+    """Run once; return the cost and the result."""
+    begun, cpu = time.perf_counter(), _cpu_seconds()
+    result = run()
+    return Cost(time.perf_counter() - begun, _cpu_seconds() - cpu), result
+
+
+def _cpu_seconds() -> float:
+    return time.process_time() + sum(os.times()[2:4])
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], T]], *, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, T]]:
+    """Run all ways one after the other, again and again.
+
+    Load of the machine falls on all ways of a round, so ratios within a round hold. The first round warms up.
+
+    Returns:
+        The elapsed seconds of the later rounds of each way, and its last result.
+    """
+    done = [{way: timed(run) for way, run in ways.items()} for _ in range(rounds + 1)]
+    seconds = {way: [each[way][0].seconds for each in done[1:]] for way in ways}
+    return seconds, {way: result for way, (_, result) in done[-1].items()}
+
+
+def quotients(values: Iterable[float], others: Iterable[float]) -> list[float]:
+    """Divide the values of some rounds by others of the same rounds."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def median_and_range(values: Sequence[float]) -> tuple[str, str]:
+    """Format the median of some rounds, and their range.
+
+    >>> median_and_range([0.75, 1.0, 2.0])
+    ('1.00', '0.75 to 2.00')
+    """
+    return f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}"
 
 
 def give_memory_back() -> None:
@@ -42,17 +143,7 @@ def resident_memory(field: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def proportional_memory(processes: Iterable[int]) -> int | None:
-    """Return the ``Pss`` of some processes in bytes, which counts a page that they share once; None without /proc."""
-    total = 0
-    for process in processes:
-        try:
-            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
-        except OSError:
-            return None
-        found = re.search(r"^Pss:\s+(\d+) kB$", rollup, re.MULTILINE)
-        total += int(found[1]) * 1024 if found else 0
-    return total
+# The machine.
 
 
 def cpu_model() -> str:
@@ -100,73 +191,23 @@ def machine_line(*packages: str) -> str:
     )
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table with aligned columns: the first to the left, the others to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+def table(header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Format a Markdown table with aligned columns: the first to the left, the others to the right.
+
+    The header has `` | `` between its columns. Rows may be shorter; their last cells are empty.
+
+    >>> print(table("packer | packs | padding", [["ours", "3", "1.5%"], ["theirs: not installed"]]))
+    | packer                | packs | padding |
+    | --------------------- | ----: | ------: |
+    | ours                  |     3 |    1.5% |
+    | theirs: not installed |     - |       - |
+    """
+    columns = header.split(" | ")
+    lines = [columns, *([*row, *[NONE] * (len(columns) - len(row))] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines.insert(1, rule)
     return "\n".join(
         "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
         for line in lines
     )
-
-
-def median_and_range(values: Sequence[float]) -> tuple[str, str]:
-    """Format the median of some rounds, and their range.
-
-    >>> median_and_range([0.75, 1.0, 2.0])
-    ('1.00', '0.75 to 2.00')
-    """
-    return f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}"
-
-
-def parser(description: str | None, *, smoke: str) -> argparse.ArgumentParser:
-    """Return a parser with the options ``--smoke`` and ``--out``; ``smoke`` says what the former runs."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--smoke", action="store_true", help=f"a quick check that it runs: {smoke}, no file")
-    made.add_argument("--out", type=Path, help="folder of the result file (benchmarks/results)")
-    return made
-
-
-def publish(name: str, options: argparse.Namespace, *sections: str) -> None:
-    """Print a result, and write it to ``<name>-<machine>-<date>.md`` unless it is that of ``--smoke``."""
-    print("\n\n".join(sections))
-    if options.out or not options.smoke:
-        print(f"\nwritten to {save(name, *sections, folder=options.out or RESULTS)}")
-
-
-def save(name: str, *sections: str, folder: Path = RESULTS) -> Path:
-    """Write ``<name>-<machine>-<date>.md`` and return its path."""
-    machine = slug(f"{cpu_model()} {cpu_count()} cores")
-    return write(folder / f"{name}-{machine}-{date.today()}.md", "\n\n".join(sections))
-
-
-def write(path: Path, text: str) -> Path:
-    """Write a text with one newline at its end, make folders that are missing, and return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.rstrip() + "\n", encoding="utf-8")
-    return path
-
-
-def progress(total: int) -> Callable[[str], None]:
-    """Show a progress bar on stderr, plain lines without tqdm; return a function to call as each step begins."""
-    begun = 0
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        bar = None
-    else:
-        layout = "{desc:44.44} {percentage:3.0f}% |{bar}| {elapsed}"
-        bar = tqdm(total=total, file=sys.stderr, dynamic_ncols=True, leave=False, bar_format=layout)
-
-    def begin(step: str) -> None:
-        nonlocal begun
-        begun += 1
-        if bar is None:
-            print(f"[{begun}/{total}] {step}", file=sys.stderr)
-        else:
-            bar.n = begun - 1
-            bar.set_description_str(step)
-
-    return begin

@@ -5,9 +5,7 @@ Run ``python -m benchmarks.scoring``; README.md in this folder explains the tabl
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,32 +13,42 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.lengths import DISTRIBUTIONS, draw
+from benchmarks.lengths import lengths
 from streampack import prepare_model_for_packing, score
+from tests.harness.hf_models import build
 
 VOCAB = 8192
 BATCH = 16
 LONGEST = 1024
-HEADER = ("requests", "way", "tokens forwarded", "s", "score is faster", "rounds", "largest difference")
+HEADER = "requests | way | tokens forwarded | s | score is faster | rounds | largest difference"
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
 Request = tuple[list[int], list[int]]
 
 
-def mixed(count: int, *, seed: int = 0) -> list[Request]:
+def mixed(count: int) -> list[Request]:
     """Return texts of skewed lengths of which the last fifth, at most 64 tokens, is scored; none begin alike."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     found = []
-    for length in draw(DISTRIBUTIONS["flan"], count=count, seed=seed, longest=LONGEST).tolist():
+    for length in lengths("flan", count=count, longest=LONGEST).tolist():
         tokens = rng.integers(3, VOCAB, max(2, length)).tolist()
         scored = min(64, max(1, len(tokens) // 5))
         found.append((tokens[:-scored], tokens[-scored:]))
     return found
 
 
-def choices(count: int, *, seed: int = 0) -> list[Request]:
+def choices(count: int) -> list[Request]:
     """Return questions with four answers each; the question is four fifths of a request's tokens."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     found = []
-    for length in draw(DISTRIBUTIONS["orca"], count=count, seed=seed, longest=LONGEST).tolist():
+    for length in lengths("orca", count=count, longest=LONGEST).tolist():
         question = rng.integers(3, VOCAB, max(4, 4 * length // 5)).tolist()
         found += [(question, rng.integers(3, VOCAB, max(1, len(question) // 4)).tolist()) for _ in range(4)]
     return found
@@ -52,9 +60,9 @@ def padded(model: Any, requests: Sequence[Request], *, by_length: bool) -> tuple
 
     Sequences are padded on the right, with an attention mask, and logits are made of all tokens.
     """
-    order = range(len(requests))
+    order = list(range(len(requests)))
     if by_length:
-        order = sorted(order, key=lambda number: -len(requests[number][0]) - len(requests[number][1]))  # type: ignore[assignment]
+        order.sort(key=lambda number: -len(requests[number][0]) - len(requests[number][1]))
     found, forwarded = [0.0] * len(requests), 0
     for start in range(0, len(requests), BATCH):
         numbers = order[start : start + BATCH]
@@ -81,84 +89,54 @@ def packed(model: Any, inputs: Any, requests: Sequence[Request], *, share: bool)
         nonlocal forwarded
         forwarded += kwargs["input_ids"].numel()
 
-    hook = model.register_forward_pre_hook(count, with_kwargs=True)
-    found = score(model, requests, max_seq_len=4096, inputs=inputs, share_prefix=share, progress=False)
-    sums = [each.logp for each in found]
-    hook.remove()
-    return sums, forwarded
-
-
-def build() -> Any:
-    """Make a llama of 4 layers with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config).eval()
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        found = score(model, requests, max_seq_len=4096, inputs=inputs, share_prefix=share, progress=False)
+        return [each.logp for each in found], forwarded
 
 
 def measure(name: str, requests: Sequence[Request], *, rounds: int) -> list[list[str]]:
     """Return a row for each way, from passes over the same requests that take turns."""
-    plain, model = build(), build()
+    plain, model = (build("llama", **SIZES).eval() for _ in range(2))
     inputs = prepare_model_for_packing(model)
+    as_they_come = f"padded, {BATCH} as they come"
     ways: dict[str, Callable[[], tuple[list[float], int]]] = {
         "score": lambda: packed(model, inputs, requests, share=True),
         "score, nothing shared": lambda: packed(model, inputs, requests, share=False),
-        f"padded, {BATCH} as they come": lambda: padded(plain, requests, by_length=False),
+        as_they_come: lambda: padded(plain, requests, by_length=False),
         f"padded, {BATCH} sorted by length": lambda: padded(plain, requests, by_length=True),
     }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    results = {}
-    for number in range(rounds + 1):
-        for way, run in ways.items():
-            begun = time.perf_counter()
-            results[way] = run()
-            if number:  # the first round warms up
-                seconds[way].append(time.perf_counter() - begun)
-    expected = results[list(ways)[2]][0]
+    seconds, results = report.take_turns(ways, rounds=rounds)
     rows = []
-    for way in ways:
-        ratios = [theirs / ours for theirs, ours in zip(seconds[way], seconds["score"], strict=True)]
-        sums, forwarded = results[way]
-        worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(sums, expected, strict=True))
+    for way, (sums, forwarded) in results.items():
+        pairs = zip(sums, results[as_they_come][0], strict=True)
+        worst = max(abs(ours - theirs) / max(1.0, abs(theirs)) for ours, theirs in pairs)
         rows.append(
             [
                 f"{len(requests):,} {name}",
                 way,
                 f"{forwarded:,}",
                 f"{statistics.median(seconds[way]):.2f}",
-                f"{statistics.median(ratios):.2f}",
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                *report.median_and_range(report.quotients(seconds[way], seconds["score"])),
                 f"{worst:.0e}",
             ]
         )
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    options: argparse.Namespace = report.parser(__doc__, smoke="few requests, one round").parse_args(
-        arguments
-    )
+    options = report.parser(__doc__, smoke="few requests, one round").parse_args(arguments)
     rounds, texts, questions = (1, 24, 4) if options.smoke else (3, 192, 40)
     rows = measure("texts", mixed(texts), rounds=rounds)
     rows += measure("answers, 4 to a question", choices(questions), rounds=rounds)
     report.publish(
-        "scoring",
         options,
-        "# Log-likelihoods: packed and padded",
-        report.machine_line("streampack", "torch", "transformers"),
+        "scoring",
+        "Log-likelihoods: packed and padded",
         f"A llama of 4 layers with a vocabulary of {VOCAB:,}, {torch.get_num_threads()} thread(s), fp32; the ways take "
-        "turns. Differences are relative, from the batches as they come. How to read it: ../README.md.",
+        "turns. Differences are relative, from the batches as they come. Explained in ../README.md.",
         report.table(HEADER, rows),
+        packages=["transformers"],
     )
 
 

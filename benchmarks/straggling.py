@@ -5,8 +5,7 @@ Run ``python -m benchmarks.straggling``; README.md in this folder explains the t
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import report
-from benchmarks.lengths import LogNormal
+from benchmarks.lengths import LogNormal, causal_pairs
 from streampack import IterablePackedDataset
-from streampack.packing.attention_cost import AttentionCost
 
 WEB = LogNormal(600, 1.5, "web pages: heavy tail, mean 1,850 before they are cut at the context")
 WINDOWS = (0, 16, 64, 256)
@@ -24,12 +22,7 @@ CASES = ((8_192, 8, 512), (32_768, 8, 512), (32_768, 64, 128), (131_072, 8, 256)
 """Tokens of a pack, ranks, steps."""
 # An 8B llama: 6 operations a parameter and token, and 12 a pair of tokens, layer and dimension, forward and backward.
 PAIRS_A_TOKEN = 6 * 8.03e9 / (12 * 32 * 4096)
-HEADER = (
-    "context",
-    "ranks",
-    "packs",
-    *(f"window {window}" if window else "as planned" for window in WINDOWS),
-)
+HEADER = "context | ranks | packs | as planned | " + " | ".join(f"window {each}" for each in WINDOWS[1:])
 
 
 def web_rows(tokens: int, longest: int, *, seed: int) -> list[dict[str, npt.NDArray[np.int32]]]:
@@ -44,52 +37,39 @@ def web_rows(tokens: int, longest: int, *, seed: int) -> list[dict[str, npt.NDAr
     return rows
 
 
-def dataset(
-    rows: Sequence[Any], context: int, window: int, *, lanes: int, **settings: Any
-) -> IterablePackedDataset:
-    """Return the packs of some lanes."""
+def dataset(rows: Sequence[Any], context: int, window: int, *, lanes: int) -> IterablePackedDataset:
+    """Return the packs of some lanes; epochs follow one another without an end."""
     return IterablePackedDataset(
-        rows, max_seq_len=context, num_lanes=lanes, balance_window=window, epochs=None, **settings
+        rows, max_seq_len=context, num_lanes=lanes, balance_window=window, epochs=None
     )
 
 
-def work(packed: IterablePackedDataset, lane: int, lanes: int, steps: int) -> npt.NDArray[np.float64]:
-    """Return the work of a lane's first packs, in pairs of tokens."""
-    cost = AttentionCost()
-    packs = islice(packed.stream(lane, lanes), steps)
-    return np.array([sum(pack.seq_lens) * PAIRS_A_TOKEN + cost.of(pack.seq_lens) for pack in packs])
-
-
 def case(context: int, ranks: int, steps: int) -> list[str]:
-    """Return a row of the first table: each rank reads a lane, and takes one of its packs in each step."""
-    # Each lane needs rows of its own, or lanes would end together; epochs follow one another without an end.
-    rows = web_rows(ranks * steps * context, context, seed=ranks)
+    """Return a row of the table: each rank reads a lane, and takes one of its packs in each step."""
+    rows = web_rows(ranks * steps * context, context, seed=ranks)  # rows of its own for each lane
     ratios = []
     for window in WINDOWS:
-        packed = dataset(rows, context, window, lanes=ranks)
-        of_ranks = np.stack([work(packed, lane, ranks, steps) for lane in range(ranks)])
-        ratios.append(float((of_ranks.max(0) / of_ranks.mean(0)).mean()))
+        packs = dataset(rows, context, window, lanes=ranks)
+        work = np.array([  # in pairs of tokens
+            [sum(pack.seq_lens) * PAIRS_A_TOKEN + causal_pairs(pack.seq_lens) for pack in islice(stream, steps)]
+            for stream in (packs.stream(lane, ranks) for lane in range(ranks))
+        ])  # fmt: skip
+        ratios.append(float((work.max(0) / work.mean(0)).mean()))
     return [f"{context:,}", str(ranks), f"{ranks * steps:,}", *(f"{ratio:.3f}" for ratio in ratios)]
 
 
-def cases(smoke: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield the cases of the first table."""
-    yield from [(8_192, 2, 32)] if smoke else CASES
-
-
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    options: argparse.Namespace = report.parser(__doc__, smoke="one case, few steps").parse_args(arguments)
-    rows = [case(*each) for each in cases(options.smoke)]
+    options = report.parser(__doc__, smoke="one case, few steps").parse_args(arguments)
     report.publish(
-        "straggling",
         options,
-        "# Waiting for the rank whose pack costs most",
-        report.machine_line("streampack", "torch", "numpy"),
+        "straggling",
+        "Waiting for the rank whose pack costs most",
         f"Lengths: log-normal with median {WEB.median:,.0f} and sigma {WEB.sigma}, {WEB.like}. Work of the dearest "
-        "rank over the ranks' mean, mean over steps, of an 8B llama; each rank takes packs of its own lane. How to "
-        "read it: ../README.md.",
-        report.table(HEADER, rows),
+        "rank over the ranks' mean, mean over steps, of an 8B llama; each rank takes packs of its own lane. Explained "
+        "in ../README.md.",
+        report.table(HEADER, [case(*each) for each in (((8_192, 2, 32),) if options.smoke else CASES)]),
+        packages=["numpy"],
     )
 
 

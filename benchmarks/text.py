@@ -11,63 +11,44 @@ import multiprocessing as mp
 import os
 import random
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks import report
+from benchmarks.paper.data import stdlib
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, TextEncoder
-from streampack.sources import Reading
 
 MAX_SEQ_LEN = 4096
 PACKS = 8  # in a batch
 DOCUMENTS = 64  # in a batch of the plain DataLoader: as many tokens
 LANES = 8
+PROCESSES = 2  # workers, and processes of the tokenizer alone
 VOCABULARY = 32_000
 MODES: dict[str, dict[str, Any]] = {
     "exact_fit": {"overlong": "split"},
     "split_across_pack": {"split_across_pack": True},
 }
-Result = TypeVar("Result")
 HEADER = (
-    "tokenizer",
-    "mode",
-    "tokenizer alone, Mtok/s",
-    "JSON alone, Mtok/s",
-    "DataLoader, Mtok/s",
-    "batches, Mtok/s",
-    "of tokenizer",
-    "spread",
-    "of DataLoader",
-    "spread",
-    "CPU of DataLoader",
-    "CPU of batches",
+    "tokenizer | mode | tokenizer alone, Mtok/s | DataLoader, Mtok/s | "
+    "batches, Mtok/s | of tokenizer | spread | of DataLoader | spread | CPU of DataLoader | "
+    "CPU of batches"
 )
-
-
-class Tokenizer(Protocol):
-    """The interface of torchtune's tokenizers."""
-
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]: ...
 
 
 class FastTokenizer:
     """A byte-level BPE of Hugging Face's `tokenizers`, trained here, with torchtune's interface."""
 
     def __init__(self, texts: Iterable[str], *, vocab_size: int) -> None:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
         self.tokenizer = Tokenizer(models.BPE())
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=["<pad>", "<bos>", "<eos>"],
@@ -81,16 +62,6 @@ class FastTokenizer:
         return [1] * add_bos + ids + [2] * add_eos
 
 
-def sentencepiece_tokenizer() -> Tokenizer:
-    """Return the quickstart's SentencePiece tokenizer, in torchtune's class."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
-    from streampack_recipes import stdlib_corpus
-    from torchtune.models.llama2 import llama2_tokenizer
-
-    made: Tokenizer = llama2_tokenizer(str(stdlib_corpus.prepare().tokenizer))
-    return made
-
-
 def texts() -> list[str]:
     """Return the standard library's sources and docstrings in a seeded order; lengths are as skewed as on the web."""
     from streampack_recipes.stdlib_corpus import docstring_pairs, source_files
@@ -101,43 +72,27 @@ def texts() -> list[str]:
     return [text for text in found if text]
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """A file of JSON lines, and the same texts in memory."""
 
     path: Path
     texts: list[str]
 
-    @classmethod
-    def write(cls, folder: Path, some: Sequence[str], *, size: int) -> Corpus:
-        """Write about ``size`` bytes of ``{"text": ...}`` rows, repeating the texts."""
-        path, kept, written = folder / "text.jsonl", [], 0
-        with path.open("w", encoding="utf-8") as file:
-            for text in cycle(some):
-                if written >= size:
-                    return cls(path, kept)
-                written += file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-                kept.append(text)
-        raise AssertionError("there is no text")
+
+def write(folder: Path, some: Sequence[str], *, size: int) -> Corpus:
+    """Write about ``size`` bytes of ``{"text": ...}`` rows, repeating the texts."""
+    path, kept, written = folder / "text.jsonl", [], 0
+    texts = cycle(some)
+    with path.open("w", encoding="utf-8") as file:
+        while written < size:
+            kept.append(next(texts))
+            written += file.write(json.dumps({"text": kept[-1]}, ensure_ascii=False) + "\n")
+    return Corpus(path, kept)
 
 
-class Cost(NamedTuple):
-    """Time of a run."""
-
-    seconds: float  # elapsed
-    cpu: float  # seconds of all its processes
-
-
-def measured(run: Callable[[], Result]) -> tuple[Cost, Result]:
-    """Measure ``run`` with the processes that it starts and waits for; return the cost and the result."""
-    begun, cpu = time.perf_counter(), sum(os.times()[:4])
-    result = run()
-    return Cost(time.perf_counter() - begun, sum(os.times()[:4]) - cpu), result
-
-
-def in_processes(work: Callable[[int], object], count: int) -> None:
-    """Run ``work(0)`` to ``work(count - 1)`` in parallel, each in a process of its own, and wait for them."""
-    processes = [mp.get_context("fork").Process(target=work, args=(number,)) for number in range(count)]
+def in_processes(work: Callable[[int], object]) -> None:
+    """Run ``work(0)`` to ``work(PROCESSES - 1)`` in parallel, each in a process of its own, and wait for them."""
+    processes = [mp.get_context("fork").Process(target=work, args=(number,)) for number in range(PROCESSES)]
     for process in processes:
         process.start()
     for process in processes:
@@ -146,24 +101,16 @@ def in_processes(work: Callable[[int], object], count: int) -> None:
         raise RuntimeError("a process of the benchmark failed; its error is printed above")
 
 
-def encode_share(tokenizer: Tokenizer, corpus: Corpus, count: int, number: int) -> None:
-    """Run the tokenizer alone on every ``count``-th text in memory; drop the tokens."""
-    for text in islice(corpus.texts, number, None, count):
+def encode_share(tokenizer: Any, corpus: Corpus, number: int) -> None:
+    """Run the tokenizer alone on a process's share of the texts in memory; drop the tokens."""
+    for text in islice(corpus.texts, number, None, PROCESSES):
         tokenizer.encode(text)
-
-
-def read_share(tokenizer: Tokenizer, corpus: Corpus, count: int, number: int) -> None:
-    """Read the rows of worker ``number``'s lanes, without tokenizing them."""
-    source = JSONLSource(corpus.path)
-    for lane in range(number, LANES, count):
-        for _ in source.read(Reading(lane, num_lanes=LANES)):
-            pass
 
 
 class Lines(IterableDataset[list[int]]):
     """A dataset as written without a library: each worker parses and tokenizes every n-th line."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, tokenizer: Any) -> None:
         self.path = path
         self.tokenizer = tokenizer
 
@@ -175,15 +122,15 @@ class Lines(IterableDataset[list[int]]):
                 yield self.tokenizer.encode(json.loads(line)["text"])
 
 
-def plain(tokenizer: Tokenizer, corpus: Corpus, count: int) -> int:
+def plain(tokenizer: Any, corpus: Corpus) -> int:
     """Iterate over a plain DataLoader, whose batches are lists of lists; return the tokens."""
     loader = DataLoader(
-        Lines(corpus.path, tokenizer), batch_size=DOCUMENTS, num_workers=count, collate_fn=list
+        Lines(corpus.path, tokenizer), batch_size=DOCUMENTS, num_workers=PROCESSES, collate_fn=list
     )
     return sum(len(document) for batch in loader for document in batch)
 
 
-def packed(tokenizer: Tokenizer, corpus: Corpus, count: int, mode: str) -> int:
+def packed(tokenizer: Any, corpus: Corpus, mode: str) -> int:
     """Iterate over a `PackedDataLoader`, whose batches are tensors; return the tokens."""
     data = IterablePackedDataset(
         JSONLSource(corpus.path),
@@ -192,88 +139,67 @@ def packed(tokenizer: Tokenizer, corpus: Corpus, count: int, mode: str) -> int:
         num_lanes=LANES,
         **MODES[mode],
     )
-    loader = PackedDataLoader(data, batch_size=PACKS, num_workers=count)
+    loader = PackedDataLoader(data, batch_size=PACKS, num_workers=PROCESSES)
     return sum(batch.num_tokens for batch in loader)
 
 
-def measure_round(tokenizer: Tokenizer, corpus: Corpus, count: int) -> tuple[int, dict[str, Cost]]:
+def measure_round(tokenizer: Any, corpus: Corpus) -> tuple[int, dict[str, report.Cost]]:
     """Make each run once; return the corpus's tokens and the cost of each run."""
     costs = {}
-    for what, share in (("alone", encode_share), ("json", read_share)):
-        work = partial(share, tokenizer, corpus, count)
-        costs[what], _ = measured(partial(in_processes, work, count))
-    costs["plain"], tokens = measured(partial(plain, tokenizer, corpus, count))
+    costs["alone"], _ = report.timed(lambda: in_processes(partial(encode_share, tokenizer, corpus)))
+    costs["plain"], tokens = report.timed(partial(plain, tokenizer, corpus))
     for mode in MODES:
-        costs[mode], ours = measured(partial(packed, tokenizer, corpus, count, mode))
+        costs[mode], ours = report.timed(partial(packed, tokenizer, corpus, mode))
         if ours != tokens:
             raise AssertionError(f"{mode} packed {ours} tokens of {tokens}")
     return tokens, costs
 
 
-def rows(
-    tokenizers: dict[str, Tokenizer], corpus: Corpus, *, processes: int, repeats: int
-) -> Iterator[list[str]]:
+def rows(tokenizers: dict[str, Any], corpus: Corpus, *, repeats: int) -> Iterator[list[str]]:
     """Yield a row of the table for every tokenizer and mode."""
     begin = report.progress(len(tokenizers) * repeats)
     for name, tokenizer in tokenizers.items():
         rounds = []
         for number in range(repeats):
             begin(f"{name}, round {number + 1}")
-            rounds.append(measure_round(tokenizer, corpus, processes))
+            rounds.append(measure_round(tokenizer, corpus))
         for mode in MODES:
-            runs = ("alone", "json", "plain", mode)
-            rates = [[tokens / costs[run].seconds / 1e6 for tokens, costs in rounds] for run in runs]
+            runs = ("alone", "plain", mode)
+            seconds = {run: [costs[run].seconds for _, costs in rounds] for run in runs}
+            cpu = {run: [costs[run].cpu for _, costs in rounds] for run in runs}
+            tokens = rounds[0][0]
             yield [
                 name,
                 mode,
-                *(f"{statistics.median(column):.2f}" for column in rates),
-                *report.median_and_range(
-                    [costs["alone"].seconds / costs[mode].seconds for _, costs in rounds]
-                ),
-                *report.median_and_range(
-                    [costs["plain"].seconds / costs[mode].seconds for _, costs in rounds]
-                ),
-                *(
-                    report.median_and_range([costs[run].cpu / costs["alone"].cpu for _, costs in rounds])[0]
-                    for run in runs[2:]
-                ),
+                *(f"{tokens / statistics.median(seconds[run]) / 1e6:.2f}" for run in runs),
+                *report.median_and_range(report.quotients(seconds["alone"], seconds[mode])),
+                *report.median_and_range(report.quotients(seconds["plain"], seconds[mode])),
+                *(f"{statistics.median(report.quotients(cpu[run], cpu['alone'])):.2f}" for run in runs[1:]),
             ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the table."""
-    parser = report.parser(__doc__, smoke="0.3 MB, once, one tokenizer")
-    add = parser.add_argument
-    add("--bytes", type=int, default=40_000_000, help="size of the JSON lines (%(default)s)")
-    add(
-        "--processes", type=int, default=2, help="workers, and processes of the tokenizer alone (%(default)s)"
-    )
-    add("--repeats", type=int, default=5, help="rounds; the table shows their medians (%(default)s)")
-    options = parser.parse_args(arguments)
-    size, repeats = (300_000, 1) if options.smoke else (options.bytes, options.repeats)
-    if size < 1 or repeats < 1 or not 1 <= options.processes <= LANES:
-        parser.error(
-            f"--bytes {size} and --repeats {repeats} must be at least 1, --processes {options.processes} 1 to {LANES}"
-        )
+    options = report.parser(__doc__, smoke="0.3 MB, once, one tokenizer").parse_args(arguments)
+    size, repeats = (300_000, 1) if options.smoke else (40_000_000, 5)
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
     # One thread in each process, as in a worker; with more, `tokenizers` would also warn of the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     some, vocabulary = (texts()[:200], 1000) if options.smoke else (texts(), VOCABULARY)
-    print(f"training a tokenizer of {vocabulary:,} tokens", file=sys.stderr)
-    tokenizers: dict[str, Tokenizer] = {"BPE, `tokenizers`": FastTokenizer(some, vocab_size=vocabulary)}
+    tokenizers: dict[str, Any] = {"BPE, `tokenizers`": FastTokenizer(some, vocab_size=vocabulary)}
     if not options.smoke:
-        tokenizers["BPE, SentencePiece"] = sentencepiece_tokenizer()
+        _, tokenizers["BPE, SentencePiece"] = stdlib("pairs")  # the quickstart's, in torchtune's class
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Corpus.write(Path(folder), some, size=size)
-        table = report.table(HEADER, rows(tokenizers, corpus, processes=options.processes, repeats=repeats))
+        corpus = write(Path(folder), some, size=size)
         report.publish(
-            "text",
             options,
-            "# JSON lines of text to batches",
-            report.machine_line("streampack", "torch", "numpy", "tokenizers", "sentencepiece"),
+            "text",
+            "JSON lines of text to batches",
             f"{corpus.path.stat().st_size / 1e6:,.0f} MB in {len(corpus.texts):,} rows, in the page cache; "
-            f"{options.processes} processes; packs of {MAX_SEQ_LEN:,}; medians of {repeats} rounds, each of "
+            f"{PROCESSES} processes; packs of {MAX_SEQ_LEN:,}; medians of {repeats} rounds, each of "
             "which makes all runs of a tokenizer. Explained in ../README.md.",
-            table,
+            report.table(HEADER, rows(tokenizers, corpus, repeats=repeats)),
+            packages=["numpy", "tokenizers", "sentencepiece"],
         )
 
 

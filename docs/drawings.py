@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.lengths import lengths
+from docs import methods_picture
 from streampack import IterablePackedDataset, collate_packed, make_mask, plan_packs
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -228,7 +229,8 @@ def lanes() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    f"{draw.__name__}.svg": draw for draw in (padding_and_packing, strategies, one_pack, mask, lanes)
+    **{f"{draw.__name__}.svg": draw for draw in (padding_and_packing, strategies, one_pack, mask, lanes)},
+    "../guides/methods.svg": methods_picture.draw,
 }
 
 

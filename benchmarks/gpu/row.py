@@ -19,56 +19,49 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.batches import Step, samples_of, steps_of
-from benchmarks.gpu.model import MODELS, utilization
-from benchmarks.gpu.settings import ROWS, Settings
+from benchmarks.gpu.settings import ROWS, Row, Settings
+from benchmarks.model import LLAMA_1B, TINY, utilization
+from streampack import prepare_model_for_packing, summed_cross_entropy
 
 # Turns a batch into the model's arguments and the labels.
 Feed = Callable[[Any], tuple[Mapping[str, Any], torch.Tensor]]
+MODELS = {"1b": LLAMA_1B, "tiny": TINY}
 
 
-def measure(name: str, settings: Settings, *, device: str) -> dict[str, Any]:
+def measure(row: Row, settings: Settings, *, device: str) -> dict[str, Any]:
     """Train on the row's batches: warm up, then time every step but the last, which may not be full.
 
     A step is timed from batches on the host until the device is idle: transfer, mask, forward, backward, optimizer.
     Making the batches is not timed; benchmarks.density measures that.
     """
-    row = ROWS[name]
     if row.needs and not any(map(find_spec, row.needs)):
         return {"outcome": f"not installed ({' or '.join(row.needs)})"}
-    steps = steps_of(row.batches, samples_of(settings), settings)
-    timed = steps[:-1]
+    cuda = device != "cpu"
+    timed = steps_of(row.batches, samples_of(settings), settings)[:-1]
     model = build_model(settings, device=device)
-    feed = feed_of(name, model, device=device)
+    feed = feed_of(row, model, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def run(step: Step) -> tuple[float, torch.Tensor]:
+        begun = time.perf_counter()
+        loss = train(model, optimizer, feed, step)
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun, loss
 
     # Also the largest step, so that memory is allocated and varying shapes are compiled for before the timed steps.
     for step in [*timed[: settings.warmup], max(timed, key=lambda step: step.places)]:
-        train(model, optimizer, feed, step)
-    synchronize(device)
+        run(step)
     compiled = compile_count()
-    if device != "cpu":
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
+    seconds, losses = zip(*map(run, timed), strict=True)
 
-    seconds, losses = [], []
-    for step in timed:
-        begun = time.perf_counter()
-        losses.append(train(model, optimizer, feed, step))
-        synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-
-    tokens = sum(step.tokens for step in timed)
     loss = float(torch.stack(losses).sum()) / sum(step.trained for step in timed)
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
-    mfu = None
-    if device != "cpu" and settings.dtype == "bf16":
-        mfu = utilization(
-            MODELS[settings.model],
-            tokens=tokens,
-            pairs=sum(step.pairs for step in timed),
-            seconds=sum(seconds),
-            device=torch.cuda.get_device_name(),
-        )
+    tokens = sum(step.tokens for step in timed)
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
     return {
         "outcome": "measured",
         "steps": len(timed),
@@ -77,9 +70,15 @@ def measure(name: str, settings: Settings, *, device: str) -> dict[str, Any]:
         "padding": 1 - tokens / sum(step.places for step in timed),
         "seconds": sum(seconds),
         "step_median": statistics.median(seconds),
-        "step_p10_p90": spread(seconds),
-        "peak_bytes": None if device == "cpu" else torch.cuda.max_memory_allocated(),
-        "mfu": mfu,
+        "step_p10_p90": (tenths[0], tenths[-1]),
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "mfu": utilization(
+            MODELS[settings.model],
+            tokens=tokens,
+            pairs=sum(step.pairs for step in timed),
+            seconds=sum(seconds),
+            device=torch.cuda.get_device_name() if cuda else "cpu",
+        ),
         "compiled": compile_count(),
         "compiled_late": compile_count() - compiled,  # in timed steps
         "loss": loss,
@@ -98,9 +97,8 @@ def build_model(settings: Settings, *, device: str) -> nn.Module:
     return model
 
 
-def feed_of(name: str, model: nn.Module, *, device: str) -> Feed:
+def feed_of(row: Row, model: nn.Module, *, device: str) -> Feed:
     """Return the function that moves a batch of the row to the device and makes the model's arguments."""
-    row = ROWS[name]
     if row.batches == "stock":
         from torchtune.data import padded_collate_packed
         from torchtune.utils import batch_to_device
@@ -111,29 +109,19 @@ def feed_of(name: str, model: nn.Module, *, device: str) -> Feed:
             return batch, batch.pop("labels")
 
         return stock
-
     if row.attention is None:  # causal over the whole row: right padding needs no mask
-
-        def plain(batch: Any) -> tuple[Mapping[str, Any], torch.Tensor]:
-            return {"tokens": batch.tokens.to(device)}, batch.labels.to(device)
-
-        return plain
-
-    from streampack import prepare_model_for_packing
-
+        return lambda batch: ({"tokens": batch.tokens.to(device)}, batch.labels.to(device))
     inputs = prepare_model_for_packing(model, attention=row.attention)
 
     def ours(batch: Any) -> tuple[Mapping[str, Any], torch.Tensor]:
-        batch = batch.to(device)
-        return inputs(batch), batch.labels
+        placed = batch.to(device)
+        return inputs(placed), placed.labels
 
     return ours
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, step: Step) -> torch.Tensor:
     """Make one optimizer step; return the loss summed over its trained tokens, on the device."""
-    from streampack.losses import summed_cross_entropy
-
     total = torch.zeros((), device=next(model.parameters()).device)
     for batch in step.passes:
         inputs, labels = feed(batch)
@@ -145,23 +133,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, step: 
     return total
 
 
-def synchronize(device: str) -> None:
-    """Wait until the device is idle."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
 def compile_count() -> int:
     """Count the graphs that torch.compile has made in this process, those of flex attention included."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-def spread(seconds: list[float]) -> tuple[float, float]:
-    """Return the 10th and the 90th percentile."""
-    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-    return tenths[0], tenths[-1]
 
 
 def main() -> None:
@@ -170,7 +146,7 @@ def main() -> None:
     logging.getLogger("torchao").setLevel(logging.ERROR)
     job = json.loads(sys.argv[1])
     try:
-        outcome = measure(job["row"], Settings(**job["settings"]), device=job["device"])
+        outcome = measure(ROWS[job["row"]], Settings(**job["settings"]), device=job["device"])
     except torch.OutOfMemoryError:
         outcome = {"outcome": "out of memory"}
     except Exception as error:

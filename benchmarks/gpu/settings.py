@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from benchmarks.gpu.journal import settings_key
-
-TESTS = "tests"  # the part that runs the tests marked gpu
+TESTS = "tests"  # the part that runs the tests marked gpu; it has no settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that all rows of a part share. A row measured with other settings does not count.
-
-    >>> Settings(lengths="flan", max_seq_len=4096).key() == Settings(lengths="orca", max_seq_len=4096).key()
-    False
-    """
+    """Settings that all rows of a part share."""
 
     lengths: str  # a name of benchmarks.lengths; longer samples are cut off at max_seq_len
     max_seq_len: int
-    model: str = "1b"  # a name of benchmarks.gpu.model
+    model: Literal["1b", "tiny"] = "1b"
     tokens_per_step: int = 16_384  # real ones, about: the mean over the steps
     # Places of one forward pass. 38 FLAN-like samples, padded, have up to 155,648, and the logits of one are 256 KB:
     # a batch with more places runs in several passes, as users do who would run out of memory.
@@ -32,10 +25,6 @@ class Settings:
     compile: bool = True
     activation_checkpointing: bool = True
     seed: int = 0
-
-    def key(self) -> str:
-        """Return a short hash of all settings."""
-        return settings_key(self)
 
 
 class Row(NamedTuple):
@@ -60,22 +49,13 @@ ROWS = {
     "ceiling": Row("ceiling: no boundaries", "wrapped"),
 }
 
-# In the order in which they run: first those that the ratios need.
-GPU_ROWS = ("padding", "varlen", "ceiling", "stock", "flex", "flattened", "grouped", "flash")
-# flex attention cannot train on a CPU.
-CPU_ROWS = ("padding", "varlen", "ceiling", "stock", "dense", "flattened", "grouped")
-
-GPU_PARTS: Mapping[str, Settings | None] = {
-    TESTS: None,
-    **{
-        f"{lengths}-{max_seq_len}": Settings(lengths=lengths, max_seq_len=max_seq_len)
-        for max_seq_len in (4096, 16_384)
-        for lengths in ("flan", "orca", "stack")
-    },
+GPU_PARTS = {
+    f"{lengths}-{max_seq_len}": Settings(lengths=lengths, max_seq_len=max_seq_len)
+    for max_seq_len in (4096, 16_384)
+    for lengths in ("flan", "orca", "stack")
 }
 # Takes seconds: a check that it runs.
-CPU_PARTS: Mapping[str, Settings | None] = {
-    TESTS: None,
+CPU_PARTS = {
     "flan-256": Settings(
         lengths="flan",
         max_seq_len=256,
@@ -86,15 +66,17 @@ CPU_PARTS: Mapping[str, Settings | None] = {
         warmup=1,
         dtype="fp32",
         compile=False,
-    ),
+    )
 }
 
 
-def parts_of(device: str) -> Mapping[str, Settings | None]:
+def parts_of(device: str) -> dict[str, Settings | None]:
     """Return the parts that are run on a device, in order."""
-    return CPU_PARTS if device == "cpu" else GPU_PARTS
+    return {TESTS: None, **(CPU_PARTS if device == "cpu" else GPU_PARTS)}
 
 
 def rows_of(device: str) -> tuple[str, ...]:
-    """Return the rows of each part, in the order in which they run."""
-    return CPU_ROWS if device == "cpu" else GPU_ROWS
+    """Return the rows of each part in the order in which they run: first those that the ratios need."""
+    attention = "dense" if device == "cpu" else "flex"  # which cannot train on a CPU
+    rows = ("padding", "varlen", "ceiling", "stock", attention, "flattened", "grouped")
+    return rows if device == "cpu" else (*rows, "flash")

@@ -1,83 +1,89 @@
 """Train an epoch by every method of batching, on every data set, for several seeds; each row is written as it ends.
 
-Run ``make paper`` or ``python -m benchmarks.paper``. A later call runs the open rows. A call for some of the rows
+Run ``make paper`` or ``python -m benchmarks.paper``. A later call runs the open rows. A call for some of the data
 prints their table and does not write it.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.gpu.journal import KEYS, Journal
-from benchmarks.gpu.machine import ROOT, ask
+from benchmarks.journal import KEYS, Journal, settings_key, this_call
 from benchmarks.paper import tables
-from benchmarks.paper.run import Job, work
-from benchmarks.paper.settings import ROWS, SMOKE, data_of
+from benchmarks.paper.settings import DATA, ROWS, SMOKE, Settings
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the open rows and format the tables; return 1 if a row failed, else 0."""
-    options = parse(arguments)
-    data = {"flan": SMOKE} if options.smoke else data_of(options.device)
+class Job(NamedTuple):
+    """A row and its settings, the seed among them."""
+
+    row: str
+    settings: Settings
+
+    def key(self, call: dict[str, str]) -> tuple[str, ...]:
+        """Return the row's key in the journal."""
+        return call["device"], call["torch"], self.settings.data, settings_key(self.settings), self.row
+
+
+def measured(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Measure each row in a process of its own, and yield it with its figures as it ends.
+
+    The processes are forked from one that has imported torch and torchtune and nothing else: the imports take as long
+    as a small row.
+    """
+    from benchmarks.paper.train import measure
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.paper.train", "torchtune.models.llama3_2"])
+    step = report.progress(len(jobs))
+    with ProcessPoolExecutor(at_once, mp_context=context, max_tasks_per_child=1) as pool:
+        pending = {pool.submit(measure, ROWS[job.row], job.settings): job for job in jobs}
+        for future in as_completed(pending):
+            job = pending[future]
+            step(f"{job.settings.data} {job.row} seed {job.settings.seed}")
+            yield job, future.result()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the open rows and format the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
+    add = parser.add_argument
+    add("--data", nargs="+", choices=list(DATA), help="only these data sets")
+    add("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
+    add("--jobs", type=int, default=report.cpu_count(), help="rows at a time (the machine's cores)")
+    add("--fresh", action="store_true", help="measure again what was measured")
+    add("--smoke", action="store_true", help="a quick check that it runs: 48 samples, no table is written")
+    add("--out", type=Path, default=report.ROOT / "outputs" / "paper", help="of the rows (outputs/paper)")
+    options = parser.parse_args(arguments)
+    data = {"flan": SMOKE} if options.smoke else DATA
     jobs = [
-        Job(ROWS[row], replace(settings, seed=seed))
+        Job(row, replace(settings, seed=seed))
         # The outer loop: a call that is ended early has all rows of some seeds.
         for seed in range(options.seeds)
         for name, settings in data.items()
-        for row in options.rows or ROWS
+        for row in ROWS
         if not options.data or name in options.data
     ]
     journal = Journal(options.out / "paper.jsonl")
-    machine = ask(options.device)
-    call = {**machine, "call": datetime.now().isoformat(timespec="seconds")}
+    call = this_call("cpu")
     if options.fresh:
-        journal.forget({job.key(machine) for job in jobs})
-    found = [job for job in jobs if job.key(machine) in journal.rows]
-    if found:
-        print(f"{len(found)} of {len(jobs)} rows are in {journal.path}; --fresh measures them again")
-
-    def keep(job: Job, done: dict[str, Any]) -> None:
-        seed = {"seed": job.settings.seed}
-        journal.add({**call, **dict(zip(KEYS, job.key(machine), strict=True)), **seed, **done})
-
-    work([job for job in jobs if job not in found], device=options.device, at_once=options.jobs, keep=keep)
-    rows = [journal.rows[job.key(machine)] for job in jobs]
-    text = tables.draw(data, rows)
+        journal.forget(job.key(call) for job in jobs)
+    left = [job for job in jobs if job.key(call) not in journal.rows]
+    print(f"{len(jobs) - len(left)} of {len(jobs)} rows are in {journal.path}; --fresh measures them again")
+    for job, done in measured(left, at_once=options.jobs):
+        key = dict(zip(KEYS, job.key(call), strict=True))
+        journal.add({**call, **key, "seed": job.settings.seed, **done})
+    text = tables.draw(data, [journal.rows[job.key(call)] for job in jobs])
     print(text)
-    if not (
-        options.smoke or options.data or options.rows
-    ):  # the table of some rows would replace that of all
-        print(f"\nwritten to {tables.save(text, options.device, machine['device'])}")
-    return int(any(row["outcome"].startswith("failed") for row in rows))
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
-    add = parser.add_argument
-    add("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: the paper's sizes (cpu)")
-    add("--data", nargs="+", choices=list(data_of("cpu")), help="only these data sets")
-    add("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"only these: {', '.join(ROWS)}")
-    add("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
-    add("--jobs", type=int, help="rows at a time (a CPU's cores; 1 on CUDA)")
-    add("--fresh", action="store_true", help="measure again what was measured")
-    add("--smoke", action="store_true", help="a quick check that it runs: 48 samples, no table is written")
-    add("--out", type=Path, default=ROOT / "outputs" / "paper", help="folder of the rows (outputs/paper)")
-    options = parser.parse_args(arguments)
-    if options.seeds < 1:
-        parser.error(f"--seeds is {options.seeds}; it must be at least 1")
-    options.jobs = options.jobs or (report.cpu_count() if options.device == "cpu" else 1)
-    if options.jobs < 1:
-        parser.error(f"--jobs is {options.jobs}; it must be at least 1")
-    return options
+    if not (options.smoke or options.data):  # the table of some data would replace that of all
+        print(f"\nwritten to {report.write(report.RESULTS / report.page_of('paper'), text)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

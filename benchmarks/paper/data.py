@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,17 +32,17 @@ def corpus_of(settings: Settings) -> Corpus:
     """Make the samples of some settings, the same for every seed."""
     if settings.data == "docstrings":
         return docstrings(settings)
-    train, _ = urns(_lengths(settings, settings.samples, seed=0), seed=0)
-    validation, nats = urns(_lengths(settings, settings.validation, seed=1), seed=1)
-    predicted = sum(len(sample["tokens"]) - 1 for sample in validation)
-    return Corpus(train, validation, vocab_size=WORDS + 2, floor=nats / predicted)
-
-
-def _lengths(settings: Settings, count: int, *, seed: int) -> npt.NDArray[np.int64]:
     like = DISTRIBUTIONS[settings.data]
     shape = LogNormal(like.median / settings.shorter, like.sigma, like.like)
-    # A sample of START alone would train nothing.
-    return np.maximum(draw(shape, count=count, seed=seed, longest=settings.max_seq_len), 2)
+
+    def drawn(count: int, seed: int) -> tuple[Samples, float]:
+        lengths = draw(shape, count=count, seed=seed, longest=settings.max_seq_len)
+        return urns(np.maximum(lengths, 2), seed=seed)  # a sample of START alone would train nothing
+
+    train, _ = drawn(settings.samples, 0)
+    validation, nats = drawn(settings.validation, 1)
+    predicted = sum(len(sample["tokens"]) - 1 for sample in validation)
+    return Corpus(train, validation, vocab_size=WORDS + 2, floor=nats / predicted)
 
 
 def urns(lengths: npt.NDArray[np.int64], *, seed: int) -> tuple[Samples, float]:
@@ -79,29 +79,26 @@ def language() -> npt.NDArray[np.float64]:
     return np.random.default_rng(99).dirichlet(np.full(WORDS, 0.1), size=WORDS + 1)
 
 
-def docstrings(settings: Settings) -> Corpus:
-    """Return questions and answers of the standard library; answers are trained, and long samples truncated."""
+def stdlib(name: str) -> tuple[list[dict[str, str]], Any]:
+    """Return the standard library's ``sources`` or ``pairs`` of question and answer, shuffled, and their tokenizer."""
+    from streampack_recipes import stdlib_corpus
     from torchtune.models.llama2 import llama2_tokenizer
 
-    # Imported by its folder: on a GPU machine that has only the wheels, streampack is not installed.
-    from recipes import stdlib_corpus
-
     paths = stdlib_corpus.prepare()
-    tokenizer = llama2_tokenizer(str(paths.tokenizer))
-    pairs = [json.loads(line) for line in paths.pairs.read_text("utf-8").split("\n")[:-1]]
-    wanted = settings.samples + settings.validation
-    if wanted > len(pairs):
-        raise ValueError(
-            f"{wanted} samples are wanted and there are {len(pairs)} docstrings; lower samples or validation"
-        )
+    rows = [json.loads(line) for line in getattr(paths, name).read_text("utf-8").split("\n")[:-1]]
+    order = np.random.default_rng(0).permutation(len(rows))
+    return [rows[number] for number in order], llama2_tokenizer(str(paths.tokenizer))
+
+
+def docstrings(settings: Settings) -> Corpus:
+    """Return questions and answers of the standard library; answers are trained, and long samples truncated."""
+    pairs, tokenizer = stdlib("pairs")
     samples = []
-    for number in np.random.default_rng(0).permutation(len(pairs))[:wanted]:
-        prompt = tokenizer.encode(pairs[number]["input"], add_bos=True, add_eos=False)
-        answer = tokenizer.encode(pairs[number]["output"], add_bos=False, add_eos=True)
+    for pair in pairs[: settings.samples + settings.validation]:
+        prompt = tokenizer.encode(pair["input"], add_bos=True, add_eos=False)
+        answer = tokenizer.encode(pair["output"], add_bos=False, add_eos=True)
         tokens = np.array(prompt + answer)[: settings.max_seq_len]
         labels = tokens.copy()
         labels[: len(prompt)] = -100
         samples.append({"tokens": tokens, "labels": labels})
-    return Corpus(
-        samples[: settings.samples], samples[settings.samples :], stdlib_corpus.VOCAB_SIZE, floor=None
-    )
+    return Corpus(samples[: settings.samples], samples[settings.samples :], tokenizer.vocab_size, floor=None)

@@ -2,81 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from benchmarks.gpu.journal import settings_key
-from streampack.map_style.methods import METHODS
+# Of `method_loader`; those of the first line have rows of whole samples, those of the others packs.
+UNPACKED = ("random_padding", "group_by_length_padding", "minibatch_packing")
+PACKED = ("fixed_length", "fixed_length_posid", "multipack", "sorted_packing", "random_packing", "exact_fit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that all rows of a data set share. A row measured with other settings does not count."""
+    """Settings that all rows of a data set share."""
 
     data: str  # a name of benchmarks.lengths, or "docstrings"
     samples: int
     validation: int  # samples held out
     shorter: int  # lengths of benchmarks.lengths are divided by this
     max_seq_len: int
-    batch_size: int  # samples of a mini-batch, and packs of a batch
-    accumulate: int  # batches of an optimizer step
-    model: str  # a name of benchmarks.paper.train
-    dtype: Literal["fp32", "bf16"]
+    batch_size: int  # samples of a mini-batch, and packs of a wide step
     lr: float
     seed: int = 0  # of the weights and of the order; the samples are the same for all seeds
-
-    def key(self) -> str:
-        """Return a short hash of all settings."""
-        return settings_key(self)
 
 
 # Some 100,000 tokens each. The learning rate is the one of 0.001, 0.0015, 0.003 and 0.006 (for docstrings 0.012 too)
 # that gives mini-batches their lowest validation loss, with seed 0: all others are compared with them at their best.
-TINY = Settings(
-    data="flan",
-    samples=1800,
-    validation=400,
-    shorter=8,
-    max_seq_len=512,
-    batch_size=8,
-    accumulate=1,
-    model="tiny",
-    dtype="fp32",
-    lr=3e-3,
-)
-# The paper's sizes (20,000 samples, 4 x 4,096 tokens, 16 batches a step), but for the model. Never run so far.
-FULL = Settings(
-    data="flan",
-    samples=20_000,
-    validation=1000,
-    shorter=1,
-    max_seq_len=4096,
-    batch_size=4,
-    accumulate=16,
-    model="100m",
-    dtype="bf16",
-    lr=6e-4,
-)
-
-CPU_DATA: Mapping[str, Settings] = {
+TINY = Settings(data="flan", samples=1800, validation=400, shorter=8, max_seq_len=512, batch_size=8, lr=3e-3)
+DATA = {
     "flan": TINY,
     "orca": replace(TINY, data="orca", samples=1950, lr=1.5e-3),
     "stack": replace(TINY, data="stack", samples=640, batch_size=4, lr=1.5e-3),
     "docstrings": replace(TINY, data="docstrings", samples=1280, shorter=1, lr=6e-3),
 }
-GPU_DATA: Mapping[str, Settings] = {
-    "flan": FULL,
-    "orca": replace(FULL, data="orca"),
-    "stack": replace(FULL, data="stack"),
-    "docstrings": replace(FULL, data="docstrings", samples=5600),
-}
 SMOKE = replace(TINY, samples=48, validation=8, shorter=16, max_seq_len=64)
-
-
-def data_of(device: str) -> Mapping[str, Settings]:
-    """Return the data sets that are run on a device, in order."""
-    return CPU_DATA if device == "cpu" else GPU_DATA
 
 
 class Row(NamedTuple):
@@ -85,49 +42,31 @@ class Row(NamedTuple):
     step: Literal["samples", "wide", "narrow", "scaled"]
     method: str
 
-    @property
-    def name(self) -> str:
-        """Its name in the journal and on the command line."""
-        return f"{self.step}/{self.method}"
-
 
 # The paper's three groups, and a fourth with a higher learning rate.
 ROWS = {
-    row.name: row
+    f"{row.step}/{row.method}": row
     for row in (
-        *(Row("samples", name) for name, method in METHODS.items() if not method.packed),
-        *(Row("wide", name) for name, method in METHODS.items() if method.packed),
-        *(Row("narrow", name) for name, method in METHODS.items() if method.packed),
+        *(Row("samples", name) for name in UNPACKED),
+        *(Row("wide", name) for name in PACKED),
+        *(Row("narrow", name) for name in PACKED),
         Row("scaled", "exact_fit"),
     )
 }
 
 
-class Budget(NamedTuple):
-    """The size of an optimizer step, and its learning rate."""
+def budget_of(row: Row, settings: Settings, *, mean: float) -> tuple[int, float]:
+    """Return the rows of an optimizer step (for ``minibatch_packing``, samples) and its learning rate.
 
-    batch_size: int  # rows of a batch
-    accumulate: int  # batches of a step
-    lr: float
-
-    @classmethod
-    def of(cls, row: Row, settings: Settings, *, mean: float) -> Budget:
-        """Return the budget of a row, for samples of ``mean`` tokens.
-
-        ``"samples"``: a step is a mini-batch of n samples. ``"wide"``: n packs, so far fewer steps an epoch.
-        ``"narrow"``: as many packs as hold the tokens of n samples, so about as many steps. ``"scaled"``: n packs, and
-        the learning rate grows with the root of the samples of a step, as Adam's noise requires (Malladi et al. 2022,
-        arXiv 2205.10287).
-
-        >>> Budget.of(ROWS["narrow/exact_fit"], FULL, mean=435)  # the paper has 2 x 4 packs here
-        Budget(batch_size=4, accumulate=2, lr=0.0006)
-        """
-        batch_size, accumulate, lr = settings.batch_size, settings.accumulate, settings.lr
-        more = settings.max_seq_len / mean
-        if row.step == "narrow":
-            packs = max(1, round(batch_size * accumulate / more))
-            batch_size = min(batch_size, packs)
-            accumulate = round(packs / batch_size)
-        elif row.step == "scaled":
-            lr *= more**0.5
-        return cls(batch_size, accumulate, lr)
+    Args:
+        row: ``"samples"``: a step is a mini-batch of n samples. ``"wide"``: n packs, so far fewer steps an epoch.
+            ``"narrow"``: as many packs as hold the tokens of n samples, so about as many steps. ``"scaled"``: n packs,
+            and the learning rate grows with the root of the samples of a step, as Adam's noise requires (Malladi et
+            al. 2022, arXiv 2205.10287).
+        settings: with n, the ``batch_size``.
+        mean: tokens of a sample.
+    """
+    more = settings.max_seq_len / mean
+    if row.step == "narrow":
+        return max(1, round(settings.batch_size / more)), settings.lr
+    return settings.batch_size, settings.lr * (more**0.5 if row.step == "scaled" else 1)

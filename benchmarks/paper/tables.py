@@ -3,133 +3,80 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 
 from benchmarks import report
-from benchmarks.gpu.journal import Done, machine_line
-from benchmarks.paper.settings import ROWS, Row, Settings
+from benchmarks.journal import Done, machine_line
+from benchmarks.paper.settings import PACKED, ROWS, Row, Settings
 
 Seeds = list[Done]  # of one row, in the order of their seeds
 HEADER = (
-    "method",
-    "a step",
-    "rows",
-    "steps",
-    "padding",
-    "seconds",
-    "real tok/s",
-    "x padding",
-    "peak MiB",
-    "train loss",
-    "validation loss",
+    "method | a step | rows | steps | padding | seconds | real tok/s | x padding | peak MiB | "
+    "train loss | validation loss"
 )
 PADDING, FLATTENED = "samples/random_padding", "samples/minibatch_packing"
 
 
 def draw(data: Mapping[str, Settings], done: Iterable[Done]) -> str:
-    """Format all results of one device. ``done`` are rows of the settings in ``data``, for any seed."""
+    """Format all results, which are rows of the settings in ``data`` for any seed, and all were measured."""
     rows = sorted(done, key=lambda row: row["seed"])
+    loads = [row["load"] for row in rows]
     sections = [
         "# Every method of batching, after one epoch",
         machine_line(rows),
         "Explained in ../README.md; conclusions are in ../../docs/guides/methods.md.",
-        *load(rows),
+        f"The system's load was {statistics.median(loads):.1f} when rows ended (median; {min(loads):.1f} to "
+        f"{max(loads):.1f}): above the number of cores, others used the machine too.",
     ]
     for name, settings in data.items():
-        found: dict[str, Seeds] = {}
-        for row in rows:
-            if row["part"] == name:
-                found.setdefault(row["row"], []).append(row)
-        if found:
-            sections += [f"## {name}", *draw_part(settings, found)]
+        found = {row: [each for each in rows if (each["part"], each["row"]) == (name, row)] for row in ROWS}
+        if found := {row: seeds for row, seeds in found.items() if seeds}:
+            lines = [cells(ROWS[row], seeds, found[PADDING], settings) for row, seeds in found.items()]
+            sections += [f"## {name}", about(settings, found[PADDING]), report.table(HEADER, lines)]
+            sections.append("\n".join(f"- {line}" for line in findings(found)))
     return "\n\n".join(sections)
 
 
-def load(rows: Iterable[Done]) -> list[str]:
-    """Describe how busy the machine was."""
-    loads = [row["load"] for row in rows if row.get("load") is not None]
-    if not loads:
-        return []
-    return [
-        f"The system's load was {statistics.median(loads):.1f} when rows ended (median; {min(loads):.1f} to "
-        f"{max(loads):.1f}): above the number of cores, others used the machine too."
-    ]
+def about(settings: Settings, seeds: Seeds) -> str:
+    """Describe the settings of a data set."""
+    one = seeds[0]
+    floor = (
+        "" if one["floor"] is None else f" No model can have a lower validation loss than {one['floor']:.3f}."
+    )
+    return (
+        f"{one['samples']:,} samples, {one['tokens']:,} tokens; max_seq_len {settings.max_seq_len:,}; mini-batches of "
+        f"{settings.batch_size} samples; model tiny, fp32; AdamW, learning rate {settings.lr:g}; "
+        f"{settings.validation:,} samples held out. Seeds {', '.join(str(each['seed']) for each in seeds)}: "
+        f"medians of seconds and memory, means of losses ± their spread.{floor}"
+    )
 
 
-def draw_part(settings: Settings, found: Mapping[str, Seeds]) -> list[str]:
-    """Format one data set: its settings, the table, the findings."""
-    measured = {
-        name: seeds for name, seeds in found.items() if all(row["outcome"] == "measured" for row in seeds)
-    }
-    lines = []
-    for name, row in ROWS.items():
-        if name in measured:
-            lines.append(cells(row, measured, settings))
-        elif name in found:
-            outcome = next(done["outcome"] for done in found[name] if done["outcome"] != "measured")
-            lines.append([f"{row.method}: {outcome}", row.step, *[report.NONE] * (len(HEADER) - 2)])
-    shown = [f"- {line}" for line in findings(measured)]
-    return [about(settings, measured), report.table(HEADER, lines), *(["\n".join(shown)] if shown else [])]
-
-
-def about(settings: Settings, measured: Mapping[str, Seeds]) -> str:
-    """Describe the settings."""
-    one = next(iter(measured.values()), [])
-    lines = [
-        f"max_seq_len {settings.max_seq_len:,}; mini-batches of {settings.batch_size * settings.accumulate} samples; "
-        f"model {settings.model}, {settings.dtype}; AdamW, learning rate {settings.lr:g}; "
-        f"{settings.validation:,} samples held out."
-    ]
-    if one:
-        lines.insert(0, f"{one[0]['samples']:,} samples, {one[0]['tokens']:,} tokens;")
-        numbers = ", ".join(str(row["seed"]) for row in one)
-        lines.append(f"Seeds {numbers}: medians of seconds and memory, means of losses ± their spread.")
-        if one[0]["floor"] is not None:
-            lines.append(f"No model can have a lower validation loss than {one[0]['floor']:.3f}.")
-    return " ".join(lines)
-
-
-def cells(row: Row, measured: Mapping[str, Seeds], settings: Settings) -> list[str]:
+def cells(row: Row, seeds: Seeds, padded: Seeds, settings: Settings) -> list[str]:
     """Format one row of the table."""
-    seeds = measured[row.name]
     peaks = [done["peak_bytes"] for done in seeds if done["peak_bytes"] is not None]
+    count = seeds[0]["batch_size"]
+    unit = "sample" if row.step == "samples" else "pack"
+    faster = f", lr x {seeds[0]['lr'] / settings.lr:.1f}" if row.step == "scaled" else ""
     return [
         row.method,
-        step_size(row, seeds[0], settings),
+        f"{count} {unit}{'s' * (count != 1)}{faster}",
         f"{seeds[0]['rows']:,}",
         f"{seeds[0]['steps']:,}",
-        f"{middle(seeds, 'padding'):.1%}",
-        f"{middle(seeds, 'seconds'):.1f}",
+        f"{statistics.median(done['padding'] for done in seeds):.1%}",
+        f"{statistics.median(done['seconds'] for done in seeds):.1f}",
         f"{rate(seeds):,.0f}",
-        f"{rate(seeds) / rate(measured[PADDING]):.2f}" if PADDING in measured else report.NONE,
+        f"{rate(seeds) / rate(padded):.2f}",
         f"{statistics.median(peaks) / 2**20:,.0f}" if peaks else report.NONE,
-        mean_and_spread(seeds, "train_loss"),
-        mean_and_spread(seeds, "validation_loss"),
+        *(
+            f"{statistics.fmean(done[loss] for done in seeds):.3f} ± {spread(seeds, loss):.3f}"
+            for loss in ("train_loss", "validation_loss")
+        ),
     ]
-
-
-def step_size(row: Row, done: Done, settings: Settings) -> str:
-    """Describe the size of an optimizer step."""
-    count = done["batch_size"] * done["accumulate"]
-    unit = "sample" if row.step == "samples" else "pack"
-    faster = f", lr x {done['lr'] / settings.lr:.1f}" if row.step == "scaled" else ""
-    return f"{count} {unit}{'s' * (count != 1)}{faster}"
-
-
-def middle(seeds: Seeds, name: str) -> float:
-    """Return the median over seeds."""
-    return statistics.median(row[name] for row in seeds)
 
 
 def rate(seeds: Seeds) -> float:
     """Return the median over seeds of the real tokens a second."""
     return statistics.median(row["tokens"] / row["seconds"] for row in seeds)
-
-
-def mean_and_spread(seeds: Seeds, name: str) -> str:
-    """Format mean and standard deviation over seeds."""
-    return f"{statistics.fmean(row[name] for row in seeds):.3f} ± {spread(seeds, name):.3f}"
 
 
 def spread(seeds: Seeds, name: str) -> float:
@@ -142,66 +89,53 @@ def findings(measured: Mapping[str, Seeds]) -> list[str]:
 
     Rows are compared seed by seed; a difference counts as shown if every seed has it.
     """
+
+    def gaps(*pairs: tuple[str, str]) -> list[float]:
+        """By how much the first row of each pair ends higher than the second, seed by seed."""
+        return [
+            one["validation_loss"] - other["validation_loss"]
+            for pair in pairs
+            if measured.keys() >= set(pair)
+            for one, other in zip(*map(measured.__getitem__, pair), strict=True)
+        ]
+
     lines = []
-    if {PADDING, FLATTENED} <= measured.keys():
-        apart = max(map(abs, gaps(measured, FLATTENED, PADDING)))
+    if gaps((FLATTENED, PADDING)):
+        apart = max(map(abs, gaps((FLATTENED, PADDING))))
         noise = spread(measured[PADDING], "validation_loss")
-        pairs = zip(measured[FLATTENED], measured[PADDING], strict=True)
-        times = [padded["seconds"] / flat["seconds"] for flat, padded in pairs]  # of the same tokens
+        times = report.quotients(
+            *([done["seconds"] for done in measured[row]] for row in (PADDING, FLATTENED))
+        )
         lines.append(
             f"{verdict(apart <= noise and min(times) > 1)}: mini-batch packing ends with padding's validation loss "
             f"(at most {apart:.5f} apart, {noise:.5f} between seeds) at {min(times):.2f} to {max(times):.2f} times its "
             "token rate."
         )
-    for step in ("wide", "narrow"):
-        leaky, kept = f"{step}/fixed_length", f"{step}/fixed_length_posid"
-        if {leaky, kept} <= measured.keys():
-            worse = gaps(measured, leaky, kept)
-            lines.append(
-                f"{verdict(min(worse) > 0)}: {step} steps, fixed-length packing without position ids ends higher than "
-                f"with them, by {loss_range(worse)}."
-            )
+    claims = {
+        f"{step} steps, fixed-length packing without position ids ends higher than with them": [
+            (f"{step}/fixed_length", f"{step}/fixed_length_posid")
+        ]
+        for step in ("wide", "narrow")
+    }
     # Not sorted packing: its loss depends on its order, the shortest samples last, more than on its steps.
-    worse = [
-        gap
-        for row in ROWS.values()
-        if row.step == "wide" and row.method != "sorted_packing"
-        if {row.name, f"narrow/{row.method}"} <= measured.keys()
-        for gap in gaps(measured, row.name, f"narrow/{row.method}")
-    ]
-    if worse:
-        lines.append(
-            f"{verdict(min(worse) > 0)}: with fewer, wider steps, the same packs (but for sorted ones) end higher than "
-            f"with narrow ones, by {loss_range(worse)}."
-        )
+    claims[
+        "with fewer, wider steps, the same packs (but for sorted ones) end higher than with narrow ones"
+    ] = [(f"wide/{method}", f"narrow/{method}") for method in PACKED if method != "sorted_packing"]
+    for claim, pairs in claims.items():
+        if worse := gaps(*pairs):
+            lines.append(
+                f"{verdict(min(worse) > 0)}: {claim}, by {min(worse):+.3f} to {max(worse):+.3f} nats."
+            )
     wide, narrow, scaled = (f"{step}/exact_fit" for step in ("wide", "narrow", "scaled"))
-    if {wide, narrow, scaled} <= measured.keys():
-        lost, won = (statistics.fmean(gaps(measured, wide, other)) for other in (narrow, scaled))
-        times = measured[scaled][0]["lr"] / measured[wide][0]["lr"]
+    if (lost := gaps((wide, narrow))) and (won := gaps((wide, scaled))):
+        times_lr = measured[scaled][0]["lr"] / measured[wide][0]["lr"]
         lines.append(
-            f"Of the {lost:.3f} nats that its wide steps cost `exact_fit`, {times:.1f} times the learning rate wins "
-            f"back {won:.3f}."
+            f"Of the {statistics.fmean(lost):.3f} nats that its wide steps cost `exact_fit`, {times_lr:.1f} times the "
+            f"learning rate wins back {statistics.fmean(won):.3f}."
         )
     return lines
-
-
-def gaps(measured: Mapping[str, Seeds], one: str, other: str) -> list[float]:
-    """Return by how much one row's validation loss is above another's, seed by seed."""
-    pairs = zip(measured[one], measured[other], strict=True)
-    return [a["validation_loss"] - b["validation_loss"] for a, b in pairs]
-
-
-def loss_range(values: Sequence[float]) -> str:
-    """Format the range of some losses."""
-    return f"{min(values):+.3f} to {max(values):+.3f} nats"
 
 
 def verdict(holds: bool) -> str:
     """Say whether a finding was shown."""
     return "**Shown**" if holds else "**Not shown**"
-
-
-def save(text: str, device: str, name: str, folder: Path = report.RESULTS) -> Path:
-    """Write the tables and return the path; the file name has a GPU's name before the CPU's."""
-    gpu = "" if device == "cpu" else f"-{report.slug(name)}"
-    return report.save(f"paper{gpu}", text, folder=folder)

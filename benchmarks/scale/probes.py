@@ -7,34 +7,61 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import pickle
-import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
+from benchmarks import report
 from benchmarks.lengths import lengths
-from benchmarks.start import WordTokenizer, write_rows
+from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, TextEncoder
+
+# private: how files are cut into lanes has no public name
+from streampack.sources.files import divide
 
 Result = TypeVar("Result")
 SHARD_BYTES = 250_000_000
-PROBED = 64  # rows that an estimate asks for
+WORDS = [f"w{number:04}" for number in range(4000)]
 
 
-def clocked(call: Callable[[], Result], *, times: int = 3) -> tuple[float, Result]:
-    """Return the CPU seconds of a call, the least of ``times``, and the last result."""
+class WordTokenizer:
+    """A tokenizer with one token a word, which costs next to nothing, so that reading is measured."""
+
+    ids = {word: number for number, word in enumerate(WORDS, start=3)}  # noqa: RUF012
+
+    def encode(self, text: str, *, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        return [1] * add_bos + [self.ids.get(word, 2) for word in text.split()] + [2] * add_eos
+
+
+def write_rows(path: Path, size: int) -> None:
+    """Write about ``size`` bytes of ``{"text": ...}`` rows with FLAN-like lengths, 2.6 kB on average."""
+    rng = np.random.default_rng(0)
+    # Two tokens shorter than a pack: the tokenizer adds a beginning and an end.
+    counts = lengths("flan", count=min(2000, max(1, size // 3000)), longest=4094).tolist()
+    rows = [json.dumps({"text": " ".join(rng.choice(WORDS, count))}) + "\n" for count in counts]
+    with path.open("w") as file:
+        for row in cycle(rows):
+            if file.tell() >= size:
+                return
+            file.write(row)
+
+
+def clocked(call: Callable[[], Result]) -> tuple[float, Result]:
+    """Return the CPU seconds of a call, the least of three, and the last result."""
     spent = []
-    for _ in range(times):
+    for _ in range(3):
         gc.collect()
-        begin = time.process_time()
-        result = call()
-        spent.append(time.process_time() - begin)
+        cost, result = report.timed(call)
+        spent.append(cost.cpu)
     return min(spent), result
 
 
@@ -62,52 +89,23 @@ def open_files() -> int:
     return found
 
 
-def read_so_far() -> int:
-    """Return the bytes that this process has read, from the cache or the disk."""
-    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
-
-
 def manifest(shards: int) -> dict[str, float]:
     """Measure a source of so many files, which are not read."""
-    from streampack import JSONLSource
-
     with TemporaryDirectory() as folder:
         for number in range(shards):
             path = Path(folder, f"shard-{number:06}-of-100000.jsonl")
             path.touch()
             os.truncate(path, SHARD_BYTES)  # sparse: takes no disk space
         pattern = f"{folder}/*.jsonl"
-        source = JSONLSource(pattern)
-        tags = [f"{number:016x}" for number in range(shards)]
         return {
             "memory": kept(lambda: JSONLSource(pattern)),
             "seconds": clocked(lambda: JSONLSource(pattern))[0],
-            "pickled": len(pickle.dumps(source)),
-            "identified": clocked(lambda: source.corpus.identify(tags).state())[0],
+            "pickled": len(pickle.dumps(JSONLSource(pattern))),
         }
-
-
-def write_shards(folder: Path, shards: int) -> None:
-    """Write equal JSONL files of 150 kB."""
-    first = folder / "0.jsonl"
-    write_rows(first, 150_000)
-    for number in range(1, shards):
-        (folder / f"{number}.jsonl").write_bytes(first.read_bytes())
-
-
-def estimate(shards: int) -> dict[str, float]:
-    """Count the rows that an estimate reads of so many files."""
-    from streampack import JSONLSource
-
-    with TemporaryDirectory() as folder:
-        write_shards(Path(folder), shards)
-        return {"probed": len(JSONLSource(f"{folder}/*.jsonl").probe(PROBED)[0])}
 
 
 def division(shards: int, lanes: int) -> dict[str, float]:
     """Measure the division of files into the parts of all lanes, which every reading process makes."""
-    from streampack.sources.files import divide
-
     sizes = [SHARD_BYTES] * shards
     return {
         "memory": kept(lambda: divide(sizes, lanes)),
@@ -117,8 +115,6 @@ def division(shards: int, lanes: int) -> dict[str, float]:
 
 def reading(lanes: int, window: int) -> dict[str, float]:
     """Measure the lanes of one process: the first pack of each, and a resume from their states."""
-    from streampack import IterablePackedDataset, JSONLSource, TextEncoder
-
     with TemporaryDirectory() as folder:
         path = Path(folder, "rows.jsonl")
         write_rows(path, lanes * window * 3500)  # 2.6 kB a row, so each lane fills its window
@@ -151,40 +147,24 @@ def reading(lanes: int, window: int) -> dict[str, float]:
 
 def pack(max_seq_len: int) -> dict[str, float]:
     """Measure a pack that waits for the trainer; ``max_seq_len`` tokens in one sequence."""
-    from streampack import IterablePackedDataset
-
     tokens = np.ones(max_seq_len, dtype=np.int64)
     data = IterablePackedDataset([{"tokens": tokens, "labels": tokens}], max_seq_len=max_seq_len)
     return {"memory": kept(lambda: next(data.stream()))}
 
 
 def state(lanes: int, packs: int = 12) -> dict[str, float]:
-    """Measure the state of a dataset after some packs of each lane."""
-    import torch
-
-    from streampack import IterablePackedDataset, Sample
-    from streampack.streaming.lane_state import as_dicts
-
-    class Encoder:
-        def __call__(self, row: Mapping[str, Any], /) -> Sample:
-            tokens = np.ones(row["n"], dtype=np.int64)
-            return Sample(tokens, tokens)
-
-        def fingerprint(self) -> str:
-            return "ones"
-
-    drawn = lengths("flan", count=lanes * packs * 12).tolist()
-    rows = [{"n": n} for n in drawn]
-    data = IterablePackedDataset(rows, encoder=Encoder(), max_seq_len=4096, num_lanes=lanes)
-    stream = data.stream()
+    """Measure the state of a loader after some packs of each lane."""
+    ones = np.ones(4096, dtype=np.int64)
+    rows = [
+        {"tokens": ones[:length], "labels": ones[:length]}
+        for length in lengths("flan", count=lanes * packs * 12).tolist()
+    ]
+    loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=4096, num_lanes=lanes))
+    batches = iter(loader)
     for _ in range(lanes * packs):
-        next(stream)
-    held = data._state_with(as_dicts(stream.lane_states()))
+        next(batches)
+    held = loader.state_dict()
     saved = io.BytesIO()
     torch.save(held, saved)
-    own = len(pickle.dumps(held["lanes"]))
-    return {
-        "saved": saved.tell(),
-        "lanes": own,
-        "check": clocked(lambda: data.load_state_dict(held))[0],
-    }
+    again = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=4096, num_lanes=lanes))
+    return {"saved": saved.tell(), "check": clocked(lambda: again.load_state_dict(held))[0]}

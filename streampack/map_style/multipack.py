@@ -21,7 +21,7 @@ Step = list[list[int]]
 
 OBJECTIVES = ("quadratic", "linear")
 
-# The effects of other values were measured on 100,000 chat-like lengths (benchmarks/multipack.py), with 8 packs of
+# The effects of other values were measured on 100,000 chat-like lengths, with 8 packs of
 # 32,768 tokens a step.
 
 FILLED_BY_COST = 0.985

@@ -1,114 +1,56 @@
-"""Commands under benchmarks/ that no other test runs: that they run, and that they measure what they say."""
+"""The commands under benchmarks/ run, and compare like with like."""
 
 from __future__ import annotations
 
+import math
 import re
-import time
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from benchmarks import (
-    groups,
-    growth,
-    inputs,
-    lanes,
-    mixers,
-    prefill,
-    scoring,
-    straggling,
-    text,
-    tokens,
-    waiting,
-)
-from tests.harness.tiny import WordTokenizer
+from benchmarks import groups, model
+from benchmarks.gpu.batches import samples_of, steps_of
+from benchmarks.gpu.settings import CPU_PARTS
+from benchmarks.paper import data
 
-# Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+pytest.importorskip("torchtune")  # of the peers and the models
+ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.mark.slow
-def test_tokens_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    tokens.main(["--smoke"])
-    out = capsys.readouterr().out
-    assert len(re.findall(r"^\| 1,000 |^\| 30,000 ", out, re.MULTILINE)) == 6
-
-
-@pytest.mark.slow
-def test_inputs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torchtune")
-    inputs.main(["--smoke"])
-    out = capsys.readouterr().out
-    assert len(re.findall(r"^## ", out, re.MULTILINE)) == 4
-    assert len(re.findall(r"^\| streampack +\|", out, re.MULTILINE)) == 4
-    assert "changed the tokens" not in out
+# A pattern of the rows that a command's smallest run must have, and their number.
+COMMANDS = {
+    "density --smoke --distributions flan": (r"exact_fit +\| +32 \| +0 \|", 1),
+    "inputs --smoke": (r"streampack +\|", 4),
+    "text --smoke": (r"BPE, `tokenizers` \| +(?:exact_fit|split_across_pack) ", 2),
+    "straggling --smoke": (r"8,192 +\| +2 \| +64 \|", 1),
+    "even_steps --smoke": (r"16 +\| +[\d.]+ \|", 1),
+    "groups --smoke": (r"\d prompts x (?:2|8) answers ", 6),
+    "scoring --smoke": (r"\d+ (?:texts|answers).* (?:0e\+00|\de-(?:0[5-9]|\d\d)) \|$", 8),
+    "mixers --smoke": (r"(?:falcon_h1|lfm2) ", 2),
+    "prefill --smoke": (r"(?:flan|orca|stack) ", 3),
+    "balance_loss --smoke": (r"(?:docstrings|sources) ", 8),
+    "scale --smoke": (r".* [-+]\d+% \|", 17),
+    "gpu --device cpu --only flan-256": (r".* \d+\.\d% \| +\d+ \|", 7),
+    "paper --smoke --seeds 1": (r".* ± 0\.000 \|$", 16),
+}
 
 
 @pytest.mark.slow
-def test_text_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("sentencepiece")  # of the corpus
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # what it sets goes away with the test
-    text.main(["--smoke"])
-    out = capsys.readouterr().out
-    assert all(re.search(rf"\| +{mode} \|", out) for mode in text.MODES)
-
-
-@pytest.mark.slow
-def test_lanes_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    lanes.main(["--smoke"])
-    assert len(re.findall(r"^\| (?:parquet|jsonl) +\| +64 ", capsys.readouterr().out, re.MULTILINE)) == 2
-
-
-@pytest.mark.slow
-def test_growth_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    growth.main(["--smoke"])
-    out = capsys.readouterr().out
-    assert len(re.findall(r"^\| (?:1,024|4,096|10,000|100,000) ", out, re.MULTILINE)) == 4
-    memory = [int(found) for found in re.findall(r"^\| [0124] +\|.* (\d+) \|$", out, re.MULTILINE)]
-    assert len(memory) == 4
-    assert memory[3] > memory[1]  # four workers, and one
-
-
-@pytest.mark.slow
-def test_straggling_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    straggling.main(["--smoke"])
-    found = re.search(
-        r"^\| 8,192 +\| +2 \| +64 \| +([\d.]+) \| +[\d.]+ \| +([\d.]+) ",
-        capsys.readouterr().out,
-        re.MULTILINE,
-    )
-    assert found is not None
-    assert 1 <= float(found[2]) < float(found[1])  # with a window, and as planned
-
-
-@pytest.mark.slow
-def test_waiting_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchtune")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # what it sets goes away with the test
-    waiting.main(["--smoke"])
-    assert len(re.findall(r"^\| [01] +\| +2 \| ", capsys.readouterr().out, re.MULTILINE)) == 2
-
-
-def test_a_share_of_the_text_is_nobody_elses(tmp_path: Path) -> None:
-    """All that are compared have the same tokens to make, and each is made once."""
-    corpus = text.Corpus.write(tmp_path, ["red cat", "blue", "one two three"], size=300)
-    assert 300 <= corpus.path.stat().st_size < 340
-    assert corpus.texts[:4] == ["red cat", "blue", "one two three", "red cat"]
-    tokenizer = Counting()
-    for number in range(2):
-        text.encode_share(tokenizer, corpus, 2, number)
-    assert sorted(tokenizer.texts) == sorted(corpus.texts)
-    wanted = sum(len(tokenizer.encode(some)) for some in corpus.texts)
-    assert text.plain(tokenizer, corpus, 2) == wanted
-    assert {text.packed(tokenizer, corpus, 2, mode) for mode in text.MODES} == {wanted}
-
-
-@pytest.mark.slow
-def test_groups_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torchtune")
-    groups.main(["--smoke"])
-    assert len(re.findall(r"^\| \d prompts x (?:2|8) answers ", capsys.readouterr().out, re.MULTILINE)) == 6
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_runs(name: str, tmp_path: Path) -> None:
+    row, count = COMMANDS[name]
+    command = [sys.executable, "-W", "ignore", "-m", *f"benchmarks.{name} --out".split(), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(rf"^\| {row}", done.stdout, re.MULTILINE)) >= count, done.stdout
+    assert not re.search("failed|changed the tokens", done.stdout), done.stdout
+    assert list(tmp_path.iterdir()), "a result"
 
 
 def test_padded_groups_hold_every_answer_behind_its_prompt() -> None:
@@ -119,55 +61,70 @@ def test_padded_groups_hold_every_answer_behind_its_prompt() -> None:
     ]
 
 
-@pytest.mark.slow
-def test_mixers_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    mixers.main(["--smoke"])
-    assert len(re.findall(r"^\| (falcon_h1|lfm2) ", capsys.readouterr().out, re.MULTILINE)) == 2
+STACK = replace(CPU_PARTS["flan-256"], lengths="stack", max_seq_len=512, most_places=700)  # steps in parts
 
 
-@pytest.mark.slow
-def test_prefill_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    prefill.main(["--smoke"])
-    assert len(re.findall(r"^\| (flan|orca|stack) ", capsys.readouterr().out, re.MULTILINE)) == 3
+def rows_of(batch: Any) -> Any:
+    """The tokens, labels and lengths of each row of a batch, or of torchtune's packs."""
+    if isinstance(batch, list):
+        return [(pack["tokens"], pack["labels"], pack["seq_lens"]) for pack in batch]
+    return zip(batch.tokens, batch.labels, batch.seq_lens, strict=True)
 
 
-@pytest.mark.slow
-def test_scoring_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    scoring.main(["--smoke"])
-    found = re.findall(r"^\| \d+ (?:texts|answers).* (\S+) \|$", capsys.readouterr().out, re.MULTILINE)
-    assert len(found) == 8
-    assert all(float(difference) < 1e-5 for difference in found)
+@pytest.mark.parametrize("kind", ["padded", "grouped", "flattened", "packed", "wrapped", "stock"])
+def test_every_row_of_make_gpu_trains_on_every_sample_and_counts_what_is_there(kind: str) -> None:
+    samples = [sample["tokens"].tolist() for sample in samples_of(STACK)]
+    found = []
+    for step in steps_of(kind, samples_of(STACK), STACK):
+        counted = np.zeros(4, int)
+        for tokens, labels, seq_lens in chain(*map(rows_of, step.passes)):
+            lengths = [n for n in seq_lens.tolist() if n]
+            found += [part.tolist() for part in tokens.split(lengths) if part[0] != 0]
+            real = tokens != 0  # no sample holds a 0, and all padding is 0
+            segments = torch.tensor([len(tokens)] if kind == "wrapped" else lengths)
+            number = torch.arange(len(segments)).repeat_interleave(segments)
+            sees = (number[:, None] == number[None, :]).tril() & real[:, None] & real[None, :]
+            counted += [real.sum(), len(tokens), sees.sum(), (labels[1:] != -100).sum()]
+        assert (step.tokens, step.places, step.pairs, step.trained) == tuple(counted)
+    if kind == "wrapped":  # cut anywhere, but nothing lost and nothing moved
+        assert [*chain(*found)] == [*chain(*samples)]
+    else:
+        assert sorted(found) == sorted(samples)
 
 
-def test_processes_that_fail_are_not_measured() -> None:
-    with pytest.raises(RuntimeError, match="a process of the benchmark failed"):
-        text.in_processes(fail, 2)
+def test_flops_equal_torchs_count() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 48}
+    shape = model.Shape(vocab_size=50, **sizes)
+    with torch.random.fork_rng():
+        built = shape.build(device="cpu", dtype="fp32", seed=0)
+    counter = FlopCounterMode(display=False)
+    # MATH multiplies whole squares: 16 x 16 pairs in each of two rows.
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        torch.cat(built(torch.ones(2, 16, dtype=torch.int64)), 1).sum().backward()
+    flops = counter.get_total_flops()
+    assert flops == shape.train_flops(tokens=32, pairs=2 * 16 * 16)
+    given = {"tokens": 32, "pairs": 2 * 16 * 16, "seconds": 2.0}
+    assert model.utilization(shape, **given, device="NVIDIA H200") == flops / 2 / 989e12
 
 
-def test_a_cost_has_the_processes_in_it() -> None:
-    cost, result = text.measured(lambda: text.in_processes(burn, 2))
-    assert result is None
-    assert cost.cpu >= 0.18  # the system counts in hundredths
-    assert cost.seconds >= 0.1
+def test_the_floor_is_what_the_best_possible_model_needs() -> None:
+    samples, nats = data.urns(np.array([5, 2, 40, 17, 40, 9]), seed=3)
+    total = 0.0
+    for sample in samples:  # what the docstring of `urns` says, one word at a time
+        words = [token - data.START - 1 for token in sample["tokens"].tolist()[1:]]
+        for i, word in enumerate(words):
+            before = words[i - 1] + 1 if i else 0
+            chance = data.MEMORY * data.language()[before, word] + words[:i].count(word)
+            total -= math.log(chance / (data.MEMORY + i))
+    assert nats == pytest.approx(total)
 
 
-def fail(number: int) -> None:
-    raise SystemExit(number)
-
-
-def burn(number: int) -> None:
-    while time.process_time() < 0.1:
-        pass
-
-
-class Counting(WordTokenizer):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        self.texts.append(text)
-        made: list[int] = super().encode(text, add_bos=add_bos, add_eos=add_eos)
-        return made
+def test_the_page_of_methods_shows_kept_figures() -> None:
+    """A row that is in no result was made up, or has been measured again."""
+    copied = re.findall(r"^\|.*±.*\|$", (ROOT / "docs" / "guides" / "methods.md").read_text(), re.MULTILINE)
+    kept = "".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("paper-*.md"))
+    assert len(copied) >= 16
+    assert [row for row in copied if row not in kept] == []

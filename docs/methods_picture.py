@@ -1,10 +1,7 @@
-"""Draw twelve samples under every method as docs/guides/methods.svg: ``python -m benchmarks.paper.picture``."""
+"""The picture of docs/guides/methods.md: twelve samples under every method of batching."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from benchmarks.gpu.machine import ROOT
 from streampack.map_style.methods import METHODS, Row, plan_batches
 
 SAMPLES = (11, 6, 7, 4, 8, 4, 3, 4, 3, 4, 5, 4)  # axolotl's example; 63 tokens
@@ -81,13 +78,3 @@ def length_of(span: tuple[int, int, int]) -> int:
     """Return the tokens of a span."""
     _, start, stop = span
     return stop - start
-
-
-def save(path: Path = ROOT / "docs" / "guides" / "methods.svg") -> Path:
-    """Write the picture and return its path."""
-    path.write_text(draw(), encoding="utf-8")
-    return path
-
-
-if __name__ == "__main__":
-    print(save())
