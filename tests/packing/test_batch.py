@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,13 @@ from torch.utils.data import DataLoader
 from streampack import (
     IGNORE_INDEX,
     Batch,
-    FlatteningCollator,
     IterablePackedDataset,
     PackedDataset,
-    PaddedCollator,
     Sample,
     collate_packed,
-    prepare_trainer_for_packing,
 )
 from streampack.packing.batch import null_pack, stack_packs, to_torchtune, unstack_packs
 from tests.harness import groups
-from tests.harness.hf_trainers import held_out, samples, stream, trainer_of
 from tests.harness.strategies import WAYS, settings_of
 from tests.oracle import packing as oracle
 
@@ -205,59 +200,16 @@ def test_segments_sets_the_width_of_seq_lens() -> None:
             refuse(packs, segments=2)
 
 
-# Packs under a DataLoader or Trainer with an unfit collator: the error names the forgotten call.
-
-FORGOTTEN = r"call prepare_trainer_for_packing\(trainer\) before it trains or evaluates"
-COLUMNS = r"set remove_unused_columns=False in TrainingArguments"
-
-
-def map_style() -> PackedDataset:
-    return PackedDataset(samples(60), max_seq_len=64)
-
-
-@pytest.mark.parametrize("remove", [True, False])
-def test_an_unprepared_trainer_is_refused(tmp_path: Path, remove: bool) -> None:
-    """With the default collator, and with transformers' own for flat rows."""
-    transformers = pytest.importorskip("transformers")
-    given = {} if remove else {"data_collator": transformers.DataCollatorWithFlattening()}
-    trainer = trainer_of(tmp_path, train_dataset=stream(), max_steps=2, remove_unused_columns=remove, **given)
-    with pytest.raises(ValueError, match=FORGOTTEN):
-        trainer.train()
-    prepare_trainer_for_packing(trainer)
-    assert trainer.train().global_step == 2
-    with pytest.raises(ValueError, match=FORGOTTEN):
-        trainer_of(tmp_path, eval_dataset=held_out()).evaluate()
-
-
-@pytest.mark.parametrize(
-    ("data", "collator", "message"),
-    [
-        (map_style, {}, rf"data_collator=FlatteningCollator\(\) and {COLUMNS}"),
-        (map_style, {"data_collator": FlatteningCollator()}, COLUMNS),
-        (lambda: samples(60), {"data_collator": FlatteningCollator()}, rf"sample 0 of the batch has no .*{COLUMNS}"),
-        (lambda: samples(60), {"data_collator": PaddedCollator()}, rf"sample 0 of the batch has no .*{COLUMNS}"),
-    ],
-)  # fmt: skip
-def test_a_trainer_that_takes_columns_away_is_refused(
-    tmp_path: Path, data: Any, collator: Any, message: str
-) -> None:
-    options: dict[str, Any] = {"train_dataset": data(), "max_steps": 2} | collator
-    with pytest.raises(ValueError, match=message):
-        trainer_of(tmp_path, **options).train()
-    options |= {"data_collator": FlatteningCollator(), "remove_unused_columns": False}
-    assert trainer_of(tmp_path, **options).train().global_step == 2, "the way out"
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize(("packs", "workers"), [(stream, 0), (map_style, 0), (map_style, 1)])
-def test_torchs_default_collator_is_refused(packs: Any, workers: int) -> None:
+@pytest.mark.parametrize(("packs", "workers"), [("stream", 0), ("map-style", 0), ("map-style", 1)])
+def test_torchs_default_collator_is_refused(packs: str, workers: int) -> None:
     """The error consumes no pack; batches of a user's own collator, and single packs, pass."""
-    data, settings = packs(), {"num_workers": workers}
+    data: Any = dataset([5] * 9) if packs == "stream" else PackedDataset([[5] * 5] * 9, max_seq_len=LIMIT)
     with pytest.raises(ValueError, match="collate_fn=streampack.collate_packed"):
-        next(iter(DataLoader(data, batch_size=2, **settings)))
-    assert packs is map_style or data.state_dict()["lanes"] == {}
-    batch = next(iter(DataLoader(data, batch_size=2, collate_fn=collate_packed, **settings)))
-    assert batch.tokens.shape == (2, 64)
+        next(iter(DataLoader(data, batch_size=2, num_workers=workers)))
+    assert packs == "map-style" or data.state_dict()["lanes"] == {}
+    batch = next(iter(DataLoader(data, batch_size=2, collate_fn=collate_packed, num_workers=workers)))
+    assert batch.tokens.shape == (2, LIMIT)
     mine = DataLoader(data, batch_size=2, collate_fn=lambda packs: [pack["tokens"] for pack in packs])
     assert len(next(iter(mine))) == 2
-    assert next(iter(DataLoader(data, batch_size=None)))["tokens"].shape == (64,)
+    assert next(iter(DataLoader(data, batch_size=None)))["tokens"].shape == (LIMIT,)

@@ -428,14 +428,6 @@ def test_the_packs_of_a_window_are_handed_out_by_what_groups_cost(cost: dict[str
     assert [pack.tokens.tolist() for pack in balanced] != [pack.tokens.tolist() for pack in unbalanced]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_groups_are_estimated_as_they_are_packed(side: str) -> None:
-    data = [{"i": i, "n": 3 + i % 25} for i in range(300)]
-    options: dict[str, Any] = {"overlong": "truncate", "truncate_side": side, "num_lanes": 1}
-    known = dataset(data, **options).estimate(rows=150, num_lanes=1)
-    assert known.packs == pytest.approx(len(list(dataset(data, **options))), rel=0.1)
-
-
 def test_a_fragment_is_traced_to_its_segment() -> None:
     data = dataset(LONG, overlong="truncate")
     for pack in itertools.islice(data, 5):
