@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import streampack
 from streampack import (
+    FlatteningCollator,
     IterablePackedDataset,
     JSONLSource,
     MapSource,
@@ -21,6 +22,7 @@ from streampack import (
     MultipackBatchSampler,
     PackedDataLoader,
     PackedDataset,
+    PaddedCollator,
     PreferenceEncoder,
     TextEncoder,
     method_loader,
@@ -73,7 +75,26 @@ def trained(rows: list[dict[str, Any]]) -> None:
     trainer.train()
 
 
+def unprepared(data: Any, **settings: Any) -> None:
+    """Train without `prepare_trainer_for_packing`."""
+    hf_trainers.trainer_of(Path(), train_dataset=data, max_steps=2, **settings).train()
+
+
+def map_style() -> PackedDataset:
+    return PackedDataset(ROWS, max_seq_len=64)
+
+
 PAIR = {"prompt": "a", "chosen": "b" * 61, "rejected": "c"}
+
+FORGOTTEN = "call prepare_trainer_for_packing(trainer) before it trains or evaluates"
+COLUMNS = "set remove_unused_columns=False in TrainingArguments"
+
+
+def flattening() -> Any:
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening()
+
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # Files and rows.
@@ -197,6 +218,28 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "attention": (
         lambda: prepare_model_for_packing(hf_trainers.model(), attention="flash_attention_2"),
         "'flash'; did you mean 'flash'",
+    ),
+    "unprepared": (lambda: unprepared(packs(ROWS, epochs=None)), FORGOTTEN),
+    "unprepared, flat rows": (
+        lambda: unprepared(packs(ROWS, epochs=None), data_collator=flattening(), remove_unused_columns=False),
+        FORGOTTEN,
+    ),
+    "unprepared evaluation": (
+        lambda: hf_trainers.trainer_of(Path(), eval_dataset=hf_trainers.held_out()).evaluate(),
+        FORGOTTEN,
+    ),
+    "Trainer's collator": (
+        lambda: unprepared(map_style()),
+        f"data_collator=FlatteningCollator() and {COLUMNS}",
+    ),
+    "Trainer's columns": (lambda: unprepared(map_style(), data_collator=FlatteningCollator()), COLUMNS),
+    "columns of samples": (
+        lambda: unprepared(hf_trainers.samples(60), data_collator=FlatteningCollator()),
+        "sample 0 of the batch has no ",
+    ),
+    "columns of padded samples": (
+        lambda: unprepared(hf_trainers.samples(60), data_collator=PaddedCollator()),
+        COLUMNS,
     ),
     "model's vocabulary": (
         lambda: trained([{"input_ids": [5, 99_999]}] * 9),

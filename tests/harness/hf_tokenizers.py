@@ -104,3 +104,12 @@ def _finished(
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **known)
     tokenizer.chat_template = template
     return tokenizer
+
+
+class Letters:
+    """A tokenizer of bytes with torchtune's interface, which knows no messages."""
+
+    bos_id, eos_id = 1, 2
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        return [1] * add_bos + list(text.encode()) + [2] * add_eos

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, Batch, method_loader, plan_packs
-from streampack.map_style.methods import METHODS
-from streampack.map_style.multipack import plan_steps
-from streampack.sources.base import permutation
+from streampack import IGNORE_INDEX, Batch, MultipackBatchSampler, method_loader, plan_packs
 
 LIMIT = 16
 LENGTHS = [int(length) for length in np.random.default_rng(0).integers(1, LIMIT + 1, 60)]
-names = pytest.mark.parametrize("name", METHODS)
+CUT = ("fixed_length", "fixed_length_posid")  # their samples continue in the next row
+UNPACKED = ("random_padding", "group_by_length_padding", "minibatch_packing")  # as long as the longest row
+NAMES = (*UNPACKED, "sorted_packing", "random_packing", "multipack", "exact_fit", *CUT)
+names = pytest.mark.parametrize("name", NAMES)
 
 Row = list[tuple[int, int, int]]  # of samples: (number, start, stop)
 
@@ -64,7 +64,10 @@ def spans_of(batches: list[list[Row]]) -> Row:
 
 
 def order_of(lengths: list[int], *, epoch: int = 0) -> list[int]:
-    return permutation(len(lengths), 0, epoch).tolist()
+    """The order of an epoch, which is that of the method that does nothing with it."""
+    return [
+        i for [[(i, _, _)]] in plan("random_padding", lengths, max_seq_len=999, batch_size=1, epoch=epoch)
+    ]
 
 
 def in_pairs(rows: list[Any]) -> list[list[Any]]:
@@ -96,10 +99,10 @@ def test_every_token_exactly_once(
     spans = spans_of(batches)
     tokens = [(index, at) for index, start, stop in spans for at in range(start, stop)]
     assert tokens == [(index, at) for index, length in enumerate(lengths) for at in range(length)]
-    if not METHODS[name].cuts:
+    if name not in CUT:
         assert [stop for _, _, stop in spans] == lengths, "no sample is cut"
     for batch in batches:
-        if METHODS[name].packed:
+        if name not in UNPACKED:
             assert len(batch) == batch_size
             assert all(sum(stop - start for _, start, stop in row) <= LIMIT for row in batch)
         else:
@@ -110,6 +113,7 @@ def test_methods_of_padding_and_of_packing_in_arrival_order() -> None:
     order = order_of(LENGTHS)
     by_length = sorted(order, key=lambda i: -LENGTHS[i])
     packs = plan_packs([LENGTHS[i] for i in order], LIMIT)
+    assert sorted(order) == list(range(len(LENGTHS))) != order
     assert numbers(plan("random_padding")) == in_pairs([[i] for i in order])
     assert numbers(plan("minibatch_packing")) == [
         [list(chain(*batch))] for batch in in_pairs([[i] for i in order])
@@ -146,7 +150,16 @@ def test_fixed_length_cuts_the_whole_corpus(name: str) -> None:
 def test_multipack_gives_the_batches_of_a_step_even_costs(ranks: int) -> None:
     """Rows of a step are dealt out in turn from the costliest on, and every rank gets one of each turn."""
     order = order_of(LENGTHS)
-    steps = plan_steps([LENGTHS[i] for i in order], max_tokens=LIMIT, packs_per_step=12)
+    sampler = MultipackBatchSampler(
+        [LENGTHS[i] for i in order],
+        max_tokens=LIMIT,
+        packs_per_step=12,
+        num_replicas=1,
+        rank=0,
+        shuffle=False,
+    )
+    packs = list(sampler)
+    steps = [packs[i : i + 12] for i in range(0, len(packs), 12)]
     batches = numbers(plan("multipack", ranks=ranks, packs_per_step=12))
     at_once = 2 * ranks
     for step, made in zip(steps, [batches[i : i + 6] for i in range(0, len(batches), 6)], strict=True):
@@ -179,7 +192,7 @@ def test_overlong(name: str) -> None:
     assert tokens(kept("truncate")) == [3, 16, 16, 5]
     assert tokens(kept("drop")) == [3, 0, 16, 5]
     assert tokens(kept("split")) == [3, 40, 16, 5]
-    if METHODS[name].cuts:
+    if name in CUT:
         assert kept(None) == kept("split")
     else:
         assert [span for span in kept("split") if span[0] == 1] == [(1, 0, 16), (1, 16, 32), (1, 32, 40)]
@@ -207,13 +220,13 @@ def test_a_batch_holds_what_its_fragments_say(name: str, padding: dict[str, int]
     data, filler = samples_of(), padding.get("padding_idx", 0)
     for batch in loader_of(name, data, batch_size=4, **padding):
         rows = [[(*f.row_id, f.start, f.stop) for f in row] for row in batch.fragments]
-        width = LIMIT if METHODS[name].packed else max(sum(b - a for _, a, b in row) for row in rows)
+        width = LIMIT if name not in UNPACKED else max(sum(b - a for _, a, b in row) for row in rows)
         width += -width % padding.get("pad_pack_to", 1)
         assert batch.tokens.shape == batch.labels.shape == batch.input_pos.shape == (len(rows), width)
         for found, row in zip(segments(batch), rows, strict=True):
             tokens = [data[index]["tokens"][start:stop] for index, start, stop in row]
             labels = [data[index]["labels"][start:stop] for index, start, stop in row]
-            if not METHODS[name].isolated and row:
+            if name == "fixed_length" and row:
                 tokens, labels = [list(chain(*tokens))], [list(chain(*labels))]
             expected = [
                 (ids, [IGNORE_INDEX, *targets[1:]], list(range(len(ids))))
@@ -225,12 +238,8 @@ def test_a_batch_holds_what_its_fragments_say(name: str, padding: dict[str, int]
 
 
 def test_ranks_of_fewer_batches_get_padding_that_trains_nothing() -> None:
-    assert [sum(map(len, batch)) for batch in plan("random_padding", [1, 2, 3], ranks=2, batch_size=1)] == [
-        1,
-        1,
-        1,
-        0,
-    ]
+    rows = [sum(map(len, batch)) for batch in plan("random_padding", [1, 2, 3], ranks=2, batch_size=1)]
+    assert rows == [1, 1, 1, 0]
     batches = plan("exact_fit", [16, 16, 16], ranks=4)
     assert [[len(row) for row in batch] for batch in batches] == [[1, 1], [1, 0], [0, 0], [0, 0]]
     [last] = loader_of("minibatch_packing", samples_of([3, 4, 5]), batch_size=3, num_replicas=2, rank=1)

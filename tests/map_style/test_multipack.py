@@ -1,4 +1,4 @@
-"""The steps of multipack against a naive plan, and `MultipackBatchSampler`: ranks, resumes, loaders."""
+"""`MultipackBatchSampler`: full and even steps, the same on all ranks, through resumes and loaders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from streampack import FlatteningCollator, MultipackBatchSampler
-from streampack.map_style.multipack import FILLED_BY_COST, Step, _fill_step, plan_steps
 from tests.oracle import multipack as published
 from tests.oracle.packing import lower_bound
 
@@ -21,150 +20,94 @@ LIMIT = 24
 lengths_of = st.lists(st.integers(1, LIMIT), min_size=12, max_size=60)
 objectives = st.sampled_from(["quadratic", "linear"])
 
-
-def naive_step(
-    waiting: list[int], lengths: list[int], count: int, *, squared: bool, last: bool
-) -> tuple[Step, list[int]]:
-    """Plan one step as the docstrings describe it, without a heap, a bitset or a window."""
-    packs: Step = [[] for _ in range(count)]
-
-    def tokens(pack: int) -> int:
-        return sum(lengths[i] for i in packs[pack])
-
-    def cost(pack: int) -> int:
-        return sum(lengths[i] ** (2 if squared else 1) for i in packs[pack])
-
-    left = []
-    laying = True
-    for place, i in enumerate(sorted(waiting, key=lambda i: -lengths[i])):
-        laid = sum(map(tokens, range(count)))
-        if laid + lengths[i] > count * LIMIT * (1 if last else FILLED_BY_COST) and place >= count:
-            laying = False
-        cheapest = min(range(count), key=lambda pack: (cost(pack), pack))
-        if laying and tokens(cheapest) + lengths[i] <= LIMIT:
-            packs[cheapest].append(i)
-        else:
-            left.append(i)
-    left.sort()
-    order = sorted(range(count), key=cost)
-    if not last:
-        for pack in order:
-            fill = fullest(left, lengths, LIMIT - tokens(pack))
-            packs[pack] += reversed(fill)
-            left = [i for i in left if i not in fill]
-        order.sort(key=cost)
-    return [packs[pack] for pack in reversed(order)], left
+Step = list[list[int]]
 
 
-def fullest(left: list[int], lengths: list[int], room: int) -> list[int]:
-    """Return the fullest subset, of equal ones the one that is complete first."""
-    best: dict[int, list[int]] = {0: []}  # sum -> the first subset that made it
-    for i in left:
-        if room in best:
-            break
-        for total, members in sorted(best.items(), reverse=True):
-            if total + lengths[i] <= room:
-                best.setdefault(total + lengths[i], [*members, i])
-    return best[max(best)]
+def plan(lengths: Any, *, packs_per_step: int = 2, max_tokens: int = 8, **changes: Any) -> list[Step]:
+    """The steps of one rank, whose batches are their packs."""
+    sampler = MultipackBatchSampler(
+        lengths, max_tokens=max_tokens, packs_per_step=packs_per_step, num_replicas=1, rank=0, shuffle=False, **changes
+    )  # fmt: skip
+    batches = list(sampler)
+    return [batches[i : i + packs_per_step] for i in range(0, len(batches), packs_per_step)]
 
 
-@given(st.lists(st.integers(1, 9), min_size=8, max_size=40), st.integers(1, 4), st.booleans())
-def test_steps_match_the_reference(lengths: list[int], count: int, last: bool) -> None:
-    if last and sum(lengths) > count * LIMIT:
-        lengths = lengths[: max(1, LIMIT * count // max(lengths))]
-    for squared in (True, False):
-        costs = [length * length for length in lengths] if squared else lengths
-        waiting = list(range(len(lengths)))
-        found = _fill_step(waiting, lengths, costs, LIMIT, count, last=last)
-        assert found == naive_step(waiting, lengths, count, squared=squared, last=last)
+# The steps.
 
 
 @given(lengths_of, st.integers(1, 4), objectives)
 def test_every_sample_exactly_once_within_the_budget(lengths: list[int], count: int, objective: str) -> None:
-    settings: Any = {"max_tokens": LIMIT, "packs_per_step": count, "objective": objective}
-    steps = plan_steps(lengths, **settings)
+    given: Any = {"max_tokens": LIMIT, "packs_per_step": count, "objective": objective}
+    steps = plan(lengths, **given)
+    assert steps == plan(np.array(lengths), **given), "a shift by a numpy integer would overflow at 64 bits"
     packs = list(chain.from_iterable(steps))
     assert sorted(chain.from_iterable(packs)) == list(range(len(lengths)))
     assert all(packs), "no pack is empty"
     assert {len(step) for step in steps} == {count}
     assert max(sum(lengths[i] for i in pack) for pack in packs) <= LIMIT
-    # What drop_last leaves out is less than a step.
-    try:
-        kept = plan_steps(lengths, **settings, drop_last=True)
-    except ValueError:
-        assert sum(lengths) < count * LIMIT
-        return
+
+
+@given(lengths_of.filter(lambda lengths: sum(lengths) >= 4 * LIMIT), st.integers(1, 4), objectives)
+def test_drop_last_leaves_out_less_than_a_step(lengths: list[int], count: int, objective: str) -> None:
+    given: Any = {"max_tokens": LIMIT, "packs_per_step": count, "objective": objective}
+    kept = plan(lengths, **given, drop_last=True)
     samples = list(chain.from_iterable(chain.from_iterable(kept)))
     assert len(samples) == len(set(samples))
     assert sum(lengths) - sum(lengths[i] for i in samples) < count * LIMIT
-    assert len(kept) <= len(steps)
+    assert len(kept) <= len(plan(lengths, **given))
 
 
 def test_few_samples_still_give_every_rank_a_batch() -> None:
-    """17 tokens fill two packs of 8 and one token more; the last step's second pack has to come from somewhere.
-
-    Where the caller pads, packs may be empty.
-    """
-    steps = plan_steps([1] * 17, max_tokens=8, packs_per_step=2)
-    assert [[len(pack) for pack in step] for step in steps] == [[7, 8], [1, 1]]
-    steps = plan_steps([8, 8, 8], max_tokens=8, packs_per_step=2, allow_empty=True)
-    assert steps == [[[1], [0]], [[2], []]]
+    """17 tokens fill two packs of 8 and one token more; the last step's second pack has to come from somewhere."""
+    assert [[len(pack) for pack in step] for step in plan([1] * 17)] == [[7, 8], [1, 1]]
 
 
 @pytest.fixture(scope="module")
-def chat() -> list[int]:
+def chats() -> list[int]:
     return published.chat_lengths(100_000)
 
 
-def test_fuller_and_more_even_than_the_published_multipack(chat: list[int]) -> None:
+def test_fuller_and_more_even_than_the_published_multipack(chats: list[int]) -> None:
     """The figures that the project promises: 8 ranks of 16 x 2,048 tokens, chat-like lengths."""
     room = 16 * 2048
-    steps = plan_steps(chat, max_tokens=room, packs_per_step=8)
-    other_steps = published.published_steps(chat, room, 8)
-    assert len(steps) == lower_bound(chat, 8 * room) < len(other_steps)
-    assert sorted(chain.from_iterable(chain.from_iterable(steps))) == list(range(len(chat)))
-    ours, theirs = published.measure(steps, chat, room), published.measure(other_steps, chat, room)
+    steps = plan(chats, max_tokens=room, packs_per_step=8)
+    other_steps = published.published_steps(chats, room, 8)
+    assert len(steps) == lower_bound(chats, 8 * room) < len(other_steps)
+    assert sorted(chain.from_iterable(chain.from_iterable(steps))) == list(range(len(chats)))
+    ours, theirs = published.measure(steps, chats, room), published.measure(other_steps, chats, room)
     assert ours.efficiency > 0.997
     assert ours.utilization > 0.99
     assert ours.utilization > theirs.utilization
     assert ours.lag < 0.9 * theirs.lag
+    made = published.measure([[[0, 1], [2]], [[3], []]], [3, 4, 5, 1, 6], 8)
+    assert made == published.Measures(efficiency=13 / 32, utilization=13 / (7 + 7 + 1 + 1), lag=0.5), (
+        "as defined"
+    )
 
 
-def test_linear_steps_are_the_fewest_there_can_be(chat: list[int]) -> None:
-    some = chat[:20_000]
+def test_linear_steps_are_the_fewest_there_can_be(chats: list[int]) -> None:
+    some = chats[:20_000]
     for room, ranks in ((16 * 2048, 64), (4096, 8)):
-        steps = plan_steps(some, max_tokens=room, packs_per_step=ranks, objective="linear")
-        for step in steps:
+        steps = plan(some, max_tokens=room, packs_per_step=ranks, objective="linear")
+        assert len(steps) == lower_bound(some, room * ranks)
+        for step in steps:  # for ranks that take them in turn
             costs = [sum(some[number] for number in pack) for pack in step]
             assert costs == sorted(costs, reverse=True)
-        assert len(steps) == lower_bound(some, room * ranks)
 
 
 @pytest.mark.parametrize("objective", ["quadratic", "linear"])
-def test_no_sample_waits_for_the_end(chat: list[int], objective: str) -> None:
+def test_no_sample_waits_for_the_end(chats: list[int], objective: str) -> None:
     """Short samples fill packs; a plan that saves them up trains on nothing else at the end."""
-    chat = chat[:40_000]
-    steps = plan_steps(chat, max_tokens=16 * 2048, packs_per_step=8, objective=objective)
+    some = chats[:40_000]
+    steps = plan(some, max_tokens=16 * 2048, packs_per_step=8, objective=objective)
     early = [number for step in steps[: len(steps) // 2] for pack in step for number in pack]
-    mean = sum(chat[number] for number in early) / len(early)
-    assert mean == pytest.approx(sum(chat) / len(chat), rel=0.01)
-    lag = [number - len(chat) * at / len(steps) for at, step in enumerate(steps) for number in chain(*step)]
-    assert np.mean(np.abs(lag)) < 2 * len(chat) / len(steps), "a sample waits two steps at most, in the mean"
+    mean = sum(some[number] for number in early) / len(early)
+    assert mean == pytest.approx(sum(some) / len(some), rel=0.01)
+    lag = [number - len(some) * at / len(steps) for at, step in enumerate(steps) for number in chain(*step)]
+    assert np.mean(np.abs(lag)) < 2 * len(some) / len(steps), "a sample waits two steps at most, in the mean"
 
 
-def test_numpy_lengths_are_fine() -> None:
-    """A shift by a numpy integer overflows at 64 bits."""
-    lengths = np.random.default_rng(0).integers(1, 2048, 500)
-    settings = {"max_tokens": 16 * 2048, "packs_per_step": 2}
-    assert plan_steps(lengths, **settings) == plan_steps(lengths.tolist(), **settings)
-
-
-def test_plans_are_measured_as_defined() -> None:
-    made = published.measure([[[0, 1], [2]], [[3], []]], [3, 4, 5, 1, 6], 8)
-    assert made == published.Measures(efficiency=13 / 32, utilization=13 / (7 + 7 + 1 + 1), lag=0.5)
-
-
-# The sampler.
+# Ranks, epochs and states.
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 400).tolist()
 SETTINGS: dict[str, Any] = {"max_tokens": 64, "packs_per_step": 12, "seed": 3}
@@ -175,35 +118,21 @@ def sampler_of(ranks: int = 1, rank: int = 0, **changes: Any) -> MultipackBatchS
     return MultipackBatchSampler(LENGTHS, **{**SETTINGS, **changes}, num_replicas=ranks, rank=rank)
 
 
-def steps_of(samplers: list[MultipackBatchSampler]) -> list[set[tuple[int, ...]]]:
-    """Return the batches of each step of all ranks, which must have equally many batches."""
-    shares = [list(sampler) for sampler in samplers]
-    assert len({len(share) for share in shares}) == 1
-    dealt = [tuple(batch) for at_once in zip(*shares, strict=True) for batch in at_once]
-    return [set(dealt[i : i + 12]) for i in range(0, len(dealt), 12)]
-
-
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("objective", ["quadratic", "linear"])
 def test_ranks_share_the_same_steps(ranks: int, objective: str) -> None:
-    alone = steps_of([sampler_of(objective=objective)])
     batches = list(sampler_of(objective=objective))
-    samplers = [sampler_of(ranks, rank, objective=objective) for rank in range(ranks)]
-    for rank, sampler in enumerate(samplers):
+    assert sorted(chain.from_iterable(batches)) == list(range(len(LENGTHS)))
+    assert max(sum(LENGTHS[i] for i in batch) for batch in batches) <= 64
+    for rank in range(ranks):
+        sampler = sampler_of(ranks, rank, objective=objective)
         assert list(sampler) == batches[rank::ranks], "as accelerate shards the batches of one rank"
-        sampler.set_epoch(0)
-    assert steps_of(samplers) == alone
-    assert sorted(chain.from_iterable(chain.from_iterable(alone))) == list(range(len(LENGTHS)))
-    assert {len(sampler) for sampler in samplers} == {len(alone) * 12 // ranks}
-    assert max(sum(LENGTHS[i] for i in batch) for step in alone for batch in step) <= 64
-    assert all(sampler.dropped == 0 for sampler in samplers)
+        assert (len(sampler), sampler.dropped) == (len(batches) // ranks, 0)
 
 
 def test_an_epoch_depends_on_its_number_and_the_seed_alone() -> None:
     sampler = sampler_of()
     first = list(sampler)
-    sampler.set_epoch(0)
-    assert list(sampler) == first, "the same epoch again"
     torch.manual_seed(5)
     np.random.seed(5)  # noqa: NPY002
     sampler.set_epoch(1)
@@ -234,69 +163,81 @@ def test_drop_last_is_counted() -> None:
     assert len(kept) == len(sampler_of()) - 12
 
 
-@settings(max_examples=40)
-@given(st.integers(0, 40), st.sampled_from(RANKS), st.sampled_from(RANKS), st.integers(0, 2))
-def test_a_resume_goes_on_at_the_next_batch(stop: int, before: int, after: int, epoch: int) -> None:
-    """On any number of ranks that divides the batches so far."""
-    old = [sampler_of(before, rank) for rank in range(before)]
-    whole = sampler_of()
-    whole.set_epoch(epoch)
-    stop = min(stop, len(whole) // before)
+WHOLE = len(sampler_of())
+RESUMES = st.tuples(st.integers(0, 40), st.sampled_from(RANKS), st.sampled_from(RANKS)).map(
+    lambda drawn: (min(drawn[0], WHOLE // drawn[1]), *drawn[1:])
+)
+
+
+def states_after(stop: int, ranks: int, *, epoch: int = 0) -> list[dict[str, Any]]:
+    """The state that each rank saves after so many batches."""
     states = []
-    for sampler in old:
+    for rank in range(ranks):
+        sampler = sampler_of(ranks, rank)
         sampler.set_epoch(epoch)
         batches = iter(sampler)
         for _ in range(stop):
             next(batches)
         states.append(sampler.state_dict())
+    return states
+
+
+@settings(max_examples=40)
+@given(RESUMES.filter(lambda drawn: drawn[0] * drawn[1] % drawn[2] == 0), st.integers(0, 2))
+def test_a_resume_goes_on_at_the_next_batch(drawn: tuple[int, int, int], epoch: int) -> None:
+    """On any number of ranks that divides the batches so far."""
+    stop, before, after = drawn
+    whole = sampler_of()
+    whole.set_epoch(epoch)
+    states = states_after(stop, before, epoch=epoch)
     assert all(state == states[0] for state in states), "every rank saves the same"
     new = [sampler_of(after, rank) for rank in range(after)]
-    if stop * before % after:
-        message = f"stands after {stop * before} batches of all ranks, which {after} ranks cannot share; save"
-        with pytest.raises(ValueError, match=message):
-            new[0].load_state_dict(states[0])
-        return
     for sampler in new:
         sampler.load_state_dict(states[0])
         sampler.set_epoch(epoch)  # recipes do so at the start of every epoch, the resumed one too
-    shares = [list(sampler) for sampler in new]
-    dealt = [batch for at_once in zip(*shares, strict=True) for batch in at_once]
+    dealt = [batch for at_once in zip(*map(list, new), strict=True) for batch in at_once]
     assert dealt == list(whole)[stop * before :]
-    for sampler in new:
+    for sampler in (whole, *new):
         sampler.set_epoch(epoch + 1)
-    whole.set_epoch(epoch + 1)
-    assert [next(iter(sampler)) for sampler in new] == list(whole)[:after], (
-        "the next epoch begins at its start"
-    )
+    assert [next(iter(sampler)) for sampler in new] == list(whole)[:after], "the next one begins at its start"
+
+
+@settings(max_examples=10)
+@given(RESUMES.filter(lambda drawn: drawn[0] * drawn[1] % drawn[2]))
+def test_a_resume_in_the_midst_of_a_step_of_all_ranks_is_refused(drawn: tuple[int, int, int]) -> None:
+    stop, before, after = drawn
+    message = f"stands after {stop * before} batches of all ranks, which {after} ranks cannot share; save"
+    with pytest.raises(ValueError, match=message):
+        sampler_of(after, 0).load_state_dict(states_after(stop, before)[0])
+
+
+# In loaders.
+
+
+class Rows(Dataset[Any]):
+    """A sample, or all those of a batch, as torchtune's recipes want where the sampler makes batches."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return (
+            [self[i] for i in number]
+            if isinstance(number, list)
+            else {"input_ids": [number] * LENGTHS[number]}
+        )
 
 
 def test_a_state_of_consumed_batches() -> None:
     """A DataLoader's workers ask for batches ahead of the loop."""
-    loader = DataLoader(
-        [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)],
-        batch_sampler=(sampler := sampler_of()),
-        collate_fn=FlatteningCollator(),
-        num_workers=1,
-        prefetch_factor=4,
+    sampler = sampler_of()
+    loader: DataLoader[Any] = DataLoader(
+        Rows(), batch_sampler=sampler, collate_fn=FlatteningCollator(), num_workers=1, prefetch_factor=4
     )
     batches = iter(loader)
-    seen = [next(batches) for _ in range(3)]
-    ahead = sampler.state_dict()
-    state = sampler.state_dict(consumed=3)
+    seen = [sorted(set(next(batches)["input_ids"][0].tolist())) for _ in range(3)]
+    ahead, state = sampler.state_dict(), sampler.state_dict(consumed=3)
     assert ahead["dealt"] > state["dealt"] == 3
     new = sampler_of()
     new.load_state_dict(state)
-    rest = list(new)
-    assert [sorted(set(batch["input_ids"][0].tolist())) for batch in seen] + [sorted(b) for b in rest] == [
-        sorted(batch) for batch in sampler_of()
-    ]
-
-
-class Lists(Dataset[list[dict[str, Any]]]):
-    """Answers with all samples of a batch, as torchtune's recipes want where the sampler makes batches."""
-
-    def __getitem__(self, numbers: list[int]) -> list[dict[str, Any]]:
-        return [{"input_ids": [i] * LENGTHS[i]} for i in numbers]
+    assert seen + [sorted(batch) for batch in new] == [sorted(batch) for batch in sampler_of()]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -304,15 +245,15 @@ class Lists(Dataset[list[dict[str, Any]]]):
 def test_with_torchdatas_stateful_loader(kind: str) -> None:
     """``sampler``: torchtune's recipes use ``len(dataloader)``, ``dataloader.sampler`` and the loader's state."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    data = [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)]
 
     def loader_of() -> tuple[Any, MultipackBatchSampler]:
         sampler = sampler_of()
         sampler.set_epoch(1)
         by = {"sampler": sampler, "batch_size": None} if kind == "sampler" else {"batch_sampler": sampler}
-        rows = Lists() if kind == "sampler" else data
         workers = int(kind.endswith("worker"))
-        loader = stateful.StatefulDataLoader(rows, collate_fn=FlatteningCollator(), num_workers=workers, **by)
+        loader = stateful.StatefulDataLoader(
+            Rows(), collate_fn=FlatteningCollator(), num_workers=workers, **by
+        )
         return loader, sampler
 
     expected = [batch["input_ids"].tolist() for batch in loader_of()[0]]
@@ -326,6 +267,20 @@ def test_with_torchdatas_stateful_loader(kind: str) -> None:
     sampler.set_epoch(1)  # recipes do so at the start of every epoch, the resumed one too
     assert [batch["input_ids"].tolist() for batch in resumed] == expected[5:]
 
+
+def test_ranks_come_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batches(**ranks: int) -> list[list[int]]:
+        return list(MultipackBatchSampler(LENGTHS, **SETTINGS, **ranks))
+
+    assert batches() == list(sampler_of())
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    assert batches() == list(sampler_of(4, 3))
+    assert batches(num_replicas=6, rank=5) == list(sampler_of(6, 5))
+
+
+# What is refused.
 
 OTHERS: dict[str, Any] = {
     "max_tokens": 65, "seed": 4, "packs_per_step": 6, "objective": "linear", "shuffle": False, "drop_last": True,
@@ -342,8 +297,8 @@ def test_a_state_of_other_settings_is_refused(name: str) -> None:
     )
 
 
-def planned(lengths: list[Any], **settings: Any) -> Any:
-    return lambda: plan_steps(lengths, **{"max_tokens": 8, "packs_per_step": 2, **settings})
+def planned(lengths: list[Any], **changes: Any) -> Any:
+    return lambda: plan(lengths, **changes)
 
 
 @pytest.mark.parametrize(
@@ -357,13 +312,11 @@ def planned(lengths: list[Any], **settings: Any) -> Any:
         (planned([8, 8, 8]), "3 samples do not fill 4 packs, that is 2 steps of 2: some pack would be empty; lower"),
         (planned([3], objective="cubic"), "objective='cubic' is unknown; choose one of 'quadratic', 'linear'"),
         (planned([3], max_tokens=0), "max_tokens=0 is below 1; give at least 1"),
+        (planned([3], max_tokens=2.5), "max_tokens=2.5 is not a whole number; give one of at least 1"),
         (planned([3], packs_per_step=0), "packs_per_step=0 is below 1; give at least 1"),
         (lambda: sampler_of(5, 0), "packs_per_step=12 is no multiple of 5, the packs that all ranks take at once"),
         (lambda: sampler_of(2, 2), "rank=2 is not among the num_replicas=2, which count from 0"),
         (lambda: sampler_of(0, 0), "num_replicas=0 is below 1; give at least 1"),
-        (lambda: sampler_of(max_tokens=8), f"sample 0 has {LENGTHS[0]} tokens, max_tokens is 8; truncate or remove it"),
-        (lambda: sampler_of(max_tokens=2.5), "max_tokens=2.5 is not a whole number; give one of at least 1"),
-        (lambda: sampler_of(packs_per_step=0), "packs_per_step=0 is below 1; give at least 1"),
         (lambda: sampler_of().load_state_dict({"epoch": 0}), "the state holds ['epoch']; this sampler's holds"),
     ],
 )  # fmt: skip
@@ -371,15 +324,3 @@ def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         make()
     assert str(error.value).startswith(message)
-
-
-def test_ranks_come_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def batches(**ranks: int) -> list[list[int]]:
-        return list(MultipackBatchSampler(LENGTHS, **SETTINGS, **ranks))
-
-    assert batches() == list(sampler_of())
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
-    assert batches() == list(sampler_of(4, 3))
-    assert batches(num_replicas=6, rank=5) == list(sampler_of(6, 5))

@@ -38,9 +38,10 @@ def first_labels_within_a_feature_trained() -> None:
             batch = good(self, features, **settings)
             offset = 0
             for feature in features if isinstance(features, list) else ():
-                starts = np.cumsum(feature.get("seq_lengths", [0]))[:-1]
+                row = feature if isinstance(feature, dict) else {"input_ids": feature}
+                starts = np.cumsum(row.get("seq_lengths", [0]))[:-1]
                 batch["labels"][0, offset + starts] = batch["input_ids"][0, offset + starts]
-                offset += len(feature["input_ids"]) if "input_ids" in feature else 0
+                offset += len(row["input_ids"]) if "input_ids" in row else 0
             return batch
 
         return collate

@@ -1,18 +1,39 @@
+"""What all encoders share: texts, columns that they do not read, and fingerprints, the same in every process."""
+
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import multiprocessing as mp
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from streampack import (
-    IGNORE_INDEX,
+    ChatEncoder,
+    HFTokenizer,
     IterablePackedDataset,
     MessagesEncoder,
+    PreferenceEncoder,
+    PromptCompletionEncoder,
+    RolloutEncoder,
     TextEncoder,
     TokensEncoder,
 )
+from tests.harness.hf_tokenizers import CHATML, DATED, DEAF, MARKED, byte_level
+
+tune_data = pytest.importorskip("torchtune.data")
+InputOutput, OpenAI, ShareGPT = (
+    tune_data.InputOutputToMessages, tune_data.OpenAIToMessages, tune_data.ShareGPTToMessages
+)  # fmt: skip
+Pairs = tune_data.ChosenRejectedToMessages
+
+
+def stack_exchange(**settings: Any) -> Any:
+    from torchtune.datasets._stack_exchange_paired import StackExchangePairedToMessages
+
+    return StackExchangePairedToMessages(**settings)
 
 
 class WordTokenizer:
@@ -21,290 +42,333 @@ class WordTokenizer:
     bos_id, eos_id, pad_id = 1, 2, 0
 
     def __init__(self, *, max_seq_len: int | None = None, shift: int = 0, header: int = 7) -> None:
-        self.max_seq_len = max_seq_len
-        self.shift = shift
-        self.header = header
-        self.calls = 0
+        self.max_seq_len, self.shift, self.header = max_seq_len, shift, header
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        self.calls += 1
         words = [10 + self.shift + sum(word.encode()) % 80 for word in text.split()]
-        tokens = [self.bos_id] * add_bos + words + [self.eos_id] * add_eos
-        return tokens if self.max_seq_len is None else tokens[: self.max_seq_len]
+        return ([self.bos_id] * add_bos + words + [self.eos_id] * add_eos)[: self.max_seq_len]
 
     def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
         tokens, mask = [self.bos_id], [True]
         for message in messages:
             content = [self.header, *self.encode(message.text_content, add_bos=False, add_eos=False)]
-            if message.role == "assistant":
-                content.append(self.eos_id)
             tokens += content
             mask += [message.masked] * len(content)
-        end = self.max_seq_len
-        return tokens[:end], mask[:end]
+        return tokens[: self.max_seq_len], mask[: self.max_seq_len]
 
     def __call__(self, sample: dict[str, Any], inference: bool = False) -> dict[str, Any]:
         sample["tokens"], sample["mask"] = self.tokenize_messages(sample.pop("messages"))
         return sample
 
 
-# Ready tokens.
-
-
-def test_tokens_are_read_from_the_named_columns() -> None:
-    assert TokensEncoder()({"tokens": [1, 2], "labels": [-100, 2]}).labels.tolist() == [-100, 2]
-    named = TokensEncoder(tokens="input_ids", labels="targets")
-    assert named({"input_ids": [1, 2], "targets": [-100, 2]}).labels.tolist() == [-100, 2]
-    with pytest.raises(ValueError, match="column 'targets' is missing; the row's columns are 'input_ids'"):
-        named({"input_ids": [1]})
-
-
-def test_tokens_fingerprint_covers_the_columns() -> None:
-    encoders = [TokensEncoder(), TokensEncoder(labels=None), TokensEncoder(tokens="input_ids")]
-    assert len({encoder.fingerprint() for encoder in encoders}) == 3
-    assert TokensEncoder().fingerprint() == TokensEncoder().fingerprint()
-
-
-@pytest.mark.parametrize(
-    ("row", "hint"),
-    [
-        ({"text": "a"}, "TextEncoder(tokenizer)"),
-        ({"id": 1, "messages": []}, "ChatEncoder(tokenizer)"),
-        ({"conversations": []}, "ChatEncoder(tokenizer)"),
-        ({"prompt": "a", "completion": "b"}, "PromptCompletionEncoder(tokenizer)"),
-        ({"prompt": "a", "completions": ["b"]}, "RolloutEncoder(tokenizer)"),
-        ({"instruction": "a", "output": "b"}, "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())"),
-    ],
-)  # fmt: skip
-def test_rows_without_tokens_name_the_encoder_they_need(row: dict[str, Any], hint: str) -> None:
-    with pytest.raises(ValueError) as error:
-        list(IterablePackedDataset([row], max_seq_len=8))
-    assert "sample 0: column 'tokens' is missing; the row's columns are " in str(error.value)
-    assert str(error.value).endswith(
-        f"; such rows need an encoder: encoder={hint}, or data.encoder in a config"
-    )
-
-
-def test_other_bad_rows_get_no_hint_of_an_encoder() -> None:
-    for row in ({"tokens": [0.5], "text": "a"}, {"tokens": [1], "text": "a"}, {"x": 1}):
-        with pytest.raises(ValueError) as error:
-            TokensEncoder()(row)
-        assert "encoder" not in str(error.value)
-
-
 # Plain text.
 
 
-def test_every_token_of_a_text_is_trained() -> None:
-    encode = TextEncoder(WordTokenizer())
-    sample = encode({"text": "a b c"})
-    assert sample.tokens.tolist() == WordTokenizer().encode("a b c")
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("add_eos", [True, False])
+@pytest.mark.parametrize("text", ["a b c", ""])
+def test_every_token_of_a_text_is_trained(add_bos: bool, add_eos: bool, text: str) -> None:
+    encode = TextEncoder(WordTokenizer(), add_bos=add_bos, add_eos=add_eos, column="body")
+    sample = encode({"body": text, "text": "no"})
+    assert sample.tokens.tolist() == WordTokenizer().encode(text, add_bos=add_bos, add_eos=add_eos)
     assert sample.labels.tolist() == sample.tokens.tolist()
     assert sample.tokens.dtype == np.int32
-
-
-@pytest.mark.parametrize(("add_bos", "add_eos"), [(True, False), (False, True), (False, False)])
-def test_text_gets_bos_and_eos_as_asked(add_bos: bool, add_eos: bool) -> None:
-    encode = TextEncoder(WordTokenizer(), add_bos=add_bos, add_eos=add_eos, column="body")
-    expected = WordTokenizer().encode("a b", add_bos=add_bos, add_eos=add_eos)
-    assert encode({"body": "a b", "text": "no"}).tokens.tolist() == expected
-
-
-def test_empty_text_without_bos_and_eos_is_an_empty_sample() -> None:
-    assert TextEncoder(WordTokenizer(), add_bos=False, add_eos=False)({"text": ""}).tokens.size == 0
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {"body": "a"},
-            "column 'text' is missing; the row's columns are 'body'; the encoder's option column= names the one to "
-            "read",
-        ),
-        (
-            {"text": None},
-            "column 'text' holds no text (null); mend the row, or set on_bad_record='skip', which counts and lists "
-            "such rows",
-        ),
+        ({"body": "a"}, "column 'text' is missing; the row's columns are 'body'; the encoder's option column= names"),
+        ({"text": None}, "column 'text' holds no text (null); mend the row, or set on_bad_record='skip', which counts"),
         ({"text": 5}, "column 'text' holds a int; it must be text"),
     ],
-)
+)  # fmt: skip
 def test_bad_text(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         TextEncoder(WordTokenizer())(row)
-    assert str(error.value) == message
-
-
-def test_text_fingerprint_covers_tokenizer_and_settings() -> None:
-    def fingerprint(tokenizer: WordTokenizer | None = None, **settings: Any) -> str:
-        return TextEncoder(tokenizer or WordTokenizer(), **settings).fingerprint()
-
-    assert fingerprint() == fingerprint()
-    others = [
-        fingerprint(WordTokenizer(shift=1)),
-        fingerprint(column="body"),
-        fingerprint(add_bos=False),
-        fingerprint(add_eos=False),
-    ]
-    assert len({fingerprint(), *others}) == 5
-    assert fingerprint(WordTokenizer(max_seq_len=3)) == fingerprint(), "its limit is switched off"
-
-
-# Truncation by the tokenizer.
+    assert str(error.value).startswith(message)
 
 
 def test_the_ledger_counts_what_a_tokenizer_would_have_cut() -> None:
     tokenizer = WordTokenizer(max_seq_len=5)
-    data = IterablePackedDataset(
-        [{"text": "a b c d e f"}, {"text": "a b"}],
-        encoder=TextEncoder(tokenizer),
-        max_seq_len=5,
-        overlong="truncate",
-    )
-    packs = list(data)
-    assert [pack["num_seqs"] for pack in packs] == [1, 1]
-    assert data.ledger().dropped["truncated"] == 3
-    assert data.ledger().tokens_in == 8 + 4
+    rows = [{"text": "a b c d e f"}, {"text": "a b"}]
+    data = IterablePackedDataset(rows, encoder=TextEncoder(tokenizer), max_seq_len=5, overlong="truncate")
+    assert [pack["num_seqs"] for pack in data] == [1, 1]
+    assert (data.ledger().dropped["truncated"], data.ledger().tokens_in) == (3, 8 + 4)
     assert tokenizer.max_seq_len == 5, "the caller's tokenizer is not changed"
 
 
-# Messages, by torchtune's transforms.
-
-CONVERSATION = [
-    ("user", "how are you"),
-    ("assistant", "fine thank you"),
-    ("user", "bye"),
-    ("assistant", "so long"),
-]
-ROWS: dict[str, dict[str, Any]] = {
-    "InputOutputToMessages": {"input": "how are you", "output": "fine thank you"},
-    "AlpacaToMessages": {"instruction": "add one", "input": "three", "output": "four"},
-    "ShareGPTToMessages": {
-        "conversations": [
-            {"from": {"user": "human", "assistant": "gpt"}[role], "value": text}
-            for role, text in CONVERSATION
-        ]
-    },
-    "OpenAIToMessages": {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]},
-}
-
-
-@pytest.fixture(scope="module")
-def tune_data() -> Any:
-    return pytest.importorskip("torchtune.data")
-
-
-@pytest.mark.parametrize("name", sorted(ROWS))
-@pytest.mark.parametrize("train_on_input", [False, True])
-def test_messages_are_encoded_as_by_torchtunes_dataset(
-    tune_data: Any, name: str, train_on_input: bool
-) -> None:
-    from torchtune.datasets._sft import SFTTransform
-
-    transform = getattr(tune_data, name)(train_on_input=train_on_input)
-    theirs = SFTTransform(message_transform=transform, model_transform=WordTokenizer())(dict(ROWS[name]))
-    ours = MessagesEncoder(WordTokenizer(), message_transform=transform)(ROWS[name])
-    assert ours.tokens.tolist() == list(theirs["tokens"])
-    assert ours.labels.tolist() == list(theirs["labels"])
-    trained = int((ours.labels != IGNORE_INDEX).sum())
-    assert 0 < trained < ours.tokens.size
-    assert ours.tokens.dtype == ours.labels.dtype == np.int32
-
-
-def test_a_users_own_transform(tune_data: Any) -> None:
-    def transform(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "messages": [
-                tune_data.Message(role="user", content=row["q"], masked=True),
-                tune_data.Message(role="assistant", content=row["a"]),
-            ]
-        }
-
-    sample = MessagesEncoder(WordTokenizer(), message_transform=transform)({"q": "one two", "a": "three"})
-    assert sample.labels.tolist() == [IGNORE_INDEX] * 4 + sample.tokens.tolist()[4:]
-
-
-def test_errors_of_bad_messages_name_the_column_or_the_fault(tune_data: Any) -> None:
-    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.InputOutputToMessages())
-    with pytest.raises(ValueError) as error:
-        encode({"input": "a", "answer": "b"})
-    found = "the message transform found no 'output', in the row or within it; the row's columns are 'input', 'answer'"
-    assert str(error.value) == found
-
-    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.ShareGPTToMessages())
-    with pytest.raises(
-        ValueError, match="found no 'alien', in the row or within it; the row's columns are 'convers"
-    ):
-        encode({"conversations": [{"from": "alien", "value": "a"}, {"from": "gpt", "value": "b"}]})
-
-    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.OpenAIToMessages())
-    with pytest.raises(ValueError, match="Two consecutive user messages at index 1"):
-        encode({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]})
-    with pytest.raises(ValueError, match="at least length 2"):
-        encode({"messages": [{"role": "user", "content": "a"}]})
-
-
-def test_tokens_and_mask_of_different_length_are_an_error(tune_data: Any) -> None:
-    class Broken(WordTokenizer):
-        def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
-            tokens, _ = super().tokenize_messages(messages)
-            return tokens, [False]
-
-    encode = MessagesEncoder(Broken(), message_transform=tune_data.InputOutputToMessages())
-    with pytest.raises(ValueError, match="1"):
-        encode({"input": "a", "output": "b"})
-
-
-def test_messages_fingerprint_covers_transform_and_tokenizer(tune_data: Any) -> None:
-    transform = tune_data.InputOutputToMessages
-
-    def fingerprint(made: Any, tokenizer: WordTokenizer | None = None) -> str:
-        return MessagesEncoder(tokenizer or WordTokenizer(), message_transform=made).fingerprint()
-
-    assert fingerprint(transform()) == fingerprint(transform())
-    assert fingerprint(transform(), WordTokenizer(max_seq_len=3)) == fingerprint(transform())
-    others = {
-        fingerprint(transform()),
-        fingerprint(transform(train_on_input=True)),
-        fingerprint(transform(column_map={"input": "q", "output": "a"})),
-        fingerprint(transform(new_system_prompt="be kind")),
-        fingerprint(tune_data.AlpacaToMessages()),
-        fingerprint(transform(), WordTokenizer(shift=1)),
-        fingerprint(transform(), WordTokenizer(header=8)),  # another chat template
-        fingerprint(lambda row: {"messages": []}),
-    }
-    assert len(others) == 8
-
-
-# SentencePiece.
-
-
-@pytest.fixture(scope="module")
-def spm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with byte fallback, trained on this file."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    pytest.importorskip("torchtune")
-    prefix = tmp_path_factory.mktemp("spm") / "tokenizer"
-    sentencepiece.SentencePieceTrainer.train(
-        input=__file__, model_prefix=str(prefix), vocab_size=600, model_type="bpe", byte_fallback=True,
-        pad_id=3, minloglevel=2,
-    )  # fmt: skip
-    return f"{prefix}.model"
-
-
-def test_half_a_surrogate_pair_is_a_bad_record(spm: str) -> None:
+def test_half_a_surrogate_pair_is_a_bad_record(tmp_path: Path) -> None:
     """SentencePiece's own error says nothing of the text."""
-    from torchtune.data import InputOutputToMessages
+    sentencepiece = pytest.importorskip("sentencepiece")
     from torchtune.models.mistral import mistral_tokenizer
 
-    tokenizer = mistral_tokenizer(spm)
+    sentencepiece.SentencePieceTrainer.train(
+        input=__file__, model_prefix=str(tmp_path / "spm"), vocab_size=600, model_type="bpe", byte_fallback=True,
+        pad_id=3, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = mistral_tokenizer(f"{tmp_path}/spm.model")
+    rows = [{"input": "whole", "output": end} for end in ("whole", "half: \ud800", "whole")]
     for encoder in (
         TextEncoder(tokenizer, column="output"),
-        MessagesEncoder(tokenizer, message_transform=InputOutputToMessages()),
+        MessagesEncoder(tokenizer, message_transform=InputOutput()),
     ):
-        rows = [{"input": "whole", "output": end} for end in ("whole", "half: \ud800", "whole")]
         with pytest.raises(UnicodeEncodeError):
             encoder(rows[1])
         skips = IterablePackedDataset(rows, encoder=encoder, max_seq_len=96, on_bad_record="skip")
         assert [pack["num_seqs"] for pack in skips] == [2]
+
+
+# Columns beside those that an encoder reads: used, refused, or named once.
+
+USER = {"role": "user", "content": "hello"}
+GOOD = {"role": "assistant", "content": "hello there"}
+BAD = {"role": "assistant", "content": "the answer"}
+SYSTEM = {"role": "system", "content": "be kind"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"town": {"type": "string"}}}}
+TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+def pairs(tok: Any, **settings: Any) -> PreferenceEncoder:
+    return PreferenceEncoder(tok, message_transform=Pairs(), **settings)
+
+
+@pytest.fixture(scope="module")
+def tok() -> Any:
+    return byte_level(template=CHATML)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row", "unread"),
+    [
+        (lambda tok: MessagesEncoder(tok, message_transform=InputOutput()),
+         {"input": "a", "output": "b", "instruction": "c", "context": "d", "n": 7}, "'context', 'instruction'"),
+        (lambda tok: MessagesEncoder(tok, message_transform=tune_data.AlpacaToMessages()),
+         {"instruction": "a", "input": "b", "output": "c", "context": "d"}, "'context'"),
+        (lambda tok: MessagesEncoder(tok, message_transform=OpenAI()),
+         {"messages": [USER, GOOD], "prompt": "d"}, "'prompt'"),
+        (pairs, {"chosen": [USER, GOOD], "rejected": [USER, BAD], "context": "d"}, "'context'"),
+        (lambda tok: PreferenceEncoder(tok, message_transform=stack_exchange()), TEXTS | {"context": "d"}, "'context'"),
+        (lambda tok: PreferenceEncoder(tok, fields=["score"]), TEXTS | {"score": [1, 2], "context": "d"}, "'context'"),
+        (lambda tok: PreferenceEncoder(tok, message_transform=stack_exchange(column_map={"prompt": "question"})),
+         {"question": "a", "chosen": "b", "rejected": "c", "prompt": "d"}, "'prompt'"),
+        (ChatEncoder, {"messages": [USER, GOOD], "context": "d"}, "'context'"),
+        (ChatEncoder, {"messages": [USER, GOOD], "conversations": [USER], "n": 1}, "'conversations'"),
+        (PromptCompletionEncoder, {"prompt": "a", "completion": "b", "label": False, "image": b"c"},
+         "'image', 'label'"),
+        (lambda tok: RolloutEncoder(tok, fields=["reward"]),
+         {"prompt": "a", "completions": ["b"], "reward": [1], "context": "d"}, "'context'"),
+    ],
+)  # fmt: skip
+def test_columns_that_nothing_reads_are_named_once(
+    tok: Any, encoder: Any, row: dict[str, Any], unread: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = encoder(tok)
+    with caplog.at_level(logging.WARNING):
+        for again in (row, {**row, "context": None}, row):
+            made(again)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f" does not read {unread}: nothing of it is trained or seen" in said
+    caplog.clear()
+    made({**row, "another": ["e"]})
+    assert "'another'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row", "column"),
+    [
+        (PreferenceEncoder, TEXTS, "tools"),
+        (PreferenceEncoder, {"chosen": "a b", "rejected": "a c"}, "tools"),
+        (PreferenceEncoder, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, "system"),
+        (RolloutEncoder, {"prompt": "a", "completions": ["b"]}, "tools"),
+        (RolloutEncoder, {"prompt": "a", "completions": [[5, 6]]}, "tools"),
+        (PromptCompletionEncoder, {"prompt": "a", "completion": "b"}, "tools"),
+        (PromptCompletionEncoder, {"prompt": "a", "completion": "b"}, "system"),
+        (PromptCompletionEncoder, {"prompt": [USER], "completion": [GOOD]}, "system"),
+        (ChatEncoder, {"messages": [USER, GOOD]}, "system"),
+    ],
+)
+def test_columns_that_change_the_prompt_are_refused_unless_ignored(
+    tok: Any, encoder: Any, row: dict[str, Any], column: str
+) -> None:
+    """Only templates render tools; a system column is not rendered at all."""
+    with pytest.raises(ValueError, match=f"column '{column}' would be left out"):
+        encoder(tok)(row | {column: [TOOL]})
+    ignoring = encoder(tok, ignore=[column])(row | {column: [TOOL]})
+    assert ignoring.tokens.tolist() == encoder(tok)(row | {column: []}).tokens.tolist()
+
+
+def test_a_prompt_that_the_answers_do_not_repeat_is_refused_by_a_transform_that_does_not_read_it(
+    tok: Any,
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "hello", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "hello", "chosen": [USER, GOOD], "rejected": [BAD]},
+        {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ]
+    for row in rows:
+        with pytest.raises(
+            ValueError, match=r"column 'prompt' is not repeated .* leave message_transform out"
+        ):
+            pairs(tok)(row)
+    whole = pairs(tok)({"chosen": [USER, GOOD], "rejected": [USER, BAD]})
+    for row in rows[:2]:
+        found = PreferenceEncoder(tok)(row).tokens
+        assert found.tolist() == whole.tokens.tolist(), "the way out trains what the row says"
+    assert pairs(tok, ignore=["prompt"])(rows[-1]).tokens.tolist() == whole.tokens.tolist()
+    for prompt in ("hello", [USER], None, "", []):  # that both repeat
+        assert pairs(tok)({**rows[-1], "prompt": prompt}).tokens.tolist() == whole.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row"),
+    [
+        (PreferenceEncoder, {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (PreferenceEncoder, {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]}),
+        (PreferenceEncoder, {"prompt": [SYSTEM, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (PreferenceEncoder, {"prompt": [USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [USER, BAD]}),
+        (PromptCompletionEncoder, {"prompt": [USER], "completion": [USER, GOOD]}),
+        (RolloutEncoder, {"prompt": [USER], "completions": [[GOOD], [USER, GOOD]]}),
+    ],
+)
+def test_an_answer_that_repeats_another_prompt_than_the_row_has_is_refused(
+    tok: Any, encoder: Any, row: Any
+) -> None:
+    """The row's prompt would be left out, or the user would ask twice."""
+    with pytest.raises(ValueError, match="does not repeat the prompt, which ends with one of the user"):
+        encoder(tok)(row)
+
+
+@pytest.mark.parametrize("flag", ["train", "loss", "masked"])
+@pytest.mark.parametrize(
+    ("encoder", "row_of"),
+    [
+        (ChatEncoder, lambda flag: {"messages": [USER, GOOD | flag]}),
+        (lambda tok: MessagesEncoder(tok, message_transform=ShareGPT()),
+         lambda flag: {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"} | flag]}),
+        (lambda tok: MessagesEncoder(tok, message_transform=OpenAI()), lambda flag: {"messages": [USER, GOOD | flag]}),
+        (pairs, lambda flag: {"chosen": [USER, GOOD | flag], "rejected": [USER, BAD]}),
+        (RolloutEncoder, lambda flag: {"prompt": [USER], "completions": [[GOOD | flag]]}),
+    ],
+)  # fmt: skip
+def test_flags_of_other_programs_that_leave_a_message_out_are_refused(
+    tok: Any, encoder: Any, row_of: Any, flag: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"has {flag}=False, which is not read; say .* by weight, 0 or 1"):
+        encoder(tok)(row_of({flag: False}))
+    assert encoder(tok)(row_of({flag: None})).tokens.size, "as tables fill what is absent"
+
+
+# Fingerprints: a resume with another encoder is refused by them.
+
+
+class Transform:
+    """A message transform with settings, as torchtune's are written."""
+
+    def __init__(self) -> None:
+        self.column_map = {"input": "q", "output": "a"}
+        self.train_on_input = False
+        self.rule = lambda text: text  # has another address in every process
+        self.parts = [object(), {"b", "a", "c"}]
+
+
+def made_of(folder: Path) -> list[Any]:
+    """Tokenizers and encoders that all make other tokens or labels of some row."""
+    one, two = HFTokenizer(folder, chat_template=CHATML), HFTokenizer(folder, chat_template=DEAF)
+    word = WordTokenizer()
+
+    def messages(transform: Any, tokenizer: Any = word, **settings: Any) -> MessagesEncoder:
+        return MessagesEncoder(tokenizer, message_transform=transform, **settings)
+
+    return [
+        one, two, HFTokenizer(folder, chat_template=MARKED),
+        HFTokenizer(folder, template_kwargs={"enable_thinking": False}),
+        HFTokenizer(folder, chat_template=DATED, date="2025-01-31"),
+        HFTokenizer(folder, chat_template=DATED, date="2025-02-01"),
+        TokensEncoder(), TokensEncoder(labels=None), TokensEncoder(tokens="input_ids"),
+        TextEncoder(one), TextEncoder(one, add_bos=False), TextEncoder(one, add_eos=False),
+        TextEncoder(word), TextEncoder(WordTokenizer(shift=1)), TextEncoder(word, column="body"),
+        messages(InputOutput()), messages(InputOutput(train_on_input=True)), messages(Transform()),
+        messages(InputOutput(column_map={"input": "q", "output": "a"})),
+        messages(InputOutput(new_system_prompt="be kind")), messages(tune_data.AlpacaToMessages()),
+        messages(InputOutput(), WordTokenizer(shift=1)), messages(InputOutput(), WordTokenizer(header=8)),
+        messages(InputOutput(), one), messages(InputOutput(), ignore=["tools"]), messages(lambda row: {"messages": []}),
+        ChatEncoder(one), ChatEncoder(two), ChatEncoder(one, answers="last"), ChatEncoder(one, column="talk"),
+        ChatEncoder(one, ignore=["tools"]),
+        PromptCompletionEncoder(one), PromptCompletionEncoder(one, add_eos=False),
+        PromptCompletionEncoder(one, prompt="question"), PromptCompletionEncoder(one, add_bos=False),
+        PreferenceEncoder(one), PreferenceEncoder(two), PreferenceEncoder(one, prompt="question"),
+        PreferenceEncoder(one, chosen="better"), PreferenceEncoder(one, rejected="worse"),
+        PreferenceEncoder(one, tools="functions"), PreferenceEncoder(one, add_bos=True),
+        PreferenceEncoder(one, add_eos=False), PreferenceEncoder(one, fields=["margin"]),
+        PreferenceEncoder(one, fields={"margin": "m"}), PreferenceEncoder(one, fields={"margin": ["a", "b"]}),
+        PreferenceEncoder(one, share_prefix=False), PreferenceEncoder(one, ignore=["tools"]),
+        pairs(one), pairs(one, mask_shared=True), pairs(one, ignore=["tools"]),
+        PreferenceEncoder(one, message_transform=Pairs(train_on_input=True)),
+        RolloutEncoder(one), RolloutEncoder(two), RolloutEncoder(one, prompt="x"),
+        RolloutEncoder(one, completions="x"), RolloutEncoder(one, tools="x"), RolloutEncoder(one, mask="x"),
+        RolloutEncoder(one, add_bos=True), RolloutEncoder(one, add_eos=False), RolloutEncoder(one, fields=["x"]),
+        RolloutEncoder(one, token_fields=["x"]), RolloutEncoder(one, share_prefix=False),
+        RolloutEncoder(one, ignore=["tools"]),
+    ]  # fmt: skip
+
+
+def fingerprints(folder: Path) -> list[str]:
+    return [made.fingerprint() for made in made_of(folder)]
+
+
+def encode_in_a_child(encoder: TextEncoder, folder: Path | None, out: Any) -> None:
+    tokens = encoder({"text": "hello there"}).tokens.tolist()
+    out.put((tokens, None if folder is None else fingerprints(folder)))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_encoders_and_fingerprints_survive_a_new_process(
+    start: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory address and no hash may get into a fingerprint: a resume is always in another process."""
+    raw = byte_level(bos_by_itself=True)
+    raw.save_pretrained(tmp_path)
+    encoder = TextEncoder(raw)
+    expected = encoder({"text": "hello there"}).tokens.tolist()
+    monkeypatch.setenv("PYTHONHASHSEED", "77")
+    context = mp.get_context(start)
+    out = context.Queue()
+    folder = tmp_path if start == "spawn" else None
+    child = context.Process(target=encode_in_a_child, args=(encoder, folder, out))
+    child.start()
+    tokens, theirs = out.get(timeout=100)
+    child.join()
+    assert tokens == expected
+    assert "parallelism" not in capfd.readouterr().err, "tokenizers warns of threads begun before a fork"
+    assert folder is None or theirs == fingerprints(folder)
+
+
+def test_fingerprints_cover_vocabularies_and_settings(tmp_path: Path) -> None:
+    raw = byte_level(bos_by_itself=True)
+    raw.save_pretrained(tmp_path)
+    grown = byte_level(bos_by_itself=True)
+    grown.add_tokens(["another"])
+    others = [HFTokenizer(byte_level()).fingerprint(), HFTokenizer(grown).fingerprint()]
+    here = [*fingerprints(tmp_path), *others]
+    assert len(set(here)) == len(here)
+    assert HFTokenizer(raw).fingerprint() == HFTokenizer(tmp_path).fingerprint(), (
+        "loaded or given, it is the same"
+    )
+    short = WordTokenizer(max_seq_len=3)
+    assert TextEncoder(short).fingerprint() == TextEncoder(WordTokenizer()).fingerprint(), (
+        "its limit is switched off"
+    )
+    cut, whole = (MessagesEncoder(each, message_transform=InputOutput()) for each in (short, WordTokenizer()))
+    assert cut.fingerprint() == whole.fingerprint()
+
+
+def test_the_guides_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    byte_level(bos_by_itself=True, template=MARKED).save_pretrained(tmp_path / "my_model")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    monkeypatch.chdir(tmp_path)
+    document = (Path(__file__).parents[2] / "docs" / "guides" / "encoders.md").read_text(encoding="utf-8")
+    exec(document.split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out == "['<s>one</s>', '<s>two</s>']\n"

@@ -141,7 +141,6 @@ def test_tool_calls_are_rendered(tokenizers: dict[str, Any]) -> None:
         ({"messages": TALK}, "leaves out message 0, of role 'system'"),
         ({"messages": [USER, ANSWER, {"role": "tool", "content": "rain"}]}, "leaves out message 2, of role 'tool'"),
         ({"messages": [USER, {**ANSWER, "reasoning_content": "well"}]}, "leaves out the reasoning of the last"),
-        ({"messages": [USER, ANSWER], "system": "be kind"}, "column 'system' would be left out.*ignore: \\[system\\]"),
     ],
 )  # fmt: skip
 def test_a_template_that_leaves_something_out_is_refused(row: dict[str, Any], message: str) -> None:
@@ -271,18 +270,6 @@ def test_other_tokenizers_are_refused_with_the_way_out() -> None:
     assert trained_texts(given, given({"messages": TALK[1:3]})) == ["hello there<|im_end|>\n"]
 
 
-def test_fingerprints_cover_the_settings(tokenizers: dict[str, Any]) -> None:
-    raw = tokenizers["chatml"]
-    made = [
-        ChatEncoder(raw), ChatEncoder(raw, answers="last"), ChatEncoder(raw, column="talk"),
-        ChatEncoder(raw, ignore=["tools"]), ChatEncoder(tokenizers["marked"]),
-        PromptCompletionEncoder(raw), PromptCompletionEncoder(raw, add_eos=False),
-        PromptCompletionEncoder(raw, prompt="question"), PromptCompletionEncoder(raw, add_bos=False),
-    ]  # fmt: skip
-    assert len({encoder.fingerprint() for encoder in made}) == len(made)
-    assert ChatEncoder(raw).fingerprint() == made[0].fingerprint()
-
-
 # Prompts and completions.
 
 
@@ -323,15 +310,30 @@ def test_errors_of_bad_completions(tokenizers: dict[str, Any], row: dict[str, An
         PromptCompletionEncoder(tokenizers["chatml"])(row)
 
 
+def test_prompts_with_completions_use_tools(tokenizers: dict[str, Any]) -> None:
+    encoder = PromptCompletionEncoder(tokenizers["chatml"])
+    row = {"prompt": [USER], "completion": [ANSWER]}
+    whole = ChatEncoder(tokenizers["chatml"])({"messages": [USER, ANSWER], "tools": [TOOL]})
+    assert encoder({**row, "tools": [TOOL]}).tokens.tolist() == whole.tokens.tolist()
+    assert encoder(row).tokens.size < whole.tokens.size
+    with pytest.raises(ValueError, match="leaves out the tool .weather."):
+        PromptCompletionEncoder(byte_level(template=DEAF))({**row, "tools": [TOOL]})
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
-def test_the_work_grows_with_the_turns_and_not_with_their_square(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = ChatEncoder(byte_level(template=template))
-    chat = encoder.tokenizer.chat
-    tokenize = chat.tokenize
+def test_the_work_grows_with_the_turns_and_not_with_their_square(template: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     read: list[int] = []
-    monkeypatch.setattr(chat, "tokenize", lambda text: read.append(len(text)) or tokenize(text))
+
+    class Counting(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _encode_plus(self, text: Any, *args: Any, **settings: Any) -> Any:
+            read.append(len(text))
+            return super()._encode_plus(text, *args, **settings)
+
+    raw = Counting(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    raw.chat_template = template
+    encoder = ChatEncoder(raw)
 
     def characters(turns: int) -> tuple[int, Sample]:
         messages = turns * [USER, ANSWER, {"role": "user", "content": "<|im_end|>"}, {**ANSWER, "weight": 0}]
@@ -341,11 +343,5 @@ def test_the_work_grows_with_the_turns_and_not_with_their_square(
 
     (few, _), (many, sample) = characters(5), characters(50)
     assert few < many < 11 * few
-    assert trained_texts(encoder, sample) == 50 * ["hello there<|im_end|>" if template == MARKED else
-                                                   "hello there<|im_end|>\n"]  # fmt: skip
-    by_prefix = ChatEncoder(byte_level(template=template))
-    by_prefix.tokenizer.chat.at_special = None
-    slow = by_prefix(
-        {"messages": 50 * [USER, ANSWER, {"role": "user", "content": "<|im_end|>"}, {**ANSWER, "weight": 0}]}
-    )
-    assert slow.labels.tolist() == sample.labels.tolist()
+    end = "<|im_end|>" if template == MARKED else "<|im_end|>\n"
+    assert trained_texts(encoder, sample) == 50 * ["hello there" + end]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import IGNORE_INDEX, HFTokenizer, IterablePackedDataset, MessagesEncoder, TextEncoder
+from streampack import IGNORE_INDEX, HFTokenizer, TextEncoder
 from streampack.instantiate import build
-from streampack.packing.encoders import check_tokenizer, padding_id
-from tests.harness.hf_tokenizers import BOS, DATED, END, EOS, MARKED, START, byte_level, llama_like
+from tests.harness.hf_tokenizers import BOS, END, EOS, MARKED, START, byte_level, llama_like
 
 HABITS = {
     "plain": lambda: byte_level(),
@@ -43,23 +41,6 @@ def test_text_gets_bos_and_eos_as_asked(habits: dict[str, Any], habit: str) -> N
         assert sample.labels is sample.tokens
 
 
-def test_packs_have_eos_where_texts_end(habits: dict[str, Any]) -> None:
-    texts = ["one two three", "", "hello", "four five six seven", "the answer is 42. " * 3]
-    for raw in habits.values():
-        packs = list(
-            IterablePackedDataset([{"text": t} for t in texts], encoder=TextEncoder(raw), max_seq_len=64)
-        )
-        seen = 0
-        for pack in packs:
-            ends = np.cumsum(pack["seq_lens"].tolist()[: pack["num_seqs"]])
-            tokens, labels = pack["tokens"].tolist(), pack["labels"].tolist()
-            found = [i + 1 for i, token in enumerate(tokens[: ends[-1]]) if token == EOS]
-            assert found == ends.tolist(), "EOS at the end of each text, and nowhere else"
-            assert all(labels[i - 1] in (EOS, IGNORE_INDEX) for i in ends)
-            seen += len(ends)
-        assert seen == len(texts)
-
-
 def test_no_limit_truncates(tmp_path: Path) -> None:
     """Neither one in tokenizer.json, nor one set on the user's tokenizer in mid-run."""
     raw = byte_level(model_max_length=5)
@@ -76,21 +57,6 @@ def test_no_limit_truncates(tmp_path: Path) -> None:
     assert len(raw(text, truncation=True, max_length=3)["input_ids"]) == 3, "the user's own is not changed"
 
 
-@pytest.mark.parametrize(
-    ("settings", "flags", "message"),
-    [
-        ({"bos_token": None}, {"add_bos": True}, "adds no BOS, though add_bos is True; say add_bos: False"),
-        ({"eos_token": None}, {}, "has no EOS token; set its eos_token, or say add_eos: False"),
-    ],
-)
-def test_a_tokenizer_without_bos_or_eos_is_refused(settings: Any, flags: Any, message: str) -> None:
-    raw = byte_level(**settings)
-    with pytest.raises(ValueError, match=message):
-        TextEncoder(raw, **flags)
-    tokens = TextEncoder(raw, add_bos=None, add_eos=False)({"text": "hello"}).tokens.tolist()
-    assert tokens == raw("hello", add_special_tokens=False)["input_ids"]
-
-
 class Deaf:
     """A tokenizer that ignores its arguments, as the ``encode`` of transformers does."""
 
@@ -103,28 +69,8 @@ class Deaf:
         return [1] * self.always + [7] * len(text.split()) + [2] * self.always
 
 
-def test_a_tokenizer_that_ignores_its_arguments_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the tokenizer \(Deaf\) adds no EOS, though add_eos is True"):
-        TextEncoder(Deaf())
-    with pytest.raises(ValueError, match="adds no BOS, though add_bos is True"):
-        TextEncoder(Deaf(), add_bos=True, add_eos=False)
-    with pytest.raises(ValueError, match="adds EOS though add_eos is False; say add_eos: True"):
-        TextEncoder(Deaf(always=True), add_eos=False)
-    with pytest.raises(ValueError, match="adds BOS though add_bos is False"):
-        TextEncoder(Deaf(always=True), add_bos=False)
-    assert TextEncoder(Deaf(always=True))({"text": "a b"}).tokens.tolist() == [1, 7, 7, 2]
-    with pytest.raises(ValueError, match=r"has no encode\(text, add_bos=, add_eos=\)"):
-        TextEncoder(SimpleNamespace())
-
-
-def test_the_error_of_a_bare_tokenizer_shows_how_to_wrap_it() -> None:
-    with pytest.raises(ValueError, match=r"HFTokenizer\(PreTrainedTokenizerFast\(tokenizer_object=tokenizer"):
-        TextEncoder(byte_level().backend_tokenizer)
-    with pytest.raises(ValueError, match="the tokenizer is 'my_model'; name a component"):
-        check_tokenizer("my_model")
-
-
-def test_a_tokenizer_that_ignores_add_special_tokens_is_refused() -> None:
+def stubborn() -> Any:
+    """A tokenizer of transformers that ends texts with EOS, whatever it is told."""
     from transformers import PreTrainedTokenizerFast
 
     class Stubborn(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -133,9 +79,36 @@ def test_a_tokenizer_that_ignores_add_special_tokens_is_refused() -> None:
             made["input_ids"] = [*made["input_ids"], EOS]
             return made
 
-    raw = Stubborn(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>", eos_token="</s>")
-    with pytest.raises(ValueError, match="adds EOS where add_special_tokens=False forbids it"):
-        HFTokenizer(raw)
+    return Stubborn(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (Deaf, {}, r"the tokenizer \(Deaf\) adds no EOS, though add_eos is True"),
+        (Deaf, {"add_bos": True, "add_eos": False}, "adds no BOS, though add_bos is True"),
+        (lambda: Deaf(always=True), {"add_eos": False}, "adds EOS though add_eos is False; say add_eos: True"),
+        (lambda: Deaf(always=True), {"add_bos": False}, "adds BOS though add_bos is False"),
+        (stubborn, {}, "adds EOS where add_special_tokens=False forbids it"),
+        (SimpleNamespace, {}, r"has no encode\(text, add_bos=, add_eos=\)"),
+        (lambda: byte_level(bos_token=None), {"add_bos": True},
+         "adds no BOS, though add_bos is True; say add_bos: False"),
+        (lambda: byte_level(eos_token=None), {}, "has no EOS token; set its eos_token, or say add_eos: False"),
+        (lambda: byte_level().backend_tokenizer, {}, r"HFTokenizer\(PreTrainedTokenizerFast\(tokenizer_object=token"),
+        (lambda: "my_model", {}, "the tokenizer is 'my_model'; name a component"),
+    ],
+)  # fmt: skip
+def test_tokenizers_that_cannot_do_as_asked_are_refused(make: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TextEncoder(make(), **settings)
+
+
+def test_what_a_tokenizer_does_always_may_be_asked_for() -> None:
+    assert TextEncoder(Deaf(always=True))({"text": "a b"}).tokens.tolist() == [1, 7, 7, 2]
+    for missing in ("bos_token", "eos_token"):
+        raw = byte_level(**{missing: None})
+        tokens = TextEncoder(raw, add_bos=None, add_eos=False)({"text": "hello"}).tokens.tolist()
+        assert tokens == raw("hello", add_special_tokens=False)["input_ids"]
 
 
 def test_a_users_own_tokenizer_class_is_called() -> None:
@@ -189,10 +162,7 @@ def test_it_has_the_attributes_that_recipes_use(tmp_path: Path) -> None:
     assert tokenizer.decode([START, EOS], skip_special_tokens=True) == ""
     assert tokenizer.encode("hello")[0] == BOS
     assert repr(tokenizer) == f"HFTokenizer({str(tmp_path)!r}, vocab_size={tokenizer.vocab_size})"
-    assert check_tokenizer(tokenizer) is tokenizer
     assert HFTokenizer(byte_level(pad_token="<|call|>")).pad_id == 4
-    assert padding_id(tokenizer) == EOS
-    assert [padding_id(SimpleNamespace(pad_id=i, eos_id=9)) for i in (3, 0, -1, None)] == [3, 0, 9, 9]
 
 
 def test_torchtunes_messages_are_rendered_by_the_chat_template() -> None:
@@ -250,7 +220,6 @@ def test_torchtunes_own_class_for_tokenizer_json(folder: Path) -> None:
     )
     text = "one two three four five six"
     assert len(theirs.encode(text)) == 5, "silently truncated"
-    assert padding_id(theirs) == EOS
     encoder = TextEncoder(theirs)
     assert (
         encoder({"text": text}).tokens.tolist()
@@ -301,82 +270,3 @@ def test_tokenizers_work_in_the_config_of_a_recipe(folder: Path, tmp_path: Path)
             assert trained.count(end) == sum(map(len, batch.fragments)) * (2 if end == END else 1)
             assert batch.tokens[0, 0] == BOS
         assert data.lane_config.padding_idx == EOS
-
-
-def test_the_guides_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    byte_level(bos_by_itself=True).save_pretrained(tmp_path / "my_model")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    monkeypatch.chdir(tmp_path)
-    document = (Path(__file__).parents[2] / "docs" / "guides" / "encoders.md").read_text(encoding="utf-8")
-    exec(document.split("```python\n")[1].split("```")[0], {})
-    assert capsys.readouterr().out == "['<s>one</s>', '<s>two</s>']\n"
-
-
-# In other processes.
-
-
-class Transform:
-    """A message transform with settings, as torchtune's are written."""
-
-    def __init__(self) -> None:
-        self.column_map = {"input": "q", "output": "a"}
-        self.train_on_input = False
-        self.rule = lambda text: text  # has another address in every process
-        self.parts = [object(), {"b", "a", "c"}]
-
-
-def fingerprints(folder: Path) -> dict[str, str]:
-    pytest.importorskip("torchtune")
-    tokenizers = {
-        "path": HFTokenizer(folder),
-        "template": HFTokenizer(folder, chat_template=MARKED),
-        "settings": HFTokenizer(folder, template_kwargs={"enable_thinking": False}),
-        "date": HFTokenizer(folder, chat_template=DATED, date="2025-01-31"),
-    }
-    made: dict[str, Any] = {
-        **tokenizers,
-        "messages": MessagesEncoder(tokenizers["path"], message_transform=Transform()),
-    }
-    return {name: of.fingerprint() for name, of in made.items()}
-
-
-def encode_in_a_child(encoder: TextEncoder, folder: Path | None, out: Any) -> None:
-    tokens = encoder({"text": "hello there"}).tokens.tolist()
-    out.put((tokens, None if folder is None else fingerprints(folder)))
-
-
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_encoders_and_fingerprints_survive_a_new_process(
-    start: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No memory address and no hash may get into a fingerprint: a resume is always in another process."""
-    raw = byte_level(bos_by_itself=True)
-    raw.save_pretrained(tmp_path)
-    encoder = TextEncoder(raw)
-    assert encoder.tokenizer.chat is not None, "made, so that it is pickled as well"
-    monkeypatch.setenv("PYTHONHASHSEED", "77")
-    context = mp.get_context(start)
-    out = context.Queue()
-    folder = tmp_path if start == "spawn" else None
-    child = context.Process(target=encode_in_a_child, args=(encoder, folder, out))
-    child.start()
-    tokens, theirs = out.get(timeout=100)
-    child.join()
-    assert tokens == encoder({"text": "hello there"}).tokens.tolist()
-    assert "parallelism" not in capfd.readouterr().err, "tokenizers warns of threads begun before a fork"
-    if folder is not None:
-        assert theirs == fingerprints(folder)
-
-
-def test_fingerprints_cover_vocabulary_and_settings(tmp_path: Path) -> None:
-    raw = byte_level(bos_by_itself=True)
-    raw.save_pretrained(tmp_path)
-    here = fingerprints(tmp_path)
-    grown = byte_level(bos_by_itself=True)
-    grown.add_tokens(["another"])
-    others = [HFTokenizer(byte_level()).fingerprint(), HFTokenizer(grown).fingerprint()]
-    assert len({*here.values(), *others}) == len(here) + 2
-    assert HFTokenizer(raw).fingerprint() == here["path"], "loaded or given, it is the same tokenizer"
-    encoders = [TextEncoder(raw), TextEncoder(raw, add_bos=False), TextEncoder(raw, add_eos=False)]
-    assert len({encoder.fingerprint() for encoder in encoders}) == 3

@@ -1,4 +1,4 @@
-"""Guards of torchtune's message transforms: rows that they would silently change are refused or rendered."""
+"""torchtune's message transforms: what its own dataset makes of rows, and rows that would lose something, refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, MapSource, MessagesEncoder, Mix, PackedDataset
-from streampack.map_style.method_loader import method_loader
-from streampack.packing.encoders import guard_datasets
+from streampack import (
+    IGNORE_INDEX,
+    IterablePackedDataset,
+    MapSource,
+    MessagesEncoder,
+    Mix,
+    PackedDataset,
+    method_loader,
+    packed_dataset,
+)
 from tests.harness.hf_tokenizers import MARKED, byte_level
 
 tune_data = pytest.importorskip("torchtune.data")
@@ -20,17 +27,19 @@ tune_data = pytest.importorskip("torchtune.data")
 USER = {"role": "user", "content": "what now"}
 ANSWER = {"role": "assistant", "content": "go on"}
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Bern"}'}}
+NULL = {"role": "assistant", "content": None}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+OPENAI, SHARE = tune_data.OpenAIToMessages, tune_data.ShareGPTToMessages
+ALPACA, PAIR = tune_data.AlpacaToMessages, tune_data.InputOutputToMessages
 
 
 class Words:
-    """A model tokenizer that numbers words and keeps the last messages."""
+    """A model tokenizer that numbers words, and ends answers with EOS."""
 
     bos_id, eos_id, pad_id = 1, 2, 0
 
     def __init__(self) -> None:
         self.words: dict[str, int] = {}
-        self.messages: list[Any] = []
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         ids = [self.words.setdefault(word, 10 + len(self.words)) for word in text.split()]
@@ -41,7 +50,6 @@ class Words:
         return " ".join(names.get(int(token), f"<{token}>") for token in tokens)
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        self.messages = list(sample["messages"])
         tokens, mask = [], []
         for message in sample["messages"]:
             ids = self.encode(message.text_content, add_bos=False, add_eos=message.role == "assistant")
@@ -66,120 +74,127 @@ def share(*values: Any, **beside: Any) -> dict[str, Any]:
     return {"conversations": turns, **beside}
 
 
-OPENAI: list[tuple[dict[str, Any], str]] = [
-    (chat(USER, {"role": "assistant", "content": None}), r"message 1 \(assistant\) has no content \(null\)"),
-    (chat(USER, CALLING), r"message 1 \(assistant\) has tool calls.*ChatEncoder"),
-    (chat(USER, ANSWER, {"role": "tool", "content": "rain"}), r"message 2 \(tool\) has tool calls or a tool's answer"),
-    (chat({"role": "developer", "content": "be"}, USER, ANSWER), "message 0 has the role 'developer'"),
-    (chat(USER, {**ANSWER, "reasoning_content": "hm"}), "'reasoning_content', which torchtune's transform drops"),
-    (chat(USER, ANSWER, tools=[CALL]), r"column 'tools' would be left out.*ignore: \[tools\]"),
-]  # fmt: skip
+@pytest.mark.parametrize(
+    ("transform", "row"),
+    [
+        (PAIR, {"input": "how are you", "output": "fine thank you"}),
+        (ALPACA, {"instruction": "add one", "input": "three", "output": "four"}),
+        (SHARE, share("how are you", "fine", "bye", "so long")),
+        (OPENAI, chat(USER, ANSWER, USER, ANSWER)),
+    ],
+)
+@pytest.mark.parametrize("train_on_input", [False, True])
+def test_messages_are_encoded_as_by_torchtunes_dataset(
+    transform: Any, row: dict[str, Any], train_on_input: bool
+) -> None:
+    from torchtune.datasets._sft import SFTTransform
+
+    made = transform(train_on_input=train_on_input)
+    theirs = SFTTransform(message_transform=made, model_transform=Words())(dict(row))
+    ours = MessagesEncoder(Words(), message_transform=made)(row)
+    assert ours.tokens.tolist() == list(theirs["tokens"])
+    assert ours.labels.tolist() == list(theirs["labels"])
+    assert (ours.labels != IGNORE_INDEX).any()
+    assert (ours.labels == IGNORE_INDEX).any() or train_on_input
+    assert ours.tokens.dtype == ours.labels.dtype == np.int32
 
 
-@pytest.mark.parametrize(("row", "message"), OPENAI, ids=[str(i) for i in range(len(OPENAI))])
-def test_openai_rows_that_would_lose_something_are_refused(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        trained(row, tune_data.OpenAIToMessages())
+# Forms of rows that lose nothing.
+
+PARTS = {"role": "assistant", "content": [{"type": "text", "text": "go "}, {"type": "text", "text": "on"}]}
+THINKING = {**ANSWER, "reasoning_content": "hm"}
+EMPTY: dict[str, Any] = {"image": None, "system": None, "tools": [], "history": None}
+SYSTEM = {"role": "system", "content": "be"}
+UNWEIGHTED = chat(SYSTEM, USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1})
+UNWEIGHTED_TURN = share("a", "b", "go", "go on")
+UNWEIGHTED_TURN["conversations"][1]["weight"] = 0
 
 
-def test_an_answer_never_becomes_the_prompt() -> None:
-    """torchtune repeats the message before a null, which would train the prompt as the answer."""
-    row = chat(USER, {"role": "assistant", "content": None})
-    theirs = tune_data.OpenAIToMessages()(row)["messages"]
-    assert theirs[1].text_content == USER["content"], "fixed in torchtune: the guard can go"
-    skips = IterablePackedDataset(
-        [row, chat(USER, ANSWER)], max_seq_len=16, on_bad_record="skip",
-        encoder=MessagesEncoder(Words(), message_transform=tune_data.OpenAIToMessages()),
-    )  # fmt: skip
-    assert [pack["num_seqs"] for pack in skips] == [1]
+@pytest.mark.parametrize(
+    ("transform", "row", "settings"),
+    [
+        (OPENAI(), chat(USER, PARTS), {}),
+        (OPENAI(), {"messages": json.dumps([USER, ANSWER])}, {}),
+        (OPENAI(), {"messages": np.array([USER, ANSWER], dtype=object)}, {}),
+        (OPENAI(), chat(USER, {**ANSWER, "tool_calls": None, "name": None}, tools=None, id=3), {}),
+        (OPENAI(), chat(USER, ANSWER, tools=[]), {}),
+        (OPENAI(), chat(USER, ANSWER, tools=[CALL]), {"ignore": ["tools"]}),
+        (OPENAI(), chat(USER, THINKING), {"ignore": ["reasoning_content"]}),
+        (OPENAI(), UNWEIGHTED, {}),
+        (OPENAI(new_system_prompt="another one"), UNWEIGHTED, {}),
+        (SHARE(), UNWEIGHTED_TURN, {}),
+        (SHARE(), share("a", "go on", **EMPTY), {}),
+        (PAIR(), {"input": "a", "output": "go on", **EMPTY}, {}),
+        (PAIR(column_map={"input": "q", "output": "r"}), {"q": "a", "r": "go on"}, {}),
+        *((ALPACA(train_on_input=False), {"instruction": "a", "output": "go on", **extra}, {})
+          for extra in ({}, {"input": None}, {"input": ""})),
+        (ALPACA(train_on_input=False, column_map={"input": "system"}),
+         {"instruction": "a", "system": "s", "output": "go on"}, {}),
+    ],
+)  # fmt: skip
+def test_rows_that_lose_nothing_pass(transform: Any, row: dict[str, Any], settings: dict[str, Any]) -> None:
+    before = repr(row)
+    assert trained(row, transform, **settings) == "go on <2>"
+    assert repr(row) == before, "the row is left as it was"
 
 
-def test_openai_rows_in_all_forms() -> None:
-    transform = tune_data.OpenAIToMessages()
-    parts = {
-        "role": "assistant",
-        "content": [{"type": "text", "text": "go "}, {"type": "text", "text": "on"}],
-    }
-    for row in (
-        chat(USER, ANSWER), chat(USER, parts), {"messages": json.dumps([USER, ANSWER])}, chat(USER, ANSWER, tools=[]),
-        chat(USER, {**ANSWER, "tool_calls": None, "name": None}), chat(USER, ANSWER, tools=None, id=3),
-        {"messages": np.array([USER, ANSWER], dtype=object)},
-    ):  # fmt: skip
-        assert trained(row, transform) == "go on <2>"
-    kept = chat(USER, ANSWER, tools=[CALL])
-    assert trained(kept, transform, ignore=["tools"]) == "go on <2>"
-    assert kept == chat(USER, ANSWER, tools=[CALL]), "the row is left as it was"
-    thinking = chat(USER, {**ANSWER, "reasoning_content": "hm"})
-    assert trained(thinking, transform, ignore=["reasoning_content"]) == "go on <2>"
-    encoders = [
-        MessagesEncoder(Words(), message_transform=transform, ignore=keys) for keys in ([], ["tools"])
-    ]
-    assert encoders[0].fingerprint() != encoders[1].fingerprint()
-    with pytest.raises(ValueError, match="Two consecutive user messages"):
-        encoders[0](chat(USER, USER, ANSWER))
+# What is refused.
 
 
-def test_messages_of_weight_0_are_not_trained() -> None:
-    row = chat(
-        {"role": "system", "content": "be"}, USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}
-    )
-    for settings in ({}, {"new_system_prompt": "another one"}):
-        assert trained(row, tune_data.OpenAIToMessages(**settings)) == "go on <2>"
-    turns = share("a", "b", "c", "d")
-    turns["conversations"][1]["weight"] = 0
-    assert trained(turns, tune_data.ShareGPTToMessages()) == "d <2>"
-
-
-ALPACA, PAIR = tune_data.AlpacaToMessages, tune_data.InputOutputToMessages
-OTHERS: list[tuple[Any, dict[str, Any], str]] = [
-    (tune_data.ShareGPTToMessages(), share("a", None), "turn 1 has a value of type NoneType; it must be text"),
-    (tune_data.ShareGPTToMessages(), {"conversations": None}, "holds a NoneType; it must be a list of turns"),
-    (tune_data.ShareGPTToMessages(), {"text": "a"}, "column 'conversations' is missing"),
-    (tune_data.ShareGPTToMessages(), share("a", "b", system="be kind"), "column 'system' would be left out"),
-    (tune_data.ShareGPTToMessages(), share("a", "b", image="x.png"), "it has an image, which a pack has no place for"),
-    (PAIR(), {"input": "a", "output": None}, "column 'output' holds a NoneType; it must be text"),
-    (PAIR(), {"input": "a", "output": "b", "image": object()}, "it has an image"),
-    (PAIR(), {"input": "a", "output": "b", "tools": [CALL]}, "column 'tools' would be left out"),
-    (ALPACA(), {"instruction": None, "output": "b"}, "column 'instruction' holds a NoneType"),
-    (ALPACA(), {"instruction": "a", "input": 3, "output": "b"}, "column 'input' holds a int"),
-    (ALPACA(), {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "column 'history' would be left out"),
-    (ALPACA(column_map={"input": "contxt"}), {"instruction": "a", "context": "c", "output": "b"},
-     "column 'contxt', which column_map gives for 'input', is missing"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("transform", "row", "message"), OTHERS, ids=[str(i) for i in range(len(OTHERS))])
-def test_other_rows_that_would_lose_something_are_refused(transform: Any, row: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("transform", "row", "message"),
+    [
+        (OPENAI(), chat(USER, NULL), r"message 1 \(assistant\) has no content \(null\)"),
+        (OPENAI(), chat(USER, CALLING), r"message 1 \(assistant\) has tool calls.*ChatEncoder"),
+        (OPENAI(), chat(USER, ANSWER, {"role": "tool", "content": "rain"}),
+         r"message 2 \(tool\) has tool calls or a tool's answer"),
+        (OPENAI(), chat({"role": "developer", "content": "be"}, USER, ANSWER), "message 0 has the role 'developer'"),
+        (OPENAI(), chat(USER, THINKING), "'reasoning_content', which torchtune's transform drops"),
+        (OPENAI(), chat(USER, ANSWER, tools=[CALL]), r"column 'tools' would be left out.*ignore: \[tools\]"),
+        (OPENAI(), chat(USER, USER, ANSWER), "Two consecutive user messages at index 1"),
+        (OPENAI(), chat(USER), "at least length 2"),
+        (SHARE(), share("a", None), "turn 1 has a value of type NoneType; it must be text"),
+        (SHARE(), {"conversations": None}, "holds a NoneType; it must be a list of turns"),
+        (SHARE(), {"text": "a"}, "column 'conversations' is missing"),
+        (SHARE(), {"conversations": [{"from": "alien", "value": "a"}, {"from": "gpt", "value": "b"}]},
+         "found no 'alien', in the row or within it; the row's columns are 'convers"),
+        (SHARE(), share("a", "b", system="be kind"), "column 'system' would be left out"),
+        (SHARE(), share("a", "b", image="x.png"), "it has an image, which a pack has no place for"),
+        (PAIR(), {"input": "a", "answer": "b"},
+         "the message transform found no 'output', in the row or within it; the row's columns are 'input', 'answer'"),
+        (PAIR(), {"input": "a", "output": None}, "column 'output' holds a NoneType; it must be text"),
+        (PAIR(), {"input": "a", "output": "b", "image": object()}, "it has an image"),
+        (PAIR(), {"input": "a", "output": "b", "tools": [CALL]}, "column 'tools' would be left out"),
+        (ALPACA(), {"instruction": None, "output": "b"}, "column 'instruction' holds a NoneType"),
+        (ALPACA(), {"instruction": "a", "input": 3, "output": "b"}, "column 'input' holds a int"),
+        (ALPACA(), {"instruction": "a", "output": "b", "history": [["c"]]}, "column 'history' would be left out"),
+        (ALPACA(column_map={"input": "contxt"}), {"instruction": "a", "context": "c", "output": "b"},
+         "column 'contxt', which column_map gives for 'input', is missing"),
+        # Transforms that fit no row.
+        (ALPACA(column_map={"inputs": "context"}), {}, "column_map of AlpacaToMessages has 'inputs'.*instruction"),
+        (PAIR(column_map={"input": "a", "output": "b", "system": "c"}), {}, "has 'system', which it does not read"),
+        (tune_data.ChosenRejectedToMessages(), {}, "makes pairs.*column_map: {messages: chosen}"),
+    ],
+)  # fmt: skip
+def test_rows_that_would_lose_something_are_refused(transform: Any, row: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trained(row, transform)
 
 
-def test_other_rows_that_lose_nothing_pass() -> None:
-    empty = {"image": None, "system": None, "tools": [], "history": None}
-    assert trained(share("a", "b", **empty), tune_data.ShareGPTToMessages()) == "b <2>"
-    assert trained({"input": "a", "output": "b", **empty}, PAIR()) == "b <2>"
-    assert trained({"q": "a", "r": "b"}, PAIR(column_map={"input": "q", "output": "r"})) == "b <2>"
-    for extra in ({}, {"input": None}, {"input": ""}):
-        assert trained({"instruction": "a", "output": "b", **extra}, ALPACA(train_on_input=False)) == "b <2>"
-    mapped = ALPACA(train_on_input=False, column_map={"input": "system"})
-    assert trained({"instruction": "a", "system": "s", "output": "b"}, mapped) == "b <2>", "it is read"
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ALPACA(column_map={"inputs": "context"}), "column_map of AlpacaToMessages has 'inputs'.*instruction"),
-        (lambda: PAIR(column_map={"input": "a", "output": "b", "system": "c"}), "has 'system', which it does not read"),
-        (lambda: tune_data.ChosenRejectedToMessages(), "makes pairs.*column_map: {messages: chosen}"),
-    ],
-)  # fmt: skip
-def test_unfit_transforms_are_refused_at_once(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MessagesEncoder(Words(), message_transform=make())
+def test_an_answer_never_becomes_the_prompt() -> None:
+    """torchtune repeats the message before a null, which would train the prompt as the answer."""
+    row = chat(USER, NULL)
+    theirs = OPENAI()(row)["messages"]
+    assert theirs[1].text_content == USER["content"], "fixed in torchtune: the guard can go"
+    encoder = MessagesEncoder(Words(), message_transform=OPENAI())
+    skips = IterablePackedDataset(
+        [row, chat(USER, ANSWER)], max_seq_len=16, on_bad_record="skip", encoder=encoder
+    )
+    assert [pack["num_seqs"] for pack in skips] == [1]
 
 
 def test_messages_of_a_users_own_transform_are_checked() -> None:
-    class Own(tune_data.OpenAIToMessages):  # type: ignore[misc, name-defined]
+    class Own(OPENAI):  # type: ignore[misc, valid-type]
         """A user's own, which may read rows in its own way."""
 
         def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,8 +206,20 @@ def test_messages_of_a_users_own_transform_are_checked() -> None:
         with pytest.raises(ValueError, match=message):
             trained({"x": x}, Own())
 
+    def of_a_function(row: Mapping[str, Any]) -> dict[str, Any]:
+        question = tune_data.Message(role="user", content=row["q"], masked=True)
+        return {"messages": [question, tune_data.Message(role="assistant", content=row["a"])]}
 
-def test_a_tokenizer_that_takes_no_messages_is_refused() -> None:
+    assert trained({"q": "one two", "a": "three"}, of_a_function) == "three <2>"
+
+
+def test_tokenizers_that_do_not_fit_are_refused() -> None:
+    class Broken(Words):
+        def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+            return {"tokens": [5, 6], "mask": [False]}
+
+    with pytest.raises(ValueError, match="1"):
+        MessagesEncoder(Broken(), message_transform=PAIR())({"input": "a", "output": "b"})
     with pytest.raises(
         ValueError, match="takes text only, no messages; give one of torchtune's model tokenizers"
     ):
@@ -202,10 +229,9 @@ def test_a_tokenizer_that_takes_no_messages_is_refused() -> None:
 
 
 def test_torchtunes_transforms_with_a_hugging_face_tokenizer() -> None:
-    encoder = MessagesEncoder(byte_level(template=MARKED), message_transform=tune_data.ShareGPTToMessages())
+    encoder = MessagesEncoder(byte_level(template=MARKED), message_transform=SHARE())
     labels = encoder(share("hello", "hello there")).labels
     assert encoder.decode(labels[labels != IGNORE_INDEX].tolist()) == "hello there<|im_end|>"
-    assert encoder.fingerprint() != MessagesEncoder(byte_level(), message_transform=PAIR()).fingerprint()
 
 
 # Inside torchtune's own datasets, whose rows do not pass our encoders.
@@ -214,11 +240,11 @@ def test_torchtunes_transforms_with_a_hugging_face_tokenizer() -> None:
 class TunesDataset:
     """torchtune's SFTDataset over rows in memory."""
 
-    def __init__(self, rows: list[dict[str, Any]], transform: Any) -> None:
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
         from torchtune.datasets._sft import SFTTransform
 
         self.rows = rows
-        self._prepare_sample = SFTTransform(message_transform=transform, model_transform=Words())
+        self._prepare_sample = SFTTransform(message_transform=OPENAI(), model_transform=Words())
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -227,22 +253,30 @@ class TunesDataset:
         return self._prepare_sample(self.rows[index])
 
 
-DOORS = {
-    "stream": lambda ds: list(IterablePackedDataset(ds, max_seq_len=16)),
-    "mixture": lambda ds: list(
-        IterablePackedDataset(Mix([{"name": "a", "source": MapSource(ds), "weight": 1}]), max_seq_len=16)
+def concatenated(data: Any) -> Any:
+    from torchtune.datasets import ConcatDataset
+
+    return ConcatDataset([data])
+
+
+DOORS: dict[str, Any] = {
+    "stream": lambda data: list(IterablePackedDataset(data, max_seq_len=16)),
+    "of several": lambda data: list(IterablePackedDataset(concatenated(data), max_seq_len=16)),
+    "mixture": lambda data: list(
+        IterablePackedDataset(Mix([{"name": "a", "source": MapSource(data), "weight": 1}]), max_seq_len=16)
     ),
-    "map-style": lambda ds: PackedDataset(ds, max_seq_len=16),
-    "methods": lambda ds: list(method_loader(ds, method="exact_fit", max_seq_len=16, batch_size=1)),
+    "map-style": lambda data: PackedDataset(data, max_seq_len=16),
+    "methods": lambda data: list(method_loader(data, method="exact_fit", max_seq_len=16, batch_size=1)),
 }
 
 
-@pytest.mark.parametrize("door", sorted(DOORS))
+@pytest.mark.parametrize("door", DOORS)
 def test_torchtunes_datasets_are_guarded(door: str) -> None:
-    bad = chat(USER, {"role": "assistant", "content": None})
-    DOORS[door](TunesDataset([chat(USER, ANSWER)] * 2, tune_data.OpenAIToMessages()))
+    good = TunesDataset([chat(USER, ANSWER)] * 2)
+    for _ in range(2):  # the second time, they are guarded already
+        DOORS[door](good)
     with pytest.raises(ValueError, match=r"message 1 \(assistant\) has no content \(null\)"):
-        DOORS[door](TunesDataset([chat(USER, ANSWER), bad], tune_data.OpenAIToMessages()))
+        DOORS[door](TunesDataset([chat(USER, ANSWER), chat(USER, NULL)]))
 
 
 def test_torchtunes_builders_with_a_hugging_face_tokenizer(tmp_path: Any) -> None:
@@ -251,35 +285,20 @@ def test_torchtunes_builders_with_a_hugging_face_tokenizer(tmp_path: Any) -> Non
     from omegaconf import OmegaConf
     from torchtune import config
 
-    from streampack import packed_dataset
-
     byte_level(bos_by_itself=True, template=MARKED).save_pretrained(tmp_path / "model")
     node = {"_component_": "streampack.HFTokenizer", "path": str(tmp_path / "model")}
     tokenizer = config.instantiate(OmegaConf.create(node))
-    for rows in ([chat(USER, ANSWER)], [chat(USER, ANSWER), chat(USER, CALLING)]):
+
+    def packs(*rows: dict[str, Any]) -> Any:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        loading = {"source": "json", "data_files": str(tmp_path / "rows.jsonl"), "split": "train"}
-        loading["cache_dir"] = str(tmp_path / f"cache{len(rows)}")
         builder = {
             "_component_": "torchtune.datasets.chat_dataset", "conversation_column": "messages",
-            "conversation_style": "openai", **loading,
+            "conversation_style": "openai", "source": "json", "data_files": str(tmp_path / "rows.jsonl"),
+            "split": "train", "cache_dir": str(tmp_path / f"cache{len(rows)}"),
         }  # fmt: skip
-        if len(rows) == 2:
-            with pytest.raises(ValueError, match="has tool calls"):
-                packed_dataset(tokenizer, dataset=builder, max_seq_len=64, packed=True)
-            continue
-        [pack] = packed_dataset(tokenizer, dataset=builder, max_seq_len=64, packed=True)
-        trained = pack["labels"][pack["labels"] != IGNORE_INDEX].tolist()
-        assert tokenizer.decode(trained) == "go on<|im_end|>"
+        return packed_dataset(tokenizer, dataset=builder, max_seq_len=64, packed=True)
 
-
-def test_guarding_reaches_nested_datasets_once() -> None:
-    from torch.utils.data import Subset
-    from torchtune.datasets import ConcatDataset
-
-    inner = TunesDataset([chat(USER, ANSWER)] * 3, tune_data.OpenAIToMessages())
-    for data in (ConcatDataset([inner]), Subset(inner, [0]), inner, None, "text", [1]):
-        guard_datasets(data)
-    assert inner._prepare_sample._message_transform.kind == "OpenAIToMessages"
-    assert isinstance(inner._prepare_sample._message_transform.transform, tune_data.OpenAIToMessages)
-    assert list(inner[0]["labels"])[-3:] == list(inner[0]["tokens"])[-3:]
+    [pack] = packs(chat(USER, ANSWER))
+    assert tokenizer.decode(pack["labels"][pack["labels"] != IGNORE_INDEX].tolist()) == "go on<|im_end|>"
+    with pytest.raises(ValueError, match="has tool calls"):
+        packs(chat(USER, ANSWER), chat(USER, CALLING))

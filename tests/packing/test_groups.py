@@ -33,8 +33,9 @@ from streampack import (
     collate_packed,
 )
 from streampack.packing.batch import null_pack, stack_packs, to_torchtune
-from streampack.packing.samples import sample_from_encoded
-from streampack.streaming.balance import hand_out_order
+from streampack.streaming.balance import (
+    hand_out_order,  # private: the order that all lanes share has no other door
+)
 from streampack.tokenize import tokenize
 from tests.harness.corpus import Numbers, rows
 from tests.harness.mixtures import APART, shifted
@@ -138,13 +139,7 @@ def test_a_group_is_its_segments(segments: list[Segment]) -> None:
     assert group.paths() == [path(segments, i) for i in range(len(segments))]
     assert group.leaves == leaves(segments)
     assert group.bounds[0][0] == 0
-    copies = (
-        pickle.loads(pickle.dumps(group)),
-        copy.deepcopy(group),
-        group.copied(),
-        sample_from_encoded(group),
-    )
-    for again in copies:
+    for again in (pickle.loads(pickle.dumps(group)), copy.deepcopy(group), group.copied()):
         assert type(again) is Group
         assert same(segments_of(again), segments_of(group))
         assert again.parents == group.parents
@@ -363,11 +358,8 @@ def test_groups_lie_beside_plain_samples_of_a_mixture() -> None:
         stop="all_exhausted",
     )
     loader = PackedDataLoader(dataset(mix, encoder=None, overlong="drop"), batch_size=2)
-    found = [sample for batch in loader for sample in samples_in(batch)]
-    pairs = {repr(sample) for sample in found if sample[0].tokens[0] // 1000 < APART}
-    assert pairs == set(expected_of(ROWS))
-    others = {sample[0].tokens[0] // 1000 for sample in found} - {row["i"] for row in ROWS}
-    assert len(others) == len(ROWS)
+    found = {repr(sample) for batch in loader for sample in samples_in(batch)}
+    assert found == {*expected_of(ROWS), *(repr(segments_of(Numbers()(row))) for row in shifted(ROWS, APART))}
 
 
 @pytest.mark.parametrize("balance_window", [0, 3])
@@ -391,17 +383,6 @@ def test_a_resume_at_every_step_gives_the_same_batches(tmp_path: Path, balance_w
         resumed = loader()
         resumed.load_state_dict(state)
         assert [plain(batch) for batch in itertools.islice(resumed, 4)] == whole[number + 1 : number + 5]
-
-
-def test_worker_processes_hand_out_the_same_batches() -> None:
-    def loader(num_workers: int) -> PackedDataLoader:
-        data = dataset(LONG, overlong="truncate", truncate_side="left", epochs=2)
-        return PackedDataLoader(data, batch_size=2, num_workers=num_workers)
-
-    first, second = loader(2), loader(1)
-    begun = [plain(batch) for batch in itertools.islice(first, 5)]
-    second.load_state_dict(first.state_dict())
-    assert begun + [plain(batch) for batch in second] == [plain(batch) for batch in loader(0)]
 
 
 @pytest.mark.parametrize("balance_window", [0, 4])
@@ -445,14 +426,6 @@ def test_the_packs_of_a_window_are_handed_out_by_what_groups_cost(cost: dict[str
         wanted += [packs[i] for i in order]
     assert [pack.tokens.tolist() for pack in balanced] == [pack.tokens.tolist() for pack in wanted]
     assert [pack.tokens.tolist() for pack in balanced] != [pack.tokens.tolist() for pack in unbalanced]
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_groups_are_estimated_as_they_are_packed(side: str) -> None:
-    data = [{"i": i, "n": 3 + i % 25} for i in range(300)]
-    options: dict[str, Any] = {"overlong": "truncate", "truncate_side": side, "num_lanes": 1}
-    known = dataset(data, **options).estimate(rows=150, num_lanes=1)
-    assert known.packs == pytest.approx(len(list(dataset(data, **options))), rel=0.1)
 
 
 def test_a_fragment_is_traced_to_its_segment() -> None:

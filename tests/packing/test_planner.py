@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.lengths import lengths as benchmark_lengths
 from streampack import IterablePackedDataset, PackedDataset, plan_packs
-from streampack.packing.attention_cost import AttentionCost
-from streampack.packing.settings import OVERLONG
-from streampack.packing.strategies import STRATEGIES
 from tests.harness.strategies import WAYS, settings_of
 from tests.oracle import packing as oracle
-
-CHOOSING = tuple(oracle.CHOOSE)
 
 
 @st.composite
@@ -44,23 +39,20 @@ def sizes(packs: list[list[tuple[int, int, int]]]) -> list[list[int]]:
     return [[stop - start for _, start, stop in pack] for pack in packs]
 
 
-def test_every_strategy_is_tested() -> None:
-    assert set(CHOOSING) == set(STRATEGIES)
-
-
 @pytest.mark.parametrize("strategy", WAYS)
 @given(
     corpus=corpora(longest=4),
     buffer_size=st.integers(1, 6),
     overlong=st.sampled_from(["split", "drop", "truncate"]),
     side=st.sampled_from(["right", "left"]),
+    convert=st.sampled_from([list, np.array, lambda values: [np.int32(v) for v in values]]),
 )
 def test_plans_match_the_reference_implementation(
-    strategy: str, corpus: tuple[list[int], int], buffer_size: int, overlong: str, side: str
+    strategy: str, corpus: tuple[list[int], int], buffer_size: int, overlong: str, side: str, convert: Any
 ) -> None:
     lengths, limit = corpus
     common: Any = {"strategy": strategy, "buffer_size": buffer_size, "overlong": overlong}
-    assert plan(lengths, limit, **common, truncate_side=side) == oracle.plan(
+    assert plan(convert(lengths), limit, **common, truncate_side=side) == oracle.plan(
         lengths, limit, **common, side=side
     )
 
@@ -109,14 +101,6 @@ def test_packs_of_examples_worked_out_by_hand(
     lengths = [5, 4, 2, 3, 4, 8, 1, 1, 6]
     unlimited = plan(lengths, 8, strategy=strategy)
     assert plan(lengths, 8, strategy=strategy, max_seqs_per_pack=8) == unlimited, "no pack reaches the limit"
-
-
-def test_exact_fit_prefers_the_earliest_arrivals() -> None:
-    # The 6 leaves room for 4. The pieces of 1 and 3 arrive before the single 4, and in the second line so do 2 and 2.
-    assert plan([6, 1, 3, 4], 10)[0] == [(0, 0, 6), (1, 0, 1), (2, 0, 3)]
-    assert plan([6, 2, 3, 2, 4], 10)[0] == [(0, 0, 6), (1, 0, 2), (3, 0, 2)]
-    # No sum is exact. The fullest that buffer_size=3 allows is 3 + 3 + 3, with the first two of the three waiting 3s.
-    assert plan([3, 3, 3, 3, 5], 10, buffer_size=3)[0] == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
 
 
 @pytest.mark.parametrize("strategy", WAYS)
@@ -214,20 +198,9 @@ def test_pack_counts_of_the_benchmark_distributions(name: str, extra: int, bound
     assert 0 <= sum(some) / (4096 * least) - sum(some) / (4096 * made) < 0.005
 
 
-@pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize("convert", [list, np.array, lambda values: [np.int32(v) for v in values]])
-def test_corner_cases(strategy: str, convert: Callable[[list[int]], Any]) -> None:
-    assert plan(convert([]), 8, strategy=strategy) == []
-    assert plan(convert([8]), 8, strategy=strategy) == [[(0, 0, 8)]]
-    assert plan(convert([1] * 3), 1, strategy=strategy) == [[(0, 0, 1)], [(1, 0, 1)], [(2, 0, 1)]]
-    # A pack may hold more pieces than may wait, for which the buffer is filled again and again.
-    for buffer_size in (1, 2, 128):
-        ones = plan(convert([1] * 20), 16, buffer_size=buffer_size, strategy=strategy)
-        assert [len(pack) for pack in ones] == [16, 4]
-
-
 # What is refused.
 
+POLICIES = ("error", "drop", "truncate", "split")
 WRAP = "; for documents that continue in the next pack set split_across_pack=True"
 
 
@@ -251,22 +224,34 @@ WRAP = "; for documents that continue in the next pack set split_across_pack=Tru
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused_at_the_call(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        plan_packs([1, 2], **{"max_seq_len": 8, **options})  # not iterated
-    assert str(error.value).startswith(message)
     rows = [{"input_ids": [1]}]
-    for door in (IterablePackedDataset, PackedDataset):
+    for make in (plan_packs, IterablePackedDataset, PackedDataset):  # not iterated
         with pytest.raises(ValueError) as error:
-            door(rows, **{"max_seq_len": 8, **options})
+            make([1, 2] if make is plan_packs else rows, **{"max_seq_len": 8, **options})
         assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("door", [IterablePackedDataset, PackedDataset])
-def test_packs_are_padded_to_a_multiple_that_divides_them(door: Any) -> None:
-    with pytest.raises(
-        ValueError, match="^max_seq_len=100 is no multiple of pad_pack_to=16; set max_seq_len to 112"
-    ):
-        door([{"input_ids": [1]}], max_seq_len=100, pad_pack_to=16)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            {"pad_pack_to": 16, "max_seq_len": 100},
+            "max_seq_len=100 is no multiple of pad_pack_to=16; set max_seq_len",
+        ),
+        (
+            {"balance_cost": {"window": 4}},
+            "balance_cost has no 'window'; its keys are sliding_window, chunk_size",
+        ),
+        ({"balance_cost": {"sliding_window": 0}}, "balance_cost.sliding_window=0"),
+        ({"balance_cost": {"chunk_size": 2.5}}, "balance_cost.chunk_size=2.5"),
+        ({"balance_cost": {"sliding_window": 4, "chunk_size": 4}}, "give one of the two"),
+        ({"balance_cost": "squared"}, "balance_cost='squared' is no mapping"),
+    ],
+)
+def test_settings_of_streams_that_cannot_be_are_refused(setting: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        IterablePackedDataset([{"input_ids": [1]}], **{"max_seq_len": 8} | setting)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +259,7 @@ def test_packs_are_padded_to_a_multiple_that_divides_them(door: Any) -> None:
     [
         ([3, 9], {}, "sample 1 has 9 tokens, max_seq_len is 8; set overlong to 'split', 'truncate' or 'drop', or"),
         ([9], {"split_across_pack": True, "overlong": "error"}, "sample 0 has 9 tokens"),
-        *(([3, 0], {"overlong": overlong}, "sample 1 has 0 tokens; remove it") for overlong in OVERLONG),
+        *(([3, 0], {"overlong": overlong}, "sample 1 has 0 tokens; remove it") for overlong in POLICIES),
         ([3, 2.5, 4], {}, "sample 1 has 2.5 tokens; give a whole number"),
     ],
 )  # fmt: skip
@@ -285,46 +270,7 @@ def test_lengths_that_cannot_be_are_refused(lengths: Any, options: dict[str, Any
 
 
 def test_overlong_is_split_by_default_with_split_across_pack_only() -> None:
-    for strategy in CHOOSING:  # no strategy is used
+    for strategy in oracle.CHOOSE:  # no strategy is used
         packs = plan_packs([9], 8, split_across_pack=True, strategy=strategy)
         assert [[tuple(span) for span in pack] for pack in packs] == [[(0, 0, 8)], [(0, 8, 9)]]
     assert not list(plan_packs([9], 8, split_across_pack=True, overlong="drop"))
-
-
-# What the attention of a pack costs, by counting the pairs of a mask one by one.
-
-
-def pairs(length: int, kind: str | None, limit: int) -> int:
-    """Count the pairs (query, key) of one sequence."""
-    return sum(
-        (kind != "sliding_window" or query - key < limit)
-        and (kind != "chunk_size" or query // limit == key // limit)
-        for query in range(length)
-        for key in range(query + 1)
-    )
-
-
-@given(
-    st.lists(st.integers(1, 40), max_size=4),
-    st.sampled_from([None, "sliding_window", "chunk_size"]),
-    st.integers(1, 50),
-)
-def test_cost_counts_the_pairs_of_the_mask(seq_lens: list[int], kind: str | None, limit: int) -> None:
-    cost = AttentionCost.from_setting({kind: limit} if kind else None)
-    assert cost.of(seq_lens) == sum(pairs(length, kind, limit) for length in seq_lens)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"window": 4}, "balance_cost has no 'window'; its keys are sliding_window, chunk_size"),
-        ({"sliding_window": 0}, "balance_cost.sliding_window=0"),
-        ({"chunk_size": 2.5}, "balance_cost.chunk_size=2.5"),
-        ({"sliding_window": 4, "chunk_size": 4}, "give one of the two"),
-        ("squared", "balance_cost='squared' is no mapping"),
-    ],
-)
-def test_costs_that_cannot_be_are_refused(setting: Any, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        IterablePackedDataset([{"input_ids": [1]}], max_seq_len=8, balance_cost=setting)
-    assert message in str(error.value)

@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 import tracemalloc
+import types
 from collections import Counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataset, plan_packs
+from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataset, packed_dataset
 from tests.oracle import packing as oracle
 
 torchtune_datasets = pytest.importorskip("torchtune.datasets")
@@ -64,34 +65,11 @@ KEYS = ("tokens", "labels", "input_pos", "seq_lens")
 some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
 
-# Contents of packs
-
-
-@given(some_lengths, settings_of_all_kinds)
-def test_packs_are_those_of_the_plan(lengths: list[int], settings: Any) -> None:
-    rows = rows_of(lengths)
-    packed = PackedDataset(rows, **settings, padding_idx=7)
-    plan = list(plan_packs(lengths, **settings))
-    assert len(packed) == len(plan)
-    for pack, spans in zip(packed, plan, strict=True):
-        assert [tuple(f[:3]) for f in pack["fragments"]] == [((i,), start, stop) for i, start, stop in spans]
-        tokens, labels, positions = [], [], []
-        for i, start, stop in spans:
-            tokens += rows[i]["tokens"][start:stop]
-            labels += [IGNORE_INDEX, *rows[i]["labels"][start + 1 : stop]]
-            positions += range(stop - start)
-        padding = settings["max_seq_len"] - len(tokens)
-        assert pack["tokens"].tolist() == tokens + [7] * padding
-        assert pack["labels"].tolist() == labels + [IGNORE_INDEX] * padding
-        assert pack["input_pos"].tolist() == [*positions, *range(padding)]
-        assert pack["seq_lens"].tolist() == [s.stop - s.start for s in spans] + [padding] * (padding > 0)
-        assert pack["num_seqs"] == len(spans)
-
-
 @given(some_lengths, settings_of_all_kinds, st.sampled_from([1, 1, 2, 3]), st.sampled_from([None, 5]))
 def test_the_same_packs_as_the_stream_of_one_lane(
     lengths: list[int], settings: Any, multiple: int, eos: int | None
 ) -> None:
+    """Which is compared with the oracle; and the same ledger."""
     settings = {**settings, "max_seq_len": settings["max_seq_len"] * multiple, "truncate_eos": eos}
     rows = rows_of(lengths)
     mapped = PackedDataset(rows, **settings, pad_seqs_to=multiple, padding_idx=7)
@@ -103,49 +81,27 @@ def test_the_same_packs_as_the_stream_of_one_lane(
         for key in KEYS:
             assert torch.equal(ours[key], theirs[key])
         assert ours["fragments"] == theirs["fragments"]
-    assert not streamed or mapped.ledger().packed == stream.ledger().packed
-
-
-# The ledger
-
-
-@given(some_lengths, settings_of_all_kinds, st.none() | st.integers(0, 6), st.booleans())
-def test_every_token_is_packed_buffered_or_dropped(
-    lengths: list[int], settings: Any, max_packs: int | None, some_empty: bool
-) -> None:
-    lengths = [0, *lengths, 0] if some_empty else lengths
-    data = Counted(lengths)
-    packed = PackedDataset(data, **settings, max_packs=max_packs, empty="drop")
-    ledger, limit = packed.ledger(), settings["max_seq_len"]
-    read = [lengths[i] for i in data.reads]
-    assert list(data.reads) == list(range(len(read)))
-    assert (ledger.samples, ledger.tokens_in) == (len(read), sum(read))
-    # Counted from the packs themselves, token by token: none twice.
-    places = [(f.row_id, i) for pack in packed for f in pack["fragments"] for i in range(f.start, f.stop)]
-    assert len(places) == len(set(places)) == ledger.packed
-    assert (ledger.packs, ledger.capacity) == (len(packed), len(packed) * limit)
-    overlong = [n for n in read if n > limit]
-    lost = {"drop": sum(overlong), "truncate": sum(overlong) - limit * len(overlong), "split": 0}
-    reason = {"drop": "overlong", "truncate": "truncated"}.get(settings["overlong"])
-    for name, tokens in ledger.dropped.items():
-        assert tokens == (lost[settings["overlong"]] if name == reason else 0)
-    assert ledger.dropped_samples["empty"] == read.count(0)
-    assert ledger.dropped_samples[reason or "overlong"] == (len(overlong) if reason else 0)
-    assert ledger.buffered == sum(read) - len(places) - lost[settings["overlong"]] >= 0
-    if max_packs is None:
-        assert len(read) == len(lengths)
-        assert ledger.buffered == 0
-
-
-# max_packs
+    assert not streamed or mapped.ledger().as_dict() == stream.ledger().as_dict()
 
 
 @given(some_lengths, settings_of_all_kinds, st.integers(0, 6))
 def test_max_packs_makes_the_first_of_all_packs(lengths: list[int], settings: Any, max_packs: int) -> None:
-    rows = rows_of(lengths)
-    every, some = PackedDataset(rows, **settings), PackedDataset(rows, **settings, max_packs=max_packs)
+    """And its ledger is that of what was read for them, empty samples too."""
+    data = Counted([0, *lengths, 0])
+    every, some = (
+        PackedDataset(data, **settings, max_packs=most, empty="drop") for most in (None, max_packs)
+    )
     assert len(some) == min(max_packs, len(every))
     assert [p["tokens"].tolist() for p in some] == [p["tokens"].tolist() for p in every][:max_packs]
+    data.reads.clear()
+    ledger = PackedDataset(data, **settings, max_packs=max_packs, empty="drop").ledger()
+    read = [data.lengths[i] for i in data.reads]
+    assert (ledger.samples, ledger.tokens_in) == (len(read), sum(read))
+    assert ledger.dropped_samples["empty"] == read.count(0)
+    # Counted from the packs themselves, token by token: none twice.
+    places = {(f.row_id, i) for pack in some for f in pack["fragments"] for i in range(f.start, f.stop)}
+    assert (ledger.packs, ledger.packed) == (len(some), len(places))
+    assert ledger.buffered == sum(read) - len(places) - sum(ledger.dropped.values()) >= 0
 
 
 @pytest.mark.parametrize(
@@ -447,9 +403,112 @@ def test_the_ledger_counts_under_parity_too() -> None:
     assert repr(packed) == ("<PackedDataset: 1 packs of 8 tokens from 3 samples, 37.5% padding, torchtune>")
 
 
-def test_the_default_packs_more_tightly() -> None:
-    lengths = (np.random.default_rng(0).lognormal(3, 0.7, 500).astype(int) + 1).clip(max=128).tolist()
-    rows = rows_of(lengths)
-    fewest = -(-sum(lengths) // 128)
-    assert len(PackedDataset(rows, max_seq_len=128)) == fewest
-    assert len(torchtune_datasets.PackedDataset(rows, max_seq_len=128)) > 1.05 * fewest
+# The builder.
+
+
+def plain_rows(lengths: list[int]) -> list[dict[str, list[int]]]:
+    return [{"tokens": row["tokens"], "labels": row["tokens"]} for row in rows_of(lengths)]
+
+
+class Tokenizer:
+    """A tokenizer that truncates at ``max_seq_len`` like torchtune's."""
+
+    pad_id = 77
+
+    def __init__(self, max_seq_len: int | None = None) -> None:
+        self.max_seq_len = max_seq_len
+
+
+def provide(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    """Make this function importable as ``my_data.build``."""
+    build.__module__ = "my_data"
+    monkeypatch.setitem(sys.modules, "my_data", types.SimpleNamespace(build=build))
+    monkeypatch.setenv("STREAMPACK_TRUST", "my_data")
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    def build(tokenizer: Tokenizer, *, lengths: list[int], **_: Any) -> list[Any]:
+        return plain_rows([min(length, tokenizer.max_seq_len or length) for length in lengths])
+
+    provide(monkeypatch, build)
+    return {"_component_": "my_data.build", "lengths": [5, 3, 12]}
+
+
+def make(node: Any, limit: int | None = 8, *, tokenizer: Any = None, **settings: Any) -> PackedDataset:
+    return packed_dataset(tokenizer or Tokenizer(limit), dataset=node, **{"packed": True, **settings})
+
+
+def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
+    tokenizer = Tokenizer(8)
+    packed = make({**node, "packed": False}, tokenizer=tokenizer, overlong="drop", buffer_size=3)
+    assert (packed.max_seq_len, packed.padding_idx, packed.packing.buffer_size) == (8, 77, 3)
+    assert packed.ledger().dropped["overlong"] == 12, "the tokenizer did not cut it to 8"
+    assert packed[0]["tokens"].tolist() == [1000, 1001, 1002, 1003, 1004, 2000, 2001, 2002]
+    assert tokenizer.max_seq_len == 8, "the recipe's tokenizer is not changed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "third"),
+    [
+        ({}, [*range(3000, 3007), 9]),
+        ({"overlong": "truncate", "truncate_eos": 5}, [*range(3000, 3007), 5]),
+        ({"overlong": "truncate", "truncate_side": "left"}, [*range(3004, 3012)]),
+    ],
+)
+def test_long_samples_are_cut_by_default(node: Any, settings: dict[str, Any], third: list[int]) -> None:
+    tokenizer = Tokenizer(8)
+    tokenizer.eos_id = 9  # type: ignore[attr-defined]
+    packed = make(node, tokenizer=tokenizer, **settings)
+    assert packed[1]["tokens"].tolist() == third
+    assert packed.ledger().dropped["truncated"] == 4
+
+
+def test_settings_of_the_node_override_the_tokenizers(node: Any) -> None:
+    packed = make(node, max_seq_len=16, padding_idx=5, max_packs=1, split_across_pack=True)
+    assert [pack["seq_lens"].tolist() for pack in packed] == [[5, 3, 8]]
+    assert packed.padding_idx == 5
+
+
+def test_under_parity_the_tokenizer_cuts_and_the_padding_is_0(node: Any) -> None:
+    packed = make(node, 7, parity="torchtune")
+    assert [pack["seq_lens"].tolist() for pack in packed] == [[5, 2], [3, 4], [7]]
+    assert packed.padding_idx == 0
+
+
+INNER = "in the inner dataset node: packing is the outer node's"
+NO_NODE = r"must be a node with a _component_, such as .*PackedDataset\(ds"
+
+
+@pytest.mark.parametrize(
+    ("inner", "settings", "message"),
+    [
+        ({}, {"packed": False}, "^packed=False: write `packed: True` beside `_component_: streampack.packed_dataset`"),
+        ({}, {"packed": "False"}, "^packed='False': write `packed: True` .*dropped in silence"),
+        ({}, {"packed": 1}, "^packed=1: write `packed: True`"),
+        ({}, {"limit": None, "max_seq_len": 8}, "sample 2 has 12 tokens, max_seq_len is 8; set overlong"),
+        ({}, {"limit": None}, "^max_seq_len is None here and in the tokenizer; set max_seq_len"),
+        ({}, {"tokenizer": object()}, "^max_seq_len is None here and in the tokenizer; set max_seq_len"),
+        ({}, {"tokenizer": types.SimpleNamespace(max_seq_len=8, pad_id=None)},
+         r"^the tokenizer \(SimpleNamespace\) has no pad_id; set padding_idx"),
+        ({"packed": True}, {}, f"^packed=True {INNER}"),
+        ({"split_across_pack": True}, {}, f"^split_across_pack=True {INNER}"),
+        ({"max_packs": 4}, {}, f"^max_packs=4 {INNER}"),
+        ({"_component_": "os.system"}, {}, "^_component_ 'os.system' is not among the components that a config may"),
+        ({"_component_": "my_data.nothing"}, {}, "^_component_ 'my_data.nothing' leads to nothing"),
+        ({"_component_": None}, {}, NO_NODE),
+        ("torchtune.datasets.alpaca_dataset", {}, NO_NODE),
+        (None, {}, NO_NODE),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_packed_is_refused(node: Any, inner: Any, settings: Any, message: str) -> None:
+    if isinstance(inner, dict):
+        inner = {name: value for name, value in (node | inner).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        make(inner, **settings)
+
+
+def test_an_inner_dataset_that_packs_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(monkeypatch, lambda _: PackedDataset(rows_of([3, 4]), max_seq_len=8))
+    with pytest.raises(ValueError, match=r"^sample 0: there is a column 'seq_lens': it is a pack already"):
+        make({"_component_": "my_data.build"})

@@ -1,0 +1,584 @@
+"""Preference pairs and rollouts: every form of row, what TRL and torchtune make of it, and the prompt kept once."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack import (
+    IGNORE_INDEX,
+    ChatEncoder,
+    Group,
+    HFTokenizer,
+    IterablePackedDataset,
+    PackedDataLoader,
+    ParquetSource,
+    PreferenceEncoder,
+    PromptCompletionEncoder,
+    RolloutEncoder,
+)
+from tests.harness.hf_tokenizers import CHATML, CROSSING, DEAF, FORGETFUL, MARKED, Letters, byte_level
+
+tune = pytest.importorskip("torchtune.data")
+
+USER = {"role": "user", "content": "What is the answer?"}
+SYSTEM = {"role": "system", "content": "be kind"}
+GOOD = {"role": "assistant", "content": "The answer is 42."}
+BAD = {"role": "assistant", "content": "The answer is one."}
+TALK = [SYSTEM, {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello there"}, USER]
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": "{}"}}],
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"town": {"type": "string"}}}}
+LETTERS = Letters()
+TRANSFORM = tune.ChosenRejectedToMessages
+
+
+@pytest.fixture(scope="module")
+def chatml() -> Any:
+    return byte_level(bos_by_itself=True, template=CHATML)
+
+
+def sequences(group: Group) -> list[list[int]]:
+    """The tokens of each answer, with its prompt."""
+    bounds = group.bounds
+    return [
+        [token for segment in group.paths()[leaf] for token in group.tokens[slice(*bounds[segment])].tolist()]
+        for leaf in group.leaves
+    ]
+
+
+def trained(group: Group) -> list[list[int]]:
+    """The trained tokens of each answer."""
+    return [[label for label in group.labels[slice(*group.bounds[leaf])].tolist() if label != IGNORE_INDEX]
+            for leaf in group.leaves]  # fmt: skip
+
+
+def content(group: Group) -> Any:
+    return group.tokens.tolist(), group.labels.tolist(), group.lengths, group.parents
+
+
+def pair(**row: Any) -> dict[str, Any]:
+    return {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], **row}
+
+
+# Against the encoder of completions, which knows no groups.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answers"),
+    [
+        ("What is", [" the answer?", " 42", " the end"]),
+        ([USER], [[GOOD], [BAD], [{"role": "assistant", "content": "no"}]]),
+        (TALK, [[GOOD], [BAD]]),
+        (TALK, [[GOOD, USER, GOOD], [BAD, USER, GOOD]]),
+        ([USER], [[GOOD], [GOOD]]),  # as in public data sets; their loss has no gradient
+    ],
+)
+def test_answers_are_encoded_as_completions_of_their_prompt(chatml: Any, prompt: Any, answers: Any) -> None:
+    """Prefix and answer are the whole, and the labels are those of the answer alone."""
+    wholes = [PromptCompletionEncoder(chatml)({"prompt": prompt, "completion": each}) for each in answers]
+    pairs = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+    for group in (
+        RolloutEncoder(chatml)({"prompt": prompt, "completions": answers}),
+        PreferenceEncoder(chatml)(pairs),
+    ):
+        count = len(group.leaves)
+        assert group.parents == (-1, *[0] * count)
+        assert sequences(group) == [whole.tokens.tolist() for whole in wholes[:count]]
+        assert trained(group) == [
+            whole.labels[whole.labels != IGNORE_INDEX].tolist() for whole in wholes[:count]
+        ]
+        assert (group.labels[: group.lengths[0]] == IGNORE_INDEX).all(), "the prompt is not trained"
+    apart = PreferenceEncoder(chatml, share_prefix=False, fields=["margin"])({**pairs, "margin": 1.5})
+    assert content(apart) == content(PreferenceEncoder(chatml)(pairs).unshared())
+    assert apart.fields["margin"].tolist() == [1.5, 1.5]
+
+
+PARTS = [{"type": "text", "text": GOOD["content"]}]
+FORMS: dict[str, dict[str, Any]] = {
+    "implicit": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "explicit, and in the answers": {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "UltraFeedback": {"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD], "messages": []},
+    "text and messages": {"prompt": USER["content"], "chosen": [GOOD], "rejected": [BAD]},
+    "messages and text": {"prompt": [USER], "chosen": GOOD["content"], "rejected": BAD["content"]},
+    "one message each": {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
+    "JSON text": {name: json.dumps(value) for name, value in pair().items()},
+    "ShareGPT": {
+        "prompt": [{"from": "human", "value": USER["content"]}],
+        "chosen": {"from": "gpt", "value": GOOD["content"]},
+        "rejected": {"from": "gpt", "value": BAD["content"]},
+    },
+    "arrays": {name: np.array(value, dtype=object) for name, value in pair().items()},
+    "nulls and parts": pair(chosen=[{**GOOD, "tool_calls": None, "content": PARTS}], tools=None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_of_a_pair_give_the_same_tokens(chatml: Any, form: str) -> None:
+    assert content(PreferenceEncoder(chatml)(FORMS[form])) == content(PreferenceEncoder(chatml)(pair()))
+
+
+def test_tools_of_pairs_and_of_rollouts_are_rendered(chatml: Any) -> None:
+    same = PreferenceEncoder(chatml)(pair(chosen=[CALL], tools=json.dumps([TOOL])))
+    openai = PreferenceEncoder(
+        chatml, prompt="input", chosen="preferred_output", rejected="non_preferred_output"
+    )({
+        "input": {"messages": [USER], "tools": [TOOL]}, "preferred_output": [CALL], "non_preferred_output": [BAD],
+    })  # fmt: skip
+    assert openai.tokens.tolist() == same.tokens.tolist()
+    assert '"parameters"' in PreferenceEncoder(chatml).decode(same.tokens.tolist())
+    row = {"prompt": TALK, "completions": [[5], [6, 7]], "tools": json.dumps([TOOL])}
+    expected = chatml.apply_chat_template(TALK, add_generation_prompt=True, tools=[TOOL], return_dict=True)
+    group = RolloutEncoder(chatml)(row)
+    assert group.tokens.tolist() == [*expected["input_ids"], 5, 6, 7], (
+        "a prompt before ids is that of inference"
+    )
+    assert RolloutEncoder(chatml, ignore=["tools"])(row).tokens.size < group.tokens.size
+
+
+def test_conversations_share_their_common_messages(chatml: Any) -> None:
+    """An earlier answer in both is of the prompt; after the first difference all answers are trained."""
+    encoder = PreferenceEncoder(chatml)
+    row = {"chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]}
+    assert encoder(row).tokens.tolist() == encoder(pair(prompt=TALK)).tokens.tolist()
+    apart = encoder({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD, USER, BAD]})
+    assert [encoder.decode(tokens).count("The answer") for tokens in trained(apart)] == [2, 2]
+    longer = encoder({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]})
+    assert [encoder.decode(tokens).count("The answer") for tokens in trained(longer)] == [1, 2]
+    systems = encoder({"chosen": [SYSTEM, USER, GOOD], "rejected": [USER, BAD]})
+    shared = encoder.decode(systems.tokens[: systems.lengths[0]].tolist())
+    assert shared == "<s><|im_start|>", "little is shared"
+    assert sequences(systems)[0] == ChatEncoder(chatml)({"messages": [SYSTEM, USER, GOOD]}).tokens.tolist()
+    tools = encoder(pair(chosen=[CALL, {"role": "tool", "content": "rain"}, GOOD]))
+    assert encoder.decode(trained(tools)[0]).count("<|im_end|>") == 2, "what a tool says is not trained"
+
+
+words = st.text(alphabet="ab c\n42?", max_size=9)
+
+
+@given(words, words, words, st.booleans(), st.booleans())
+def test_texts_are_never_changed(
+    prompt: str, chosen: str, rejected: str, add_eos: bool, implicit: bool
+) -> None:
+    """With a prompt or without: prefix and answer are the tokens of the whole text, or the pair is refused."""
+    encoder = PreferenceEncoder(LETTERS, add_eos=add_eos)
+    row = {"chosen": prompt + chosen, "rejected": prompt + rejected} if implicit else {
+        "prompt": prompt, "chosen": chosen, "rejected": rejected
+    }  # fmt: skip
+    wholes = [LETTERS.encode(prompt + answer, add_eos=add_eos) for answer in (chosen, rejected)]
+    no_answer = not add_eos and not (chosen and rejected)
+    nothing_apart = implicit and wholes[0] == wholes[1]
+    try:
+        group = encoder(row)
+    except ValueError as error:
+        assert no_answer or nothing_apart or len(min(wholes, key=len)) == 1, error
+    else:
+        assert sequences(group) == wholes
+        assert min(group.lengths) >= 1
+        answers = [[*answer.encode(), *([2] * add_eos)] for answer in (chosen, rejected)]
+        assert implicit or trained(group) == answers
+
+
+class WithoutBOS(Letters):
+    bos_id = None  # type: ignore[assignment]
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = True) -> list[int]:
+        return super().encode(text, add_bos=False, add_eos=add_eos)
+
+
+def test_texts_without_a_common_token_stand_side_by_side() -> None:
+    encoder = PreferenceEncoder(WithoutBOS(), add_bos=False)
+    group = encoder({"chosen": "ab", "rejected": "ca"})
+    assert (group.lengths, group.parents) == ((3, 3), (-1, -1))
+    assert sequences(group) == [[97, 98, 2], [99, 97, 2]]
+    one = PreferenceEncoder(WithoutBOS(), add_bos=False, add_eos=False)({"chosen": "abc", "rejected": "ab"})
+    assert (one.tokens.tolist(), one.lengths) == ([*b"abcb"], (1, 2, 1)), "each keeps a token"
+
+
+# Against TRL.
+
+
+def trl_of(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[list[int]]]:
+    """What TRL's DPOTrainer tokenizes a row to, by the lines of its `_prepare_dataset`."""
+    trl = pytest.importorskip("trl")
+    row = trl.maybe_extract_prompt(row)
+
+    def ids(text: Any, **settings: Any) -> list[int]:
+        if isinstance(text, str):
+            return list(tokenizer(text)["input_ids"])
+        return list(tokenizer.apply_chat_template(text, return_dict=True, **settings)["input_ids"])
+
+    if isinstance(row["prompt"], str):
+        row = {**row, **{name: row[name] + tokenizer.eos_token for name in ("chosen", "rejected")}}
+        before = ids(row["prompt"])
+    else:
+        before = ids(row["prompt"], add_generation_prompt=True)
+    wholes = [ids(row["prompt"] + row[name]) for name in ("chosen", "rejected")]
+    assert all(whole[: len(before)] == before for whole in wholes)
+    return before, [whole[len(before) :] for whole in wholes]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        pair(),
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
+    ],
+    ids=["explicit", "implicit", "messages", "implicit messages", "text in messages", "several turns"],
+)
+def test_trls_documented_formats_give_trls_tokens(chatml: Any, row: dict[str, Any]) -> None:
+    before, answers = trl_of(row, chatml)
+    group = PreferenceEncoder(chatml)(row)
+    assert sequences(group) == [before + answer for answer in answers]
+    assert trained(group) == answers
+    for end in ("ids", "input_ids"):  # rows that are tokens already
+        names = [f"{name}_{end}" for name in ("prompt", "chosen", "rejected")]
+        again = PreferenceEncoder(chatml)(dict(zip(names, [before, *answers], strict=True)))
+        assert content(again)[:2] == content(group)[:2]
+
+
+# Against torchtune.
+
+
+def tune_tokenizer(kind: str, folder: Path) -> Any:
+    """torchtune's tokenizer of Llama 3, with the 256 bytes for its vocabulary; or ours, through its interface."""
+    if kind == "ours":
+        return HFTokenizer(byte_level(template=MARKED))
+    from torchtune.models.llama3 import llama3_tokenizer
+
+    path = folder / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)))
+    return llama3_tokenizer(str(path))
+
+
+TUNE_ROWS = [
+    {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    {"chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
+    {"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD]},
+]
+
+
+@pytest.mark.parametrize("kind", ["llama3", "ours"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"new_system_prompt": "be brief"}, {"train_on_input": True}], ids=str
+)
+def test_torchtunes_transform_gives_what_its_dataset_gives(tmp_path: Path, kind: str, settings: Any) -> None:
+    """The same tokens and masks; also as rows that are tokens already, of its dataset as a source."""
+    datasets = pytest.importorskip("torchtune.datasets")
+    tokenizer = tune_tokenizer(kind, tmp_path)
+    (tmp_path / "rows.json").write_text(json.dumps(TUNE_ROWS))
+    theirs = datasets.PreferenceDataset(
+        source="json", data_files=str(tmp_path / "rows.json"), split="train", tokenizer=tokenizer,
+        message_transform=TRANSFORM(**settings), cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    encoder = PreferenceEncoder(tokenizer, message_transform=TRANSFORM(**settings))
+    for row, expected in zip(TUNE_ROWS, theirs, strict=True):
+        for group in (encoder(row), PreferenceEncoder(tokenizer)(expected)):
+            apart = group.unshared()
+            for (start, stop), name in zip(apart.bounds, ("chosen", "rejected"), strict=True):
+                assert apart.tokens[start:stop].tolist() == expected[f"{name}_input_ids"]
+                labels = [int(label) for label in expected[f"{name}_labels"]]
+                assert apart.labels[start:stop].tolist() == [IGNORE_INDEX, *labels[1:]]
+    assert "masked" not in str(TUNE_ROWS), "torchtune's transform writes into the row that it is given"
+
+
+def test_earlier_answers_of_both_can_be_masked(tmp_path: Path) -> None:
+    tokenizer = tune_tokenizer("llama3", tmp_path)
+    both, masked = (
+        PreferenceEncoder(tokenizer, message_transform=TRANSFORM(), mask_shared=flag)(TUNE_ROWS[1])
+        for flag in (False, True)
+    )
+    assert sequences(both) == sequences(masked)
+    shared = bytes(token for token in masked.tokens[: masked.lengths[0]].tolist() if token < 256)
+    assert b"hello there" in shared
+    assert [bytes(t for t in tokens if t < 256) for tokens in trained(masked)] == [
+        b"assistant\n\n" + answer["content"].encode() for answer in (GOOD, BAD)
+    ], "its tokenizer trains the header of an answer, too"
+
+
+def test_question_and_answers_in_columns(tmp_path: Path) -> None:
+    from torchtune.datasets._stack_exchange_paired import StackExchangePairedToMessages
+
+    tokenizer = tune_tokenizer("llama3", tmp_path)
+    columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
+    encoder = PreferenceEncoder(
+        tokenizer, message_transform=StackExchangePairedToMessages(column_map=columns)
+    )
+    row = {"question": USER["content"], "better": GOOD["content"], "worse": BAD["content"]}
+    same = PreferenceEncoder(tokenizer, message_transform=TRANSFORM())(TUNE_ROWS[0])
+    assert encoder(row).tokens.tolist() == same.tokens.tolist()
+    with pytest.raises(ValueError, match="column 'worse' holds a NoneType; it must be text"):
+        encoder({**row, "worse": None})
+
+
+# Numbers of answers and of tokens.
+
+
+def test_fields_arrive_at_their_answers_also_from_tables(chatml: Any, tmp_path: Path) -> None:
+    """Of `datasets` and Parquet, which hold a null wherever another row's message has a key."""
+    datasets = pytest.importorskip("datasets")
+    rows = [pair(ref=[-1.0, -2.0], margin=3, bad=2), pair(chosen=[CALL, GOOD], ref=[0.5, 1], margin=4, bad=5)]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    encoder = PreferenceEncoder(chatml, fields={"ref": "ref", "margin": "margin", "score": ["margin", "bad"]})
+    for source in (rows, table, ParquetSource(str(tmp_path / "rows.parquet"))):
+        packs = IterablePackedDataset(
+            source, encoder=encoder, max_seq_len=99, strategy="next_fit", num_lanes=1
+        )
+        for pack, row in zip(packs, rows, strict=True):
+            tokens = encoder(row).tokens.tolist()
+            assert pack["tokens"][: len(tokens)].tolist() == tokens
+            for name, values in {
+                "ref": row["ref"], "margin": [row["margin"]] * 2, "score": [row["margin"], row["bad"]],
+            }.items():  # fmt: skip
+                assert np.isnan(pack["groups"].fields[name][0]), "the prompt has none"
+                assert pack["groups"].fields[name][1:].tolist() == values
+
+
+ids = st.lists(st.integers(5, 8), min_size=1, max_size=5)
+
+
+@given(ids, st.lists(ids, min_size=1, max_size=4), st.booleans(), st.data())
+def test_ids_of_rollouts_are_taken_as_they_are(
+    prompt: list[int], completions: list[list[int]], share_prefix: bool, data: st.DataObject
+) -> None:
+    """Every number arrives at its token, the masked ones at theirs; completions that begin alike keep their own."""
+    masks = [
+        [1, *data.draw(st.lists(st.integers(0, 1), min_size=len(c) - 1, max_size=len(c) - 1))]
+        for c in completions
+    ]
+    logps = [[-10.0 * i - at for at in range(len(c))] for i, c in enumerate(completions)]
+    encoder = RolloutEncoder(
+        LETTERS, mask="mask", fields={"advantage": "advantages"}, token_fields={"old_logps": "logprobs"},
+        share_prefix=share_prefix,
+    )  # fmt: skip
+    row = {"prompt": prompt, "completions": completions, "mask": masks, "logprobs": logps}
+    group = encoder({**row, "advantages": [*range(len(completions))]})
+    assert sequences(group) == [prompt + completion for completion in completions]
+    assert trained(group) == [
+        [token for token, kept in zip(completion, mask, strict=True) if kept]
+        for completion, mask in zip(completions, masks, strict=True)
+    ]
+    assert group.parents == ((-1, *[0] * len(completions)) if share_prefix else (-1,) * len(completions))
+    for i, leaf in enumerate(group.leaves):
+        assert group.fields["advantage"][leaf] == i
+        start, stop = group.bounds[leaf]
+        start += 0 if share_prefix else len(prompt)
+        assert group.token_fields["old_logps"][start:stop].tolist() == logps[i]
+    assert np.isfinite(group.token_fields["old_logps"]).sum() == sum(map(len, completions))
+    tensors = {"prompt": torch.tensor(prompt), "completions": [np.array(each) for each in completions]}
+    assert sequences(RolloutEncoder(LETTERS)(tensors)) == sequences(group)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_truncated_rollouts_cross_worker_processes_with_their_numbers(side: str) -> None:
+    """Ids are their own numbers, so each number shows its token; a resume goes on with them."""
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": [9] * 4,
+            "completions": [[*range(10, 12 + i % 9)], [30, 31, 32]],
+            "reward": [10, 30],
+            "i": i,
+        }
+        for i in range(40)
+    ]
+    for row in rows:
+        row["ids"] = [[float(token) for token in each] for each in row["completions"]]
+
+    def loader(num_workers: int) -> PackedDataLoader:
+        data = IterablePackedDataset(
+            rows, encoder=RolloutEncoder(LETTERS, fields=["reward"], token_fields=["ids"]), max_seq_len=13,
+            overlong="truncate", truncate_side=side, num_lanes=2, shuffle=True,
+        )  # fmt: skip
+        return PackedDataLoader(data, batch_size=2, num_workers=num_workers)
+
+    begun = loader(1)
+    batches = [next(iter(begun))]
+    resumed = loader(0)
+    resumed.load_state_dict(begun.state_dict())
+    batches += resumed
+    groups = 0
+    for batch in batches:
+        assert batch.groups is not None
+        numbers, rewards = batch.groups.token_fields["ids"], batch.groups.fields["reward"]
+        numbered = ~numbers.isnan()
+        assert torch.equal(numbers[numbered].long(), batch.tokens[numbered])
+        assert torch.equal(numbered, batch.tokens > 9)
+        firsts = batch.groups.first_labels
+        assert torch.equal(rewards[~rewards.isnan()].long(), firsts[firsts != IGNORE_INDEX])
+        groups += int((firsts == 10).sum())
+    assert groups == sum(1 for row in rows if side == "right" or len(row["completions"][0]) <= 9)
+
+
+# What is refused: each error names the row's problem and the way out.
+
+ROLLOUT: dict[str, Any] = {
+    "prompt": [5, 6], "completions": [[7], [8, 9]], "logprobs": [[-1], [-2, -3]], "reward": [0, 1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (CHATML, {"prompt": "a", "chosen": "b"}, "column 'rejected' is missing; the row's columns are"),
+        (CHATML, pair(rejected=None), "column 'rejected' is null; mend the row, or leave it out"),
+        (CHATML, pair(prompt=None), "column 'prompt' is null"),
+        (CHATML, pair(rejected=3), "column 'rejected' holds a int; give text, or messages"),
+        (CHATML, pair(rejected=[]), "column 'rejected' holds no message"),
+        (CHATML, pair(rejected=[{"role": "assistant", "content": None}]), r"\(assistant\) has no content"),
+        (CHATML, pair(rejected=[USER]), "column 'rejected' holds no message of the assistant.*its roles are user"),
+        (CHATML, pair(chosen=[{**GOOD, "weight": 0}]), "column 'chosen' has no token to train"),
+        (CHATML, pair(system="be kind"), r"column 'system' would be left out.*ignore: \[system\]"),
+        (CHATML, {"question": "a", "chosen": "b", "rejected": "c"},
+         r"there is no column 'prompt', and column 'question' would be left out; say prompt: question, or ignore"),
+        (CHATML, {"instruction": "a", "chosen": [GOOD], "rejected": [BAD]}, "say prompt: instruction"),
+        (CHATML, {"chosen": [GOOD], "rejected": [USER, BAD]}, "an answer does not begin with a message of the user"),
+        (DEAF, pair(prompt=[SYSTEM, USER]), "the chat template leaves out message 0, of role 'system'"),
+        (DEAF, pair(chosen=[{**CALL, "content": "x"}]), "leaves out the tool_calls of message 1"),
+        (CROSSING, pair(), "a token crosses a boundary of message 1"),
+        (FORGETFUL, pair(chosen=[{**GOOD, "content": "<think>a</think>b"}, USER, GOOD]),
+         "renders the first 2 message.s. in another way when others follow"),
+        (CHATML, {"prompt": "the ans", "chosen": "wer", "rejected": "wers"}, "a token crosses from the prompt"),
+        (CHATML, {"chosen_ids": [1], "rejected_ids": [1]}, "chosen and rejected are equal"),
+        (CHATML, {"chosen": "one two", "rejected": "one two"}, "are equal, so there is no telling where their prompt"),
+        (CHATML, {"chosen_input_ids": [1, 2], "chosen_labels": [-100, -100], "rejected_input_ids": [1, 3],
+                  "rejected_labels": [-100, 3]}, "column 'chosen_input_ids' has no token to train"),
+        (CHATML, {"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [1]}, "'chosen_ids' has no token to train"),
+    ],
+)  # fmt: skip
+def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str) -> None:
+    """By themselves, and in a stream, which says which sample it is, or leaves it out."""
+    encoder = PreferenceEncoder(byte_level(template=template))
+    with pytest.raises(ValueError, match=f"sample 0: .*{message}"):
+        next(iter(IterablePackedDataset([row], encoder=encoder, max_seq_len=99)))
+    good = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
+    packs = IterablePackedDataset([row, good], encoder=encoder, max_seq_len=9, on_bad_record="skip")
+    assert [pack["num_seqs"] for pack in packs] == [3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "message"),
+    [
+        ({}, {"completions": "text"}, "column 'completions' holds a str; give a list with one entry for each"),
+        ({}, {"completions": None}, "column 'completions' holds a NoneType"),
+        ({}, {"completions": []}, "column 'completions' holds no completion; leave the row out"),
+        ({}, {"completions": [[7], "x"]}, "holds ids and texts or messages; give one kind in a row"),
+        ({}, {"completions": ["x", None], "prompt": "a"}, r"column 'completions\[1\]' is null"),
+        ({}, {"completions": [[7], []]}, r"column 'completions\[1\]' has no token to train"),
+        ({}, {"completions": [[7], [0.5]]}, r"column 'completions\[1\]': column 'ids' has shape .* it must be a flat"),
+        ({}, {"completions": ["x"]}, "column 'prompt' holds ids and 'completions' does not; give both as ids"),
+        ({}, {"prompt": []}, "column 'prompt' holds no token, so nothing predicts the completions' first"),
+        ({}, {"prompt": None}, "column 'prompt' is null"),
+        ({}, {"prompt": [USER]}, "a Letters has no chat template; .*give texts or ids"),
+        ({}, {"system": "x"}, "column 'system' would be left out"),
+        ({"prompt": "query"}, {}, "column 'query' is missing"),
+        ({"fields": ["advantage"]}, {}, "column 'advantage' is missing"),
+        ({"fields": ["reward"]}, {"reward": [1]}, r"column 'reward' has shape \[1\] for 2 sequences"),
+        ({"fields": ["reward"]}, {"reward": [1, None]}, "column 'reward' holds .1, None."),
+        ({"token_fields": ["logprobs"]}, {"logprobs": None}, "column 'logprobs' has a NoneType for 2 completions"),
+        ({"token_fields": ["logprobs"]}, {"logprobs": [[1]]}, "column 'logprobs' has 1 entries for 2 completions"),
+        ({"token_fields": ["logprobs"]}, {"logprobs": [[1], [2]]},
+         r"column 'logprobs\[1\]' has shape \[1\]; give 2 numbers, one for each token"),
+        ({"token_fields": ["logprobs"]}, {"logprobs": [[1], [2, None]]}, r"column 'logprobs\[1\]' holds \[2, None\]"),
+        ({"token_fields": ["missing"]}, {}, "column 'missing' is missing"),
+        ({"token_fields": ["logprobs"]}, {"prompt": "a", "completions": ["b", "c"]},
+         "'logprobs' has a number for each token, and column 'completions' holds no ids.*give the completions as ids"),
+        ({"mask": "mask"}, {"mask": [[0], [1, 1]]}, r"column 'completions\[0\]' has no token to train"),
+        ({"mask": "mask"}, {"mask": [[1], [1]]}, r"'mask\[1\]' has shape \[1\] for 2 tokens"),
+        # Settings that fit no row.
+        ({"fields": "reward"}, {}, "fields='reward' is text; write"),
+        ({"fields": {"reward": ["a", "b"]}}, {}, r"fields has 'reward': .*; write \[column, ...\] or \{field: column"),
+        ({"token_fields": {"logps": None}}, {}, "token_fields has 'logps': None"),
+        ({"fields": ["x"], "token_fields": ["x"]}, {}, "'x' is in fields and in token_fields; give it two names"),
+    ],
+)  # fmt: skip
+def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutEncoder(LETTERS, **settings)({**ROLLOUT, **changed})
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "message"),
+    [
+        ({"fields": ["margin"]}, {}, "column 'margin' is missing; the row's columns are"),
+        ({"fields": ["margin"]}, {"margin": None}, "'margin' holds None; give finite numbers, and leave out rows"),
+        ({"fields": ["margin"]}, {"margin": [1.0, float("nan")]}, "column 'margin' holds .1.0, nan."),
+        ({"fields": ["margin"]}, {"margin": "high"}, "column 'margin' holds 'high'; give finite numbers"),
+        ({"fields": ["margin"]}, {"margin": [1, 2, 3]}, "has shape .3. for 2 sequences; give one number for each, or"),
+        ({"fields": {"score": ["a", "b"]}}, {"a": 1, "b": [1, 2]}, "column 'b' has shape .2.; give one number"),
+        ({"fields": {"score": ["a"]}}, {}, r"fields has 'score': \['a'\]; write .* with 2 columns"),
+        ({"mask_shared": True}, {}, "mask_shared=True needs a message_transform"),
+        ({"tokenizer": LETTERS}, {}, "a Letters has no chat template; .*ChosenRejectedToMessages"),
+        ({"tokenizer": LETTERS, "message_transform": TRANSFORM()}, {}, "a Letters takes text only, no messages"),
+        ({"message_transform": tune.OpenAIToMessages()}, {}, "OpenAIToMessages makes one conversation of a row, not a"),
+        ({"message_transform": TRANSFORM(column_map={"chosen": "a", "rejected": "b", "prompt": "c"})}, {},
+         "column_map of ChosenRejectedToMessages has 'prompt', which it does not read"),
+        ({"tokenizer": byte_level(template=None), "message_transform": TRANSFORM()}, {}, "has no chat template"),
+        ({"tokenizer": SimpleNamespace(encode=lambda text, add_bos, add_eos: [5])}, {}, "adds no EOS, though add_eos"),
+        ({"tokenizer": LETTERS, "add_eos": False}, {"prompt": "a", "chosen": "b", "rejected": ""},
+         r"column 'rejected' has no token to train.*add_eos: True"),
+        # What torchtune's transform would change.
+        *(({"message_transform": TRANSFORM()}, {"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD], **row},
+           message) for row, message in [
+            ({"chosen": [USER, CALL]}, "has tool calls.*without a message_transform"),
+            ({"chosen": [USER, {**GOOD, "content": None}]}, "has no content"),
+            ({"chosen": [USER]}, "the chosen answer has no token to train"),
+            ({"system": "x"}, "column 'system' would be left out"),
+            ({"chosen": [USER, {**GOOD, "reasoning": "x"}]}, r"ignore: \[reasoning\]"),
+        ]),
+        ({"message_transform": lambda row: {"messages": []}}, {}, "the message transform found no 'chosen'"),
+    ],
+)  # fmt: skip
+def test_settings_of_pairs_that_are_refused(chatml: Any, settings: Any, row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PreferenceEncoder(**{"tokenizer": chatml} | settings)(pair(**row))
+
+
+def test_messages_of_weight_0_are_not_trained_by_torchtunes_transform_either(chatml: Any) -> None:
+    encoder = PreferenceEncoder(chatml, message_transform=TRANSFORM())
+    unweighted = encoder({"chosen": [USER, {**BAD, "weight": 0}, USER, GOOD], "rejected": [USER, BAD]})
+    assert encoder.decode(trained(unweighted)[0]).count("The answer") == 1
+
+
+def test_pairs_in_the_config_of_a_recipe(tmp_path: Path) -> None:
+    """The encoder is handed the run's tokenizer; train and held-out batches hold whole pairs with their numbers."""
+    from streampack.instantiate import build
+    from streampack.training.config import config_problems, read_config, to_plain
+    from streampack.training.data import build_data
+    from tests.harness.tiny import tiny_config
+
+    byte_level(template=MARKED).save_pretrained(tmp_path / "tokenizer")
+    tokenizer = {"_component_": "streampack.HFTokenizer", "path": str(tmp_path / "tokenizer")}
+    rows = [{"chosen": [USER, GOOD], "rejected": [USER, BAD], "ref": [-1.5, -i]} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for transform in (None, {"_component_": "torchtune.data.ChosenRejectedToMessages"}):
+        encoder = {"_component_": "streampack.PreferenceEncoder", "fields": {"ref_logps": "ref"}}
+        encoder |= {"message_transform": transform} if transform else {}
+        sizes = {"data.max_seq_len": 128, "model.max_seq_len": 128}
+        config = tiny_config(tmp_path, tokenizer=tokenizer, **{"data.encoder": encoder, **sizes})
+        config.data.source.paths = str(tmp_path / "pairs.jsonl")
+        assert config_problems(to_plain(config)) == []
+        data, held_out = build_data(read_config(config), tokenizer=build(tokenizer), vocab_size=400)
+        for batch in [next(iter(PackedDataLoader(data))), *held_out[""].batches]:
+            assert batch.groups is not None
+            for parents, values in zip(
+                batch.groups.parents, batch.groups.fields["ref_logps"].tolist(), strict=True
+            ):
+                assert parents == tuple(number for at in range(0, len(parents), 3) for number in (-1, at, at))
+                assert set(values[1 : len(parents) : 3]) == {-1.5}
