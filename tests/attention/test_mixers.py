@@ -207,20 +207,32 @@ def by_kernels(model: Any) -> bool:
     return found
 
 
-@pytest.mark.parametrize("attention", ["dense", "varlen"])
-def test_all_packs_go_to_the_kernels_in_one_row(kernels: Kernels, attention: str) -> None:
-    model: Any = build("qwen3_next", **SIZES)
-    kernels.install()
+ROUTED = {"output_router_logits": True}  # then boundaries are keyword arguments, which reach the mixers too
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes"), [("dense", {}), ("varlen", ROUTED)], ids=["dense", "varlen, router"]
+)
+@pytest.mark.parametrize("installed", ["nothing", "convolutions", "everything"])
+def test_all_packs_go_to_the_kernels_in_one_row_if_all_layers_have_them(
+    kernels: Kernels, installed: str, attention: str, changes: dict[str, Any]
+) -> None:
+    """Nothing is said of layers without kernels, for which the user can do nothing."""
+    model: Any = build("qwen3_next", **SIZES, **changes)
+    if installed == "convolutions":
+        kernels.monkeypatch.setattr(kernels.modeling, "causal_conv1d_fn", kernels.convolve)
+    elif installed == "everything":
+        kernels.install()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         inputs = prepare_model_for_packing(model, attention=attention)
-    assert by_kernels(model)
+    assert by_kernels(model) == (installed == "everything")
+    assert worst(model, inputs, build("qwen3_next", **SIZES)) < 1e-5
     _, batch = stream_and_batch("overlong")
     assert len(batch.tokens) > 1
     kernels.rows.clear()
     model(**inputs(batch))
-    assert kernels.rows == [1]
-    assert worst(model, inputs, build("qwen3_next", **SIZES)) < 1e-5
+    assert kernels.rows == [1] * (installed == "everything")
 
 
 class _AddsNothing(torch.autograd.Function):
@@ -295,29 +307,6 @@ def test_a_compiled_model_that_ran_before_is_tried_too(kernels: Kernels) -> None
         warnings.simplefilter("error")
         prepare_model_for_packing(model)
     assert by_kernels(model)
-
-
-@pytest.mark.parametrize("convolutions", [False, True])
-def test_without_kernels_for_all_layers_nothing_is_said(kernels: Kernels, convolutions: bool) -> None:
-    model = build("qwen3_next", **SIZES)
-    if convolutions:
-        kernels.monkeypatch.setattr(kernels.modeling, "causal_conv1d_fn", kernels.convolve)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        inputs = prepare_model_for_packing(model)
-    assert not by_kernels(model)
-    assert worst(model, inputs, build("qwen3_next", **SIZES)) < 1e-5
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_the_loss_of_a_router(kernels: Kernels, installed: bool) -> None:
-    """Then the attention's boundaries are keyword arguments, which reach the mixers too."""
-    model = build("qwen3_next", **SIZES, output_router_logits=True)
-    if installed:
-        kernels.install()
-    inputs = prepare_model_for_packing(model, attention="varlen")
-    assert by_kernels(model) == installed
-    assert worst(model, inputs, build("qwen3_next", **SIZES)) < 1e-5
 
 
 def test_gradient_checkpointing(kernels: Kernels) -> None:
