@@ -50,7 +50,10 @@ pytest.importorskip("torchtune")
 Record = Callable[[str, str, str, str], None]
 
 TABLES = {"torchtune": [*tiny_torchtune.FAMILIES], "transformers": [*FAMILIES, *HYBRIDS, *VISION_FAMILIES]}
-QUICK = {*TORCHTUNE, *MECHANISMS, *HYBRID_MECHANISMS, "qwen2_5_vl", "qwen3_5"}
+QUICK = {
+    "torchtune": {*TORCHTUNE},
+    "transformers": {*MECHANISMS, *HYBRID_MECHANISMS, "qwen2_5_vl", "qwen3_5"},
+}
 # They compute a part in fp32 in any case.
 NOT_IN_FP64 = {"xlstm", "inkling_text", "inkling2_text", "kimi_linear", "ernie4_5_vl_moe"}
 # Families of which transformers computes all layers in fp64 behind a prompt of their own, too.
@@ -81,7 +84,7 @@ def cases() -> list[Any]:
         for family in families
         for word in attentions(library, family)
     ]
-    quick = [pytest.param(*case, False, id="-".join(case)) for case in every if case[1] in QUICK]
+    quick = [pytest.param(*case, False, id="-".join(case)) for case in every if case[1] in QUICK[case[0]]]
     slow = {"marks": pytest.mark.slow}
     return quick + [pytest.param(*case, True, id="-".join((*case, "all figures")), **slow) for case in every]
 
@@ -145,7 +148,10 @@ def test_packed_equals_alone(
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [pytest.param(*pair, marks=() if pair[0] in QUICK else pytest.mark.slow) for pair in NEVER],
+    [
+        pytest.param(*pair, marks=() if pair[0] in QUICK["transformers"] else pytest.mark.slow)
+        for pair in NEVER
+    ],
 )
 def test_an_attention_that_will_not_do_is_refused(family: str, attention: str, record_model: Record) -> None:
     model, why = made("transformers", family, attention, torch.float32), NEVER[family, attention]
@@ -183,7 +189,7 @@ def group_cases() -> list[Any]:
                 if (library, family, word) == ("torchtune", "gemma2", "dense"):
                     continue
                 case = (library, family, word)
-                marks = () if family in QUICK or word == "flex" else pytest.mark.slow
+                marks = () if family in QUICK[library] or word == "flex" else pytest.mark.slow
                 found.append(pytest.param(*case, torch.float32, marks=marks, id="-".join(case)))
                 if word != "flex" and (library == "torchtune" or family in GROUPS_IN_FP64):
                     name = "-".join((*case, "fp64"))
