@@ -56,7 +56,7 @@ QUICK = {
 }
 # They compute a part in fp32 in any case.
 NOT_IN_FP64 = {"xlstm", "inkling_text", "inkling2_text", "kimi_linear", "ernie4_5_vl_moe"}
-# Families of which transformers computes all layers in fp64 behind a prompt of their own, too.
+# Families of which transformers computes all layers in fp64; of others, it computes norms or RoPE in fp32.
 GROUPS_IN_FP64 = ("gpt2", "gpt_neox", "phi", "stablelm", "starcoder2")
 ON_A_CPU = {("gemma2", "varlen"): ", on a CPU; on CUDA use another"}
 NEVER = WITHOUT | OTHERWISE
@@ -408,7 +408,7 @@ def test_packed_equals_alone_on_cuda(
         assert re.search("softcap|window", str(error))
         pytest.skip(str(error))
     rounding = differences(alone, exact)
-    # Of transformers' experts, which one a token takes may turn on its rounding.
+    # Without groups, transformers' models are compared by their logits alone.
     names = ("logits", "gradient") if library == "torchtune" or in_groups else ("logits",)
     for name in names:
         assert found[name] < (1e-5 if dtype == torch.float32 else 2 * rounding[name]), found
