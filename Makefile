@@ -69,7 +69,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', and the
 models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now; ARGS="-k bloom" for some
 	mkdir -p build && rm -f build/models.jsonl
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" \
-		tests/attention/test_torchtune.py tests/attention/test_families.py $(ARGS)
+		tests/attention/test_packed_equals_alone.py $(ARGS)
 	$(BIN)/python -m tests.harness.models_table build/models.jsonl $(if $(ARGS),--some)
 
 # A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are

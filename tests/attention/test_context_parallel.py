@@ -11,11 +11,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, collate_packed
-from streampack.attention import dense_mask
-from streampack.attention.context_parallel import shard_for_context_parallel, unshard_context_parallel
+from streampack import (
+    IGNORE_INDEX,
+    Batch,
+    IterablePackedDataset,
+    collate_packed,
+    make_mask,
+    shard_for_context_parallel,
+    unshard_context_parallel,
+)
 from streampack.packing.batch import null_pack, to_torchtune
-from streampack.packing.groups import Group
+from tests.harness import groups
 
 HEADS, WIDTH, VOCAB = 2, 12, 40
 
@@ -50,60 +56,49 @@ def zigzag(length: int, rank: int, size: int) -> list[int]:
     return chunks[rank] + chunks[2 * size - 1 - rank] if length else []
 
 
+def counted(numbers: torch.Tensor, segments: int) -> list[int]:
+    return [0, *accumulate(torch.bincount(numbers.flatten(), minlength=segments).tolist())]
+
+
 @settings(max_examples=60)
 @given(drawn=sharded())
 def test_shards_are_the_batch_in_two_chunks_of_each_sequence_a_rank(drawn: tuple[Batch, int]) -> None:
+    """Lengths of real and of padded tokens are counted one by one."""
     batch, size = drawn
+    real = torch.ones_like(batch.tokens, dtype=torch.bool)
+    number = torch.zeros_like(batch.tokens)  # of the sequence of each token, through all packs
+    for row, lens in enumerate(batch.seq_lens.tolist()):
+        for segment, (start, length) in enumerate(zip([0, *accumulate(lens)], lens, strict=False)):
+            number[row, start : start + length] = row * len(lens) + segment
+            if segment < len(batch.fragments[row]):
+                fragment = batch.fragments[row][segment]
+                real[row, start + fragment.stop - fragment.start : start + length] = False
+    segments = batch.seq_lens.numel()
+
     shards = [shard_for_context_parallel(batch, rank=rank, size=size) for rank in range(size)]
     for rank, shard in enumerate(shards):
         for row, lens in enumerate(batch.seq_lens.tolist()):
-            starts = [0, *accumulate(lens)]
             wanted = [
                 start + at
-                for start, length in zip(starts, lens, strict=False)
+                for start, length in zip([0, *accumulate(lens)], lens, strict=False)
                 for at in zigzag(length, rank, size)
             ]
             assert shard.indices[row].tolist() == wanted
             shifted = [*batch.labels[row, 1:].tolist(), IGNORE_INDEX]
             assert shard.labels[row].tolist() == [shifted[i] for i in wanted]
+        mine, kept = number.gather(1, shard.indices), real.gather(1, shard.indices)
+        assert shard.cu_seqlens.tolist() == counted(number[real], segments)
+        assert shard.cu_seqlens_padded.tolist() == counted(number, segments)
+        assert shard.rank_cu_seqlens.tolist() == counted(mine[kept], segments)
+        assert shard.rank_cu_seqlens_padded.tolist() == counted(mine, segments)
+        assert shard.cu_seqlens.dtype == shard.rank_cu_seqlens.dtype == torch.int32
     for name in ("tokens", "input_pos"):
-        whole = unshard_context_parallel([getattr(shard, name) for shard in shards], batch)
-        assert torch.equal(whole, getattr(batch, name)), name
+        joined = unshard_context_parallel([getattr(shard, name) for shard in shards], batch)
+        assert torch.equal(joined, getattr(batch, name)), name
     assert sum((shard.labels != IGNORE_INDEX).sum() for shard in shards) == batch.num_trained
     wide = torch.randn(*batch.tokens.shape, 3)
-    parts = [wide[torch.arange(len(wide))[:, None], shard.indices] for shard in shards]
-    assert torch.equal(unshard_context_parallel(parts, batch), wide)
-
-
-@settings(max_examples=60)
-@given(drawn=sharded())
-def test_cumulative_lengths_count_real_and_padded_tokens(drawn: tuple[Batch, int]) -> None:
-    """The expected lengths of each rank are counted token by token."""
-    batch, size = drawn
-    real = torch.ones_like(batch.tokens, dtype=torch.bool)
-    number = torch.zeros_like(batch.tokens)  # of the sequence of each token, through all packs
-    for row, lens in enumerate(batch.seq_lens.tolist()):
-        at = 0
-        for segment, length in enumerate(lens):
-            number[row, at : at + length] = row * len(lens) + segment
-            if segment < len(batch.fragments[row]):
-                fragment = batch.fragments[row][segment]
-                real[row, at + fragment.stop - fragment.start : at + length] = False
-            at += length
-    segments = batch.seq_lens.numel()
-
-    def counted(numbers: torch.Tensor) -> list[int]:
-        return [0, *accumulate(torch.bincount(numbers.flatten(), minlength=segments).tolist())]
-
-    for rank in range(size):
-        shard = shard_for_context_parallel(batch, rank=rank, size=size)
-        assert shard.cu_seqlens.tolist() == counted(number[real])
-        assert shard.cu_seqlens_padded.tolist() == counted(number)
-        mine, kept = number.gather(1, shard.indices), real.gather(1, shard.indices)
-        assert shard.rank_cu_seqlens.tolist() == counted(mine[kept])
-        assert shard.rank_cu_seqlens_padded.tolist() == counted(mine)
-        assert torch.equal(shard.rank_cu_seqlens_padded, shard.cu_seqlens_padded // size)
-        assert shard.cu_seqlens.dtype == shard.rank_cu_seqlens.dtype == torch.int32
+    pieces = [wide[torch.arange(len(wide))[:, None], shard.indices] for shard in shards]
+    assert torch.equal(unshard_context_parallel(pieces, batch), wide)
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -121,7 +116,7 @@ def attended(
 ) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
     """Compute logits and loss of all parts of a batch, each of which attends to the keys of all, and the gradients."""
     found = weights()
-    mask = dense_mask(batch.seq_lens, max_seq_len=batch.tokens.shape[1])
+    mask = make_mask(batch, attention="dense")
     hidden = [found["tokens"][part.tokens] + found["positions"][part.input_pos] for part in parts]
     qkv = [F.linear(x, found["qkv"]).unflatten(-1, (3, HEADS, -1)).unbind(2) for x in hidden]
     keys, values = (
@@ -163,29 +158,31 @@ def test_attention_over_ranks_is_that_of_whole_packs(size: int, options: Any) ->
         torch.testing.assert_close(sums[name], wanted)
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        (
+            0,
+            4,
+            "sequence 1 of pack 0 has 12 tokens, which 4 ranks with two chunks each .* set pad_seqs_to=8 where",
+        ),
+        (-1, 2, "rank=-1 is not among the size=2 ranks of the group"),
+        (2, 2, "rank=2 is not among the size=2 ranks of the group"),
+        (0, 0, "size=0 is below 1"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(rank: int, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shard_for_context_parallel(batch_of([8, 12], max_seq_len=32), rank=rank, size=size)
+
+
+def test_parts_of_other_shapes_and_groups_are_refused() -> None:
     batch = batch_of([8, 12], max_seq_len=32)
-    with pytest.raises(ValueError) as error:
-        shard_for_context_parallel(batch, rank=0, size=4)
-    assert str(error.value) == (
-        "sequence 1 of pack 0 has 12 tokens, which 4 ranks with two chunks each cannot share; set pad_seqs_to=8 where "
-        "the packs are made, or a multiple of it"
-    )
-    for rank in (-1, 2):
-        with pytest.raises(ValueError, match=f"rank={rank} is not among the size=2 ranks of the group"):
-            shard_for_context_parallel(batch, rank=rank, size=2)
-    with pytest.raises(ValueError, match="size=0 is below 1"):
-        shard_for_context_parallel(batch, rank=0, size=0)
-    with pytest.raises(
-        ValueError, match=r"the part of rank 1 has shape \[1, 8\], .* has parts of \[1, 16\] over 2 ranks"
-    ):
+    message = r"the part of rank 1 has shape \[1, 8\], .* has parts of \[1, 16\] over 2 ranks"
+    with pytest.raises(ValueError, match=message):
         unshard_context_parallel([batch.tokens[:, :16], batch.tokens[:, :8]], batch)
-    pair = Group([5, 6, 7, 8], [-100, 6, 7, 8], lengths=[2, 2], parents=[-1, 0])
-    groups = collate_packed(list(IterablePackedDataset([0], encoder=lambda _: pair, max_seq_len=4)))
-    with pytest.raises(
-        ValueError, match="the batch has groups, whose answers attend to a prompt that lies elsewhere"
-    ):
-        shard_for_context_parallel(groups, rank=0, size=1)
+    with pytest.raises(ValueError, match="groups, whose answers attend to a prompt that lies elsewhere"):
+        shard_for_context_parallel(groups.batch_of(groups.trees()), rank=0, size=1)
 
 
 def test_a_shard_moves_to_a_device() -> None:

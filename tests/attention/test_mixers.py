@@ -1,8 +1,8 @@
 """Layers that run one sequence at a time, or hand boundaries to their kernels: none begins in another's state.
 
-That each sample has the logits and gradients that it has alone is tested in test_families.py. Here boundaries begin and
-end with a pass, what drops one is found, and functions of torch stand in the place of kernels; `make test-kernels` runs
-kernels themselves by Triton's interpreter.
+That samples have the logits and gradients that they have alone is tested in test_packed_equals_alone.py. Here
+boundaries begin and end with a pass, what drops one is found, and functions of torch stand in the place of kernels;
+`make test-kernels` runs kernels themselves by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from streampack import Batch, find_leaks, prepare_model_for_packing
+
+# private: whether layers call kernels or run sequences one at a time shows nowhere but in their speed
 from streampack.attention.mixer_tables import find_mixers
-from streampack.attention.mixers import LENGTHS
 from tests.harness.boundary_kernels import causal_conv1d_fn, one_by_one
-from tests.harness.hf_models import MAX_SEQ_LEN, Wrapper, build, run_alone, run_packed
+from tests.harness.hf_models import MAX_SEQ_LEN, Wrapper, build
 from tests.harness.hybrid_models import HYBRIDS
-from tests.harness.isolation import differences, stream_and_batch
+from tests.harness.isolation import stream_and_batch, worst
 
 pytest.importorskip("transformers")
 
@@ -34,20 +34,7 @@ SIZES = HYBRIDS["qwen3_next"]
 
 @pytest.fixture
 def hybrid() -> Any:
-    return build("qwen3_next", **HYBRIDS["qwen3_next"])
-
-
-def test_without_inputs_a_prepared_model_computes_what_it_did(hybrid: Any) -> None:
-    tokens = torch.arange(1, 25)[None] % 60
-    before = hybrid(input_ids=tokens, use_cache=False).logits
-    inputs = prepare_model_for_packing(hybrid)
-    _, batch = stream_and_batch("overlong")
-    packed = hybrid(**inputs(batch)).logits
-    assert torch.equal(hybrid(input_ids=tokens, use_cache=False).logits, before)
-    assert torch.equal(hybrid(**inputs(batch)).logits, packed)
-    generated = hybrid.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    fresh = build("qwen3_next", **HYBRIDS["qwen3_next"])
-    assert torch.equal(generated, fresh.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
+    return build("qwen3_next", **SIZES)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba", "qwen3_next"])
@@ -64,16 +51,20 @@ def test_the_decoder_below_the_head_keeps_samples_apart(family: str) -> None:
 def test_lengths_do_not_outlive_their_pass(hybrid: Any) -> None:
     """Neither a forward pass, nor one that fails, nor a backward pass leaves lengths to what is called next."""
     _, batch = stream_and_batch("overlong")
-    plain = {"input_ids": batch.tokens, "use_cache": False}
-    expected = hybrid.base_model(**plain).last_hidden_state
+
+    def plain() -> torch.Tensor:
+        hidden: torch.Tensor = hybrid.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        return hidden
+
+    expected = plain()
     inputs = prepare_model_for_packing(hybrid)
     packed = hybrid(**inputs(batch)).logits
-    assert torch.equal(hybrid.base_model(**plain).last_hidden_state, expected)
+    assert torch.equal(plain(), expected)
     packed.sum().backward()
-    assert torch.equal(hybrid.base_model(**plain).last_hidden_state, expected)
+    assert torch.equal(plain(), expected)
     with pytest.raises(TypeError):
         hybrid(**inputs(batch), labels="none")
-    assert torch.equal(hybrid.base_model(**plain).last_hidden_state, expected)
+    assert torch.equal(plain(), expected)
 
 
 def test_prepared_twice_copied_and_wrapped(hybrid: Any) -> None:
@@ -126,10 +117,8 @@ def test_two_forward_passes_before_their_backward_passes_with_checkpointing(
         ("mamba", "backbone.layers.0.mixer (MambaMixer)"),
         ("qwen3_next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"),
         ("bloom", "transformer.h.0.self_attention (BloomAttention)"),
-        (
-            "zaya",
-            "model.layers.0.self_attn (ZayaAttention)",
-        ),  # whose projection returns a vector for each head
+        # Its projection returns a vector for each head.
+        ("zaya", "model.layers.0.self_attn (ZayaAttention)"),
         ("deepseek_v4", "model.layers.1.self_attn (DeepseekV4Attention)"),  # the first has no blocks of keys
     ],
 )
@@ -139,10 +128,10 @@ def test_a_boundary_that_is_dropped_is_found_and_the_layer_named(family: str, mo
 
     def dropped(batch: Batch) -> dict[str, Any]:
         made = inputs(batch)
-        lengths = made[LENGTHS].clone()
+        lengths = made["packed_seq_lens"].clone()
         lengths[:, 1] += lengths[:, 2]
         lengths[:, 2] = 0
-        return {**made, LENGTHS: lengths}
+        return {**made, "packed_seq_lens": lengths}
 
     assert find_leaks(model, inputs=inputs, max_seq_len=MAX_SEQ_LEN).ok
     report = find_leaks(model, inputs=dropped, max_seq_len=MAX_SEQ_LEN)
@@ -171,27 +160,6 @@ def test_a_model_that_returns_no_output_object(wrap: Callable[[torch.Tensor], An
     torch.testing.assert_close(*gradients)
 
 
-class Averages(nn.Module):
-    """Mixes along the row: each token gets the mean of those before it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden_states: torch.Tensor) -> Any:
-        counts = torch.arange(1, hidden_states.shape[1] + 1)[None, :, None]
-        return self.inner(hidden_states + hidden_states.cumsum(1) / counts)
-
-
-@pytest.mark.parametrize("attention", ["dense", "varlen", "auto"])
-def test_an_unknown_mixer_is_refused_by_name(attention: str) -> None:
-    """In a model of a family that is known: it is probed because the module is nobody's that we know."""
-    model: Any = build("llama")
-    model.model.layers[1].mlp = Averages(model.model.layers[1].mlp)
-    with pytest.raises(ValueError, match=r"first in: model\.layers\.1\.mlp \(Averages\)"):
-        prepare_model_for_packing(model, attention=attention)
-
-
 # Kernels that take boundaries.
 
 
@@ -205,7 +173,8 @@ class Kernels:
         self.modeling: Any = modeling
         self.monkeypatch = monkeypatch
         self.rows: list[int] = []  # of each call to the rule
-        self.rule: Callable[..., Any] = one_by_one(self.modeling.torch_chunk_gated_delta_rule)
+        self.modeling_rule: Callable[..., Any] = self.modeling.torch_chunk_gated_delta_rule
+        self.rule = one_by_one(self.modeling_rule)
 
     def install(self, rule: Callable[..., Any] | None = None) -> None:
         """Let the layers call a rule, the right one by default, and a convolution that takes boundaries."""
@@ -238,27 +207,32 @@ def by_kernels(model: Any) -> bool:
     return found
 
 
-def worst(model: Any, inputs: Any) -> float:
-    """Return how far samples in packs are from what they are alone, in a model without kernels for boundaries."""
-    data, batch = stream_and_batch("overlong")
-    alone = run_alone(build("qwen3_next", **SIZES), data, batch)
-    return max(differences(run_packed(model, batch, inputs), alone).values())
+ROUTED = {"output_router_logits": True}  # then boundaries are keyword arguments, which reach the mixers too
 
 
-@pytest.mark.parametrize("attention", ["dense", "varlen"])
-def test_all_packs_go_to_the_kernels_in_one_row(kernels: Kernels, attention: str) -> None:
-    model: Any = build("qwen3_next", **SIZES)
-    kernels.install()
+@pytest.mark.parametrize(
+    ("attention", "changes"), [("dense", {}), ("varlen", ROUTED)], ids=["dense", "varlen, router"]
+)
+@pytest.mark.parametrize("installed", ["nothing", "convolutions", "everything"])
+def test_all_packs_go_to_the_kernels_in_one_row_if_all_layers_have_them(
+    kernels: Kernels, installed: str, attention: str, changes: dict[str, Any]
+) -> None:
+    """Nothing is said of layers without kernels, for which the user can do nothing."""
+    model: Any = build("qwen3_next", **SIZES, **changes)
+    if installed == "convolutions":
+        kernels.monkeypatch.setattr(kernels.modeling, "causal_conv1d_fn", kernels.convolve)
+    elif installed == "everything":
+        kernels.install()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         inputs = prepare_model_for_packing(model, attention=attention)
-    assert by_kernels(model)
+    assert by_kernels(model) == (installed == "everything")
+    assert worst(model, inputs, build("qwen3_next", **SIZES)) < 1e-5
     _, batch = stream_and_batch("overlong")
     assert len(batch.tokens) > 1
     kernels.rows.clear()
     model(**inputs(batch))
-    assert kernels.rows == [1]
-    assert worst(model, inputs) < 1e-5
+    assert kernels.rows == [1] * (installed == "everything")
 
 
 class _AddsNothing(torch.autograd.Function):
@@ -273,31 +247,23 @@ class _AddsNothing(torch.autograd.Function):
         return grads[0] + grads[0].mean(1, keepdim=True)
 
 
-def ignores(kernels: Kernels) -> Callable[..., Any]:
-    plain = kernels.modeling.torch_chunk_gated_delta_rule
-    return lambda *args, cu_seqlens=None, seq_idx=None, **kwargs: plain(*args, **kwargs)
+def ignores(kernels: Kernels, *args: Any, cu_seqlens: Any, seq_idx: Any = None, **settings: Any) -> Any:
+    return kernels.modeling_rule(*args, **settings)
 
 
-def mixes_gradients(kernels: Kernels) -> Callable[..., Any]:
-    def rule(query: torch.Tensor, *args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
-        if cu_seqlens is not None:
-            query = _AddsNothing.apply(query)  # type: ignore[no-untyped-call]
-        return kernels.rule(query, *args, cu_seqlens=cu_seqlens, **kwargs)
-
-    return rule
+def mixes_gradients(kernels: Kernels, query: Any, *args: Any, cu_seqlens: Any, **settings: Any) -> Any:
+    query = query if cu_seqlens is None else _AddsNothing.apply(query)  # type: ignore[no-untyped-call]
+    return kernels.rule(query, *args, cu_seqlens=cu_seqlens, **settings)
 
 
-def refuses(kernels: Kernels) -> Callable[..., Any]:
-    def rule(*args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
-        if cu_seqlens is not None:
-            raise NotImplementedError("no boundaries on this device")
-        return kernels.rule(*args, **kwargs)
-
-    return rule
+def refuses(kernels: Kernels, *args: Any, cu_seqlens: Any, **settings: Any) -> Any:
+    if cu_seqlens is not None:
+        raise NotImplementedError("no boundaries on this device")
+    return kernels.rule(*args, **settings)
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("faulty", "why"),
     [
         (ignores, "failed a try: (?s:.*)linear_attn"),
         (mixes_gradients, "logits of sample 0 have gradients at other samples"),
@@ -305,15 +271,17 @@ def refuses(kernels: Kernels) -> Callable[..., Any]:
     ],
 )
 def test_a_kernel_that_will_not_do_is_left_out(
-    kernels: Kernels, make: Callable[[Kernels], Callable[..., Any]], why: str
+    kernels: Kernels, faulty: Callable[..., Any], why: str
 ) -> None:
     model = build("qwen3_next", **SIZES)
-    kernels.install(make(kernels))
+    kernels.install(
+        lambda *args, cu_seqlens=None, **given: faulty(kernels, *args, cu_seqlens=cu_seqlens, **given)
+    )
     with pytest.warns(UserWarning, match=rf"{SLOWER}.*{why}"):
         inputs = prepare_model_for_packing(model)
     assert not by_kernels(model)
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-    assert worst(model, inputs) < 1e-5
+    assert worst(model, inputs, build("qwen3_next", **SIZES)) < 1e-5
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, MemoryError])
@@ -327,6 +295,7 @@ def test_errors_of_the_device_are_no_verdict_on_a_kernel(kernels: Kernels, error
         prepare_model_for_packing(model)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_that_ran_before_is_tried_too(kernels: Kernels) -> None:
     torch._dynamo.reset()
     model: Any = build("qwen3_next", **SIZES)
@@ -338,29 +307,6 @@ def test_a_compiled_model_that_ran_before_is_tried_too(kernels: Kernels) -> None
         warnings.simplefilter("error")
         prepare_model_for_packing(model)
     assert by_kernels(model)
-
-
-@pytest.mark.parametrize("convolutions", [False, True])
-def test_without_kernels_for_all_layers_nothing_is_said(kernels: Kernels, convolutions: bool) -> None:
-    model = build("qwen3_next", **SIZES)
-    if convolutions:
-        kernels.monkeypatch.setattr(kernels.modeling, "causal_conv1d_fn", kernels.convolve)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        inputs = prepare_model_for_packing(model)
-    assert not by_kernels(model)
-    assert not convolutions or worst(model, inputs) < 1e-5
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_the_loss_of_a_router(kernels: Kernels, installed: bool) -> None:
-    """Then the attention's boundaries are keyword arguments, which reach the mixers too."""
-    model = build("qwen3_next", **SIZES, output_router_logits=True)
-    if installed:
-        kernels.install()
-    inputs = prepare_model_for_packing(model, attention="varlen")
-    assert by_kernels(model) == installed
-    assert worst(model, inputs) < 1e-5
 
 
 def test_gradient_checkpointing(kernels: Kernels) -> None:
@@ -386,9 +332,9 @@ MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamb
 
 
 OTHERS = (
-    *("bailing_hybrid", "inkling2_text", "inkling_text", "kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"),
-)
+    "bailing_hybrid", "inkling2_text", "inkling_text", "kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -408,12 +354,9 @@ def models_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("models_of_transformers")
 @pytest.mark.parametrize("family", [*OTHERS, *(MAMBA if "mamba_ssm" in sys.modules else ())])
 def test_interpreted_kernels_keep_samples_apart(family: str) -> None:
-    data, batch = stream_and_batch("overlong")
     model: Any = build(family, **HYBRIDS[family])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*one at a time")
         inputs = prepare_model_for_packing(model, attention="dense")
     assert by_kernels(model)
-    alone = run_alone(build(family, **HYBRIDS[family]), data, batch)
-    found = differences(run_packed(model, batch, inputs), alone)
-    assert max(found.values()) < 1e-5, found
+    assert worst(model, inputs, build(family, **HYBRIDS[family])) < 1e-5

@@ -1,8 +1,8 @@
-"""Tiny Hugging Face models of every supported family and of some that are refused; runs packed and alone."""
+"""Tiny Hugging Face models of every supported family and of some that are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from streampack import Batch, IterablePackedDataset, prepare_model_for_packing
-from streampack.losses import summed_cross_entropy
-from tests.harness import isolation
-from tests.harness.isolation import Run, is_padding, run_of
+from streampack import prepare_model_for_packing
+from tests.harness.groups import MAX_SEQ_LEN, VOCAB
 
-VOCAB, LAYERS, MAX_SEQ_LEN = 61, 2, 32
+LAYERS = 2
 SPECIAL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES: dict[str, Any] = {
     **SPECIAL,
@@ -141,18 +139,6 @@ def fp64_throughout() -> Iterator[None]:
         patch.object(F, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim)),
     ):
         yield
-
-
-def run_packed(model: nn.Module, batch: Batch, inputs: Callable[[Batch], dict[str, Any]]) -> Run:
-    logits = model(**inputs(batch)).logits
-    loss = summed_cross_entropy(logits, batch.labels, chunk_size=50) / batch.num_trained
-    return run_of(model, loss, [logits[~is_padding(batch)]])
-
-
-def run_alone(model: nn.Module, data: IterablePackedDataset, batch: Batch) -> Run:
-    return isolation.run_alone(
-        model, data, batch, forward=lambda tokens: model(input_ids=tokens, use_cache=False).logits
-    )
 
 
 def prepared(family: str, attention: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Run packs of a stream, and each of their sequences alone, through a torchtune model, and compare the results."""
+"""Run packs through a model, and each of their sequences alone, and compare loss, logits and gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, collate_packed
-from streampack.attention.prepare import make_mask
-from streampack.losses import summed_cross_entropy
+from streampack import (
+    IGNORE_INDEX,
+    Batch,
+    Fragment,
+    IterablePackedDataset,
+    collate_packed,
+    make_mask,
+    summed_cross_entropy,
+)
+from tests.harness.groups import MAX_SEQ_LEN, VOCAB, label, segments
 
-VOCAB, MAX_SEQ_LEN = 61, 32
 LENGTHS = (5, 32, 1, 17, 9, 2, 23, 12, 3, 8, 20)
 STREAMS: dict[str, dict[str, Any]] = {
     "exact_fit": {"strategy": "exact_fit"},
@@ -92,33 +98,72 @@ def run_of(model: nn.Module, loss: torch.Tensor, logits: list[torch.Tensor]) -> 
     return Run(loss.detach(), torch.cat([g.flatten() for g in gradients]), torch.cat(logits).detach())
 
 
-def whole(output: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+def whole(output: Any) -> torch.Tensor:
+    """Return the logits of any model's output; torchtune's may come in chunks."""
+    output = getattr(output, "logits", output)
     return output if isinstance(output, torch.Tensor) else torch.cat(output, 1)
 
 
-def run_packed(model: nn.Module, batch: Batch, *, mask: Any = None) -> Run:
-    mask = make_mask(batch) if mask is None else mask
-    output = model(batch.tokens, mask=mask, input_pos=batch.input_pos)
-    loss = summed_cross_entropy(output, batch.labels, chunk_size=50) / batch.num_trained.clamp(min=1)
-    return run_of(model, loss, [whole(output)[~is_padding(batch)]])
+def masked(batch: Batch) -> dict[str, Any]:
+    """Return the inputs of a torchtune model that was not prepared."""
+    return {"tokens": batch.tokens, "mask": make_mask(batch), "input_pos": batch.input_pos}
 
 
-def run_alone(
-    model: nn.Module,
-    data: IterablePackedDataset,
-    batch: Batch,
-    *,
-    forward: Callable[[torch.Tensor], Any] | None = None,
-) -> Run:
-    """Run each sequence by itself, read from its row; the loss is the mean over all trained tokens."""
-    loss, trained, logits = torch.zeros((), device=batch.tokens.device), 0, []
-    for _, _, fragment in placed(batch):
-        tokens, labels = (own(data, fragment, column).to(loss.device) for column in ("tokens", "labels"))
-        logits.append(whole((forward or model)(tokens[None]))[0])
-        if count := int((labels[1:] != IGNORE_INDEX).sum()):
-            loss = loss + count * F.cross_entropy(logits[-1][:-1], labels[1:])
-            trained += count
-    return run_of(model, loss / trained, logits)
+def run_packed(model: nn.Module, batch: Batch, inputs: Callable[[Batch], dict[str, Any]]) -> Run:
+    """Run a batch as recipes do, with nothing but what ``inputs`` returns."""
+    output = model(**inputs(batch))
+    logits = whole(output)
+    if batch.groups is None:
+        total = summed_cross_entropy(getattr(output, "logits", output), batch.labels, chunk_size=50)
+        loss = total / batch.num_trained.clamp(min=1)
+    else:
+        loss = loss_of_groups(logits, batch)
+    real = [logits[pack, slice(*path[-1])] for pack, _, path in segments(batch)]
+    return run_of(model, loss, [logits[0, :0], *real])
+
+
+def loss_of_groups(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the mean loss of all labels, each compared with the logits of the token before it on its path."""
+    predicted, targets = [], []
+    for pack, number, path in segments(batch):
+        start, stop = path[-1]
+        before = path[-2][1] - 1 if len(path) > 1 else start  # a first token without a prefix has no label
+        predicted.append(logits[pack, [before, *range(start, stop - 1)]])
+        targets += [label(batch, pack, number, token, start) for token in range(start, stop)]
+    return F.cross_entropy(torch.cat(predicted), torch.tensor(targets, device=logits.device))
+
+
+def run_alone(model: nn.Module, batch: Batch, data: IterablePackedDataset | None = None) -> Run:
+    """Run each segment behind its own prefix, unpadded, without masks or positions; the loss is the mean over tokens.
+
+    With ``data``, tokens and labels are read from the rows; without, from the batch.
+    """
+    logits, predicted, targets = [], [], []
+    for pack, number, path in segments(batch):
+        start, stop = path[-1]
+        if data is None:
+            own = batch.tokens[pack, start:stop]
+            labels = [label(batch, pack, number, token, start) for token in range(start, stop)]
+        else:
+            fragment = batch.fragments[pack][number]
+            own = own_of(data, fragment, "tokens").to(batch.tokens.device)
+            labels = [IGNORE_INDEX, *own_of(data, fragment, "labels")[1:].tolist()]
+        prefix = [batch.tokens[pack, slice(*part)] for part in path[:-1]]
+        tokens = torch.cat([*prefix, own])[None]
+        of_transformers = hasattr(model, "config")
+        output = whole(model(input_ids=tokens, use_cache=False) if of_transformers else model(tokens))
+        logits.append(output[0, -len(own) :])
+        first = output.shape[1] - len(own) - 1  # -1 without a prefix, where the first token has no label
+        predicted.append(output[0, [first, *range(first + 1, output.shape[1] - 1)]])
+        targets += labels
+    loss = F.cross_entropy(torch.cat(predicted), torch.tensor(targets, device=batch.tokens.device))
+    return run_of(model, loss, logits)
+
+
+def worst(model: nn.Module, inputs: Any, alone: nn.Module, stream: str = "overlong") -> float:
+    """Return how far samples in packs are from samples alone: loss, logits or gradients, the worst of the three."""
+    data, batch = stream_and_batch(stream)
+    return max(differences(run_packed(model, batch, inputs), run_alone(alone, batch, data)).values())
 
 
 def placed(batch: Batch) -> Iterator[tuple[int, int, Fragment]]:
@@ -130,7 +175,7 @@ def placed(batch: Batch) -> Iterator[tuple[int, int, Fragment]]:
             start += fragment.length
 
 
-def own(data: IterablePackedDataset, fragment: Fragment, column: str) -> torch.Tensor:
+def own_of(data: IterablePackedDataset, fragment: Fragment, column: str) -> torch.Tensor:
     """Return a column of the fragment's row, cut to the fragment."""
     return torch.tensor(data.trace(fragment)["row"][column][fragment.start : fragment.stop])
 

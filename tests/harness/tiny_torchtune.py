@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness.isolation import MAX_SEQ_LEN, VOCAB
+from tests.harness.groups import MAX_SEQ_LEN, VOCAB
 
 # Family: the builder of one of its models, and the general builder that it calls.
 FAMILIES = {
@@ -64,14 +62,6 @@ def build(
         parameter.requires_grad_(not lora or "lora_" in key)
     built: nn.Module = model.to(dtype)
     return built
-
-
-@contextmanager
-def exactly() -> Iterator[None]:
-    """Keep fp64 where torchtune casts to fp32: in norms, positions, gemma2's softmax and the logits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
-        yield
 
 
 def attention_modules(model: nn.Module) -> list[Any]:

@@ -1,0 +1,414 @@
+"""Packed equals alone: every family of models, with every attention, on packs of a stream and on groups.
+
+One side is a prepared model and a batch of the real stream, with samples of one token, fragments and padding. The other
+is an unprepared one, which gets one unpadded sequence at a time, behind its own copy of the prompt if it has one.
+`make test` runs one family for each mechanism in fp32; `make test-slow` and `make models` run all, in fp64 too, and
+compare what they see with the tables of docs/guides/models.md, or write these anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from streampack import Batch, IterablePackedDataset, collate_packed, prepare_model_for_packing
+
+# private: which families and layers the package knows by name is what this table of tests is held against
+from streampack.attention.families import PROVEN
+from streampack.attention.mixer_tables import ALIBI, BLOCKS, MIXERS, TAKES_BOUNDARIES, find_mixers
+from streampack.packing.batch import null_pack, to_torchtune
+from tests.harness import hf_models, isolation, tiny_torchtune
+from tests.harness.groups import batch_of, segments, trees
+from tests.harness.hf_models import FAMILIES, WITHOUT, fp64_throughout
+from tests.harness.hybrid_models import HYBRIDS, OTHERWISE
+from tests.harness.isolation import (
+    MAX_SEQ_LEN,
+    STREAMS,
+    differences,
+    masked,
+    placed,
+    run_alone,
+    run_packed,
+    stream_and_batch,
+    whole,
+    worst,
+)
+from tests.harness.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
+from tests.harness.other_families import ISOLATED, REFUSED, UNTRIED, sizes_of
+from tests.harness.quick import HYBRID_MECHANISMS, MECHANISMS, TORCHTUNE
+from tests.harness.vision_models import VISION_FAMILIES, build_vision
+
+pytest.importorskip("transformers")
+pytest.importorskip("torchtune")
+
+Record = Callable[[str, str, str, str], None]
+
+TABLES = {"torchtune": [*tiny_torchtune.FAMILIES], "transformers": [*FAMILIES, *HYBRIDS, *VISION_FAMILIES]}
+QUICK = {
+    "torchtune": {*TORCHTUNE},
+    "transformers": {*MECHANISMS, *HYBRID_MECHANISMS, "qwen2_5_vl", "qwen3_5"},
+}
+# They compute a part in fp32 in any case.
+NOT_IN_FP64 = {"xlstm", "inkling_text", "inkling2_text", "kimi_linear", "ernie4_5_vl_moe"}
+# Families of which transformers computes all layers in fp64; of others, it computes norms or RoPE in fp32.
+GROUPS_IN_FP64 = ("gpt2", "gpt_neox", "phi", "stablelm", "starcoder2")
+ON_A_CPU = {("gemma2", "varlen"): ", on a CPU; on CUDA use another"}
+NEVER = WITHOUT | OTHERWISE
+ON_CUDA_ONLY = ("gpt_oss", "flex")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def attentions(library: str, family: str) -> tuple[str, ...]:
+    with_flex = library == "torchtune" or family in FAMILIES
+    words = ("dense", "varlen", "flex") if with_flex else ("dense", "varlen")
+    if library == "torchtune":
+        return words
+    return tuple(word for word in words if (family, word) not in {*NEVER, ON_CUDA_ONLY})
+
+
+def cases() -> list[Any]:
+    """Libraries, families, attentions, and whether all figures of the page's table are computed."""
+    every = [
+        (library, family, word)
+        for library, families in TABLES.items()
+        for family in families
+        for word in attentions(library, family)
+    ]
+    quick = [pytest.param(*case, False, id="-".join(case)) for case in every if case[1] in QUICK[case[0]]]
+    slow = {"marks": pytest.mark.slow}
+    return quick + [pytest.param(*case, True, id="-".join((*case, "all figures")), **slow) for case in every]
+
+
+def made(library: str, family: str, attention: str, dtype: torch.dtype, *, lora: bool = False) -> Any:
+    if library == "torchtune":
+        return tiny_torchtune.build(family, lora=lora, dtype=dtype)
+    if family in VISION_FAMILIES:
+        return build_vision(family, dtype)
+    changes = HYBRIDS.get(family, hf_models.CHANGES.get((family, attention), {}))
+    return hf_models.build(family, dtype, **changes)
+
+
+def measured(
+    library: str,
+    family: str,
+    attention: str,
+    batch: Batch,
+    data: IterablePackedDataset | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    lora: bool = False,
+) -> dict[str, float]:
+    """Return how far samples in packs are from samples alone."""
+    model, alone = (made(library, family, attention, dtype, lora=lora) for _ in range(2))
+    inputs = prepare_model_for_packing(model, attention=attention)
+    assert inputs.attention == attention
+    with fp64_throughout() if dtype == torch.float64 else nullcontext():
+        right = run_alone(alone, batch, data)
+        if attention != "flex":
+            return differences(run_packed(model, batch, inputs), right)
+    # The forward pass is all that torch's flex attention has on a CPU; compiling it takes a minute a family.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        logits = whole(model(**inputs(batch)))
+    packed = torch.cat([logits[pack, slice(*path[-1])] for pack, _, path in segments(batch)])
+    return {"logits": float((packed - right.logits).norm() / right.logits.norm())}
+
+
+@pytest.mark.parametrize(("library", "family", "attention", "exact"), cases())
+def test_packed_equals_alone(
+    library: str, family: str, attention: str, exact: bool, record_model: Record
+) -> None:
+    """torchtune's also with LoRA; the worse of the two goes into the table."""
+    data, batch = stream_and_batch("overlong")
+    seen: dict[str, float] = {}
+    variants = [False] if library == "transformers" else [False, True] if exact else [attention == "varlen"]
+    in_fp64 = family not in NOT_IN_FP64 and not (family in HYBRIDS and attention != "dense")
+    for lora in variants:
+        found = measured(library, family, attention, batch, data, lora=lora)
+        figure = {"logits": found["logits"]}
+        if attention != "flex":
+            figure["gradients"] = found["gradient"]
+        if exact and in_fp64 and attention != "flex":
+            found = measured(library, family, attention, batch, data, lora=lora, dtype=torch.float64)
+            figure["fp64"] = max(found.values()) if library == "torchtune" else found["gradient"]
+        seen = {name: max(value, seen.get(name, 0.0)) for name, value in figure.items()}
+    assert all(value < LIMITS[name] for name, value in seen.items()), seen
+    if exact:
+        record_model(library, family, attention, figures(**seen) + ON_A_CPU.get((family, attention), ""))
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        pytest.param(*pair, marks=() if pair[0] in QUICK["transformers"] else pytest.mark.slow)
+        for pair in NEVER
+    ],
+)
+def test_an_attention_that_will_not_do_is_refused(family: str, attention: str, record_model: Record) -> None:
+    model, why = made("transformers", family, attention, torch.float32), NEVER[family, attention]
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError) as error:
+        prepare_model_for_packing(model, attention=attention)
+    assert str(error.value).startswith(f"attention='{attention}' will not do: {why}")
+    assert model.config._attn_implementation == before
+    why = "it fails the probe, or has no such attention" if family in HYBRIDS else why
+    record_model("transformers", family, attention, f"refused: {why}")
+
+
+def test_attention_sinks_with_flex_need_cuda(record_model: Record) -> None:
+    family, attention = ON_CUDA_ONLY
+    model = hf_models.build(family)
+    inputs = prepare_model_for_packing(model, attention=attention)
+    _, batch = stream_and_batch("overlong")
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match="cannot be run on CPU"):
+        model(**inputs(batch))
+    record_model("transformers", family, attention, "on CUDA only")
+
+
+# Groups, whose segments share the tokens of a prompt.
+
+
+def group_cases() -> list[Any]:
+    """Libraries, families, attentions and types; torchtune refuses groups with one of them by name."""
+    found: list[Any] = []
+    families = {"torchtune": TABLES["torchtune"], "transformers": [*FAMILIES, "qwen2_5_vl"]}
+    for library, names in families.items():
+        for family in names:
+            pairs = [word for word in attentions(library, family) if word != "flex"]
+            pairs += ["flex"] * (library == "transformers" and family in ("mistral", "gemma2"))
+            for word in pairs:
+                if (library, family, word) == ("torchtune", "gemma2", "dense"):
+                    continue
+                case = (library, family, word)
+                marks = () if family in QUICK[library] or word == "flex" else pytest.mark.slow
+                found.append(pytest.param(*case, torch.float32, marks=marks, id="-".join(case)))
+                if word != "flex" and (library == "torchtune" or family in GROUPS_IN_FP64):
+                    name = "-".join((*case, "fp64"))
+                    found.append(pytest.param(*case, torch.float64, marks=pytest.mark.slow, id=name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def grouped() -> Batch:
+    """A batch with a tree of depth 3, with other answers between an answer and its prompt, and with a plain sample."""
+    batch = batch_of(trees())
+    paths = [path for _, _, path in segments(batch)]
+    assert len(batch.tokens) > 2
+    assert max(map(len, paths)) == 3
+    assert any(path[-1][0] > path[-2][1] for path in paths if len(path) > 1)
+    assert batch.num_tokens == sum(group.tokens.size for group in trees()) + 3, "each token is there once"
+    return batch
+
+
+@pytest.mark.parametrize(("library", "family", "attention", "dtype"), group_cases())
+def test_shared_prompts_equal_own_copies(
+    library: str, family: str, attention: str, dtype: torch.dtype, grouped: Batch
+) -> None:
+    found = measured(library, family, attention, grouped, dtype=dtype)
+    assert max(found.values()) < (1e-9 if dtype == torch.float64 else 1e-5), found
+
+
+# Ways of packing.
+
+
+@pytest.mark.parametrize("model", ["llama3", "absolute", "transformers-dense", "transformers-varlen"])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        pytest.param(name, marks=() if name in ("exact_fit", "padded wrap") else pytest.mark.slow)
+        for name in STREAMS
+    ],
+)
+def test_all_ways_of_packing_equal_alone(stream: str, model: str) -> None:
+    """Several sequences in a pack, padding, one that fills a pack, one of a single token, fragments."""
+    _, batch = stream_and_batch(stream)
+    found = [fragment for _, _, fragment in placed(batch)]
+    assert max(map(len, batch.fragments)) > 2
+    assert batch.num_tokens < batch.tokens.numel()
+    assert {1, MAX_SEQ_LEN} <= {fragment.stop - fragment.start for fragment in found}
+    assert any(fragment.start for fragment in found) == ("split" in str(STREAMS[stream]))
+    if model.startswith("transformers"):
+        prepared, inputs, alone = hf_models.prepared("llama", model.removeprefix("transformers-"))
+        assert worst(prepared, inputs, alone, stream) < 1e-5
+    else:
+        decoder = isolation.build(model)
+        assert worst(decoder, masked, decoder, stream) < 1e-5
+
+
+def test_a_null_pack_weighs_nothing() -> None:
+    model = isolation.build("llama3")
+    data, batch = stream_and_batch("exact_fit")
+    null = to_torchtune(null_pack(MAX_SEQ_LEN))
+    with_null = run_packed(model, collate_packed([*data, null]), masked)
+    assert max(differences(with_null, run_packed(model, batch, masked)).values()) < 1e-5
+    only_null = run_packed(model, collate_packed([null, null]), masked)
+    assert only_null.loss == 0
+    assert not only_null.gradient.any()
+
+
+# Other families of transformers, and models that no attention keeps apart.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*ISOLATED, *REFUSED])
+def test_other_families_are_isolated_or_refused(family: str, record_model: Record) -> None:
+    """What our own code does is tested with fewer; here a new version of transformers shows what it changed."""
+    outcomes = {}
+    for attention in ("dense", "varlen"):
+        model, alone = (hf_models.build(family, **sizes_of(family)) for _ in range(2))
+        try:
+            inputs = prepare_model_for_packing(model, attention=attention)
+        except ValueError as error:
+            outcomes[attention] = f"refused: {reason(str(error), family)}"
+            continue
+        data, batch = stream_and_batch("overlong")
+        found = differences(run_packed(model, batch, inputs), run_alone(alone, batch, data))
+        seen = {"logits": found["logits"], "gradients": found["gradient"]}
+        assert all(seen[name] < LIMITS[name] for name in seen), seen
+        outcomes[attention] = figures(**seen)
+    refused = all(outcome.startswith("refused: ") for outcome in outcomes.values())
+    assert refused == (family in REFUSED), outcomes
+    for attention, outcome in {EVERY: outcomes["dense"]}.items() if refused else outcomes.items():
+        record_model("transformers", family, attention, outcome)
+
+
+def reason(message: str, family: str) -> str:
+    """Shorten a refusal to the likely cause, or to the error of a model that was tried.
+
+    >>> reason("attention='dense' will not do: a failed a try: 9 leaks:\\nlikely cause: it mixes\\nway out", "a")
+    'it fails the probe: it mixes'
+    >>> reason("attention='varlen' will not do: a has its attention written into its layers; use 'dense'", "a")
+    'it has its attention written into its layers'
+    >>> reason("this model cannot be packed: a is an encoder-decoder model; no", "a")
+    'is an encoder-decoder model; no'
+    """
+    if cause := re.search(r"^likely cause: (.*?)[;?]?$", message, re.MULTILINE):
+        return f"it fails the probe: {cause[1]}"
+    if tried := re.search(r"failed a try: (\w+: .*?);", message):
+        return f"it fails a try: {tried[1]}"
+    if unpackable := re.fullmatch(rf"this model cannot be packed: {family} (.*)", message):
+        return unpackable[1]
+    why = message.partition(" will not do: ")[2].rpartition("; use ")[0]
+    return why.replace(family, "it", 1)
+
+
+@pytest.mark.parametrize("attention", ["auto", "dense"])
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("t5", {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 48}, "is an encoder-decoder model"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "sees tokens to the right"),
+    ],
+    ids=["t5", "gemma3_text"],
+)
+def test_families_that_cannot_be_packed_are_refused(
+    family: str, changes: dict[str, Any], why: str, attention: str, record_model: Record
+) -> None:
+    with pytest.raises(ValueError) as error:
+        prepare_model_for_packing(hf_models.build(family, **changes), attention=attention)
+    assert str(error.value).startswith(f"this model cannot be packed: {family} {why}")
+    assert str(error.value).endswith("; train it on padded batches, one sample a row")
+    name = f"{family}, {next(iter(changes))}" if family in FAMILIES else family
+    record_model("transformers", name, EVERY, "refused: " + str(error.value).split(f"{family} ", 1)[1])
+
+
+# The table of families.
+
+
+def test_every_family_and_every_layer_with_a_state_is_tried() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    assert set(FAMILIES) == PROVEN
+    assert set(NAMES) - {*TABLES["transformers"], *ISOLATED, *REFUSED} == set(UNTRIED)
+    found = {
+        cls.__name__
+        for family, sizes in HYBRIDS.items()
+        for mixer in find_mixers(hf_models.build(family, **sizes))
+        for cls in type(mixer).__mro__
+    }
+    assert found >= MIXERS | ALIBI | BLOCKS
+    assert TAKES_BOUNDARIES.keys() <= MIXERS
+
+
+@pytest.mark.skipif(VARIABLE in os.environ, reason="the page is being written")
+def test_the_figures_of_the_page_are_within_the_limits() -> None:
+    written = read_page(PAGE.read_text(encoding="utf-8"))
+    assert {key: over for key, outcome in written.items() if (over := over_the_limit(outcome))} == {}
+    families = {
+        family for library, family, backend in written if library == "transformers" and backend != EVERY
+    }
+    assert families == {*TABLES["transformers"], *ISOLATED}
+
+
+# What a stream of short packs does not show.
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon, alibi", "mpt"])
+def test_a_bias_is_as_exact_deep_in_a_pack_as_alone(family: str) -> None:
+    """A bias that counts from the pack's beginning differs by a constant, which falcon's 8 bits cannot hold."""
+    sizes = HYBRIDS[family] | ({"max_seq_len": 800} if family == "mpt" else {})
+    samples = [[3 + 7 * i % 58 for i in range(length)] for length in (700, 90)]
+    rows = [{"tokens": sample, "labels": sample} for sample in samples]
+    [pack] = IterablePackedDataset(rows, max_seq_len=800, num_lanes=1, shuffle=False)
+    batch = collate_packed([pack])
+    [start] = [start for _, start, fragment in placed(batch) if fragment.length == 90]
+    model: Any = hf_models.build(family, **sizes)
+    with torch.no_grad():
+        alone = model(input_ids=torch.tensor([samples[1]]), use_cache=False).logits
+        packed = model(**prepare_model_for_packing(model)(batch)).logits[:, start : start + 90]
+    assert start == 700
+    assert float((packed - alone).norm() / alone.norm()) < 1e-6
+
+
+# On CUDA.
+
+
+WORDS = ("dense", "flex", "varlen", "flash")
+# Libraries, families, attentions, whether in groups, and types; varlen and flash have 16 bits only.
+ON_CUDA = [
+    *(("torchtune", family, word, grouped, torch.bfloat16)
+      for family in TABLES["torchtune"] for word in WORDS for grouped in (False, True)),
+    *(("torchtune", family, word, False, torch.float32)
+      for family in TABLES["torchtune"] for word in ("dense", "flex")),
+    *(("transformers", family, word, True, torch.bfloat16)
+      for family in ("llama", "mistral", "gemma3_text") for word in WORDS),
+    *(("transformers", family, word, False, torch.bfloat16 if word == "varlen" else torch.float32)
+      for family in ("llama", "mistral", "qwen3", "gemma2", "gpt_oss") for word in ("dense", "flex", "varlen")
+      if (family, word) not in {*WITHOUT, *ON_A_CPU}),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("library", "family", "attention", "in_groups", "dtype"), ON_CUDA)
+def test_packed_equals_alone_on_cuda(
+    library: str, family: str, attention: str, in_groups: bool, dtype: torch.dtype, grouped: Batch
+) -> None:
+    """In fp32 as on a CPU; in bf16 within twice the rounding error of the same model against fp32."""
+    data, batch = (None, grouped) if in_groups else stream_and_batch("overlong")
+    batch = batch.to("cuda")
+    exact = run_alone(made(library, family, attention, torch.float32).cuda(), batch, data)
+    alone = run_alone(made(library, family, attention, dtype).cuda(), batch, data)
+    model = made(library, family, attention, dtype).cuda()
+    try:
+        inputs = prepare_model_for_packing(model, attention=attention)
+        found = differences(run_packed(model, batch, inputs), alone)
+    except ImportError as error:
+        pytest.skip(str(error))
+    except ValueError as error:
+        assert family == "gemma2", "no other is refused"
+        assert re.search("softcap|window", str(error))
+        pytest.skip(str(error))
+    rounding = differences(alone, exact)
+    # Without groups, transformers' models are compared by their logits alone.
+    names = ("logits", "gradient") if library == "torchtune" or in_groups else ("logits",)
+    for name in names:
+        assert found[name] < (1e-5 if dtype == torch.float32 else 2 * rounding[name]), found

@@ -1,0 +1,392 @@
+"""What a prepared model computes beside packs, and under what others do to it: saved, compiled, sharded, wrapped.
+
+That packed equals alone for every family is tested in test_packed_equals_alone.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from streampack import Batch, find_leaks, prepare_model_for_packing
+from streampack.attention import varlen
+from tests.harness import tiny_torchtune
+from tests.harness.forked_ranks import run_ranks
+from tests.harness.groups import batch_of, trees
+from tests.harness.hf_models import MAX_SEQ_LEN, VOCAB, Wrapper, build, prepared
+from tests.harness.isolation import (
+    differences,
+    placed,
+    run_alone,
+    run_packed,
+    stream_and_batch,
+    whole,
+    worst,
+)
+from tests.harness.other_families import sizes_of
+from tests.oracle.attention import attend, random_packs
+
+pytest.importorskip("transformers")
+training = pytest.importorskip("torchtune.training")
+
+# dynamo reads .grad of tensors, and torch warns of it.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+uncompiled_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+# Inputs, and models that are prepared again.
+
+
+def test_positions_come_from_the_lengths() -> None:
+    """For example, torchtune's own packs may begin a fragment at another position than 0."""
+    data, batch = stream_and_batch("overlong")
+    model, inputs, alone = prepared("gpt2", "dense")
+    running = replace(batch, input_pos=torch.arange(MAX_SEQ_LEN).expand_as(batch.tokens))
+    assert max(differences(run_packed(model, running, inputs), run_alone(alone, batch, data)).values()) < 1e-5
+    real = [torch.tensor([f.stop - f.start for f in pack], dtype=torch.int32) for pack in batch.fragments]
+    without_padding = replace(batch, seq_lens=nn.utils.rnn.pad_sequence(real, batch_first=True))
+    assert torch.equal(inputs(without_padding)["position_ids"], batch.input_pos)
+
+
+@pytest.mark.parametrize(
+    ("make", "family"),
+    [(build, "mistral"), (tiny_torchtune.build, "llama3"), (tiny_torchtune.build, "gemma2")],
+)
+def test_the_last_of_several_preparations_counts(make: Any, family: str) -> None:
+    """And without packs, as in generating, the model computes what it did before."""
+    data, batch = stream_and_batch("overlong")
+    model = make(family)
+    right = run_alone(model, batch, data)
+    for attention in ("varlen", "varlen", "dense", "auto", "sdpa"):
+        inputs = prepare_model_for_packing(model, attention=attention)
+        assert max(differences(run_packed(model, batch, inputs), right).values()) < 1e-5
+        assert differences(run_alone(model, batch, data), right) == {"loss": 0, "gradient": 0, "logits": 0}
+    assert inputs.attention == "dense"
+    assert getattr(getattr(model, "config", None), "use_cache", True), "or it would be saved so"
+    assert all(len(module._forward_pre_hooks) <= 1 for module in model.modules())
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+def test_all_rows_of_positions_are_equal_in_models_of_images(attention: str) -> None:
+    from tests.harness.vision_models import build_vision
+
+    _, batch = stream_and_batch("overlong")
+    inputs = prepare_model_for_packing(build_vision("qwen2_5_vl"), attention=attention)
+    # For masks, and for time, height and width.
+    wanted = batch.input_pos.expand(4, *batch.tokens.shape) if attention == "dense" else batch.input_pos
+    assert torch.equal(inputs(batch)["position_ids"], wanted)
+
+
+# Without inputs: saving, generating, padded batches.
+
+
+@pytest.mark.parametrize(("family", "attention"), [("gpt2", "dense"), ("gemma3_text", "varlen")])
+def test_a_prepared_model_is_saved_and_generates_as_before(
+    family: str, attention: str, tmp_path: Path
+) -> None:
+    """A saved ``use_cache: false`` would silently slow down generation."""
+    model, alone = build(family), build(family)
+    inputs = prepare_model_for_packing(model, attention=attention)
+    _, batch = stream_and_batch("overlong")
+    with torch.no_grad():
+        assert model(**inputs(batch)).past_key_values is None
+        arguments = {name: value for name, value in inputs(batch).items() if name != "use_cache"}
+        assert model(**arguments).past_key_values is None
+        asked = model(input_ids=batch.tokens[:, :4], use_cache=True)
+        assert asked.past_key_values.get_seq_length() == 4
+        again = model(input_ids=batch.tokens[:, 4:5], past_key_values=asked.past_key_values)
+        assert again.past_key_values.get_seq_length() == 5, "a cache that was given is used"
+    saved = []
+    for name, each in (("ours", model), ("theirs", alone)):
+        each.save_pretrained(tmp_path / name)  # type: ignore[operator]
+        saved.append(json.loads((tmp_path / name / "config.json").read_text()))
+    assert saved[0] == saved[1]
+    assert saved[0]["use_cache"] is True
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("gpt2", "dense"), ("gemma2", "varlen"), ("gemma3_text", "varlen"), ("qwen3_next", "varlen")],
+)
+def test_padded_batches_and_generating_still_work(family: str, attention: str) -> None:
+    """With windows, softcaps, cache and all."""
+    model, _, alone = prepared(family, attention, **sizes_of(family))
+    tokens = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        ours, theirs = (m(input_ids=tokens, attention_mask=mask).logits for m in (model, alone))
+        torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()])
+        settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+        assert model.generate(tokens, **settings).equal(alone.generate(tokens, **settings))
+
+
+# Compiled, checkpointed, sharded and wrapped.
+
+
+def test_a_router_loss() -> None:
+    """It reads a mask of tokens, so boundaries must not take the mask's place."""
+    _, batch = stream_and_batch("overlong")
+    model, inputs, alone = prepared("mixtral", "varlen", output_router_logits=True)
+    assert model(**inputs(batch)).aux_loss > 0
+    assert worst(model, inputs, alone) < 1e-5
+
+
+def test_checkpointed_layers_and_a_wrapped_model() -> None:
+    model, inputs, alone = prepared("qwen3", "varlen")
+    model.train().activation_checkpointing_enable()
+    assert worst(model, inputs, alone) < 1e-5
+    wrapped = Wrapper(build("llama"))
+    inputs = prepare_model_for_packing(wrapped)
+    assert inputs.attention == "varlen"
+    assert worst(wrapped, inputs, build("llama")) < 1e-5
+    decoder = torch.compile(tiny_torchtune.build("llama3"), backend="eager")
+    assert prepare_model_for_packing(Wrapper(decoder)).attention == "varlen"  # type: ignore[arg-type]
+
+
+@compiles
+@pytest.mark.parametrize("last", [True, False], ids=["prepared last", "prepared first"])
+def test_with_compiled_and_checkpointed_layers(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
+    model = tiny_torchtune.build("gemma2")
+    if not last:
+        inputs = prepare_model_for_packing(model, attention="varlen")
+    layer = type(model.layers[0])  # type: ignore[index]
+    training.compile_model(model, verbose=False)
+    training.set_activation_checkpointing(model, auto_wrap_policy={layer})
+    if last:
+        inputs = prepare_model_for_packing(model, attention="varlen")
+    assert worst(model, inputs, tiny_torchtune.build("gemma2")) < 1e-5
+
+
+def of_other_lengths() -> Iterable[Batch]:
+    """Yield 20 batches of the same tokens in other sequences."""
+    _, batch = stream_and_batch("overlong")
+    for seq_lens in random_packs(20, max_seq_len=MAX_SEQ_LEN):
+        yield replace(batch, tokens=batch.tokens[:2], input_pos=batch.input_pos[:2], seq_lens=seq_lens)
+
+
+def of_other_groups() -> Iterable[Batch]:
+    """Yield a pack of each group with a shared prompt."""
+    for group in trees():
+        if max(group.parents) >= 0:
+            yield batch_of([group])
+
+
+def count_graphs(parts: Iterable[Any], model: nn.Module, attention: str, batches: Iterable[Batch]) -> int:
+    """Count the graphs of parts of a model, each of them compiled by itself, over batches of different packs."""
+    torch._dynamo.reset()
+    device = next(model.parameters()).device
+    counter = CompileCounterWithBackend("eager" if device.type == "cpu" else "inductor")
+    inputs = prepare_model_for_packing(model, attention=attention)
+    train = attention != "flex" or device.type == "cuda"
+    model.requires_grad_(train)
+    for part in parts:
+        part.compile(backend=counter, fullgraph=True)
+    shapes = set()
+    for batch in batches:
+        out = whole(model(**inputs(batch.to(device)))).sum()
+        shapes.add(batch.seq_lens.shape)
+        if train:
+            out.backward()
+    assert len(shapes) > 2
+    return counter.frame_count
+
+
+@compiles
+@uncompiled_flex
+@pytest.mark.parametrize(
+    ("batches", "attention"),
+    [
+        (of_other_lengths, "varlen"),
+        (of_other_groups, "varlen"),
+        pytest.param(of_other_lengths, "flex", marks=pytest.mark.slow),
+    ],
+)
+def test_other_packs_reuse_the_graph(batches: Any, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gemma2 has layers with a window and without, and so two graphs."""
+    monkeypatch.setattr(varlen, "_attend_sequences", attend)
+    model: Any = tiny_torchtune.build("gemma2", num_layers=3)
+    assert count_graphs(model.layers, model, attention, batches()) == 2
+
+
+@compiles
+@pytest.mark.slow
+def test_other_packs_reuse_the_graph_of_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_attend_sequences", attend)
+    model = build("gemma3_text")
+    assert count_graphs([model], model, "varlen", of_other_lengths()) == 1
+    assert worst(model, prepare_model_for_packing(model, attention="varlen"), build("gemma3_text")) < 1e-5
+
+
+def gradient_of(model: nn.Module, logits: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    logits.square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
+
+
+def sharded(batch: Batch) -> tuple[list[float], bool, bool]:
+    """On one of several ranks, which all have the same packs: packed against alone, of logits and gradient.
+
+    Also whether the probe, which must shard layers again, finds the model right with its inputs and leaking without.
+    """
+    model: Any = build("gemma3_text")
+    tokens = [batch.tokens[p, s : s + f.stop - f.start] for p, s, f in placed(batch)]
+    right = torch.cat([model(input_ids=each[None], use_cache=False).logits[0] for each in tokens])
+    gradient = gradient_of(model, right)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    inputs = prepare_model_for_packing(model, attention="varlen")
+    plain = {"max_seq_len": MAX_SEQ_LEN, "inputs": lambda batch: {"input_ids": batch.tokens}}
+    verdicts = [find_leaks(model, **(plain | changes)).ok for changes in ({"inputs": inputs}, {})]
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    logits = model(**inputs(batch)).logits
+    packed = torch.cat([logits[p, s : s + f.stop - f.start] for p, s, f in placed(batch)])
+    pairs = [(packed.detach(), right.detach()), (gradient_of(model, packed), gradient)]
+    return [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs], *verdicts
+
+
+def test_sharded_over_two_ranks(tmp_path: Path) -> None:
+    _, batch = stream_and_batch("overlong")
+    for found, right, wrong in run_ranks(2, sharded, batch, folder=tmp_path):
+        assert max(found) < 1e-5, found
+        assert (right, wrong) == (True, False)
+
+
+class Unwritten(torch.autograd.Function):
+    """Rows behind those in use get a gradient that a kernel has left in memory as it found it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, used: int) -> torch.Tensor:
+        ctx.used = used
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        grad[ctx.used :] = torch.nan
+        return grad, None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("make", "family"), [(build, "llama"), (tiny_torchtune.build, "llama3")])
+def test_what_a_kernel_leaves_unwritten_reaches_no_gradient(
+    make: Any, family: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels on CUDA write nothing for tokens that no sequence has; here varlen attention does likewise."""
+    good = varlen._attend_sequences
+    calls: list[tuple[int, int]] = []  # the number of queries and keys of each
+
+    def attend(q: Any, k: Any, v: Any, cu_seqlens: Any, cu_seqlens_k: Any, *others: Any) -> torch.Tensor:
+        queries, keys = int(cu_seqlens[-1]), int((cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)[-1])
+        calls.append((queries, keys))
+        q, k, v = Unwritten.apply(q, queries), Unwritten.apply(k, keys), Unwritten.apply(v, keys)
+        out = good(q[:queries], k[:keys], v[:keys], cu_seqlens, cu_seqlens_k, *others)
+        return torch.cat([out, out.new_full((len(q) - queries, *out.shape[1:]), torch.nan)])
+
+    monkeypatch.setattr(varlen, "_attend_sequences", attend)
+    batch = batch_of([group if shared else group.unshared() for group in trees()])
+    model, right = make(family), run_alone(make(family), batch)
+    packed = run_packed(model, batch, prepare_model_for_packing(model, attention="varlen"))
+    assert calls
+    assert all((keys > queries) == shared for queries, keys in calls)
+    found = differences(packed, right)
+    assert max(found.values()) < 1e-6, found
+
+
+# Families of which nothing is known.
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [("cohere2", "varlen"), ("olmoe", "dense"), ("opt", "dense")]
+)
+def test_an_unknown_family_is_tried(family: str, attention: str) -> None:
+    """One that passes also gives the logits and gradients of each sample alone; opt leaks without masks."""
+    model, inputs, alone = prepared(family, attention, **sizes_of(family))
+    assert worst(model, inputs, alone) < 1e-5
+    assert inputs.masks or family != "opt"
+    assert find_leaks(model).ok, "the inputs are made again in the same way"
+
+
+# The choice of an attention.
+
+
+@pytest.mark.parametrize(
+    ("make", "chosen"),
+    [
+        (lambda: tiny_torchtune.build("llama3"), "varlen"),
+        (lambda: tiny_torchtune.build("gemma2"), "varlen"),
+        (lambda: tiny_torchtune.build("llama3", attn_dropout=0.1), "dense"),  # kernels have none
+        (lambda: build("llama", attention_dropout=0.1), "dense"),
+        (lambda: build("deepseek_v32", **sizes_of("deepseek_v32")), "dense"),  # selects keys under a mask
+    ],
+    ids=["llama3", "gemma2", "torchtune's dropout", "dropout", "deepseek_v32"],
+)
+def test_auto_on_a_cpu_is_varlen_where_it_can_compute_the_model(make: Any, chosen: str) -> None:
+    assert prepare_model_for_packing(make()).attention == chosen
+
+
+def test_the_dropout_of_the_attention_is_kept() -> None:
+    model = tiny_torchtune.build("llama3", attn_dropout=0.1)
+    prepare_model_for_packing(model)
+    assert {module.attn_dropout for module in tiny_torchtune.attention_modules(model)} == {0.1}
+
+
+# On CUDA.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("attention", "family", "graphs"),
+    [("flex", "llama3", 1), ("flex", "gemma2", 2), ("varlen", "llama3", 1)],  # varlen on CUDA has no softcap
+)
+def test_other_packs_reuse_the_graph_on_cuda(attention: str, family: str, graphs: int) -> None:
+    model: Any = tiny_torchtune.build(family, dtype=torch.bfloat16, num_layers=3).cuda()
+    assert count_graphs(model.layers, model, attention, of_other_lengths()) == graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["dense", "flex", "varlen"])
+def test_models_read_no_number_from_the_device(attention: str) -> None:
+    """Neither making masks nor the passes do: torch would raise."""
+    _, batch = stream_and_batch("overlong")
+    batch = batch.to("cuda")
+    model = tiny_torchtune.build("llama3", dtype=torch.bfloat16).cuda()
+    inputs = prepare_model_for_packing(model, attention=attention)
+    model(**inputs(batch)).sum().backward()  # what is compiled, is compiled by now
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**inputs(batch)).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("family", "dtype", "changes", "chosen"),
+    [
+        ("llama3", torch.bfloat16, {}, "varlen"),
+        ("llama3", torch.float32, {}, "flex"),
+        ("gemma2", torch.bfloat16, {}, "flex"),
+        ("llama3", torch.float32, {"num_heads": 16, "num_kv_heads": 2}, "dense"),  # small heads
+    ],
+)
+def test_auto_on_cuda_is_the_first_that_fits(
+    family: str, dtype: torch.dtype, changes: dict[str, int], chosen: str
+) -> None:
+    model = tiny_torchtune.build(family, dtype=dtype, **changes).cuda()
+    assert prepare_model_for_packing(model).attention == chosen
