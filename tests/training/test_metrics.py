@@ -1,0 +1,298 @@
+"""What a run reports: metrics of its steps and sources, its log and record, its progress and summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack import IGNORE_INDEX, IterablePackedDataset, Ledger, Mix, PackedDataLoader
+from streampack.distributed.world import World
+from streampack.losses import LOSS_NORMS, label_weights, token_losses
+from streampack.training.config import read_config
+from streampack.training.meters import SourceMeter, StepMeter, source_ids, stream_metrics, stream_totals
+from streampack.training.progress import MetricLogger, bar, summary
+
+# private: the record of the metrics is written by recipes and read by the report; its file is what a run keeps.
+from streampack.training.record import METRICS_FILE, MetricRecord, read_metrics
+from tests.harness.tiny import tiny_config
+
+CPU = torch.device("cpu")
+
+
+VOCABULARY = 12
+
+
+ROWS = [{"tokens": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(3)]
+
+
+def batches():
+    return PackedDataLoader(IterablePackedDataset(ROWS, max_seq_len=4, num_lanes=1), batch_size=2)
+
+
+@pytest.mark.parametrize(("loss_norm", "weight"), [("token", 6), ("sample", 3)])
+def test_metrics_of_a_step_cover_its_batches(loss_norm, weight):
+    meter = StepMeter(World(), CPU)
+    meter.start()
+    for batch in batches():
+        meter.add(batch, torch.tensor(6.0), label_weights(batch, loss_norm=loss_norm))
+    assert meter.batches == 2
+    assert float(meter.reduce()) == pytest.approx(1 / weight)
+    meter.stop()
+    assert meter.tokens == 9
+    metrics = meter.metrics()
+    assert metrics["loss"] == pytest.approx(12.0 / weight)
+    assert metrics["trained_tokens"] == 6
+    assert metrics["samples_per_step"] == 3
+    assert metrics["padding"] == 1 - 9 / 16
+
+
+def test_metrics_are_the_last_loss_and_means_since_the_last_call(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    meter = StepMeter(World(), CPU)
+    [batch, _] = batches()
+    for loss in 4.0, 8.0, 2.0:
+        meter.start()
+        meter.add(batch, torch.tensor(loss), label_weights(batch, loss_norm="token"))
+        meter.reduce()
+        meter.stop()
+        next(clock)  # a validation, say: not counted
+        if loss == 8.0:
+            first = meter.metrics()
+    assert (first["loss"], first["samples_per_step"], first["trained_tokens"]) == (2.0, 2, 4)
+    assert first["tokens_per_second"] == 12 / 3  # two steps of a second, and one to read the numbers
+    second = meter.metrics()
+    assert (second["loss"], second["samples_per_step"]) == (0.5, 2)
+    assert second["tokens_per_second"] == 6 / 2
+    assert meter.tokens == 18
+
+
+def test_a_step_without_trained_tokens_has_loss_0_and_no_gradients():
+    meter = StepMeter(World(), CPU)
+    meter.start()
+    assert float(meter.reduce()) == 0
+    meter.stop()
+    assert meter.metrics()["loss"] == 0
+
+
+def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest() -> None:
+    loader = batches()
+    for _ in loader:
+        pass
+    ledger, epoch = stream_totals(loader, World())
+    assert (ledger.samples, ledger.packed, epoch) == (3, 9, 0)
+    own = loader.metrics()
+    other = {**own, "read_bytes": own["read_bytes"] + 5, "data_wait_seconds": 1e6, "consumed": 0.5}
+    other |= {"data_wait": 7.0, "cost_imbalance": 1.5}
+
+    class TwoRanks(World):
+        def gather(self, value: Any) -> Any:
+            ledger, epoch, metrics = value
+            return [(ledger, epoch, {**metrics, "consumed": 1.0}), (ledger, epoch, other)]
+
+    found = stream_metrics(loader, TwoRanks())
+    assert found["read_bytes"] == 2 * own["read_bytes"] + 5
+    assert found["read_rows"] == found["ledger_samples"] == 6
+    assert found["data_wait_seconds"] == 1e6
+    assert (found["data_wait"], found["cost_imbalance"]) == (7.0, 1.5)
+    assert found["consumed"] == 0.75
+
+
+def mix() -> Mix:
+    """A mixture with tokens 1 to 3 from source a, 4 to 6 from b, 7 to 9 from c."""
+    entries: list[dict[str, Any]] = []
+    for i, name in enumerate("abc"):
+        rows = [
+            {
+                "tokens": [3 * i + 1 + k % 3 for k in range(n)],
+                "labels": [IGNORE_INDEX, *([3 * i + 2] * (n - 1))],
+            }
+            for n in range(1, 12)
+        ]
+        entries.append({"name": name, "source": rows, "weight": i + 1})
+    return Mix([entries[0], {"name": "in", "weight": 1, "source": Mix(entries[1:])}])
+
+
+def loader(source: Any, **settings: Any) -> PackedDataLoader:
+    settings = {"max_seq_len": 8, "overlong": "split", "num_lanes": 2, "shuffle": True, **settings}
+    data = IterablePackedDataset(source, **settings)
+    return PackedDataLoader(data, batch_size=3)
+
+
+@pytest.mark.parametrize("pad_seqs_to", [1, 4])
+@pytest.mark.parametrize("loss_norm", LOSS_NORMS)
+def test_losses_by_source_add_up_to_the_loss(loss_norm: str, pad_seqs_to: int) -> None:
+    batches = loader(mix(), pad_seqs_to=pad_seqs_to)
+    meter = SourceMeter(batches, World(), CPU)
+    generator = torch.Generator().manual_seed(0)
+    wanted, counts, trained = torch.zeros(3).double(), torch.zeros(3).double(), torch.zeros(3).double()
+    for batch in batches:
+        ids = source_ids(batch, mix())
+        real = batch.tokens > 0
+        assert torch.equal(ids[real], (batch.tokens[real] - 1) // 3)
+        assert pad_seqs_to > 1 or not ids[~real].any()
+        weights = label_weights(batch, loss_norm=loss_norm)
+        logits = torch.randn(*batch.tokens.shape, VOCABULARY, generator=generator, requires_grad=True)
+        each = token_losses(logits, batch.labels, weights=weights)
+        meter.add(batch, each, weights)
+        for pack, row in enumerate(batch.labels.tolist()):
+            for i, label in enumerate(row[1:]):
+                if label != IGNORE_INDEX:
+                    source, weight = (label - 1) // 3, float(weights[pack, i + 1])
+                    loss = torch.nn.functional.cross_entropy(logits[pack, i], torch.tensor(label))
+                    wanted[source] += weight * loss.item()
+                    counts[source] += weight
+                    trained[source] += 1
+    metrics = meter.metrics()
+    for i, name in enumerate(("a", "in/b", "in/c")):
+        assert metrics[f"source_{name}_loss"] == pytest.approx(float(wanted[i] / counts[i]))
+        assert metrics[f"source_{name}_trained"] == trained[i]
+        assert metrics[f"source_{name}_fraction"] == pytest.approx(float(trained[i] / trained.sum()))
+        assert metrics[f"source_{name}_packed"] == metrics[f"source_{name}_tokens_in"]
+        assert metrics[f"source_{name}_epochs"] >= 1
+    assert len(metrics) == 18
+    assert not [name for name in meter.metrics() if name.endswith("loss")], "nothing since the last report"
+
+
+def test_a_plain_source_has_no_metrics() -> None:
+    batches = loader([{"tokens": [1, 2, 3], "labels": [1, 2, 3]}] * 9)
+    meter = SourceMeter(batches, World(), CPU)
+    for batch in batches:
+        meter.add(batch, torch.zeros(3, 8), torch.ones(3, 8))
+    assert meter.metrics() == {}
+
+
+# The log, and what is printed.
+
+
+def test_only_rank_0_logs(tmp_path):
+    config = read_config(tiny_config(tmp_path))
+    (tmp_path / "out").mkdir()
+    silent = MetricLogger(config, world=World(rank=1, size=2))
+    silent.log({"loss": 1.0}, step=3)
+    silent.log_config({})
+    silent.close()
+    assert list((tmp_path / "out").iterdir()) == []
+    logger = MetricLogger(config, world=World())
+    logger.log({"loss": 1.5}, step=3)
+    logger.close()
+    assert "Step 3 | loss:1.5" in (tmp_path / "out" / "logs" / "log.txt").read_text()
+    assert read_metrics(tmp_path / "out" / METRICS_FILE) == {3: {"loss": 1.5}}
+
+
+def test_a_printing_logger_gets_lines_of_its_own(tmp_path, monkeypatch, capsys):
+    """As on a terminal, where the bar and the logger write to one place."""
+    place = sys.stdout
+    monkeypatch.setattr(sys, "stderr", place)
+    node = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
+    logger = MetricLogger(read_config(tiny_config(tmp_path, metric_logger=node)), world=World())
+    with bar(3, done=1) as progress:
+        for step in 2, 3:
+            progress.update()
+            progress.set_postfix_str("loss 1.5")
+            logger.log({"loss": 1.5}, step=step)
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "going on from step 1 of 3"
+    for step in 2, 3:
+        [line] = [line for line in lines if f"Step {step} |" in line]
+        shown = line.rpartition("\r")[2]  # what is before it on the line was wiped out
+        assert shown == f"Step {step} | loss:1.5 "
+        assert not line.rpartition("\r")[0].rpartition("\r")[2].strip()
+
+
+def test_the_summary_balances_the_tokens():
+    ledger = Ledger(samples=4, tokens_in=100, packs=1, capacity=80, packed=70)
+    ledger.drop("truncated", 10)
+    result = {"ledger": ledger, "seconds": 2.0, "tokens": 70, "held_out": [(0, 7.5), (9, 4.25)]}
+    text = summary(result)
+    assert "packs        1, from 4 samples that were read, 12.50% padding" in text
+    assert "100 in = 70 packed + 10 dropped (10 truncated) + 20 buffered" in text
+    assert "35 tokens/s" in text
+    assert "7.500 (step 0) -> 4.250 (step 9)" in text
+    assert "broken" not in text
+    ledger.drop("bad", 0)
+    assert "bad records  1 skipped" in summary(result).splitlines()
+
+
+def test_log_messages_in_the_loop_get_lines_of_their_own(capsys):
+    log = logging.getLogger("streampack.somewhere")
+    with bar(4, done=0) as progress:
+        progress.update()
+        log.warning("a log message")
+        progress.update()
+    lines = [line.rpartition("\r")[2] for line in capsys.readouterr().err.split("\n")]
+    assert "a log message" in lines
+
+
+def test_a_run_that_is_past_its_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """It said that it went on from step 130 of 60."""
+    for done in (59, 130):
+        with bar(60, done=done):
+            pass
+    assert capsys.readouterr().out.splitlines() == [
+        "going on from step 59 of 60",
+        "at step 130: max_steps or epochs end the run at step 60",
+    ]
+
+
+# The record: read as it was written, through resumes and kills.
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out_and_a_resume_writes_on(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    assert read_metrics(path) == {}
+    record = MetricRecord(path)
+    record.write({"loss": 4.0}, step=1)
+    record.write({"loss": 3.0}, step=2)
+    record.write({"validation_loss": 4.5}, step=2)
+    with path.open("a") as file:
+        file.write('{"step":3,"lo')
+    before = {1: {"loss": 4.0}, 2: {"loss": 3.0, "validation_loss": 4.5}}
+    assert read_metrics(path) == before
+    MetricRecord(path, resumed=2).write({"loss": 2.0}, step=3)
+    assert read_metrics(path) == before | {3: {"loss": 2.0}}
+    MetricRecord(path).write({"loss": 5.0}, step=1)  # a new run, of one that left no checkpoint
+    assert read_metrics(path) == {1: {"loss": 5.0}}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    MetricRecord(path).write({"loss": math.nan, "grad_norm": math.inf, "step_size": 1}, step=1)
+    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "grad_norm": None, "step_size": 1}
+    [values] = read_metrics(path).values()
+    assert math.isnan(values["loss"])
+    assert math.isnan(values["grad_norm"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    starts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 4)), max_size=5),
+)
+def test_of_a_step_that_was_trained_twice_the_last_counts(
+    tmp_path_factory: pytest.TempPathFactory, starts: list[tuple[int, int, int]]
+) -> None:
+    """Each start goes on from a step at or before where the last one ended, and logs every n-th step."""
+    path = tmp_path_factory.mktemp("record") / METRICS_FILE
+    expected: dict[int, dict[str, float]] = {}
+    end = 0
+    for start, (before, steps, every) in enumerate(starts):
+        resumed = max(0, end - before) if start else None
+        record = MetricRecord(path, resumed=resumed)
+        begin = resumed or 0
+        expected = {step: values for step, values in expected.items() if step <= begin}
+        for step in range(begin + 1, begin + steps + 1):
+            if step % every == 0:
+                record.write({"start": float(start)}, step=step)
+                expected[step] = {"start": float(start)}
+        end = begin + steps
+    assert read_metrics(path) == expected
