@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.tiny import tiny_config
+from tests.harness.tiny import lora_config, tiny_config
 
 _runs: dict[str, Run] = {}
 
@@ -62,6 +62,13 @@ def whole_run(factory: pytest.TempPathFactory) -> Run:
     return run_once(
         factory, "whole", train, lambda folder: tiny_config(folder, log_rows=True, keep_checkpoints=9)
     )
+
+
+def lora_run(factory: pytest.TempPathFactory) -> Run:
+    """Twenty steps of lora_finetune."""
+    from streampack_recipes.lora_finetune import train
+
+    return run_once(factory, "lora", train, lambda folder: lora_config(folder, max_steps=20))
 
 
 class DyingFile(io.FileIO):

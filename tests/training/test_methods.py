@@ -1,10 +1,11 @@
-"""``data.method`` of a config: the methods of batching in recipes, and exact resumes."""
+"""``data.method`` of a config: methods of batching whole epochs, their exact resumes, and ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,43 @@ from typing import Any
 import pytest
 import torch
 from streampack_recipes.full_finetune import train
-from streampack_recipes.lora_finetune import train as train_lora
 
 from streampack import IterablePackedDataset, MapSource, Mix, PackedDataLoader
-from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.distributed.world import World, join_world
-from streampack.map_style.methods import METHODS
-from streampack.training.config import read_config
-from streampack.training.methods import MethodLoader, read_pieces
-from tests.harness.processes import RankError, run_ranks
-from tests.harness.tiny import losses, tiny_config
-from tests.recipes.test_lora_finetune import lora_config
+from streampack.training.config import RunConfig
+from streampack.training.data import build_loader
+from tests.harness.processes import run_ranks
+from tests.harness.tiny import losses, numbers, tiny_config
 
+METHODS = [
+    "random_padding", "group_by_length_padding", "minibatch_packing", "fixed_length", "fixed_length_posid", "multipack",
+    "sorted_packing", "random_packing", "exact_fit",
+]  # fmt: skip
 LENGTHS = [7, 3, 8, 1, 5, 2, 6, 4, 8, 3, 2, 7, 1]
+
+pytestmark = pytest.mark.filterwarnings("ignore:method='fixed_length' lets:UserWarning")
 
 
 def dataset(**settings: Any) -> IterablePackedDataset:
     rows = [{"tokens": [i + 1] * n, "labels": [i + 1] * n} for i, n in enumerate(LENGTHS)]
     return IterablePackedDataset(MapSource(rows), **{"max_seq_len": 8, **settings})
+
+
+def loader_of(
+    data: IterablePackedDataset,
+    method: str,
+    *,
+    packs_per_step: int | None = None,
+    world: World | None = None,
+    **rest: Any,
+) -> Any:
+    """Return the loader that a recipe has with this ``data.method``."""
+    nodes: dict[str, Any] = {
+        name: {} for name in ("tokenizer", "model", "checkpointer", "optimizer", "metric_logger")
+    }
+    config = RunConfig(output_dir="", max_steps=1, data={"max_seq_len": 8, "method": method}, **nodes)
+    config = replace(config, batch_size=1, num_workers=0, packs_per_step=packs_per_step)
+    return build_loader(replace(config, **rest), data, device=torch.device("cpu"), world=world or World())
 
 
 class Imagined(World):
@@ -48,19 +68,19 @@ def seen(batches: Any) -> Counter[int]:
     return Counter(token - 1 for batch in batches for token in batch.tokens.flatten().tolist() if token)
 
 
-@pytest.mark.filterwarnings("ignore:method='fixed_length' lets:UserWarning")
+# In the recipe.
+
+
 @pytest.mark.parametrize("name", ["random_padding", "fixed_length"])
 def test_the_recipe_trains_every_sample_once_an_epoch(tmp_path: Path, name: str) -> None:
-    config = tiny_config(
-        tmp_path,
-        rows=60,
-        max_steps=None,
-        epochs=2,
-        batch_size=4,
-        checkpoint_every=None,
-        **{"data.method": name},
-    )
-    result = train(config)
+    settings = {
+        "max_steps": None,
+        "epochs": 2,
+        "batch_size": 4,
+        "checkpoint_every": None,
+        "data.method": name,
+    }
+    result = train(tiny_config(tmp_path, rows=60, **settings))
     ledger = result["ledger"]
     assert ledger.tokens_in == ledger.packed == result["tokens"]
     assert ledger.buffered == 0
@@ -71,53 +91,51 @@ def test_the_recipe_trains_every_sample_once_an_epoch(tmp_path: Path, name: str)
 
 def test_a_flattened_mini_batch_trains_as_a_padded_one(tmp_path: Path) -> None:
     """Rows of four samples of up to 32 tokens go through a model for 32."""
-    for name in ("random_padding", "minibatch_packing"):
-        train(tiny_config(tmp_path / name, batch_size=4, **{"data.method": name}))
-    padded, packed = (losses(tmp_path / name) for name in ("random_padding", "minibatch_packing"))
-    assert list(padded) == list(packed) == list(range(1, 13))
-    assert [float(v) for v in packed.values()] == pytest.approx([float(v) for v in padded.values()], abs=1e-5)
+    padded, packed = (tmp_path / name for name in ("random_padding", "minibatch_packing"))
+    for folder in (padded, packed):
+        train(tiny_config(folder, batch_size=4, max_steps=6, **{"data.method": folder.name}))
+    assert numbers(packed) == pytest.approx(numbers(padded), abs=1e-5)
+    assert list(numbers(packed)) == list(range(1, 7))
 
 
-def test_the_lora_recipe_takes_methods_too(tmp_path: Path) -> None:
-    result = train_lora(lora_config(tmp_path, max_steps=2, **{"data.method": "multipack"}))
-    assert result["step"] == 2
+def test_a_resumed_run_has_the_same_losses_and_another_is_refused(tmp_path: Path) -> None:
+    changes = {"lr_scheduler": None, "num_workers": 2, "rows": 40, "validation": None, "resume": True}
 
+    def run(name: str, max_steps: int, method: str | None = "multipack") -> dict[str, Any]:
+        given = changes if method is None else changes | {"data.method": method}
+        result: dict[str, Any] = train(tiny_config(tmp_path / name, max_steps=max_steps, **given))
+        return result
 
-def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
-    changes = {
-        "lr_scheduler": None,
-        "num_workers": 2,
-        "data.method": "multipack",
-        "rows": 40,
-        "validation": None,
-    }
-    train(tiny_config(tmp_path / "whole", max_steps=12, **changes))
-    train(tiny_config(tmp_path / "parts", max_steps=5, **changes))
-    result = train(tiny_config(tmp_path / "parts", max_steps=12, resume=True, **changes))
+    run("whole", 12)
+    run("parts", 5)
+    ledger = run("parts", 12)["ledger"]
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    ledger = result["ledger"]
     assert ledger.buffered > 0
-    assert ledger.packed == result["tokens"]
 
-
-def test_a_checkpoint_of_another_method_or_corpus_is_refused(tmp_path: Path) -> None:
-    changes = {"max_steps": 4, "validation": None, "resume": True}
-    train(tiny_config(tmp_path, **changes, **{"data.method": "multipack"}))
     with pytest.raises(ValueError, match="is of method='multipack' and this run has method='exact_fit'"):
-        train(tiny_config(tmp_path, **changes, **{"data.method": "exact_fit"}))
+        run("whole", 13, "exact_fit")
     with pytest.raises(ValueError, match="made with method='multipack', whose batches no stream makes"):
-        train(tiny_config(tmp_path, **changes))
-    with (tmp_path / "rows.jsonl").open("a") as file:
+        run("whole", 13, None)
+    with (tmp_path / "whole" / "rows.jsonl").open("a") as file:
         file.write('{"text": "cat"}\n')
     with pytest.raises(ValueError, match=r"made with another corpus: .*rows\.jsonl is another file"):
-        train(tiny_config(tmp_path, **changes | {"max_steps": 5}, **{"data.method": "multipack"}))
+        run("whole", 13)
+
+
+def test_where_rows_cut_samples_none_is_too_long(tmp_path: Path) -> None:
+    settings = {"max_steps": 2, "data.max_seq_len": 16}
+    assert train(tiny_config(tmp_path, **settings, **{"data.method": "fixed_length_posid"}))["step"] == 2
+    with pytest.raises(ValueError, match="tokens, max_seq_len is 16"):
+        train(tiny_config(tmp_path / "no", **settings, **{"data.method": "multipack"}))
+
+
+# The loader by itself.
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.filterwarnings("ignore:method='fixed_length' lets:UserWarning")
 def test_every_batch_from_every_state(name: str) -> None:
-    def loader() -> MethodLoader:
-        return MethodLoader(dataset(epochs=2), method=name, batch_size=2, packs_per_step=4)
+    def loader() -> Any:
+        return loader_of(dataset(epochs=2), name, batch_size=2, packs_per_step=4)
 
     first = loader()
     batches, states = [], [first.state_dict()]
@@ -137,10 +155,8 @@ def test_every_batch_from_every_state(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["random_padding", "minibatch_packing", "multipack", "exact_fit"])
 def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
-    def loader(rank: int, size: int) -> MethodLoader:
-        return MethodLoader(
-            dataset(epochs=2), method=name, packs_per_step=4, world=Imagined(rank=rank, size=size)
-        )
+    def loader(rank: int, size: int) -> Any:
+        return loader_of(dataset(epochs=2), name, packs_per_step=4, world=Imagined(rank=rank, size=size))
 
     alone = loader(0, 1)
     steps = alone.batches_per_step
@@ -184,29 +200,32 @@ def test_overlong_samples_are_treated_as_in_a_stream(
     tokens = [[10 * i + j for j in range(n)] for i, n in enumerate([9, 4, 5], start=1)]
     rows = [{"tokens": ids, "labels": ids} for ids in tokens]
     data = IterablePackedDataset(rows, max_seq_len=5, **settings)
-    pieces, ledger = read_pieces(data, world=World())
-    assert [piece.sample.tokens.size for piece in pieces] == kept
-    assert {reason: count for reason, count in ledger.dropped.items() if count} == dropped
-    loader = MethodLoader(data, method="random_packing")
+    loader = loader_of(data, "random_packing")
     batches = list(loader)
     assert sum(batch.num_tokens for batch in batches) == sum(kept) == loader.ledger().packed
+    assert {reason: count for reason, count in loader.ledger().dropped.items() if count} == dropped
     streamed = IterablePackedDataset(rows, max_seq_len=5, **settings)
     assert seen(batches) == Counter(
         token - 1 for pack in streamed for token in pack["tokens"].tolist() if token
     )
 
 
-def test_bad_records_are_skipped(tmp_path: Path) -> None:
+def test_bad_records_are_skipped_as_many_as_in_all_lanes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"tokens": [1, 2], "labels": [1, 2]}\n{"tok\n{"tokens": [3], "labels": [3]}\n')
-    settings = {"max_seq_len": 8, "num_lanes": 1}
+    path.write_text('{"tokens": [1, 2], "labels": [1, 2]}\n{broken\n' * 6)
+
+    def loader(lanes: int, **settings: Any) -> Any:
+        return loader_of(IterablePackedDataset(path, max_seq_len=8, num_lanes=lanes, **settings), "exact_fit")
+
     with pytest.raises(ValueError, match=r"rows\.jsonl:2"):
-        MethodLoader(IterablePackedDataset(path, **settings), method="exact_fit")
-    data = IterablePackedDataset(path, **settings, on_bad_record="skip", quarantine=tmp_path / "bad")
-    loader = MethodLoader(data, method="exact_fit")
-    assert [batch.num_tokens for batch in loader] == [3]
-    assert loader.ledger().dropped_samples["bad"] == 1
-    assert len((tmp_path / "bad" / "lane-00000.jsonl").read_text().splitlines()) == 1
+        loader(1)
+    skipping = {"on_bad_record": "skip", "max_bad_records": 2, "quarantine": tmp_path / "bad"}
+    with pytest.raises(ValueError, match="has skipped 4 others"):
+        loader(2, on_bad_record="skip", max_bad_records=2)
+    skipped = loader(3, **skipping)
+    assert sum(batch.num_tokens for batch in skipped) == 12
+    assert skipped.ledger().dropped_samples["bad"] == 6
+    assert len((tmp_path / "bad" / "lane-00000.jsonl").read_text().splitlines()) == 6
 
 
 @pytest.mark.parametrize(
@@ -222,21 +241,21 @@ def test_bad_records_are_skipped(tmp_path: Path) -> None:
 )
 def test_bad_settings(settings: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MethodLoader(dataset(**settings), **options)
+        loader_of(dataset(**settings), **options)
     mix = Mix([{"name": "a", "source": [{"tokens": [1], "labels": [1]}], "weight": 1}])
     with pytest.raises(ValueError, match="a mixture is drawn as it streams"):
-        MethodLoader(IterablePackedDataset(mix, max_seq_len=8), method="multipack")
+        loader_of(IterablePackedDataset(mix, max_seq_len=8), method="multipack")
 
 
 def test_rows_of_other_lengths_are_padded_to_the_multiple_of_packs() -> None:
     for method in ("random_padding", "minibatch_packing", "exact_fit"):
-        loader = MethodLoader(dataset(max_seq_len=16, pad_pack_to=16), method=method, batch_size=3)
+        loader = loader_of(dataset(max_seq_len=16, pad_pack_to=16), method=method, batch_size=3)
         assert {batch.tokens.shape[1] % 16 for batch in loader} == {0}, method
 
 
 def test_padding_and_seed_are_those_of_the_dataset() -> None:
     def rows(**settings: Any) -> list[list[int]]:
-        loader = MethodLoader(dataset(vocab_size=99, **settings), method="random_padding", batch_size=4)
+        loader = loader_of(dataset(vocab_size=99, **settings), method="random_padding", batch_size=4)
         return [row for batch in loader for row in batch.tokens.tolist()]
 
     assert any(row[-1] == 77 for row in rows(padding_idx=77))
@@ -251,7 +270,7 @@ def test_fragments_lead_back_to_their_rows(tmp_path: Path, overlong: str) -> Non
     path.write_text("".join(f'{{"tokens": {row}, "labels": {row}}}\n' for row in rows))
     data = IterablePackedDataset(path, max_seq_len=8, overlong=overlong, truncate_side="left", num_lanes=1)
     found = []
-    for batch in MethodLoader(data, method="exact_fit", batch_size=2):
+    for batch in loader_of(data, method="exact_fit", batch_size=2):
         for tokens, fragments in zip(batch.tokens.tolist(), batch.fragments, strict=True):
             for fragment in fragments:
                 length = fragment.stop - fragment.start
@@ -268,16 +287,10 @@ def test_fragments_lead_back_to_their_rows(tmp_path: Path, overlong: str) -> Non
     assert sorted(found) == sorted(expected[overlong])
 
 
-def test_an_iteration_goes_on_behind_the_last_batch_that_was_handed_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = [batch.tokens.tolist() for batch in MethodLoader(dataset(epochs=2), method="random_packing")]
-    loader = MethodLoader(dataset(epochs=2), method="random_packing")
+def test_an_iteration_goes_on_behind_the_last_batch_that_was_handed_out() -> None:
+    whole = [batch.tokens.tolist() for batch in loader_of(dataset(epochs=2), "random_packing")]
+    loader = loader_of(dataset(epochs=2), "random_packing")
     found = [batch.tokens.tolist() for _, batch in zip(range(3), loader, strict=False)]
-    with monkeypatch.context() as patch:
-        patch.setattr(loader.loader.dataset, "width", lambda batch: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            next(iter(loader))
     found += [batch.tokens.tolist() for batch in loader]
     assert found == whole
     assert list(loader) == []
@@ -285,96 +298,54 @@ def test_an_iteration_goes_on_behind_the_last_batch_that_was_handed_out(
 
 def test_settings_without_effect_on_a_method_may_change() -> None:
     with pytest.raises(ValueError, match="the state is of a stream and this run has method='multipack'"):
-        MethodLoader(dataset(), method="multipack").load_state_dict(PackedDataLoader(dataset()).state_dict())
-    state = MethodLoader(dataset(strategy="next_fit", shuffle=True), method="multipack").state_dict()
-    MethodLoader(dataset(buffer_size=7), method="multipack").load_state_dict(state)
+        loader_of(dataset(), method="multipack").load_state_dict(PackedDataLoader(dataset()).state_dict())
+    state = loader_of(dataset(strategy="next_fit", shuffle=True), method="multipack").state_dict()
+    loader_of(dataset(buffer_size=7), method="multipack").load_state_dict(state)
     with pytest.raises(ValueError, match="made with overlong='error' and this dataset has overlong='drop'"):
-        MethodLoader(dataset(overlong="drop"), method="multipack").load_state_dict(state)
+        loader_of(dataset(overlong="drop"), method="multipack").load_state_dict(state)
 
 
-def test_where_rows_cut_samples_none_is_too_long(tmp_path: Path) -> None:
-    config = tiny_config(
-        tmp_path, max_steps=2, **{"data.method": "fixed_length_posid", "data.max_seq_len": 16}
-    )
-    assert train(config)["step"] == 2
-    config = tiny_config(tmp_path / "no", max_steps=2, **{"data.method": "multipack", "data.max_seq_len": 16})
-    with pytest.raises(ValueError, match="tokens, max_seq_len is 16"):
-        train(config)
+# Several ranks, of which each may see another corpus.
 
 
-def test_a_flattened_row_is_never_one_sequence(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, document_masking=False, **{"data.method": "minibatch_packing"})
-    with pytest.raises(ValueError, match="document_masking=False makes one sequence of the samples"):
-        read_config(config)
+def read_as_a_rank(folder: Path) -> list[int] | str:
+    """Read this rank's copy of the corpus; return the tokens of its batches, or its error."""
+    with join_world(torch.device("cpu"), timeout=20) as world:
+        bad: dict[str, Any] = {"on_bad_record": "skip", "quarantine": folder / "bad"}
+        settings = bad if (folder / "skip").exists() else {}
+        data = IterablePackedDataset(folder / f"{world.rank}" / "rows.jsonl", max_seq_len=8, **settings)
+        try:
+            return [batch.num_tokens for batch in loader_of(data, "multipack", world=world)]
+        except (ValueError, RuntimeError) as error:
+            return str(error)
 
 
-def test_a_method_has_no_window_of_packs(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, **{"data.method": "multipack", "data.balance_window": 8})
-    with pytest.raises(ValueError, match=r"data.balance_window=8 orders the packs of a stream"):
-        read_config(config)
+def write_copies(folder: Path, *copies: list[str]) -> None:
+    for rank, lines in enumerate(copies):
+        (folder / f"{rank}").mkdir()
+        (folder / f"{rank}" / "rows.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def read_as_a_rank(folder: Path) -> list[int]:
-    """Rank 1 has a copy of the corpus without its last rows."""
-    with join_world(torch.device("cpu")) as world:
-        data = IterablePackedDataset(
-            folder / f"{world.rank}" / "rows.jsonl",
-            max_seq_len=8,
-            on_bad_record="skip",
-            quarantine=folder / "bad",
-        )
-        return [batch.num_tokens for batch in MethodLoader(data, method="multipack", world=world)]
+ROW = '{"tokens": [1, 2], "labels": [1, 2]}'
 
 
 def test_ranks_that_read_different_samples_are_refused(tmp_path: Path) -> None:
-    for rank, rows in enumerate((LENGTHS, LENGTHS[:-2])):
-        (tmp_path / f"{rank}").mkdir()
-        lines = [f'{{"tokens": {[i + 1] * n}, "labels": {[i + 1] * n}}}\n' for i, n in enumerate(rows)]
-        (tmp_path / f"{rank}" / "rows.jsonl").write_text("".join(lines))
-    with pytest.raises(RankError) as failed:
-        run_ranks(read_as_a_rank, 2, tmp_path)
-    assert "rank 1 reads 11 samples of 49 tokens" in str(failed.value)
-    assert "rank 0 reads 13 samples of 57 tokens" in str(failed.value)
-
-
-def fail_as_a_rank(folder: Path) -> str:
-    """Rank 1 cannot read its copy."""
-    with join_world(torch.device("cpu"), timeout=20) as world:
-        data = IterablePackedDataset(folder / f"{world.rank}" / "rows.jsonl", max_seq_len=8)
-        try:
-            MethodLoader(data, method="multipack", world=world)
-        except (ValueError, OtherRankFailed) as error:
-            return str(error)
-    return ""
+    lines = [f'{{"tokens": {[i + 1] * n}, "labels": {[i + 1] * n}}}' for i, n in enumerate(LENGTHS)]
+    write_copies(tmp_path, lines, lines[:-2])
+    for outcome in run_ranks(read_as_a_rank, 2, tmp_path):
+        assert "rank 1 reads 11 samples of 49 tokens" in outcome
+        assert "rank 0 reads 13 samples of 57 tokens" in outcome
 
 
 def test_a_rank_that_cannot_read_fails_all_at_once(tmp_path: Path) -> None:
-    for rank, line in enumerate(('{"tokens": [1, 2], "labels": [1, 2]}\n', "{broken\n")):
-        (tmp_path / f"{rank}").mkdir()
-        (tmp_path / f"{rank}" / "rows.jsonl").write_text(line)
-    other, own = run_ranks(fail_as_a_rank, 2, tmp_path)
+    write_copies(tmp_path, [ROW], ["{broken"])
+    other, own = run_ranks(read_as_a_rank, 2, tmp_path)
     assert other.startswith("rank 1 failed: ValueError: ")
     assert "rows.jsonl:1" in own
 
 
 def test_every_broken_record_is_listed_once_by_all_ranks(tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / f"{rank}").mkdir()
-        lines = ['{"tokens": [1, 2], "labels": [1, 2]}\n', "{broken\n"] * 3
-        (tmp_path / f"{rank}" / "rows.jsonl").write_text("".join(lines))
+    write_copies(tmp_path, *[[ROW, "{broken"] * 3] * 2)
+    (tmp_path / "skip").touch()
     assert sum(map(sum, run_ranks(read_as_a_rank, 2, tmp_path))) == 6
     assert len((tmp_path / "bad" / "lane-00000.jsonl").read_text().splitlines()) == 3
-
-
-def test_as_many_broken_records_as_in_all_lanes(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"tokens": [1, 2], "labels": [1, 2]}\n{broken\n' * 6)
-    for lanes, fits in ((3, True), (2, False)):
-        data = IterablePackedDataset(
-            path, max_seq_len=8, num_lanes=lanes, on_bad_record="skip", max_bad_records=2
-        )
-        if fits:
-            assert MethodLoader(data, method="exact_fit").steps_per_epoch == 2
-        else:
-            with pytest.raises(ValueError, match="has skipped 4 others"):
-                MethodLoader(data, method="exact_fit")
