@@ -91,7 +91,7 @@ def test_rows_with_their_scores(tmp_path: Path) -> None:
     assert f"40 rows; {tokens:,} scored tokens, {total / tokens:.4f} nats a token" in text
 
     table = tmp_path / "scores.parquet"
-    score(config, table, "--per-token", "--no-rows", "--prefix", "small_")
+    score(config, table, "--per-token", "--without-rows", "--prefix", "small_")
     read = pq.read_table(table)
     assert read.column_names == ["small_logp", "small_num_tokens", "small_greedy", "small_token_logps"]
     for row, expected in zip(read.to_pylist(), found, strict=True):
