@@ -163,24 +163,6 @@ def lm(folder: Path) -> Any:
     return PackedLM(str(folder / "llama"), device="cpu", dtype="float32")
 
 
-def test_greedy_continuations_are_seen(lm: Any) -> None:
-    context = lm.tok_encode("what is this")
-    prompt = torch.tensor([context])
-    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "eos_token_id": None}
-    best = lm.model.generate(prompt, do_sample=False, **settings)
-    continuation = best[0, len(context) :].tolist()
-    other = [*continuation[:-1], (continuation[-1] + 1) % 60]
-    found = lm._loglikelihood_tokens(
-        [(None, context, continuation), (None, context, other)], disable_tqdm=True
-    )
-    assert [greedy for _, greedy in found] == [True, False]
-    with torch.no_grad():
-        logits = lm.model(best).logits[0, len(context) - 1 : -1].log_softmax(-1)
-    assert found[0][0] == pytest.approx(
-        float(logits.gather(1, best[0, len(context) :, None]).sum()), rel=1e-5
-    )
-
-
 def test_requests_of_one_model_share_packs(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rolling windows too, which the harness would hand out one at a time."""
     from lm_eval.api.instance import Instance

@@ -143,18 +143,6 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step_00000005"]
 
 
-def test_frozen_weights_are_not_saved(tmp_path):
-    model, optimizer = trained(1)
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW(model[1].parameters())
-    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, run={})
-    [other, _], begun = trained(2), trained(2)[0][0].weight.clone()
-    other[0].requires_grad_(False)
-    Checkpoints(tmp_path).load(1, model=other, optimizer=torch.optim.AdamW(other[1].parameters()))
-    assert torch.equal(other[1].weight, model[1].weight)
-    assert torch.equal(other[0].weight, begun)
-
-
 def test_buffers_are_saved(tmp_path):
     def build():
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -282,43 +270,6 @@ def test_a_background_save_holds_the_state_of_its_step(tmp_path, held):
     step(other, other_optimizer)
     for left, right in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(left, right), "the optimizer's state is of another step"
-
-
-def test_a_second_background_save_waits_for_the_first(tmp_path, held):
-    checkpoints = Checkpoints(tmp_path, in_background=True)
-    model, optimizer = trained(1)
-    checkpoints.save(3, model=model, optimizer=optimizer, run={})
-    wait, waited = checkpoints.wait, []
-
-    def let_go():
-        waited.append(checkpoints.steps())
-        held.set()
-        wait()
-        waited.append(checkpoints.steps())
-
-    checkpoints.wait = let_go
-    checkpoints.save(6, model=model, optimizer=optimizer, run={})
-    assert waited == [[], [3]]
-    checkpoints.wait = wait
-    checkpoints.wait()
-    assert checkpoints.steps() == [3, 6]
-    checkpoints.wait()  # for nothing
-
-
-def test_errors_of_background_saves_are_raised(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path, in_background=True)
-    model, optimizer = trained(1)
-    checkpoints.save(3, model=model, optimizer=optimizer, run={})
-    checkpoints.wait()
-
-    def full(*_args):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    checkpoints.save(6, model=model, optimizer=optimizer, run={})
-    with pytest.raises(RuntimeError, match="step_00000006 could not be written: rank 0: disk full"):
-        checkpoints.save(9, model=model, optimizer=optimizer, run={})
-    assert checkpoints.steps() == [3]
 
 
 # Several ranks.

@@ -184,32 +184,6 @@ def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
     assert more[0].state_dict() == alone.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept", "dropped"),
-    [
-        ({"overlong": "truncate"}, [5, 4, 5], {"truncated": 4}),
-        ({"overlong": "truncate", "truncate_side": "left"}, [5, 4, 5], {"truncated": 4}),
-        ({"overlong": "truncate", "truncate_eos": 99}, [5, 4, 5], {"truncated": 4}),
-        ({"overlong": "drop"}, [4, 5], {"overlong": 9}),
-        ({"overlong": "split"}, [9, 4, 5], {}),
-    ],
-)
-def test_overlong_samples_are_treated_as_in_a_stream(
-    settings: dict[str, Any], kept: list[int], dropped: dict[str, int]
-) -> None:
-    tokens = [[10 * i + j for j in range(n)] for i, n in enumerate([9, 4, 5], start=1)]
-    rows = [{"tokens": ids, "labels": ids} for ids in tokens]
-    data = IterablePackedDataset(rows, max_seq_len=5, **settings)
-    loader = loader_of(data, "random_packing")
-    batches = list(loader)
-    assert sum(batch.num_tokens for batch in batches) == sum(kept) == loader.ledger().packed
-    assert {reason: count for reason, count in loader.ledger().dropped.items() if count} == dropped
-    streamed = IterablePackedDataset(rows, max_seq_len=5, **settings)
-    assert seen(batches) == Counter(
-        token - 1 for pack in streamed for token in pack["tokens"].tolist() if token
-    )
-
-
 def test_bad_records_are_skipped_as_many_as_in_all_lanes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"tokens": [1, 2], "labels": [1, 2]}\n{broken\n' * 6)
@@ -245,46 +219,6 @@ def test_bad_settings(settings: dict[str, Any], options: dict[str, Any], message
     mix = Mix([{"name": "a", "source": [{"tokens": [1], "labels": [1]}], "weight": 1}])
     with pytest.raises(ValueError, match="a mixture is drawn as it streams"):
         loader_of(IterablePackedDataset(mix, max_seq_len=8), method="multipack")
-
-
-def test_rows_of_other_lengths_are_padded_to_the_multiple_of_packs() -> None:
-    for method in ("random_padding", "minibatch_packing", "exact_fit"):
-        loader = loader_of(dataset(max_seq_len=16, pad_pack_to=16), method=method, batch_size=3)
-        assert {batch.tokens.shape[1] % 16 for batch in loader} == {0}, method
-
-
-def test_padding_and_seed_are_those_of_the_dataset() -> None:
-    def rows(**settings: Any) -> list[list[int]]:
-        loader = loader_of(dataset(vocab_size=99, **settings), method="random_padding", batch_size=4)
-        return [row for batch in loader for row in batch.tokens.tolist()]
-
-    assert any(row[-1] == 77 for row in rows(padding_idx=77))
-    assert sorted(rows(seed=1), key=max) != rows(seed=1) != rows(seed=2)
-
-
-@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
-def test_fragments_lead_back_to_their_rows(tmp_path: Path, overlong: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    lengths = [9, 3, 12, 4, 5, 9, 2]
-    rows = [[100 * i + j for j in range(n)] for i, n in enumerate(lengths, start=1)]
-    path.write_text("".join(f'{{"tokens": {row}, "labels": {row}}}\n' for row in rows))
-    data = IterablePackedDataset(path, max_seq_len=8, overlong=overlong, truncate_side="left", num_lanes=1)
-    found = []
-    for batch in loader_of(data, method="exact_fit", batch_size=2):
-        for tokens, fragments in zip(batch.tokens.tolist(), batch.fragments, strict=True):
-            for fragment in fragments:
-                length = fragment.stop - fragment.start
-                traced = data.trace(fragment)
-                assert traced["tokens"] == tokens[:length]
-                assert traced["row"]["tokens"][fragment.start : fragment.stop] == tokens[:length]
-                found += tokens[:length]
-                tokens = tokens[length:]
-    expected = {
-        "drop": [t for row in rows if len(row) <= 8 for t in row],
-        "truncate": [t for row in rows for t in row[-8:]],
-        "split": [t for row in rows for t in row],
-    }
-    assert sorted(found) == sorted(expected[overlong])
 
 
 def test_an_iteration_goes_on_behind_the_last_batch_that_was_handed_out() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,26 +186,6 @@ def test_only_rank_0_logs(tmp_path):
     logger.close()
     assert "Step 3 | loss:1.5" in (tmp_path / "out" / "logs" / "log.txt").read_text()
     assert read_metrics(tmp_path / "out" / METRICS_FILE) == {3: {"loss": 1.5}}
-
-
-def test_a_printing_logger_gets_lines_of_its_own(tmp_path, monkeypatch, capsys):
-    """As on a terminal, where the bar and the logger write to one place."""
-    place = sys.stdout
-    monkeypatch.setattr(sys, "stderr", place)
-    node = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
-    logger = MetricLogger(read_config(tiny_config(tmp_path, metric_logger=node)), world=World())
-    with bar(3, done=1) as progress:
-        for step in 2, 3:
-            progress.update()
-            progress.set_postfix_str("loss 1.5")
-            logger.log({"loss": 1.5}, step=step)
-    lines = capsys.readouterr().out.split("\n")
-    assert lines[0] == "going on from step 1 of 3"
-    for step in 2, 3:
-        [line] = [line for line in lines if f"Step {step} |" in line]
-        shown = line.rpartition("\r")[2]  # what is before it on the line was wiped out
-        assert shown == f"Step {step} | loss:1.5 "
-        assert not line.rpartition("\r")[0].rpartition("\r")[2].strip()
 
 
 def test_the_summary_balances_the_tokens():
