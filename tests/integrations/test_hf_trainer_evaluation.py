@@ -28,6 +28,8 @@ from tests.harness.quick import sweep
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+
 ROWS = samples(26, seed=1)  # packed by `held_out`
 
 
@@ -163,7 +165,6 @@ def hybrid_trainer(family: str, folder: Path, *, checkpointing: bool) -> Any:
     return trainer
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("family", sweep(["lfm2", "mamba", "qwen3_next"], ["lfm2"]))
 def test_it_trains_the_same_with_activation_checkpointing(family: str, tmp_path: Path) -> None:
     curves = []

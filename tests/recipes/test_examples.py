@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from streampack import PackedDataset, cli, packed_dataset
-from streampack.instantiate import build
 from tests.harness import hf_trainers
 from tests.harness.hf_tokenizers import byte_level
 
@@ -168,29 +167,6 @@ def test_the_stock_recipe_trains_on_our_packs(folder: Path, monkeypatch: pytest.
     alone, samples = loss_of_the_samples_alone(packs, folder / "init/weights.pt")
     assert samples > 2 * BATCH_SIZE, "the packs hold too few samples to prove anything"
     assert losses[0] == pytest.approx(alone, rel=1e-5)
-
-
-def test_long_samples_are_cut_as_by_torchtunes_tokenizer(folder: Path) -> None:
-    """The stock recipe crashed on the first one."""
-    from torchtune.models.llama2 import llama2_tokenizer
-
-    tokenizer = llama2_tokenizer(str(folder / "tokenizer.model"), max_seq_len=16)
-    given = builders_arguments(config_for(folder))
-    cut = build(given["dataset"], tokenizer)
-    wanted = sorted((row["tokens"], row["labels"]) for row in (cut[i] for i in range(len(cut))))
-    found = []
-    for pack in packed_dataset(tokenizer, **given):
-        start = 0
-        for length in pack["seq_lens"].tolist()[: pack["num_seqs"]]:
-            tokens, labels = (pack[name][start : start + length].tolist() for name in ("tokens", "labels"))
-            found.append((tokens, labels))
-            start += length
-    assert sum(len(tokens) == 16 and tokens[-1] == tokenizer.eos_id for tokens, _ in wanted) > 5
-    assert sorted(tokens for tokens, _ in found) == [tokens for tokens, _ in wanted]
-    # The first label of a sequence, which nothing predicts, is not trained in a pack.
-    assert sorted((tokens, labels[1:]) for tokens, labels in found) == sorted(
-        (tokens, labels[1:]) for tokens, labels in wanted
-    )
 
 
 # The scripts under examples/: each trains, and resumes when it is started again.
