@@ -75,15 +75,17 @@ def written(folder):
     return {path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+def config_of_copy(run: Run, folder: Path) -> Any:
+    """Copy a run; return the config that resumes it on the same data."""
+    config = tiny_config(run.copy_to(folder), resume=True, log_rows=True, keep_checkpoints=9)
+    config.data.source.paths = str(run.folder / "rows.jsonl")
+    return config
+
+
 def test_resuming_a_finished_run_changes_nothing(
     tmp_path: Path, whole: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {
-        "data.source.paths": str(whole.folder / "rows.jsonl"),
-        "log_rows": True,
-        "keep_checkpoints": 9,
-    }
-    config = tiny_config(whole.copy_to(tmp_path), resume=True, **settings)
+    config = config_of_copy(whole, tmp_path)
     before = written(tmp_path)
     for max_steps in (12, 11):
         config.max_steps = max_steps
@@ -103,7 +105,7 @@ def test_resuming_a_finished_run_changes_nothing(
 @pytest.mark.parametrize("lost", ["finished.json", "epoch_0"])
 def test_missing_weights_are_written_again(tmp_path: Path, whole: Run, lost: str) -> None:
     """A run that was killed after its last checkpoint leaves none."""
-    config = tiny_config(whole.copy_to(tmp_path), resume=True, log_rows=True, keep_checkpoints=9)
+    config = config_of_copy(whole, tmp_path)
     before = files(tmp_path / "out" / "epoch_0")
     path = tmp_path / "out" / lost
     path.unlink() if path.is_file() else shutil.rmtree(path)
