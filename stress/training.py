@@ -221,7 +221,7 @@ def last_logged_step(folder: Path) -> int:
 def kill_saves(run: Run) -> str:
     """Let either of 2 ranks die at each point of a save in turn; load the checkpoint that is left on 1 or 2 ranks."""
     import_recipe()
-    from tests.training import test_checkpoint  # noqa: F401 - before ranks are forked
+    import tests.harness.runs  # noqa: F401 - before ranks are forked
 
     kinds: Counter[str] = Counter()
     loaded: Counter[int] = Counter()
@@ -271,7 +271,7 @@ def save_and_exit(folder: Path, victim: int, number: int) -> dict[int, list[Any]
     """Save step 5, train, save step 10; rank ``victim`` exits at the ``number``-th point of that save."""
     from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
-    from tests.training.test_checkpoint import die_at
+    from tests.harness.runs import die_at
 
     weights = {}
     with join_world(torch.device("cpu"), timeout=60) as world:

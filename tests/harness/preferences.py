@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack import IGNORE_INDEX, Batch
-from streampack.packing.encoders import Encoder
-from streampack.packing.groups import Group
+from streampack import IGNORE_INDEX, Batch, Encoder, Group
 from tests.harness.groups import segments
 from tests.harness.tiny import WORDS, WordTokenizer, lora_config, tiny_config
 

@@ -7,10 +7,12 @@ import math
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,14 +20,13 @@ from torch.utils.data import DataLoader
 
 from streampack import (
     FlatteningCollator,
+    Group,
     IterablePackedDataset,
     MultipackBatchSampler,
     PackedDataLoader,
     PaddedCollator,
     prepare_trainer_for_packing,
 )
-from streampack.integrations.hf_trainer.checkpoints import STREAM_FILE, newest_checkpoint, write_stream
-from streampack.packing.groups import Group
 from tests.harness.hf_trainers import (
     MAX_SEQ_LEN,
     SAMPLES,
@@ -194,33 +195,20 @@ def test_an_incomplete_checkpoint_is_skipped(
     resumed = packed(tmp_path, max_steps=16, save_strategy="steps", save_steps=4)
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == straight
-    assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-16")
-    write_stream({}, tmp_path / "checkpoint-16")  # killed while it was written a second time
-    assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-12")
-    assert "checkpoint-16 was not written to its end" in caplog.text
+    (tmp_path / "checkpoint-16" / "trainer_state.json").unlink()  # killed while it was written a second time
+    again = packed(tmp_path, max_steps=16)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == straight
+    assert caplog.text.count("checkpoint-16 was not written to its end") >= 2
 
-    (tmp_path / "checkpoint-12" / STREAM_FILE).unlink()
+    with pytest.raises(ValueError, match="made with seed=0 and this dataset has seed=1"):
+        packed(tmp_path, stream(seed=1)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    (tmp_path / "checkpoint-12" / "stream.pt").unlink()
     with pytest.raises(ValueError, match="checkpoint-12 has no stream.pt: it was saved without"):
         packed(tmp_path, max_steps=16).train(resume_from_checkpoint=True)
     shutil.rmtree(tmp_path)
     with pytest.raises(ValueError, match="there is no whole checkpoint in .* to resume from; call train"):
         packed(tmp_path, max_steps=16).train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_of_another_stream_is_refused(tmp_path: Path) -> None:
-    packed(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    with pytest.raises(ValueError, match="made with seed=0 and this dataset has seed=1"):
-        packed(tmp_path, stream(seed=1)).train(resume_from_checkpoint=True)
-
-
-def test_a_cache_that_trainer_leaves_on_changes_nothing(tmp_path: Path, straight: Losses) -> None:
-    trainer = packed(tmp_path, max_steps=1, use_cache=True)
-    trainer.train()
-    assert losses(trainer)[1] == straight[1]
-    trainer.save_model()
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["use_cache"] is True
-    assert "streampack" not in str(saved)
 
 
 def test_token_totals_in_the_logs(tmp_path: Path) -> None:
@@ -252,23 +240,23 @@ def test_a_step_of_prompts_alone_trains_nothing(tmp_path: Path, caplog: pytest.L
     assert "eval_loss is NaN: no token of the evaluation data is trained" in caplog.text
 
 
-def test_the_last_of_two_preparations_counts(tmp_path: Path, straight: Losses) -> None:
-    trainer = packed(tmp_path, stream(seed=3), max_steps=16)
+def test_a_model_of_model_init_is_prepared_and_the_last_of_two_preparations_counts(
+    tmp_path: Path, straight: Losses
+) -> None:
+    """A cache that Trainer leaves on changes nothing, and is left on in what is saved."""
+    args = settings(tmp_path, max_steps=16, use_cache=True)
+    trainer = transformers.Trainer(model_init=lambda: model(), args=args, train_dataset=stream(seed=3))
+    trainer.remove_callback(transformers.PrinterCallback)
+    prepare_trainer_for_packing(trainer)
     callbacks = len(trainer.callback_handler.callbacks)
     prepare_trainer_for_packing(trainer, train_dataset=stream())
     assert len(trainer.callback_handler.callbacks) == callbacks
     trainer.train()
     assert losses(trainer) == straight
-
-
-def test_a_model_of_model_init_is_prepared_too(tmp_path: Path, straight: Losses) -> None:
-    trainer = transformers.Trainer(
-        model_init=lambda: model(), args=settings(tmp_path, max_steps=16), train_dataset=stream()
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    prepare_trainer_for_packing(trainer)
-    trainer.train()
-    assert losses(trainer) == straight
+    trainer.save_model()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["use_cache"] is True
+    assert "streampack" not in str(saved)
 
 
 def test_multipack_in_a_stock_trainer_resumes(tmp_path: Path) -> None:
@@ -298,33 +286,28 @@ def test_multipack_in_a_stock_trainer_resumes(tmp_path: Path) -> None:
     assert losses(resumed) == losses(whole)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train_dataset": samples(3)}, "train_dataset is a list; give an IterablePackedDataset"),
-        ({"train_dataset": None}, "train_dataset is a NoneType; give an IterablePackedDataset"),
-        ({"eval_dataset": stream(epochs=None)}, "eval_dataset has epochs=None and would never end"),
-        ({"eval_dataset": {"a": stream(epochs=None)}}, "a has epochs=None and would never end"),
-        (
-            {"max_steps": -1, "packs": stream(epochs=2)},
-            "num_train_epochs=3.0 says how often the data is read, and the packs have epochs=2; give Iterable",
-        ),
-        (
-            {"max_steps": -1, "packs": stream(epochs=None)},
-            "the packs have epochs=None; give Iterable.*epochs=1",
-        ),
-        (
-            {"max_steps": -1, "packs": stream(lambda: iter(samples()), num_lanes=1, epochs=1)},
-            r"known at its end only \(.*\); set max_steps in TrainingArguments$",
-        ),
-    ],
-)
+BAD_DATASETS: list[tuple[dict[str, Any], str]] = [
+    ({"train_dataset": samples(3)}, "train_dataset is a list; give an IterablePackedDataset"),
+    ({"train_dataset": None}, "train_dataset is a NoneType; give an IterablePackedDataset"),
+    ({"eval_dataset": stream(epochs=None)}, "eval_dataset has epochs=None and would never end"),
+    ({"eval_dataset": {"a": stream(epochs=None)}}, "a has epochs=None and would never end"),
+    (
+        {"packs": stream(epochs=2)},
+        "num_train_epochs=3.0 says how often the data is read, and the packs have epochs=2;",
+    ),
+    ({"packs": stream(epochs=None)}, "the packs have epochs=None; give Iterable.*epochs=1"),
+    (
+        {"packs": stream(lambda: iter(samples()), num_lanes=1, epochs=1)},
+        r"known at its end only \(.*\); set max_steps in TrainingArguments$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_DATASETS)
 def test_bad_datasets_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     packs = changes.get("packs")
-    given = {} if packs else {"train_dataset": stream()}
-    trainer = trainer_of(
-        tmp_path, **given | {name: value for name, value in changes.items() if name != "packs"}
-    )
+    given = {"max_steps": -1} if packs else {"train_dataset": stream()} | changes
+    trainer = trainer_of(tmp_path, **given)
     with pytest.raises(ValueError, match=message):
         prepare_trainer_for_packing(trainer, train_dataset=packs)
 
@@ -367,20 +350,15 @@ def test_bad_settings_are_refused(
 @pytest.mark.parametrize("shared", [True, False])
 def test_answers_that_share_a_prompt_are_refused(tmp_path: Path, shared: bool) -> None:
     pair = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
-    packs = IterablePackedDataset(
-        [{"group": pair if shared else pair.unshared()}] * 4,
-        max_seq_len=16,
-        encoder=lambda row: row["group"],
-    )
+    rows = [{"group": pair if shared else pair.unshared()}] * 4
+    packs = IterablePackedDataset(rows, max_seq_len=16, encoder=lambda row: row["group"])
     trainer = packed(tmp_path, packs, max_steps=1)
-    if shared:
-        with pytest.raises(
-            ValueError, match="share a prompt, and cross-entropy would .*; set share_prefix=False"
-        ):
-            trainer.train()
-    else:
+    expected = pytest.raises(
+        ValueError, match="share a prompt, and cross-entropy would .*; set share_prefix=False"
+    )
+    with expected if shared else nullcontext():
         trainer.train()
-        assert losses(trainer)[1] > 0
+    assert shared != bool(losses(trainer))
 
 
 def test_models_with_other_heads_are_refused(tmp_path: Path) -> None:
@@ -412,3 +390,82 @@ def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
         ):
             train(logging_steps)
     assert train(1, untrained="keep").training_loss == 0.0
+
+
+# What somebody looked at before a training, the training reads too, and a resume of it.
+
+
+@pytest.mark.parametrize("peek", ["packs", "loader"])
+def test_a_peek_before_a_training_or_a_resume_changes_no_step(peek: str, tmp_path: Path) -> None:
+    def trainer(name: str, *, peeked: bool) -> Any:
+        packs = stream(samples(120), epochs=1)
+        if peeked and peek == "packs":
+            next(iter(packs))
+        settings: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 7}
+        made = packed(tmp_path / name, packs, max_steps=-1, **settings)
+        if peeked and peek == "loader":
+            next(iter(made.get_train_dataloader()))
+        return made
+
+    plain, peeked, resumed = (trainer(name, peeked=name != "plain") for name in ("plain", "a", "b"))
+    plain.train()
+    peeked.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-7"))
+    expected = losses(plain)
+    assert losses(peeked) == losses(resumed) == expected
+    assert len(expected) > 7, "the resume made steps"
+
+
+# Before the first step, samples of a pack must not see one another.
+
+
+@contextmanager
+def leaking_in_training() -> Iterator[None]:
+    """Let llamas ignore positions in training mode; they are a proven family, so preparing does not try them."""
+    kind = transformers.LlamaForCausalLM
+    own = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            for name in ("position_ids", "attention_mask"):
+                kwargs.pop(name, None)
+        return own(self, *args, **kwargs)
+
+    with patch.object(kind, "forward", forward):
+        yield
+
+
+def prepared(folder: Path, **changes: Any) -> Any:
+    settings = {name: changes.pop(name) for name in ("verify_isolation",) if name in changes}
+    trainer = trainer_of(folder, **{"max_steps": 2, **changes})
+    prepare_trainer_for_packing(trainer, train_dataset=stream(), **settings)
+    return trainer
+
+
+def test_a_leak_in_training_mode_stops_the_training(tmp_path: Path) -> None:
+    with leaking_in_training():
+        trainer = prepared(tmp_path)
+        with pytest.raises(ValueError) as caught:
+            trainer.train()
+        message = str(caught.value)
+        assert "changing sample 0 moved sample 1 by " in message
+        assert " in training mode\n" in message
+        assert message.endswith(
+            "the training was stopped before its first step; "
+            "prepare_trainer_for_packing(..., verify_isolation=False) lets it train like this"
+        )
+        assert trainer.state.global_step == 0
+        prepared(tmp_path, verify_isolation=False).train()
+
+
+def test_the_check_changes_no_step(tmp_path: Path) -> None:
+    """Weights and dropout are the same with the check and without."""
+    curves = []
+    for verified in (True, False):
+        of = model("gpt2", resid_pdrop=0.2)
+        trainer = prepared(tmp_path / str(verified), of=of, verify_isolation=verified, max_steps=4)
+        trainer.train()
+        curves.append((losses(trainer), trainer.model.state_dict()))
+    (ours, weights), (theirs, plain) = curves
+    assert ours == theirs
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)

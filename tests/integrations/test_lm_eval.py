@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.eval_tasks import MAX_LENGTH, TASKS, WORDS, words, write_model, write_tasks
+from tests.harness.hf_models import build
+from tests.harness.hf_tokenizers import byte_level
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,6 +24,68 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the harness and what it imports
 ]
 ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["one", "two", "three", "this", "is", "a", "test", "what", "the", "sky", "blue", "of", "and"]
+MAX_LENGTH = 64
+TASKS = ("choices", "texts", "answers")
+
+
+def write_model(folder: Path, family: str = "llama", **changes: Any) -> str:
+    """Save a model in fp32 and its tokenizer; return the path."""
+    tokenizer = byte_level(bos_by_itself=True)
+    sizes = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": MAX_LENGTH,
+        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
+    model: Any = build(family, **sizes | changes)
+    model.to(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def words(rng: random.Random, least: int, most: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(least, most)))
+
+
+def write_tasks(folder: Path, *, rows: int = 12) -> str:
+    """Write a task of each kind of request; return the folder. Some texts are longer than the model's context."""
+    rng = random.Random(5)
+    few = "'one two' is 'three'. " * 2  # all questions begin alike
+    choices = []
+    for i in range(rows):
+        question = few + words(rng, 1, 12)
+        choices.append(
+            {"question": question, "options": [words(rng, 1, 4) for _ in range(4)], "answer": i % 4}
+        )
+    choices[1] |= {"question": few + words(rng, 90, 90)}
+    choices[2] |= {"options": ["one", "two", "one", "three"]}  # of one token, and one twice
+    texts = [{"text": words(rng, 1, 150 if i % 3 else 8)} for i in range(rows)]
+    answers = [{"question": words(rng, 1, 20), "answer": words(rng, 1, 2)} for _ in range(rows)]
+    answers[3] |= {"question": words(rng, 120, 120)}
+    shared = {"dataset_path": "json", "test_split": "test", "metadata": {"version": 1.0}}
+    perplexities = [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")]
+    of_choices = {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{options}}", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }  # fmt: skip
+    of_texts = {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": perplexities,
+    }  # fmt: skip
+    of_answers = {
+        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n", "the"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}],
+    }  # fmt: skip
+    tasks: dict[str, tuple[list[Any], dict[str, Any]]] = {
+        "choices": (choices, of_choices), "texts": (texts, of_texts), "answers": (answers, of_answers)
+    }  # fmt: skip
+    for name, (data, task) in tasks.items():
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in data))
+        config = shared | {"task": name, "dataset_kwargs": {"data_files": {"test": str(file)}}} | task
+        (folder / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -161,24 +224,6 @@ def lm(folder: Path) -> Any:
     from streampack.integrations.lm_eval import PackedLM
 
     return PackedLM(str(folder / "llama"), device="cpu", dtype="float32")
-
-
-def test_greedy_continuations_are_seen(lm: Any) -> None:
-    context = lm.tok_encode("what is this")
-    prompt = torch.tensor([context])
-    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "eos_token_id": None}
-    best = lm.model.generate(prompt, do_sample=False, **settings)
-    continuation = best[0, len(context) :].tolist()
-    other = [*continuation[:-1], (continuation[-1] + 1) % 60]
-    found = lm._loglikelihood_tokens(
-        [(None, context, continuation), (None, context, other)], disable_tqdm=True
-    )
-    assert [greedy for _, greedy in found] == [True, False]
-    with torch.no_grad():
-        logits = lm.model(best).logits[0, len(context) - 1 : -1].log_softmax(-1)
-    assert found[0][0] == pytest.approx(
-        float(logits.gather(1, best[0, len(context) :, None]).sum()), rel=1e-5
-    )
 
 
 def test_requests_of_one_model_share_packs(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ from streampack import (
     TokensEncoder,
     prepare_trainer_for_packing,
 )
-from tests.harness.hf_trainers import MAX_SEQ_LEN, Killed, assert_same, losses, model, settings, truth
-from tests.harness.processes import RankError, run_ranks
+from tests.harness.hf_trainers import MAX_SEQ_LEN, assert_same, losses, model, settings, truth
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -71,9 +68,9 @@ def packs_of(trainer: Any) -> IterablePackedDataset:
     )
 
 
-def packed(folder: Path, *, eval_packs: Any = None, **changes: Any) -> Any:
+def packed(folder: Path, **changes: Any) -> Any:
     trainer = sft(folder, **changes)
-    prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer), eval_dataset=eval_packs)
+    prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer))
     return trainer
 
 
@@ -119,46 +116,6 @@ def test_only_completions_are_trained_with_the_losses_of_padded_batches(tmp_path
 def _first(packs: IterablePackedDataset, count: int) -> list[Any]:
     batches = iter(PackedDataLoader(packs, batch_size=2, packs_per_step=4))
     return [next(batches) for _ in range(count)]
-
-
-def held_out() -> IterablePackedDataset:
-    """Make five packs, of which rank 1 has the last, while rank 0 has a null pack."""
-    rows = [{"tokens": [5 + i] * n, "labels": [5 + i] * n} for i, n in enumerate((60, 60, 60, 50, 4, 40))]
-    return IterablePackedDataset(rows, max_seq_len=MAX_SEQ_LEN, num_lanes=2)
-
-
-def train_until_killed(folder: Path) -> None:
-    """As one of two ranks."""
-    trainer = packed(
-        folder / "run", gradient_accumulation_steps=1, per_device_eval_batch_size=1, eval_on_start=True,
-        save_strategy="steps", save_steps=4, eval_packs=held_out(),
-    )  # fmt: skip
-    trainer.add_callback(Killed(folder / f"log-{os.environ['RANK']}", after=6))
-    trainer.train()
-
-
-@pytest.mark.slow  # 6 s; the tests of Trainer have the same in the quick suite
-def test_two_ranks_killed_and_resumed_on_one(tmp_path: Path) -> None:
-    whole = packed(
-        tmp_path / "whole", eval_on_start=True, per_device_eval_batch_size=2, eval_packs=held_out()
-    )
-    whole.train()
-    with pytest.raises(RankError) as killed:
-        run_ranks(train_until_killed, 2, tmp_path)
-    assert str(killed.value).count("ended with exit code -9") == 2, killed.value
-    entries = [json.loads(line) for line in (tmp_path / "log-0").read_text().splitlines()]
-    [evaluated] = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
-    assert whole.state.log_history[0]["eval_loss"] == pytest.approx(evaluated, rel=1e-6)
-    steps = [entry for entry in entries if "loss" in entry]
-    of_all = [entry for entry in whole.state.log_history if "loss" in entry]
-    for name in ("num_tokens", "padding", "dropped_tokens"):
-        assert [entry[name] for entry in steps] == [entry[name] for entry in of_all[:6]]
-    two_ranks = {entry["step"]: entry["loss"] for entry in steps}
-    resumed = packed(tmp_path / "run")
-    resumed.train(resume_from_checkpoint=True)
-    curve = losses(whole)
-    assert_same(curve | two_ranks, curve, within=1e-5, steps=range(1, STEPS + 1))
-    assert_same(losses(resumed), curve, within=1e-5, steps=range(1, STEPS + 1))
 
 
 def test_the_evaluation_loss_is_the_mean_over_tokens(tmp_path: Path) -> None:

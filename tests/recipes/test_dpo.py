@@ -19,19 +19,26 @@ from torchtune.data import padded_collate_dpo
 from torchtune.models.llama3 import llama3
 from torchtune.rlhf.loss import DPOLoss
 
+# private: no mask of a user's own lets an answer see the other one alone.
 from streampack.attention.shared import SharedKeys, SharedPrefixes
 from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.training.config import read_config
 from streampack.training.data import build_data, build_loader
-from streampack.training.record import read_metrics
+from streampack.training.preferences import Reference
 from tests.harness.preferences import dpo_config, whole_pairs
 from tests.harness.processes import run_ranks
+from tests.harness.runs import Run, run_once
 from tests.harness.tiny import interrupt_step, losses, numbers
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    return read_metrics(folder / "out" / "metrics.jsonl")
+    """Return the metrics of each step, those of a validation after it among them."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (folder / "out" / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        found.setdefault(values.pop("step"), {}).update(values)
+    return found
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -97,11 +104,19 @@ def torchtunes_losses(config: Any, folder: Path, steps: int) -> list[dict[str, f
     return found
 
 
-def test_thirty_steps_are_those_of_torchtunes_recipe_on_padded_pairs(tmp_path: Path) -> None:
-    config = dpo_config(tmp_path, max_steps=30, validation=None, clip_grad_norm=None)
-    train(config)
-    ours = metrics(tmp_path)
-    theirs = torchtunes_losses(config, tmp_path, 30)
+PREFERENCE = "streampack.losses.PreferenceLoss"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    settings = {"max_steps": 30, "log_rows": True, "clip_grad_norm": None}
+    return run_once(tmp_path_factory, "dpo", train, lambda folder: dpo_config(folder, **settings))
+
+
+def test_thirty_steps_are_those_of_torchtunes_recipe_on_padded_pairs(whole: Run) -> None:
+    config = dpo_config(whole.folder, max_steps=30, clip_grad_norm=None)
+    ours = metrics(whole.folder)
+    theirs = torchtunes_losses(config, whole.folder, 30)
     assert ours[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert ours[1]["rewards/accuracies"] == 0
     assert theirs[-1]["loss"] < 0.6
@@ -110,35 +125,40 @@ def test_thirty_steps_are_those_of_torchtunes_recipe_on_padded_pairs(tmp_path: P
             assert ours[step][name] == pytest.approx(value, rel=1e-5, abs=1e-5), (step, name)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("whole")
-    train(dpo_config(folder, max_steps=12, log_rows=True))
-    return folder
-
-
-def test_a_run_learns_what_was_chosen_and_accounts_for_every_token(tmp_path: Path) -> None:
-    result = train(dpo_config(tmp_path, max_steps=30))
-    (first, before), (last, after) = result["held_out"][0], result["held_out"][-1]
+def test_a_run_learns_what_was_chosen_and_accounts_for_every_token(whole: Run) -> None:
+    (first, before), (last, after) = whole.result["held_out"][0], whole.result["held_out"][-1]
     assert (first, last) == (0, 30)
     assert before == pytest.approx(math.log(2), abs=1e-6)
     assert after < before - 0.1
-    found = metrics(tmp_path)
+    found = metrics(whole.folder)
     assert found[30]["validation_rewards/accuracies"] > 0.8
     assert found[30]["rewards/margins"] > 0.3
     assert found[30]["trained_tokens"] > 50
-    ledger = result["ledger"]
+    ledger = whole.result["ledger"]
     assert ledger.tokens_in == ledger.packed + ledger.buffered + sum(ledger.dropped.values())
-    assert ledger.packed == result["tokens"]
-    assert "Pairs whose chosen answer has the higher reward" in (tmp_path / "out" / "report.html").read_text()
-    start = torch.load(tmp_path / "init" / "model.bin", weights_only=True)
-    assert any(not torch.equal(value, start[name]) for name, value in weights(tmp_path).items())
+    assert ledger.packed == whole.result["tokens"]
+    page = (whole.folder / "out" / "report.html").read_text()
+    assert "Pairs whose chosen answer has the higher reward" in page
+    start = torch.load(whole.folder / "init" / "model.bin", weights_only=True)
+    assert any(not torch.equal(value, start[name]) for name, value in weights(whole.folder).items())
+
+
+def test_sequences_have_the_losses_of_their_pairs_in_the_log(whole: Run) -> None:
+    [path] = (whole.folder / "out" / "rows").glob("*.jsonl")
+    found = metrics(whole.folder)
+    for line in map(json.loads, path.read_text().splitlines()):
+        assert {row[4] for row in line["rows"]} == {0, 1}
+        pairs = sum(row[4] for row in line["rows"])
+        assert len(line["rows"]) == 3 * pairs
+        mean = sum(row[3] for row in line["rows"]) / pairs
+        assert mean == pytest.approx(found[line["step"]]["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_an_interrupted_run_resumes_with_the_same_numbers(
     tmp_path: Path, adapters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With adapters, pairs are compared with the adapters' base."""
     folders = [tmp_path / "whole", tmp_path / "resumed"]
     settings: dict[str, Any] = {"adapters": adapters, "num_workers": 1, "max_steps": 9, "resume": True}
     expected = train(dpo_config(folders[0], **settings))
@@ -147,69 +167,45 @@ def test_an_interrupted_run_resumes_with_the_same_numbers(
         with pytest.raises(KeyboardInterrupt):
             train(dpo_config(folders[1], **settings))
     result = train(dpo_config(folders[1], **settings))
-    assert losses(folders[1]) == losses(folders[0])
-    assert losses(folders[1], "rewards/margins") == losses(folders[0], "rewards/margins")
+    for name in ("loss", "rewards/margins"):
+        assert losses(folders[1], name) == losses(folders[0], name)
     assert result["held_out"] == expected["held_out"]
     ours, theirs = weights(folders[1]), weights(folders[0])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    found = numbers(folders[0])
+    assert found[1] == pytest.approx(math.log(2), abs=1e-6)
+    assert found[9] < 0.66
+    assert (folders[0] / "out" / "adapter" / "adapter_model.pt").is_file() == adapters
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "ends"),
     [
-        {"adapters": True},
-        {"adapters": False, "num_workers": 1},
-        {
-            "loss": {
-                "_component_": "streampack.losses.PreferenceLoss",
-                "form": "ipo",
-                "length_normalized": True,
-            }
-        },
+        ({"adapters": True}, [5]),
+        (
+            {"loss": {"_component_": PREFERENCE, "form": "ipo", "length_normalized": True}, "num_workers": 1},
+            [2, 5],
+        ),
     ],
 )
-def test_two_ranks_train_as_one(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folders = [tmp_path / "one", tmp_path / "two"]
-    one, two = (dpo_config(folder, max_steps=5, **changes) for folder in folders)
-    alone = train(one)
-    both = run_ranks(train, 2, two)
+def test_two_ranks_train_as_one_and_go_on_as_three(
+    tmp_path: Path, changes: dict[str, Any], ends: list[int]
+) -> None:
+    one, more = tmp_path / "one", tmp_path / "more"
+    settings = {
+        "data.num_lanes": 6,
+        "packs_per_step": 6,
+        "batch_size": 1,
+        "resume": True,
+        "checkpoint_every": 1,
+    }
+    alone = train(dpo_config(one, **settings, **changes, max_steps=5))
+    for ranks, steps in zip((2, 3), ends, strict=False):
+        results = run_ranks(train, ranks, dpo_config(more, **settings, **changes, max_steps=steps))
     for name in ("loss", "rewards/chosen", "rewards/margins", "rewards/accuracies", "log_probs/rejected"):
-        assert numbers(folders[1], name) == pytest.approx(numbers(folders[0], name), rel=1e-4, abs=1e-6)
-    assert both[0]["held_out"] == both[1]["held_out"]
-    steps = [[loss for _, loss in result["held_out"]] for result in (alone, both[0])]
-    assert steps[1] == pytest.approx(steps[0], rel=1e-5)
-
-
-def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
-    folders = [tmp_path / "one", tmp_path / "others"]
-    whole, parts = (dpo_config(folder, max_steps=4, resume=True, validation=None) for folder in folders)
-    train(whole)
-    for ranks, steps in ((4, 2), (2, 4)):
-        parts.max_steps = steps
-        run_ranks(train, ranks, parts)
-    for name in ("loss", "rewards/margins"):
-        assert numbers(folders[1], name) == pytest.approx(numbers(folders[0], name), rel=1e-4, abs=1e-6)
-
-
-def test_adapters_are_compared_with_their_base(tmp_path: Path) -> None:
-    train(dpo_config(tmp_path, adapters=True, max_steps=12))
-    found = metrics(tmp_path)
-    assert found[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert found[12]["loss"] < 0.6
-    assert (tmp_path / "out" / "adapter" / "adapter_model.pt").is_file()
-
-
-def test_sequences_have_the_losses_of_their_pairs_in_the_log(whole: Path) -> None:
-    [path] = (whole / "out" / "rows").glob("*.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    found = metrics(whole)
-    for line in lines:
-        assert {row[4] for row in line["rows"]} == {0, 1}
-        pairs = sum(row[4] for row in line["rows"])
-        assert len(line["rows"]) == 3 * pairs
-        assert sum(row[3] for row in line["rows"]) / pairs == pytest.approx(
-            found[line["step"]]["loss"], rel=1e-4
-        )
+        assert numbers(more, name) == pytest.approx(numbers(one, name), rel=1e-4, abs=1e-6)
+    assert results[0]["held_out"] == results[1]["held_out"]
+    assert results[0]["held_out"][-1][1] == pytest.approx(alone["held_out"][-1][1], rel=1e-5)
 
 
 def test_pairs_of_a_mixture_have_losses_by_source(tmp_path: Path) -> None:
@@ -218,16 +214,12 @@ def test_pairs_of_a_mixture_have_losses_by_source(tmp_path: Path) -> None:
     sources = [{"name": name, "source": source, "weight": weight} for name, weight in (("a", 3), ("b", 1))]
     config.data.source = {"_component_": "streampack.Mix", "sources": sources, "stop": "never"}
     train(config)
-    found = metrics(tmp_path)[4]
-    assert found["source_a_fraction"] == pytest.approx(0.75, abs=0.1)
+    found = metrics(tmp_path)
+    assert found[4]["source_a_fraction"] == pytest.approx(0.75, abs=0.1)
     # Of all pairs since the last log, of which the first have ln 2.
-    assert 0.3 < found["loss"] < found["source_a_loss"] < math.log(2) + 0.05
-    assert 0.3 < found["source_b_loss"] < math.log(2) + 0.05
-    assert metrics(tmp_path)[0].keys() >= {
-        "validation_loss",
-        "validation_loss_a",
-        "validation_rewards/margins",
-    }
+    assert 0.3 < found[4]["loss"] < found[4]["source_a_loss"] < math.log(2) + 0.05
+    assert 0.3 < found[4]["source_b_loss"] < math.log(2) + 0.05
+    assert found[0].keys() >= {"validation_loss", "validation_loss_a", "validation_rewards/margins"}
 
 
 def test_answers_of_one_token_can_be_held_out(tmp_path: Path) -> None:
@@ -237,59 +229,6 @@ def test_answers_of_one_token_can_be_held_out(tmp_path: Path) -> None:
     )
     [first, _] = train(config)["held_out"]
     assert first == (0, pytest.approx(math.log(2), abs=1e-6))
-
-
-def score(folder: Path, config: Any) -> Path:
-    """Write the rows of a config once more, with the log-probabilities of its first weights, one answer at a time."""
-    from tests.harness.preferences import PairEncoder
-
-    cfg = read_config(config)
-    model = llama3(**{key: value for key, value in cfg.model.items() if key != "_component_"})
-    model.load_state_dict(torch.load(folder / "init" / "model.bin", weights_only=True))
-    path = folder / "scored.jsonl"
-    with path.open("w") as file, torch.no_grad():
-        for line in (folder / "pairs.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            group = PairEncoder()(row)
-            prompt = group.lengths[0]
-            row["ref"] = []
-            for sequence in torch.split(
-                torch.tensor(group.unshared().tokens), list(group.unshared().lengths)
-            ):
-                logps = model(sequence[None])[0, :-1].log_softmax(1)
-                row["ref"].append(float(logps.gather(1, sequence[1:, None])[prompt - 1 :].sum()))
-            file.write(json.dumps(row) + "\n")
-    return path
-
-
-def test_numbers_in_the_data_take_the_place_of_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = {"_component_": "tests.harness.preferences.PairEncoder", "ref": "ref"}
-    config = dpo_config(tmp_path, max_steps=12, reference="data", **{"data.encoder": encoder})
-    config.data.source.paths = str(score(tmp_path, config))
-    config.validation = None  # rows are held out by their content, which the numbers are a part of
-    expected = dpo_config(tmp_path / "other", max_steps=12, validation=None)
-    expected.data.source.paths = config.data.source.paths
-    train(expected)
-    from streampack.training.preferences import Reference
-
-    monkeypatch.setattr(Reference, "__call__", None)  # no forward pass of a reference
-    train(config)
-    ours, theirs = (numbers(folder, "loss") for folder in (tmp_path, tmp_path / "other"))
-    assert ours == pytest.approx(theirs, rel=1e-5)
-    config.reference, config.output_dir = "model", str(tmp_path / "third")
-    with pytest.raises(
-        ValueError, match="the data have ref_logps, and reference=model would compute them again"
-    ):
-        train(config)
-
-
-def test_numbers_that_are_missing_in_the_data_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="reference=data, and a pair has no ref_logps: one number for each answer"
-    ):
-        train(dpo_config(tmp_path, reference="data", validation=None))
 
 
 def test_another_checkpoint_may_be_the_reference(tmp_path: Path) -> None:
@@ -311,81 +250,76 @@ def test_a_loss_without_reference_makes_no_forward_pass_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SimPO: means over the tokens of an answer."""
-    from streampack.training.preferences import Reference
-
     monkeypatch.setattr(Reference, "__call__", None)
     loss = {
-        "_component_": "streampack.losses.PreferenceLoss", "beta": 2.0, "margin": 0.5, "reference_free": True,
+        "_component_": PREFERENCE,
+        "beta": 2.0,
+        "margin": 0.5,
+        "reference_free": True,
         "length_normalized": True,
-    }  # fmt: skip
-    train(dpo_config(tmp_path, max_steps=12, loss=loss))
+    }
+    train(dpo_config(tmp_path, max_steps=12, loss=loss, validation=None))
     found = metrics(tmp_path)
     assert found[12]["loss"] < found[1]["loss"] - 0.2
     assert found[1]["log_probs/chosen"] > -4  # a mean of about ln(16)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"loss": None},
-            "loss is missing; name one that compares pairs, such as loss: {_component_: torchtune.rlhf",
-        ),
-        (
-            {"loss_norm": "sample"},
-            "loss_norm=sample is for cross-entropy, and dpo compares pairs; remove the key",
-        ),
-        ({"z_loss": 1e-4}, "z_loss=0.0001 is for cross-entropy"),
-        (
-            {"data.method": "multipack"},
-            "data.method=multipack makes batches of single samples; remove the key",
-        ),
-        ({"reference": "base"}, "reference='base' is unknown; choose one of 'model', 'data'"),
-        (
-            {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}},
-            "loss: torchtune.modules.loss.LinearCrossEntropyLoss compares no pairs, and the loss of other recipes is",
-        ),
-        (
-            {
-                "reference": "data",
-                "ref_checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer"},
-            },
-            "ref_checkpointer is not used: reference=data takes the data's numbers; remove the key",
-        ),
-        (
-            {
-                "adapters": True,
-                "ref_checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer"},
-            },
-            "ref_checkpointer is not used: the frozen base of the adapters is the reference; remove the key",
-        ),
-        (
-            {"data.encoder": {"_component_": "streampack.TextEncoder", "column": "chosen"}},
-            r"row \(0, \d+.* has 1 answer and a pair has 2, the chosen one first; encode rows with PreferenceEncoder",
-        ),
-    ],
-)
+CHECKPOINTER = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"loss": None},
+        "loss is missing; name one that compares pairs, such as loss: {_component_: torchtune.rlhf",
+    ),
+    (
+        {"loss_norm": "sample"},
+        "loss_norm=sample is for cross-entropy, and dpo compares pairs; remove the key",
+    ),
+    ({"z_loss": 1e-4}, "z_loss=0.0001 is for cross-entropy"),
+    ({"data.method": "multipack"}, "data.method=multipack makes batches of single samples; remove the key"),
+    ({"reference": "base"}, "reference='base' is unknown; choose one of 'model', 'data'"),
+    ({"reference": "data"}, "reference=data, and a pair has no ref_logps: one number for each answer"),
+    (
+        {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}},
+        "loss: torchtune.modules.loss.LinearCrossEntropyLoss compares no pairs, and the loss of other recipes is",
+    ),
+    (
+        {"reference": "data", "ref_checkpointer": CHECKPOINTER},
+        "ref_checkpointer is not used: reference=data takes the data's numbers; remove the key",
+    ),
+    (
+        {"adapters": True, "ref_checkpointer": CHECKPOINTER},
+        "ref_checkpointer is not used: the frozen base of the adapters is the reference; remove the key",
+    ),
+    (
+        {"data.encoder": {"_component_": "streampack.TextEncoder", "column": "chosen"}},
+        r"row \(0, \d+.* has 1 answer and a pair has 2, the chosen one first; encode rows with PreferenceEncoder",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda each: str(each)[:60])
 def test_configs_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(dpo_config(tmp_path, validation=None, **changes))
 
 
-def test_recipes_of_cross_entropy_refuse_pairs(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="loss: this recipe's is cross-entropy .*; remove the key, or run dpo"
-    ):
-        train_plain(dpo_config(tmp_path))
-    with pytest.raises(
-        ValueError, match="reference=data: this recipe has no reference; remove the key, or run dpo"
-    ):
-        train_plain(dpo_config(tmp_path, loss=None, reference="data"))
-    with pytest.raises(
-        ValueError, match="share a prompt, and cross-entropy would leave out .* share_prefix=False"
-    ):
-        train_plain(dpo_config(tmp_path, loss=None, validation=None))
-    unshared = {"_component_": "tests.harness.preferences.PairEncoder", "share_prefix": False}
-    result = train_plain(dpo_config(tmp_path, loss=None, max_steps=2, **{"data.encoder": unshared}))
-    assert result["step"] == 2
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "loss: this recipe's is cross-entropy .*; remove the key, or run dpo"),
+        (
+            {"loss": None, "reference": "data"},
+            "reference=data: this recipe has no reference; remove the key, or run",
+        ),
+        (
+            {"loss": None, "validation": None},
+            "share a prompt, and cross-entropy would leave out .* share_prefix=False",
+        ),
+    ],
+)
+def test_recipes_of_cross_entropy_refuse_pairs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_plain(dpo_config(tmp_path, **changes))
 
 
 def test_an_answer_that_sees_the_other_is_found_before_the_first_step(

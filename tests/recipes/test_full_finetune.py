@@ -1,9 +1,11 @@
-"""The recipe on a toy model: losses, masks, resume, schedules, secrets."""
+"""full_finetune, pretrain and the quickstart on a toy model: losses, masks, resume, schedules, secrets."""
 
 from __future__ import annotations
 
 import gzip
+import re
 import shutil
+import signal
 import time
 from itertools import islice
 from pathlib import Path
@@ -13,14 +15,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from streampack_recipes import quickstart
 from streampack_recipes.full_finetune import train
 from torchtune.models.llama3 import llama3
 from torchtune.training.metric_logging import StdoutLogger
 
 from streampack import IterablePackedDataset, JSONLSource, TextEncoder, cli
+from streampack.training.run_folder import Interrupted
+from streampack.training.weights import random_weights
 from tests.harness.processes import run_ranks, start_process
 from tests.harness.runs import Run, run_once
-from tests.harness.tiny import WordTokenizer, losses, mixed_config, numbers, tiny_config, write_rows
+from tests.harness.tiny import (
+    WordTokenizer,
+    interrupt_step,
+    losses,
+    mixed_config,
+    numbers,
+    tiny_config,
+    write_rows,
+)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -132,7 +145,7 @@ def test_settings_that_a_resume_cannot_heed_are_named(tmp_path: Path, whole: Run
     said = " ".join(str(warning.message) for warning in recwarn)
     assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
     assert (
-        "optimizer.lr=0.5 is not heeded: the optimizer goes on as its checkpoint has it, which was made with lr=0.02"
+        "optimizer.lr=0.5 is not heeded: the optimizer goes on as its checkpoint has it, which was made with"
         in said
     )
     assert "optimizer.eps=0.001 is not heeded: " in said
@@ -245,7 +258,7 @@ def test_the_profiler_traces_the_steps(tmp_path: Path) -> None:
 def test_a_run_learns_a_mixture_from_random_weights(tmp_path: Path) -> None:
     config = mixed_config(tmp_path, max_steps=30, z_loss=1e-3, **{"data.split_across_pack": True})
     config.checkpointer.checkpoint_dir = {
-        "_component_": "streampack.training.weights.random_weights",
+        "_component_": f"{random_weights.__module__}.random_weights",
         "model": config.model,
         "folder": config.output_dir,
     }
@@ -352,17 +365,16 @@ def test_a_run_by_epochs_ends_with_the_data(
     assert len(whole) == epoch.result["step"] > 15
     assert_falls(whole)
 
-    config = tiny_config(tmp_path, **SMALL, resume=True)
-    assert train(config) == train(config)
-    assert "is over" in capsys.readouterr().out
-    config.epochs = 2
+    config = tiny_config(epoch.copy_to(tmp_path), **SMALL | {"epochs": 2}, resume=True)
     longer = train(config)
     assert longer["ledger"].samples == 240
     assert f"going on from step {epoch.result['step']} of " in capsys.readouterr().out
-    found = rates(tmp_path)
-    assert len(found) == pytest.approx(2 * len(whole), abs=2)
-    assert_falls(found[len(whole) + 1 :])
-    assert found[len(whole) + 1] > PEAK / 3, "the second half of the new one"
+    assert train(config) == longer
+    assert "is over" in capsys.readouterr().out
+    found = rates(tmp_path)[-(longer["step"] - epoch.result["step"]) :]
+    assert len(found) == pytest.approx(len(whole), abs=2)
+    assert_falls(found[1:])
+    assert found[1] > PEAK / 3, "the second half of the new one"
 
 
 def test_a_run_that_had_max_steps_goes_on_to_the_end_of_its_epochs(tmp_path: Path, epoch: Run) -> None:
@@ -380,14 +392,73 @@ def test_a_run_that_is_given_max_steps_keeps_its_schedule(tmp_path: Path, epoch:
 
 
 @pytest.mark.filterwarnings("ignore:.*evenly:UserWarning")
-@pytest.mark.parametrize("packs_per_step", [2, None])
-def test_a_resume_on_more_ranks_than_lanes_keeps_the_steps(
-    packs_per_step: int | None, tmp_path: Path, epoch: Run
-) -> None:
+def test_a_resume_on_more_ranks_than_lanes_keeps_the_steps(tmp_path: Path, epoch: Run) -> None:
     """Each rank took its share of a step, those without lanes too: there were twice as many steps."""
-    settings = {"packs_per_step": packs_per_step, "batch_size": 2 if packs_per_step is None else 1}
-    train(tiny_config(tmp_path, **SMALL | settings | {"max_steps": 8}))
-    run_ranks(train, 2, tiny_config(tmp_path, **SMALL | settings, resume=True))
+    settings = SMALL | {"packs_per_step": None, "batch_size": 2}
+    train(tiny_config(tmp_path, **settings | {"max_steps": 8}))
+    run_ranks(train, 2, tiny_config(tmp_path, **settings, resume=True))
     found = rates(tmp_path)
     assert found[9:] == pytest.approx(rates(epoch.folder)[9:])
     assert_falls(found[9:])
+
+
+# The quickstart.
+
+
+def test_the_quickstart_resumes_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, validation=None, output_dir=str(tmp_path / "runs"))
+    monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
+    monkeypatch.setattr(OmegaConf, "load", lambda _: config.copy())
+    with monkeypatch.context() as interrupted:
+        interrupt_step(6, interrupted)
+        with pytest.raises(SystemExit):
+            quickstart.main([])
+    assert "run-001: interrupted; the same command goes on from step 4\n" in capsys.readouterr().err
+    # A run that was killed while it wrote its weights leaves this.
+    (tmp_path / "runs" / "run-001" / "epoch_0").mkdir()
+    assert quickstart.main([]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"going on with \S+/run-001.*\n(.*\n)*going on from step 4 of 12", said)
+    advice = said.partition("What to try next")[2]
+    assert "make " not in advice, "a wheel has no Makefile"
+    advised = re.findall(r"python -m streampack_recipes.quickstart ([^\s,]+)", advice)
+    assert len(advised) == 2
+    config.max_steps = 1
+    for overrides in advised:
+        assert quickstart.main([overrides]) == 0
+    assert sorted(path.name[-3:] for path in (tmp_path / "runs").glob("run-*")) == ["001", "002", "003"]
+    with pytest.raises(ValueError, match="missing|is no|unknown"):
+        quickstart.main(["--traceback", "maxsteps=1"])
+    shutil.rmtree(tmp_path / "runs" / "run-001")
+    (tmp_path / "runs" / "run-of-mine" / "checkpoints").mkdir(parents=True)
+    assert quickstart.main([]) == 0
+    assert (tmp_path / "runs" / "run-004" / "epoch_0").is_dir()
+
+
+def test_a_signal_decides_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(config: Any) -> None:
+        raise Interrupted("interrupted", step=4, number=signal.SIGTERM)
+
+    monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
+    monkeypatch.setattr("streampack_recipes.full_finetune.train", interrupted)
+    with pytest.raises(SystemExit) as raised:
+        quickstart.main([])
+    assert raised.value.code == 143
+
+
+def test_packed_tokens_are_those_of_the_run(whole: Run) -> None:
+    ledger = whole.result["ledger"]
+    lines = quickstart.packed_and_padded(tiny_config(whole.folder), steps=12).splitlines()
+    assert f"{ledger.packed:,} of them real" in lines[1]
+    assert lines[2].split() == ["packed", f"{ledger.capacity:,}"]
+    padded = [int(line.split()[4].replace(",", "")) for line in lines[3:5]]
+    drawn = lines[-4:]
+    assert [len(line) for line in drawn] == [96] * 4
+    assert "█" in drawn[0]
+    assert ledger.packed < padded[0] < padded[1]
+
+
+def test_padded_tokens_fill_up_to_the_longest() -> None:
+    assert quickstart.padded_tokens([5, 2, 3, 1, 4], batch_size=2) == 2 * 5 + 2 * 3 + 4

@@ -1,32 +1,34 @@
 """LoRA, DoRA and QLoRA on a toy model."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from streampack_recipes.full_finetune import train as train_all
 from streampack_recipes.lora_finetune import train
 from torchtune.models.llama3 import llama3, lora_llama3
-from torchtune.modules.peft import get_adapter_params
 
-from streampack.training.lora import start_adapters
 from tests.harness.processes import RankError, run_ranks
+from tests.harness.runs import Run, lora_run
 from tests.harness.tiny import ADAPTERS, BASE, lora_config, losses, numbers
 
 
-def saved(folder, pattern):
+def saved(folder: Path, pattern: str) -> dict[str, torch.Tensor]:
     where = "adapter" if pattern.startswith("adapter") else "epoch_0"
     return torch.load(next((folder / "out" / where).glob(pattern)), weights_only=True)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lora")
-    result = train(lora_config(folder, max_steps=20))
-    return folder, result
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return lora_run(tmp_path_factory)
 
 
-def test_a_run_trains_the_adapters_only(whole):
-    folder, result = whole
-    (_, before), (_, after) = result["held_out"][0], result["held_out"][-1]
+def test_a_run_trains_the_adapters_only(lora: Run) -> None:
+    folder = lora.folder
+    (_, before), (_, after) = lora.result["held_out"][0], lora.result["held_out"][-1]
     assert after < before - 0.5
     assert "nan" not in (folder / "out" / "logs" / "log.txt").read_text()
     base, merged = torch.load(folder / "init" / "model.bin", weights_only=True), saved(folder, "model-*.bin")
@@ -43,64 +45,55 @@ def test_a_run_trains_the_adapters_only(whole):
         else:
             assert torch.equal(merged[name], value), f"{name} is frozen"
 
-
-def test_adapters_and_merged_weights_load_in_torchtune(whole):
-    folder, _ = whole
-    adapted, merged = lora_llama3(**BASE, **ADAPTERS), llama3(**BASE)
-    base = torch.load(folder / "init" / "model.bin", weights_only=True)
-    adapted.load_state_dict(base | saved(folder, "adapter_model.pt"))
-    merged.load_state_dict(saved(folder, "model-*.bin"))
+    in_torchtune, whole = lora_llama3(**BASE, **ADAPTERS), llama3(**BASE)
+    in_torchtune.load_state_dict(base | adapters)
+    whole.load_state_dict(merged)
     tokens = torch.arange(12)[None]
-    assert torch.allclose(adapted(tokens), merged(tokens), atol=1e-5)
+    assert torch.allclose(in_torchtune(tokens), whole(tokens), atol=1e-5)
 
 
-def test_a_running_checkpoint_holds_the_adapters_only(whole):
-    folder, _ = whole
-    bytes_of = {
-        path.name: sum(f.stat().st_size for f in path.iterdir())
-        for path in (folder / "out" / "checkpoints").iterdir()
-    }
+def test_a_running_checkpoint_holds_the_adapters_only(lora: Run) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
-    keys = (
-        FileSystemReader(folder / "out" / "checkpoints" / max(bytes_of)).read_metadata().state_dict_metadata
-    )
+    keys = FileSystemReader(lora.checkpoint(20)).read_metadata().state_dict_metadata
     assert {key.rsplit(".", 2)[1] for key in keys if key.startswith("model.")} == {"lora_a", "lora_b"}
 
 
-def test_a_resumed_run_has_the_same_losses_and_weights(tmp_path, whole):
+def test_a_resumed_run_has_the_same_losses_and_weights(tmp_path: Path, lora: Run) -> None:
     config = lora_config(tmp_path, max_steps=7, resume=True, async_checkpoint=True)
     train(config)
     config.max_steps = 20
     train(config)
-    assert losses(tmp_path) == losses(whole[0])
+    assert losses(tmp_path) == losses(lora.folder)
     for pattern in ("model-*.bin", "adapter_model.pt"):
-        ours, theirs = saved(tmp_path, pattern), saved(whole[0], pattern)
+        ours, theirs = saved(tmp_path, pattern), saved(lora.folder, pattern)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_initial_adapters_depend_on_the_seed_only():
-    with torch.device("meta"):
-        model = lora_llama3(**BASE, **ADAPTERS)
-    first, again, other = (start_adapters(model, seed=seed) for seed in (1, 1, 2))
-    assert first.keys() == get_adapter_params(model).keys()
+def test_initial_adapters_depend_on_the_seed_only_and_merged_weights_can_be_left_out(tmp_path: Path) -> None:
+    def initial(name: str, **changes: Any) -> dict[str, torch.Tensor]:
+        folder = tmp_path / name
+        settings = {
+            "max_steps": 1,
+            "save_adapter_weights_only": True,
+            "validation": None,
+            "optimizer.lr": 0.0,
+        }
+        train(lora_config(folder, **settings | changes))
+        assert [path.name for path in (folder / "out" / "adapter").iterdir()] == ["adapter_model.pt"]
+        assert not (folder / "out" / "epoch_0").exists()
+        return saved(folder, "adapter_model.pt")
+
+    first, again, other = initial("first"), initial("again", batch_size=1), initial("other", seed=1234)
     assert all(torch.equal(first[name], again[name]) for name in first)
-    for name in first:
-        assert first[name].any() == name.endswith("lora_a.weight")
-        assert name.endswith("lora_b.weight") or not torch.equal(first[name], other[name])
+    for name, value in first.items():
+        assert value.any() == name.endswith("lora_a.weight")
+        assert name.endswith("lora_b.weight") or not torch.equal(value, other[name])
     bound = 1 / 16**0.5  # as torchtune's own: kaiming, uniform
     assert 0.8 * bound < max(float(v.abs().max()) for n, v in first.items() if "q_proj.lora_a" in n) <= bound
-    assert all(p.requires_grad == ("lora" in name) for name, p in model.named_parameters())
 
 
-def test_a_model_without_adapters_is_refused(tmp_path):
-    config = lora_config(tmp_path)
-    config.model = {"_component_": "torchtune.models.llama3.llama3", **BASE}
-    with pytest.raises(ValueError, match="llama3 has no adapters to train; name one of torchtune's lora_"):
-        train(config)
-
-
-def test_full_finetune_refuses_what_is_for_adapters(tmp_path):
+def test_models_and_keys_of_the_other_recipe_are_refused(tmp_path: Path) -> None:
     config = lora_config(tmp_path)
     with pytest.raises(
         ValueError, match="lora_llama3 has adapters, and this recipe trains all weights; run lora_"
@@ -111,16 +104,15 @@ def test_full_finetune_refuses_what_is_for_adapters(tmp_path):
         ValueError, match="save_adapter_weights_only: this recipe trains all weights; remove the key"
     ):
         train_all(config)
-
-
-def test_merged_weights_can_be_left_out(tmp_path):
-    train(lora_config(tmp_path, max_steps=2, save_adapter_weights_only=True, validation=None))
-    assert [path.name for path in (tmp_path / "out" / "adapter").iterdir()] == ["adapter_model.pt"]
-    assert not (tmp_path / "out" / "epoch_0").exists()
+    config.model = {"_component_": "torchtune.models.llama3.llama3", **BASE}
+    with pytest.raises(ValueError, match="llama3 has no adapters to train; name one of torchtune's lora_"):
+        train(config)
 
 
 # torchao quantizes in groups of 64 * 256 numbers, and a rank needs whole groups of each weight.
 QUANTIZABLE = BASE | {"embed_dim": 256, "intermediate_dim": 256, "num_layers": 1}
+
+
 KINDS = {
     "dora": (BASE, ADAPTERS | {"use_dora": True}),
     "qlora": (QUANTIZABLE, ADAPTERS | {"quantize_base": True, "apply_lora_to_output": False}),

@@ -1,5 +1,7 @@
 """The corpus from the standard library: rows and tokenizer are reproducible, lossless, and never half written."""
 
+from __future__ import annotations
+
 import doctest
 import json
 import os
@@ -10,6 +12,7 @@ import sys
 import sysconfig
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from streampack_recipes import stdlib_corpus
@@ -33,42 +36,23 @@ sys.exit("torch" in sys.modules)
 
 
 @pytest.fixture(scope="module")
-def prepared():
+def prepared() -> Any:
     """The whole library's corpus, from the cache where configs look for it too."""
     return stdlib_corpus.prepare()
 
 
-@pytest.fixture(scope="module")
-def pairs(prepared):
-    return [json.loads(line) for line in prepared.pairs.read_text(encoding="utf-8").split("\n")[:-1]]
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(prepared):
-    llama2 = pytest.importorskip("torchtune.models.llama2")
-    return llama2.llama2_tokenizer(str(prepared.tokenizer), prompt_template=None)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some modules of the library: enough text for a tokenizer of 2,048 tokens."""
     folder, root = tmp_path_factory.mktemp("library"), Path(sysconfig.get_path("stdlib"))
-    for name in (
-        "argparse",
-        "ast",
-        "collections",
-        "datetime",
-        "functools",
-        "inspect",
-        "json",
-        "typing",
-        "unittest",
-    ):
-        source = root / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(root / f"{name}.py", folder)
+    for name in ("collections", "json", "unittest"):
+        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("argparse", "ast", "datetime", "functools", "inspect", "typing"):
+        shutil.copy(root / f"{name}.py", folder)
     return folder
 
 
@@ -95,25 +79,31 @@ def content(folder):
 # Rows.
 
 
-def test_pairs_are_questions_with_answers(pairs):
+def test_doctests() -> None:
+    results = doctest.testmod(stdlib_corpus)
+    assert results.attempted >= 4
+    assert not results.failed
+
+
+def test_pairs_are_questions_with_answers(prepared: Any) -> None:
+    pairs = rows_of(prepared.pairs)
     assert len(pairs) >= 5_000
     assert len({pair["input"] for pair in pairs}) == len({pair["output"] for pair in pairs}) == len(pairs)
     for pair in pairs:
         assert set(pair) == {"input", "output"}
         assert pair["input"].startswith("What does `")
         assert pair["input"].endswith("` do?")
-        assert pair["output"]
-        assert pair["output"] == pair["output"].strip()
+        assert pair["output"] == pair["output"].strip() != ""
     answers = {pair["input"]: pair["output"] for pair in pairs}
     assert answers["What does `heapq.merge` do?"].startswith(
-        "Merge multiple sorted inputs into a single sorted output."
+        "Merge multiple sorted inputs into a single sorted"
     )
     assert "What does `json` do?" in answers, "a package is named without its __init__"
     assert "What does `collections.Counter.most_common` do?" in answers
 
 
-def test_rejected_answers_are_the_chosen_words_in_another_order(prepared):
-    pairs = [json.loads(line) for line in prepared.preferences.read_text(encoding="utf-8").split("\n")[:-1]]
+def test_rejected_answers_are_the_chosen_words_in_another_order(prepared: Any) -> None:
+    pairs = rows_of(prepared.preferences)
     assert len(pairs) >= 4_500
     assert len({pair["prompt"] for pair in pairs}) == len(pairs)
     for pair in pairs:
@@ -123,8 +113,8 @@ def test_rejected_answers_are_the_chosen_words_in_another_order(prepared):
         assert "\n\n" not in pair["chosen"]
 
 
-def test_source_files_leave_out_tests_and_installed_packages():
-    files = list(stdlib_corpus.source_files())
+def test_source_files_leave_out_tests_and_installed_packages(prepared: Any) -> None:
+    files = rows_of(prepared.sources)
     paths = [file["path"] for file in files]
     assert len(paths) == len(set(paths))
     assert "json/decoder.py" in paths
@@ -132,12 +122,6 @@ def test_source_files_leave_out_tests_and_installed_packages():
     assert not [path for path in paths if left_out & set(path.split("/"))]
     assert not any(path.startswith("/") or "\\" in path for path in paths)
     assert sum(len(file["text"]) for file in files) > 5_000_000
-
-
-def test_doctests():
-    results = doctest.testmod(stdlib_corpus)
-    assert results.attempted >= 4
-    assert not results.failed
 
 
 def test_definitions_are_found_in_any_block(monkeypatch):
@@ -193,39 +177,33 @@ def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
 # Tokenizer.
 
 
-def test_tokenizer_has_the_ids_that_torchtune_expects(tokenizer):
+@pytest.mark.parametrize("text", [
+    "def f(x):\n    if x:\n\treturn {'a': [1, 2.5e-3]}\n\n\n    # two  spaces, trailing \n",
+    "naïve Straße ﬁ ½ 日本語 Ελληνικά 🎉👩\u200d💻 e\u0301",
+    "<s> </s> <unk> <0x0A> [INST]",
+    "\x00\x07\x1b[0m\u2028\ufeff",
+])  # fmt: skip
+def test_the_tokenizer_has_torchtunes_ids_and_decodes_what_it_encoded(prepared: Any, text: str) -> None:
+    llama2 = pytest.importorskip("torchtune.models.llama2")
+    tokenizer = llama2.llama2_tokenizer(str(prepared.tokenizer), prompt_template=None)
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
     assert tokenizer.vocab_size == stdlib_corpus.VOCAB_SIZE
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f(x):\n    if x:\n\treturn {'a': [1, 2.5e-3]}\n\n\n    # two  spaces, trailing \n",
-        "naïve Straße ﬁ ½ 日本語 Ελληνικά 🎉👩\u200d💻 e\u0301",
-        "<s> </s> <unk> <0x0A> [INST]",
-        "\x00\x07\x1b[0m\u2028\ufeff",
-    ],
-)
-def test_tokenizer_decodes_what_it_encoded(tokenizer, text):
     tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
-    assert tokens[0] == 1
-    assert tokens[-1] == 2
+    assert (tokens[0], tokens[-1]) == (1, 2)
     assert not {0, 1, 2} & set(tokens[1:-1]), "text never becomes padding, a start or an end"
     assert tokenizer.decode(tokens) == text
 
 
-def test_messages_keep_question_and_answer_apart(prepared, pairs):
+def test_messages_keep_question_and_answer_apart(prepared: Any) -> None:
     llama2 = pytest.importorskip("torchtune.models.llama2")
     from torchtune.data import InputOutputToMessages
 
     tokenizer = llama2.llama2_tokenizer(str(prepared.tokenizer), prompt_template={"user": ["", "\n"]})
     to_messages = InputOutputToMessages(train_on_input=False)
-    for pair in pairs[::50]:
+    for pair in rows_of(prepared.pairs)[::50]:
         encoded = tokenizer(to_messages(dict(pair)))
-        answer = [
-            token for token, masked in zip(encoded["tokens"], encoded["mask"], strict=True) if not masked
-        ]
+        both = zip(encoded["tokens"], encoded["mask"], strict=True)
+        answer = [token for token, masked in both if not masked]
         assert tokenizer.decode(answer) == pair["output"]
         assert answer[-1] == tokenizer.eos_id
         assert tokenizer.decode(encoded["tokens"]) == f"{pair['input']}\n{pair['output']}"
@@ -234,41 +212,37 @@ def test_messages_keep_question_and_answer_apart(prepared, pairs):
 # Files.
 
 
-def test_prepared_files_hold_the_rows_and_are_reused(small, tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("small")
+def test_prepared_files_hold_the_rows_and_are_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = stdlib_corpus.prepare(tmp_path)
-    for path, rows in (
-        (paths.pairs, stdlib_corpus.docstring_pairs()),
-        (paths.sources, stdlib_corpus.source_files()),
-        (paths.preferences, stdlib_corpus.preference_pairs()),
-    ):
-        lines = path.read_text(encoding="utf-8").split("\n")
-        assert [json.loads(line) for line in lines[:-1]] == list(rows)
-        assert lines[-1] == ""
+    assert rows_of(paths.pairs) == list(stdlib_corpus.docstring_pairs())
+    assert rows_of(paths.sources) == list(stdlib_corpus.source_files())
+    assert rows_of(paths.preferences) == list(stdlib_corpus.preference_pairs())
     assert sorted(content(paths.folder)) == NAMES
     capsys.readouterr()
-    monkeypatch.setattr(stdlib_corpus, "docstring_pairs", None)
-    monkeypatch.setattr(stdlib_corpus, "_train_tokenizer", None)
+    before = {path: path.stat().st_mtime_ns for path in paths.folder.iterdir()}
     monkeypatch.setenv("STREAMPACK_CACHE", str(tmp_path))
     assert stdlib_corpus.prepare() == paths
     assert capsys.readouterr().err == ""
+    assert {path: path.stat().st_mtime_ns for path in paths.folder.iterdir()} == before
 
 
-def test_other_content_goes_to_another_folder(tmp_path, monkeypatch):
-    use_library(tmp_path, monkeypatch)
-    (tmp_path / "one.py").write_text('"""One."""')
-    before = stdlib_corpus._fingerprint()
-    (tmp_path / "one.py").write_text('"""Two."""')
-    assert stdlib_corpus._fingerprint() != before
-
-
-def test_processes_may_prepare_at_once(small, library, tmp_path):
+def test_processes_may_prepare_at_once_and_other_content_goes_elsewhere(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = shutil.copytree(library, tmp_path / "mine")
+    use_library(mine, monkeypatch)
     expected = stdlib_corpus.prepare(tmp_path / "expected").folder
-    runs = [start(tmp_path / "shared", library) for _ in range(2)]
+    runs = [start(tmp_path / "shared", mine) for _ in range(2)]
     said = [run.communicate() for run in runs]  # before looking: the slower one still has files of its own
     for run, (out, err) in zip(runs, said, strict=True):
         assert run.returncode == 0, err
         assert Path(out.strip()).parent == tmp_path / "shared"
         assert content(Path(out.strip())) == content(expected), "deterministic, and nothing temporary stays"
+    (mine / "one.py").write_text('"""One."""')
+    assert stdlib_corpus.prepare(tmp_path / "expected").folder != expected
 
 
 def test_a_killed_process_leaves_no_half_file(small, library, tmp_path):

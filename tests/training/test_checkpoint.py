@@ -1,5 +1,6 @@
+"""Checkpoints of a run: kept, replaced, cut off, saved in the background, by several ranks; and its schedule."""
+
 import errno
-import io
 import itertools
 import os
 import resource
@@ -13,11 +14,12 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
 
 from streampack.distributed.world import join_world
-from streampack.training.checkpoint import Checkpoints
-from streampack.training.checkpoint_errors import CheckpointError
+from streampack.training.checkpoint import Checkpoints, restore_schedule, step_schedule
 from tests.harness.processes import run_ranks
+from tests.harness.runs import die_at
 
 
 def trained(seed, steps=3):
@@ -49,20 +51,17 @@ def test_a_loaded_checkpoint_trains_like_the_saved_run(tmp_path):
         assert torch.equal(left, right)
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    model, optimizer = trained(1)
-    for number in (5, 10, 15):
-        checkpoints.save(number, model=model, optimizer=optimizer, run={})
-    assert checkpoints.steps() == [10, 15]
-
-
-def test_checkpoints_of_every_nth_step_are_kept_too(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2, keep_every=20)
+@pytest.mark.parametrize(("settings", "kept"), [
+    ({"keep": 2}, [60, 70]),
+    ({"keep": 2, "keep_every": 20}, [20, 40, 60, 70]),
+    ({"keep": 1, "keep_every": 20}, [20, 40, 60, 70]),
+])  # fmt: skip
+def test_the_newest_checkpoints_are_kept_and_those_of_every_nth_step(tmp_path, settings, kept):
+    checkpoints = Checkpoints(tmp_path, **settings)
     model, optimizer = trained(1)
     for number in (10, 20, 30, 37, 40, 50, 60, 70):
         checkpoints.save(number, model=model, optimizer=optimizer, run={})
-    assert checkpoints.steps() == [20, 40, 60, 70]
+    assert checkpoints.steps() == kept
 
 
 def test_a_run_that_went_back_replaces_the_checkpoint_of_the_same_step(tmp_path):
@@ -93,36 +92,21 @@ def test_a_limit_of_the_system_is_named_not_the_librarys_error_behind_it(tmp_pat
     """torch.save of a file that cannot grow raises "[enforce fail at inline_container.cc:672]"."""
     checkpoints = Checkpoints(tmp_path)
     model, optimizer = trained(1)
-    checkpoints.save(5, model=model, optimizer=optimizer, run={})
-    model = nn.Linear(100, 100)
-    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints.save(5, model=model, optimizer=optimizer, run={"good": 1})
+    large = nn.Linear(100, 100)
+    state = {"model": large, "optimizer": torch.optim.AdamW(large.parameters()), "run": run}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError) as raised:
-            checkpoints.save(10, model=model, optimizer=optimizer, run=run)
+        with pytest.raises(RuntimeError) as raised:
+            checkpoints.save(10, **state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "step_00000010 could not be written: " in str(raised.value)
     assert str(raised.value).endswith("File too large; the newest complete checkpoint is that of step 5")
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
-
-
-def test_an_unfinished_checkpoint_is_ignored(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path)
-    model, optimizer = trained(1)
-    checkpoints.save(5, model=model, optimizer=optimizer, run={"good": 1})
-
-    def dies(*_args, **_kwargs):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(torch, "save", dies)
-        with pytest.raises(RuntimeError, match="step_00000010 could not be written: disk full"):
-            checkpoints.save(10, model=model, optimizer=optimizer, run={})
-    assert checkpoints.steps() == [5]
     assert checkpoints.load(5, model=model, optimizer=optimizer) == {"good": 1}
-    checkpoints.save(10, model=model, optimizer=optimizer, run={})  # over the remains
+    checkpoints.save(10, **state)  # over the remains
     assert checkpoints.steps() == [5, 10]
 
 
@@ -144,18 +128,6 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step_00000005"]
 
 
-def test_frozen_weights_are_not_saved(tmp_path):
-    model, optimizer = trained(1)
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW(model[1].parameters())
-    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, run={})
-    [other, _], begun = trained(2), trained(2)[0][0].weight.clone()
-    other[0].requires_grad_(False)
-    Checkpoints(tmp_path).load(1, model=other, optimizer=torch.optim.AdamW(other[1].parameters()))
-    assert torch.equal(other[1].weight, model[1].weight)
-    assert torch.equal(other[0].weight, begun)
-
-
 def test_buffers_are_saved(tmp_path):
     def build():
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -171,28 +143,18 @@ def test_buffers_are_saved(tmp_path):
         assert torch.equal(value, other.state_dict()[name]), name
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda folder, model: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)),
-            "could not be read: .*Size mismatch",
-        ),
-        (lambda folder, model: nn.Sequential(*model, nn.Linear(2, 2)), "could not be read: .*2.weight"),
-        (
-            lambda folder, model: [p.unlink() for p in folder.rglob("*.distcp")] and model,
-            "could not be read: .*No such file",
-        ),
-        (
-            lambda folder, model: [p.write_bytes(b"x") for p in folder.rglob(".metadata")] and model,
-            "could not be read",
-        ),
-        (
-            lambda folder, model: [p.unlink() for p in folder.rglob("run.pt")] and model,
-            "could not be read: No such file or directory: .*run.pt",
-        ),
-    ],
-)
+def without(name):
+    """Return a function that removes the files of this name from a checkpoint, and gives the model back."""
+    return lambda folder, model: [path.unlink() for path in folder.rglob(name)] and model
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda folder, model: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)), "could not be read: .*Size mismatch"),
+    (lambda folder, model: nn.Sequential(*model, nn.Linear(2, 2)), "could not be read: .*2.weight"),
+    (without("*.distcp"), "could not be read: .*No such file"),
+    (lambda folder, model: [p.write_bytes(b"x") for p in folder.rglob(".metadata")] and model, "could not be read"),
+    (without("run.pt"), "could not be read: No such file or directory: .*run.pt"),
+])  # fmt: skip
 def test_the_error_names_a_checkpoint_that_does_not_load(tmp_path, change, message):
     model, optimizer = trained(1)
     Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, run={})
@@ -202,52 +164,6 @@ def test_the_error_names_a_checkpoint_that_does_not_load(tmp_path, change, messa
 
 
 # Kills. The process really ends, so that no handler can clean up.
-
-
-class DyingFile(io.FileIO):
-    """Writes half of the data before a kill point: at every 40th write, because torch.save makes hundreds."""
-
-    point = None
-    writes = 0
-
-    def write(self, data):
-        data = bytes(data)
-        super().write(data[: len(data) // 2])
-        if self.writes % 40 == 0:
-            DyingFile.point("write")
-        self.writes += 1
-        super().write(data[len(data) // 2 :])
-        return len(data)
-
-
-def die_at(number, journal):
-    """Let this process end at the ``number``-th write, sync, rename or removal from now on."""
-    passed = 0
-
-    def point(kind):
-        nonlocal passed
-        passed += 1
-        os.write(journal, f"{kind}\n".encode())
-        if passed == number:
-            os._exit(9)
-
-    def watched(kind, function):
-        def call(*args, **kwargs):
-            point(kind)
-            return function(*args, **kwargs)
-
-        return call
-
-    def open_file(path, mode="r", *args, **kwargs):
-        return DyingFile(path, "w") if "w" in mode else opened(path, mode, *args, **kwargs)
-
-    opened = Path.open
-    DyingFile.point = staticmethod(point)
-    Path.open = open_file
-    os.fsync = watched("fsync", os.fsync)
-    for name in ("rename", "mkdir", "unlink", "rmdir"):
-        setattr(os, name, watched(name, getattr(os, name)))
-    Path.rename = lambda path, target: os.rename(path, target)  # noqa: PTH104
 
 
 def crash_everywhere(folder, every):
@@ -341,43 +257,6 @@ def test_a_background_save_holds_the_state_of_its_step(tmp_path, held):
         assert torch.equal(left, right), "the optimizer's state is of another step"
 
 
-def test_a_second_background_save_waits_for_the_first(tmp_path, held):
-    checkpoints = Checkpoints(tmp_path, in_background=True)
-    model, optimizer = trained(1)
-    checkpoints.save(3, model=model, optimizer=optimizer, run={})
-    wait, waited = checkpoints.wait, []
-
-    def let_go():
-        waited.append(checkpoints.steps())
-        held.set()
-        wait()
-        waited.append(checkpoints.steps())
-
-    checkpoints.wait = let_go
-    checkpoints.save(6, model=model, optimizer=optimizer, run={})
-    assert waited == [[], [3]]
-    checkpoints.wait = wait
-    checkpoints.wait()
-    assert checkpoints.steps() == [3, 6]
-    checkpoints.wait()  # for nothing
-
-
-def test_errors_of_background_saves_are_raised(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path, in_background=True)
-    model, optimizer = trained(1)
-    checkpoints.save(3, model=model, optimizer=optimizer, run={})
-    checkpoints.wait()
-
-    def full(*_args):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    checkpoints.save(6, model=model, optimizer=optimizer, run={})
-    with pytest.raises(RuntimeError, match="step_00000006 could not be written: rank 0: disk full"):
-        checkpoints.save(9, model=model, optimizer=optimizer, run={})
-    assert checkpoints.steps() == [3]
-
-
 # Several ranks.
 
 
@@ -444,7 +323,7 @@ def fail_on_rank_1(folder, in_background):
             try:
                 checkpoints.save(6, model=model, optimizer=optimizer, run={})
                 checkpoints.wait()
-            except CheckpointError as error:
+            except RuntimeError as error:
                 messages.append(str(error))
             world.gather(None)
             assert [path.name for path in folder.iterdir()] == ["step_00000003"]
@@ -482,3 +361,38 @@ def load_without_a_file_on_rank_1(folder):
 def test_a_rank_that_cannot_read_a_checkpoint_is_named_on_all(tmp_path):
     for message in run_ranks(load_without_a_file_on_rank_1, 2, tmp_path, timeout=60):
         assert "not_mounted/step_00000003 could not be read: No such file" in message
+
+
+# The learning rate after a resume, and behind the end.
+
+
+def schedule(rate=1.0):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    return optimizer, LambdaLR(optimizer, lambda step: step / 10)
+
+
+def test_a_restored_schedule_sets_the_rate_of_its_step():
+    optimizer, scheduler = schedule()
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    other, restored = schedule()
+    restore_schedule(restored, scheduler.state_dict())
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.4
+    other.step()
+    restored.step()
+    assert other.param_groups[0]["lr"] == 0.5
+
+
+def test_behind_its_last_step_a_schedule_stays_at_its_end(caplog):
+    """The steps of a stream are estimated, and torchtune's cosine rises again behind them."""
+    optimizer, scheduler = schedule()
+    rates = []
+    for step in range(9):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        step_schedule(scheduler, step=step, steps=5)
+    assert rates == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5, 0.5]
+    assert [record.getMessage()[:52] for record in caplog.records] == [
+        "the data go on behind the 5 steps that the schedule "
+    ]

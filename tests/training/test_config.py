@@ -1,95 +1,90 @@
+"""The keys of a config, its overrides on the command line, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import streampack_configs
+import torch
 from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
 
+from streampack.cli import main
 from streampack.training.config import RunConfig, read_config
-from streampack.training.hints import TORCHTUNE_KEYS
-from streampack.training.validate import validate
+from streampack.training.devices import pick_device
+from streampack.training.isolation import probe_config
+from streampack.training.overrides import parse, with_overrides
+from tests.harness.tiny import tiny_config
 
 QUICKSTART = Path(streampack_configs.__path__[0]) / "quickstart.yaml"
 
 
-def written(**changes):
-    config = OmegaConf.to_container(OmegaConf.load(QUICKSTART), resolve=False)
-    return {key: value for key, value in (config | changes).items() if value is not ...}
+def written(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the quickstart's config with dotted keys changed; ... removes one."""
+    config = OmegaConf.load(QUICKSTART)
+    for key, value in changes.items():
+        if value is ...:
+            del config[key]
+        else:
+            OmegaConf.update(config, key, value, force_add=True, merge=True)
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    return plain
 
 
-def test_interpolations_are_resolved():
-    config = read_config(written(batch_size=4, packs_per_step=12))
+def test_interpolations_are_resolved() -> None:
+    config = read_config(written({"batch_size": 4, "packs_per_step": 12}))
     assert (config.batch_size, config.packs_per_step) == (4, 12)
     assert config.checkpointer["output_dir"] == config.output_dir
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"zzz": 4}, "unknown key 'zzz'; the keys are"),
-        ({"dataset": 4}, "unknown key 'dataset'; write data.source"),
-        ({"num_lanes": 4}, "unknown key 'num_lanes'; did you mean 'data.num_lanes'"),
-        ({"strategy": 4}, "unknown key 'strategy'; did you mean 'data.strategy'"),
-        ({"epoch": 4}, "unknown key 'epoch'; did you mean 'epochs'"),
-        ({"data": {"dtype": "bf16"}}, "data: unknown key 'dtype'; write dtype at the top of the config"),
-        ({"optimizer": ...}, "missing key 'optimizer'"),
-        ({"batch_size": 0}, "batch_size=0 is below 1"),
-        ({"epochs": 1.5}, "epochs: 1.5 is a float; a run takes int"),
-        ({"max_steps": None, "epochs": None}, "neither epochs nor max_steps is set"),
-        ({"loss_norm": "pack"}, "loss_norm='pack' is unknown; choose one of 'token', 'sample'"),
-        ({"collective_timeout": 0}, "collective_timeout=0 is no time to wait"),
-    ],
-)
-def test_bad_configs_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        read_config(written(**changes))
-    assert any(
-        message.split("=")[0].split(" is")[0] in problem
-        for problem in validate(written(**changes), files=False)
-    )
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"zzz": 4}, "unknown key 'zzz'; the keys are"),
+    ({"dataset": 4}, "unknown key 'dataset'; write data.source"),
+    ({"num_lanes": 4}, "unknown key 'num_lanes'; did you mean 'data.num_lanes'"),
+    ({"strategy": 4}, "unknown key 'strategy'; did you mean 'data.strategy'"),
+    ({"epoch": 4}, "unknown key 'epoch'; did you mean 'epochs'"),
+    ({"data.dtype": "bf16"}, "data: unknown key 'dtype'; write dtype at the top of the config"),
+    ({"optimizer": ...}, "missing key 'optimizer'"),
+    ({"batch_size": 0}, "batch_size=0 is below 1"),
+    ({"epochs": 1.5}, "epochs: 1.5 is a float; a run takes int"),
+    ({"max_steps": None, "epochs": None}, "neither epochs nor max_steps is set"),
+    ({"loss_norm": "pack"}, "loss_norm='pack' is unknown; choose one of 'token', 'sample'"),
+    ({"collective_timeout": 0}, "collective_timeout=0 is no time to wait"),
+    ({"checkpoint_every": 4, "keep_every": 6}, "keep_every=6 is no multiple of checkpoint_every=4, and there"),
+    ({"checkpoint_every": None, "keep_every": 6}, "keep_every=6 is no multiple of checkpoint_every=None"),
+    ({"data.max_seq_len": 4096}, "data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"),
+    (
+        {"data.method": "multipack", "data.corpus_changes": "allow"},
+        "data.method=multipack makes the batches of an epoch from all samples",
+    ),
+    ({"data.method": "multipack", "data.balance_window": 8}, "data.balance_window=8 orders the packs of a stream"),
+    (
+        {"data.method": "minibatch_packing", "document_masking": False},
+        "document_masking=False makes one sequence of the samples",
+    ),
+    (
+        {"data.pad_seqs_to": 8, "document_masking": False},
+        "data.pad_seqs_to=8 pads every document, and document_masking=False lets",
+    ),
+]  # fmt: skip
 
 
-def test_a_method_of_all_samples_refuses_changing_files():
-    config = written()
-    config["data"] |= {"method": "multipack", "corpus_changes": "allow"}
-    with pytest.raises(
-        ValueError, match="data.method=multipack makes the batches of an epoch from all samples"
-    ):
-        read_config(config)
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda each: str(each)[:60])
+def test_configs_that_cannot_be_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        read_config(written(changes))
+    OmegaConf.save(written(changes), tmp_path / "mine.yaml")
+    assert main(["validate", "--no-files", str(tmp_path / "mine.yaml")]) == 1
+    problem = capsys.readouterr().err.splitlines()[0]
+    assert problem in str(raised.value), "`streampack validate` says the same"
 
 
-def test_padded_documents_are_not_joined():
-    config = written(document_masking=False)
-    config["data"] |= {"pad_seqs_to": 8}
-    with pytest.raises(
-        ValueError, match="data.pad_seqs_to=8 pads every document, and document_masking=False lets"
-    ):
-        read_config(config)
-
-
-def test_validate_names_the_node_of_every_problem():
-    config = written()
-    config["optimizer"]["rate"] = 4
-    config["data"]["source"]["_component_"] = "os.system"
-    config["data"]["encoder"]["message_transform"]["_component_"] = "torchtune.data.Nothing"
-    problems = validate(config, files=False)
-    assert len(problems) == 3
-    for place, what in (
-        ("optimizer", "'rate'"),
-        ("data.source", "not among the components"),
-        ("data.encoder.message_transform", "--trust torchtune.data"),
-    ):
-        assert any(problem.startswith(f"{place}: ") and what in problem for problem in problems)
-
-
-def test_only_the_environment_adds_to_what_a_config_may_name(monkeypatch):
-    node = {"_component_": "json.loads"}
-    assert "not among the components" in validate(written(profiler=node), files=False)[0]
-    assert len(validate(written(profiler=node, trusted_packages=["json"]), files=False)) == 2
-    monkeypatch.setenv("STREAMPACK_TRUST", "json")
-    assert validate(written(profiler=node), files=False) == []
-
-
-def test_every_key_of_torchtunes_configs_is_known_or_has_a_hint():
+def test_every_key_of_torchtunes_configs_is_known_or_has_a_hint() -> None:
     from torchtune import _recipe_registry as registry
 
     folder = Path(registry.__file__).parent.parent / "recipes" / "configs"
@@ -103,15 +98,154 @@ def test_every_key_of_torchtunes_configs_is_known_or_has_a_hint():
         if recipe.name in kinds:
             for config in recipe.configs:
                 keys |= set(OmegaConf.load(folder / config.file_path))
-    assert len(keys) > 25
-    assert keys - set(RunConfig.__dataclass_fields__) - set(TORCHTUNE_KEYS) == set()
-    assert not set(RunConfig.__dataclass_fields__) & set(TORCHTUNE_KEYS)
+    keys -= set(RunConfig.__dataclass_fields__)
+    assert len(keys) > 10
+    for key in keys:
+        with pytest.raises(ValueError, match=rf"unknown key '{key}'; (?!the keys are|did you mean)"):
+            read_config(written({key: 1}))
 
 
-def test_packs_longer_than_the_models_rows_are_refused():
-    config = written()
-    config["data"]["max_seq_len"] = 4096
-    with pytest.raises(
-        ValueError, match=r"data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"
-    ):
-        read_config(config)
+def test_only_the_environment_adds_to_what_a_config_may_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"_component_": "json.loads"}
+
+    def problems(**more: Any) -> list[str]:
+        OmegaConf.save(written({"profiler": node, **more}), tmp_path / "mine.yaml")
+        main(["validate", "--no-files", str(tmp_path / "mine.yaml")])
+        return capsys.readouterr().err.splitlines()
+
+    assert "not among the components" in problems()[0]
+    assert len(problems(trusted_packages=["json"])) == 2
+    monkeypatch.setenv("STREAMPACK_TRUST", "json")
+    assert problems() == []
+
+
+# Devices.
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def test_a_device_is_picked_or_refused() -> None:
+    assert pick_device("cpu").type == "cpu"
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    for name in ("gpu", "cuda:x", "meta"):
+        with pytest.raises(
+            ValueError, match=rf"^device={name!r} is none that torch \S+ can train on; set auto"
+        ):
+            pick_device(name)
+
+
+@NO_GPU
+@pytest.mark.parametrize("name", ["cuda:1", "mps"])
+def test_a_missing_device_is_refused_and_not_replaced_by_the_cpu(name: str, tmp_path: Path) -> None:
+    kind = name.partition(":")[0]
+    config = tiny_config(tmp_path, device=name)
+    for door in (lambda config: pick_device(config.device), train, probe_config):
+        with pytest.raises(
+            ValueError, match=rf"^device='{name}': torch \S+ finds no {kind} device on this machine; check"
+        ):
+            door(config)
+    assert not (tmp_path / "out").exists()
+
+
+# Overrides.
+
+MIXTURE = """
+lr: 0.1
+name: a
+encoder: {_component_: streampack.TextEncoder, column: text}
+data:
+  source:
+    sources:
+      - {name: web, weight: 1, source: {paths: web.jsonl}}
+      - {name: code, weight: 2, source: {paths: code.jsonl}}
+checkpointer: {folder: "${name}/x", checkpoint_files: {max_filename: "00002"}}
+"""
+
+
+def overridden(*words):
+    return OmegaConf.to_container(with_overrides(OmegaConf.create(MIXTURE), words), resolve=True)
+
+
+@pytest.mark.parametrize("key", ["data.source.sources.1.source.paths", "data.source.sources[1].source.paths"])
+def test_list_entries_are_overridden_by_index(key):
+    sources = overridden(f"{key}=s3://bucket/*.jsonl")["data"]["source"]["sources"]
+    assert [source["source"]["paths"] for source in sources] == ["web.jsonl", "s3://bucket/*.jsonl"]
+    assert [source["name"] for source in sources] == ["web", "code"]
+
+
+def test_values_are_yaml() -> None:
+    config = overridden(
+        "lr=1e-3", "name=b", "extra.deep=[1, x]", "encoder.column=a=b", "none=None", "off=null",
+        "checkpointer.checkpoint_files.max_filename=00010",
+    )  # fmt: skip
+    assert (config["lr"], config["name"], config["extra"]) == (1e-3, "b", {"deep": [1, "x"]})
+    assert config["checkpointer"] == {"folder": "b/x", "checkpoint_files": {"max_filename": "00010"}}
+    assert config["encoder"]["column"] == "a=b"
+    assert (config["none"], config["off"]) == (None, None)
+    assert overridden("lr=${name}", "name=c")["lr"] == "c"
+    assert overridden("a.b={c: 1}", "a.b.d=2")["a"] == {"b": {"c": 1, "d": 2}}
+
+
+def test_a_plain_value_of_a_node_sets_its_component() -> None:
+    """As under torchtune's own parser."""
+    tokens = {"_component_": "streampack.TokensEncoder"}
+    assert overridden("encoder=streampack.TokensEncoder", "encoder.column=x")["encoder"] == tokens | {
+        "column": "x"
+    }
+    assert overridden("encoder={_component_: streampack.TokensEncoder}")["encoder"] == tokens | {
+        "column": "text"
+    }
+    assert overridden("encoder=null")["encoder"] is None
+
+
+def test_keys_can_be_removed():
+    config = overridden("~lr", "~data.source.sources.0", "~encoder.column")
+    assert "lr" not in config
+    assert [source["name"] for source in config["data"]["source"]["sources"]] == ["code"]
+    assert config["encoder"] == {"_component_": "streampack.TextEncoder"}
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "data.source.sources.2.weight=3",
+            "list index out of range; an entry of a list is named by its number",
+        ),
+        ("data.source.sources.web.weight=3", "Index 'web' (str) is not an int; an"),
+        ("~data.source.sources.2", "there is no such key to remove"),
+        ("lr", "'lr' is no override; write KEY=VALUE, or ~KEY to remove one"),
+        ("--lr=3", "'--lr=3' is no override; write KEY=VALUE, or ~KEY to remove one"),
+        ("~nam", "there is no such key to remove; did you mean 'name'?"),
+        ("lr=[1", "'[1' is not YAML"),
+    ],
+)
+def test_bad_overrides_are_refused(word: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        overridden(word)
+    assert str(error.value).removeprefix(word.partition("=")[0] + ": ").startswith(message)
+
+
+def test_parse_reads_the_file_and_the_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text(MIXTURE)
+    seen: list[Any] = []
+
+    @parse
+    def recipe_main(config: Any) -> None:
+        """What the recipe does."""
+        seen.append(config)
+
+    words = ["--config", str(tmp_path / "a.yaml"), "data.source.sources.0.weight=5", "lr=3"]
+    for given, status in ((words, (0, None)), (["lr=3"], (2,))):
+        monkeypatch.setattr(sys, "argv", ["recipe.py", *given])
+        with pytest.raises(SystemExit) as end:
+            recipe_main()
+        assert end.value.code in status
+    assert "--config" in capsys.readouterr().err
+    [config] = seen
+    assert (config.lr, config.data.source.sources[0].weight) == (3, 5)
+    assert recipe_main.__doc__ == "What the recipe does."

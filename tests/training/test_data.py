@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.attention.torchtune import TorchtuneInputs
 from streampack.distributed.world import World, join_world
 from streampack.packing.batch import Batch
-from streampack.tokenize.tokenize import tokenize
+from streampack.tokenize import tokenize
 from streampack.training.config import read_config
 from streampack.training.data import build_data
 from streampack.training.estimate import opening, total_steps
@@ -24,7 +23,7 @@ from tests.harness.processes import RankError, run_ranks
 from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
 from tests.harness.web import Web
 
-INPUTS = TorchtuneInputs("varlen", frozenset(), model=None)  # type: ignore[arg-type]
+INPUTS: Any = SimpleNamespace(attention="varlen", refused={})
 
 
 class OneOfTwo(World):
@@ -108,32 +107,24 @@ def test_rank_0_lists_urls_for_all_ranks(tmp_path: Path) -> None:
         assert str(failed.value).count("/c/3.jsonl: HTTP 404, there is no such file; restore them") >= 1
 
 
-def test_a_fraction_that_holds_out_no_row_names_the_source(tmp_path: Path) -> None:
-    for config, of in (
-        (mixed_config(tmp_path / "two"), " of source 'counting'"),
-        (tiny_config(tmp_path / "one"), ""),
-    ):
+def test_validation_that_holds_out_nothing_or_trains_nothing_is_refused(tmp_path: Path) -> None:
+    two, one = mixed_config(tmp_path / "two"), tiny_config(tmp_path / "one")
+    for config, of in ((two, " of source 'counting'"), (one, "")):
         config.validation = {"fraction": 1e-9}
         expected = rf"^validation.fraction=1e-09 holds out none of the rows{of}, of which there are too few: .* give a"
         with pytest.raises(ValueError, match=expected):
             held_out_of(config, World())
-    config = mixed_config(tmp_path / "two")
-    config.validation = {"fraction": {"words": 0.2}}
-    assert list(held_out_of(config, World())) == ["words"]
+    two.validation = {"fraction": {"words": 0.2}}
+    assert list(held_out_of(two, World())) == ["words"]
 
-
-def test_validation_that_trains_nothing_is_refused(tmp_path: Path) -> None:
     masked = tmp_path / "masked.jsonl"
     masked.write_text('{"text": "cat"}\n')  # one token, and a first label is never trained
-    config = tiny_config(
-        tmp_path / "run",
-        validation={"source": {"_component_": "streampack.JSONLSource", "paths": str(masked)}},
-        **{"data.encoder.add_bos": False, "data.encoder.add_eos": False},
-    )
+    one.validation = {"source": {"_component_": "streampack.JSONLSource", "paths": str(masked)}}
+    one.data.encoder |= {"add_bos": False, "add_eos": False}
     with pytest.raises(
         ValueError, match=r"^the validation rows train nothing in 1 pack\(s\): every label is masked"
     ):
-        held_out_of(config, World())
+        held_out_of(one, World())
 
 
 def test_broken_validation_records_have_a_list_of_their_own_and_no_limit(tmp_path: Path) -> None:
@@ -173,38 +164,28 @@ def test_the_opening_reports_lanes_and_truncation(tmp_path: Path) -> None:
     assert "balance_window=9" in opening(config, loader, inputs=INPUTS, world=World())["packing"]
 
 
-@pytest.mark.parametrize(
-    ("epochs", "strategy", "split_across_pack"),
-    [
-        (None, "exact_fit", False),
-        (1, "next_fit", False),
-        (None, "next_fit", False),
-        (None, "exact_fit", True),
-    ],
-)
+@pytest.mark.parametrize(("epochs", "settings"), [
+    (None, {"strategy": "exact_fit"}), (1, {"strategy": "next_fit"}), (None, {"strategy": "next_fit"}),
+    (None, {"split_across_pack": True}),
+])  # fmt: skip
 def test_the_opening_expects_the_padding_that_packs_have(
-    tmp_path: Path, epochs: int | None, strategy: str, split_across_pack: bool
+    tmp_path: Path, epochs: int | None, settings: dict[str, Any]
 ) -> None:
     lengths = torch.randint(2, 20, (250,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
-    data = IterablePackedDataset(
-        rows,
-        max_seq_len=24,
-        num_lanes=2,
-        epochs=epochs,
-        strategy=strategy,
-        split_across_pack=split_across_pack,
-    )
+    data = IterablePackedDataset(rows, max_seq_len=24, num_lanes=2, epochs=epochs, **settings)
     changes = {"max_steps": None} if epochs else {}
     config = read_config(tiny_config(tmp_path, epochs=epochs, packs_per_step=2, validation=None, **changes))
     loader = PackedDataLoader(data, packs_per_step=2)
     line = opening(config, loader, inputs=INPUTS, world=World())["packing"]
-    assert line.startswith("split_across_pack" if split_across_pack else f"strategy={strategy}")
+    assert line.startswith(
+        "split_across_pack" if "split_across_pack" in settings else f"strategy={settings['strategy']}"
+    )
     expected = float(re.search(r"about ([\d.]+)% padding", line)[1])  # type: ignore[index]
     for _ in islice(loader, 200):
         pass
     assert 100 * loader.ledger().padding == pytest.approx(expected, abs=2)
-    assert (expected > 5) == (strategy == "next_fit")
+    assert (expected > 5) == (settings.get("strategy") == "next_fit")
 
 
 def test_the_opening_says_why_attention_was_chosen_and_what_was_dropped_before_a_resume(
@@ -214,7 +195,7 @@ def test_the_opening_says_why_attention_was_chosen_and_what_was_dropped_before_a
     data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate")
     loader = PackedDataLoader(data)
     config = read_config(tiny_config(tmp_path, validation=None))
-    refused = replace(INPUTS, attention="dense", refused={"varlen": "its kernel is not for this dtype"})
+    refused: Any = SimpleNamespace(attention="dense", refused={"varlen": "its kernel is not for this dtype"})
     lines = opening(config, loader, inputs=refused, world=World())
     assert lines["attention"] == "dense; varlen will not do: its kernel is not for this dtype"
     assert "so far" not in lines

@@ -20,7 +20,6 @@ from streampack import (
 )
 from streampack.distributed.world import World
 from streampack.losses import PreferenceLoss, pair_of
-from streampack.losses import sequences as sequences_module
 from streampack.training.config import RunConfig
 from streampack.training.model import has_adapters
 from streampack.training.preferences import (
@@ -125,27 +124,9 @@ def test_packed_pairs_are_those_one_by_one(attention: str) -> None:
         assert len(compared.losses) == 40
     for row, values in by_row(shared, ours[0]).items():
         assert values == pytest.approx(by_row(unshared, theirs[0])[row], rel=limit, abs=limit)
-    in_order = [list(values) for values in zip(*(each.tolist() for each in detached(ours[0])), strict=True)]
-    for mine, alone in zip(in_order, expected, strict=True):
+    in_order = torch.stack([each.detach() for each in ours[0]], dim=1)
+    for mine, alone in zip(in_order.tolist(), expected, strict=True):
         assert mine == pytest.approx(alone, rel=limit, abs=limit)
-
-
-def detached(compared: Compared) -> list[torch.Tensor]:
-    return [each.detach() for each in compared]
-
-
-def test_a_predictor_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = sequences_module._branches
-
-    def wrong(batch: Batch) -> Any:
-        branches = right(batch)
-        return branches and branches._replace(
-            predictors=[(pack, max(0, index - 1)) for pack, index in branches.predictors]
-        )
-
-    monkeypatch.setattr(sequences_module, "_branches", wrong)
-    with pytest.raises(AssertionError):
-        test_packed_pairs_are_those_one_by_one("varlen")
 
 
 def test_the_meter_has_means_over_pairs() -> None:

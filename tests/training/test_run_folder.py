@@ -1,4 +1,4 @@
-"""The folder of a run: locked, interrupted, resumed, finished."""
+"""The folder of a run: locked, interrupted, resumed, finished, exported, and gone on from by another run."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from streampack_recipes.full_finetune import train
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from streampack import cli
 from streampack.distributed.world import World
-from streampack.storage.locks import LOCK_FILE, lock_folder
 from streampack.training import run_folder
 from streampack.training.config import read_config
+from streampack.training.export import export
+from streampack.training.phase import advance
 from streampack.training.run_folder import Interrupted, open_checkpoints
-from tests.harness.tiny import interrupt_step, losses, tiny_config
+from streampack.training.weights import random_weights
+from tests.harness.processes import run_ranks
+from tests.harness.runs import Run, lora_run
+from tests.harness.tiny import interrupt_step, lora_config, losses, mixed_config, numbers, tiny_config
 
+LOCK_FILE = ".lock"
 HOLDER = """
 import sys, time
 from streampack.storage.locks import lock_folder
@@ -31,34 +43,30 @@ with lock_folder(sys.argv[1], way_out="-"):
 
 
 @pytest.fixture
-def other_run():
-    """Start a process that holds the lock of a folder."""
-    processes = []
-
-    def start(folder):
-        env = os.environ | {"PYTHONPATH": str(Path.cwd())}
-        command = [sys.executable, "-c", HOLDER, str(folder)]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-        assert processes[-1].stdout.readline() == "held\n"
-        return processes[-1].pid
-
-    yield start
-    for process in processes:
+def other_run(tmp_path: Path) -> Iterator[int]:
+    """Let a process hold the lock of the folder ``shared``; return its number."""
+    env = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "shared")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process.pid
         process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("shared", ["output_dir", "checkpointer.output_dir"])
-def test_a_second_run_in_one_folder_is_refused(tmp_path, monkeypatch, other_run, shared):
+def test_a_second_run_in_one_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_run: int, shared: str
+) -> None:
     config = tiny_config(tmp_path, resume=True, **{shared: str(tmp_path / "shared")})
-    pid = other_run(tmp_path / "shared")
-    monkeypatch.setattr(run_folder, "lock_folder", partial(lock_folder, patience=0))
-    expected = (
-        rf"/shared is in use by process {pid} on \S+, since .*; wait until it has ended, or choose another"
-    )
+    monkeypatch.setattr(run_folder, "lock_folder", partial(run_folder.lock_folder, patience=0))
+    expected = rf"/shared is in use by process {other_run} on \S+, since .*; wait until it has ended, or choose another"
     with pytest.raises(ValueError, match=expected):
         train(config)
     assert [path.name for path in (tmp_path / "shared").iterdir()] == [LOCK_FILE]
+
+
+# Finished runs.
 
 
 def written(folder):
@@ -67,89 +75,66 @@ def written(folder):
     return {path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_resuming_a_finished_run_changes_nothing(tmp_path, capsys):
-    config = tiny_config(tmp_path, lr_scheduler=None, max_steps=6, resume=True)
-    result = train(config)
-    out = capsys.readouterr().out
-    assert f"no checkpoint in {tmp_path}/out/checkpoints: the run begins at step 0" in out
+def config_of_copy(run: Run, folder: Path) -> Any:
+    """Copy a run; return the config that resumes it on the same data."""
+    config = tiny_config(run.copy_to(folder), resume=True, log_rows=True, keep_checkpoints=9)
+    config.data.source.paths = str(run.folder / "rows.jsonl")
+    return config
+
+
+def test_resuming_a_finished_run_changes_nothing(
+    tmp_path: Path, whole: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of_copy(whole, tmp_path)
     before = written(tmp_path)
-    assert train(config) == result
-    said = capsys.readouterr().out
-    assert said.startswith(
-        f"{tmp_path}/out holds a run that is over: step 6, weights in {tmp_path}/out/epoch_0"
-    )
-    assert len(said.splitlines()) == 1
-    config.max_steps = 5
-    assert train(config) == result
+    for max_steps in (12, 11):
+        config.max_steps = max_steps
+        assert train(config) == whole.result
+        [said] = capsys.readouterr().out.splitlines()
+        assert said.startswith(
+            f"{tmp_path}/out holds a run that is over: step 12, weights in {tmp_path}/out/epoch_0"
+        )
     assert written(tmp_path) == before
 
-    config.max_steps = 9
-    capsys.readouterr()
-    assert train(config)["step"] == 9
-    assert "going on from step 6 of 9\n" in capsys.readouterr().out
+    config.max_steps = 13
+    assert train(config)["step"] == 13
+    assert "going on from step 12 of 13\n" in capsys.readouterr().out
     assert written(tmp_path) != before
-    assert train(config)["step"] == 9
-
-
-def test_a_run_by_epochs_is_finished_when_they_are_read(tmp_path, capsys):
-    settings = {"rows": 60, "max_steps": None, "validation": None, "lr_scheduler": None, "resume": True}
-    result = train(tiny_config(tmp_path, **settings, epochs=2))
-    capsys.readouterr()
-    assert train(tiny_config(tmp_path, **settings, epochs=2)) == result
-    assert "is over" in capsys.readouterr().out
-    longer = train(tiny_config(tmp_path, **settings, epochs=3))
-    assert longer["ledger"].samples == 180
-    assert f"going on from step {result['step']} of " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lost", ["finished.json", "epoch_0"])
-def test_missing_weights_are_written_again(tmp_path, lost):
+def test_missing_weights_are_written_again(tmp_path: Path, whole: Run, lost: str) -> None:
     """A run that was killed after its last checkpoint leaves none."""
-    config = tiny_config(tmp_path, max_steps=4, validation=None, resume=True)
-    train(config)
-    weights = next((tmp_path / "out" / "epoch_0").glob("*.bin"))
-    before = torch.load(weights, weights_only=True)
+    config = config_of_copy(whole, tmp_path)
+    before = files(tmp_path / "out" / "epoch_0")
     path = tmp_path / "out" / lost
-    path.unlink() if path.is_file() else [
-        weights.unlink(),
-        [p.unlink() for p in path.iterdir()],
-        path.rmdir(),
-    ]
+    path.unlink() if path.is_file() else shutil.rmtree(path)
     train(config)
-    assert all(
-        torch.equal(value, before[name]) for name, value in torch.load(weights, weights_only=True).items()
-    )
-    assert len(losses(tmp_path)) == 4
+    require_equal(files(tmp_path / "out" / "epoch_0"), before)
+    assert losses(tmp_path) == losses(whole.folder)
 
 
-def test_a_newer_run_in_the_folder_is_not_finished(tmp_path):
+def test_a_newer_run_in_the_folder_is_not_finished(tmp_path: Path) -> None:
+    """Weights without checkpoints are not overwritten, and a note of an older run does not count for a newer one."""
     config = tiny_config(tmp_path, max_steps=4, checkpoint_every=None, validation=None)
     train(config)
-    shutil.rmtree(tmp_path / "out" / "epoch_0")
-    config.checkpoint_every = 2
-    config.max_steps = 2
-    train(config)
-    note = tmp_path / "out" / "finished.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"step": 4}))  # as the first one left it
-    config.max_steps, config.resume = 4, True
-    train(config)
-    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())[-1] == "step_00000004"
-
-
-def test_weights_without_checkpoints_are_not_overwritten(tmp_path):
-    config = tiny_config(tmp_path, max_steps=3, checkpoint_every=None, validation=None)
-    train(config)
     before = written(tmp_path)
-    config.resume, config.max_steps = True, 4
     message = (
         rf"{tmp_path}/out/epoch_0 holds weights of an earlier run, and .*/out/checkpoints no checkpoint: this run "
         "would begin at step 0 and overwrite them; choose another output_dir, or remove the weights"
     )
     with pytest.raises(ValueError, match=message):
-        train(config)
+        train(OmegaConf.merge(config, {"resume": True, "max_steps": 5}))
     assert written(tmp_path) == before
     shutil.rmtree(tmp_path / "out" / "epoch_0")
-    assert train(config)["step"] == 4
+    train(OmegaConf.merge(config, {"checkpoint_every": 2, "max_steps": 2}))
+    note = tmp_path / "out" / "finished.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"step": 4}))  # as the first one left it
+    train(OmegaConf.merge(config, {"checkpoint_every": 2, "resume": True}))
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())[-1] == "step_00000004"
+
+
+# Interrupted runs.
 
 
 @pytest.mark.parametrize(
@@ -162,36 +147,213 @@ def test_resume_without_a_checkpoint_prints_that_it_begins(tmp_path, capsys, eve
     assert capsys.readouterr().out == f"no checkpoint in {place}: the run begins at step 0{rest}\n"
 
 
-def test_a_run_keeps_every_nth_checkpoint(tmp_path):
-    train(
-        tiny_config(
-            tmp_path, checkpoint_every=2, keep_checkpoints=1, keep_every=6, validation=None, max_steps=10
-        )
+@pytest.mark.parametrize(("step", "every", "message"), [
+    (6, 4, "/out: interrupted; resume=True goes on from step 4, its newest checkpoint"),
+    (3, 4, r"interrupted before its first checkpoint \(checkpoint_every=4\); the same command begins anew"),
+    (3, None, "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins"),
+])  # fmt: skip
+def test_ctrl_c_prints_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, every: int | None, message: str
+) -> None:
+    interrupt_step(step, monkeypatch)
+    with pytest.raises(Interrupted, match=message):
+        train(tiny_config(tmp_path, checkpoint_every=every, validation=None))
+
+
+# Weights: exported while a run goes on, and random ones to begin with.
+
+
+def files(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the weights in every file below a folder."""
+    paths = [path for path in Path(folder).rglob("*") if path.suffix in (".bin", ".pt")]
+    found = {str(path.relative_to(folder)): torch.load(path, weights_only=True) for path in paths}
+    assert found
+    return found
+
+
+def require_equal(left, right):
+    assert left.keys() == right.keys()
+    for name, weights in left.items():
+        assert weights.keys() == right[name].keys()
+        for key, value in weights.items():
+            assert torch.equal(value, right[name][key]), f"{name}: {key}"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_export_of_the_last_checkpoint_is_what_the_run_writes(
+    tmp_path: Path, whole: Run, tmp_path_factory: pytest.TempPathFactory, lora: bool
+) -> None:
+    run = lora_run(tmp_path_factory) if lora else whole
+    config = (lora_config if lora else tiny_config)(run.folder)
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+    saved = export(run.checkpoint(run.result["step"]), config=config, out=tmp_path / "exported")
+    assert set(saved) == {"weights"} | ({"adapters"} if lora else set())
+    folders = {Path(folder).name for folder in saved.values()}
+    assert {path.name for path in (tmp_path / "exported").iterdir()} == folders
+    for folder in folders:
+        require_equal(files(tmp_path / "exported" / folder), files(run.folder / "out" / folder))
+    assert before == {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+
+    with pytest.raises(ValueError, match="exported/epoch_0.* holds weights; choose another folder"):
+        export(run.checkpoint(run.result["step"]), config=config, out=tmp_path / "exported")
+    with pytest.raises(ValueError, match=f"{run.folder}/out is where the run itself writes its weights"):
+        export(run.checkpoint(run.result["step"]), config=config, out=run.folder / "out")
+
+
+def test_the_export_command(tmp_path: Path, whole: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    OmegaConf.save(tiny_config(whole.folder), tmp_path / "my.yaml")
+    rest = ["--config", str(tmp_path / "my.yaml"), "--out", str(tmp_path / "exported")]
+    assert cli.main(["export", str(whole.checkpoint(4)), *rest]) == 0
+    assert f"weights      {tmp_path}/exported/epoch_0" in capsys.readouterr().out.splitlines()
+    [early], [final] = (
+        files(place / "epoch_0").values() for place in (tmp_path / "exported", whole.folder / "out")
     )
-    assert [path.name[-2:] for path in sorted((tmp_path / "out" / "checkpoints").iterdir())] == ["06", "10"]
+    assert not torch.equal(early["output.weight"], final["output.weight"])
+
+    assert cli.main(["export", str(whole.folder / "out"), *rest]) == 1
+    said = capsys.readouterr().err
+    assert "/out is no checkpoint; name a directory such as OUTPUT_DIR/checkpoints/step_00000100" in said
+    assert "(below it: step_00000004" in said
+    rest[-1] = str(tmp_path / "other")
+    other = tiny_config(tmp_path / "other_run", **{"model.intermediate_dim": 48})
+    words = ["model.intermediate_dim=48", f"checkpointer.checkpoint_dir={other.checkpointer.checkpoint_dir}"]
+    from torchtune.models.llama3 import llama3
+
+    model = llama3(**{key: value for key, value in other.model.items() if key != "_component_"})
+    torch.save(model.state_dict(), tmp_path / "other_run" / "init" / "model.bin")
+    assert cli.main(["export", str(whole.checkpoint(4)), *rest, *words]) == 1
+    assert "step_00000004 could not be read: " in capsys.readouterr().err
+    assert not (tmp_path / "other" / "epoch_0").exists()
 
 
-@pytest.mark.parametrize("every", [4, None])
-def test_keep_every_is_a_multiple_of_checkpoint_every(tmp_path, every):
-    with pytest.raises(
-        ValueError, match=rf"keep_every=6 is no multiple of checkpoint_every={every}, and there"
-    ):
-        read_config(tiny_config(tmp_path, checkpoint_every=every, keep_every=6))
+def linear(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Linear(3, 2)
+
+
+def test_random_weights_are_complete_or_absent_and_written_once(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"words")
+    out, beside = str(tmp_path / "out"), str(tmp_path / "tokenizer.model")
+    with pytest.raises(FileNotFoundError):
+        random_weights(linear(0), folder=out, beside=[str(tmp_path / "missing")])
+    assert list((tmp_path / "out").iterdir()) == []
+    one, again, other = (random_weights(linear(seed), folder=out, beside=[beside]) for seed in (0, 0, 1))
+    assert one == again != other
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {Path(path).name for path in (one, other)}
+    loaded = torch.load(Path(one) / "model.bin", weights_only=True)
+    assert all(torch.equal(loaded[name], value) for name, value in linear(0).state_dict().items())
+    assert (Path(one) / "tokenizer.model").read_bytes() == b"words"
+
+
+# Phases: a run that goes on from another run's checkpoint with other data.
+
+FIRST = {"max_steps": 6, "checkpoint_every": 6, "data.max_seq_len": 16, "data.overlong": "split"}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the checkpoint of a run of 6 steps with short packs, which no later phase may touch."""
+    folder = tmp_path_factory.mktemp("first")
+    train(tiny_config(folder, **FIRST))
+    checkpoints = folder / "out" / "checkpoints"
+    before = {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")}
+    yield checkpoints / "step_00000006"
+    assert before == {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")}
+
+
+def optimizer_steps(path):
+    """Return how many steps the states of AdamW in a checkpoint count."""
+    names = FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {name: torch.zeros(()) for name in names if name.endswith(".step")}
+    state_dict_loader.load(found, checkpoint_id=path, no_dist=True)
+    return {int(value) for value in found.values()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_second_phase_goes_on_with_model_optimizer_and_step(tmp_path, first):
+    config = mixed_config(tmp_path, max_steps=10, checkpoint_every=2, resume_from=str(first))
+    result = train(config)
+    assert result["step"] == 10
+    assert list(losses(tmp_path)) == [7, 8, 9, 10]
+    assert result["held_out"][0][0] == 6
+    assert result["ledger"].packs == 4 * 4, "its data began anew"
+    rates = numbers(tmp_path, "lr")
+    whole = mixed_config(tmp_path / "whole", max_steps=10, validation=None)
+    train(whole)
+    assert rates == {step: rate for step, rate in numbers(tmp_path / "whole", "lr").items() if step > 6}
+    assert optimizer_steps(tmp_path / "out" / "checkpoints" / "step_00000010") == {10}
+    alone = numbers(tmp_path / "whole", "loss")
+    assert numbers(tmp_path)[7] < alone[1] - 0.2, "the model had learned in the first phase"
+
+
+def test_a_second_phase_on_two_ranks_resumes_from_its_own_checkpoints(tmp_path: Path, first: Path) -> None:
+    """The settings of its optimizer are its own."""
+    settings = {"validation": None, "resume": True, "resume_from": str(first), "optimizer.lr": 0.003}
+    settings |= {"lr_scheduler": None, "checkpoint_every": 2}
+    assert train(tiny_config(tmp_path / "one", max_steps=9, **settings))["step"] == 9
+    for steps in (8, 9):
+        assert run_ranks(phase, 2, tiny_config(tmp_path / "two", max_steps=steps, **settings)) == [steps] * 2
+    assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
+    assert numbers(tmp_path / "two", "lr") == dict.fromkeys((7, 8, 9), 0.003)
+
+
+def phase(config):
+    return train(config)["step"]
+
+
+def stream_of(path):
+    return torch.load(path / "run.pt")["stream"]["lanes"]
+
+
+def test_a_second_phase_reads_on_behind_the_first_if_asked(tmp_path: Path, first: Path) -> None:
+    before, places = stream_of(first), {}
+    settings = {"checkpoint_every": 1, "resume_from": str(first), "lr_scheduler": None}
+    for continued in (False, True):
+        folder = tmp_path / str(continued)
+        train(tiny_config(folder, max_steps=9, continue_data=continued, **settings))
+        lanes = stream_of(folder / "out" / "checkpoints" / "step_00000009")
+        places[continued] = {lane: (each["epoch"], each["cursor"]) for lane, each in lanes.items()}
+        assert sum(lane["ledger"][0] for lane in lanes.values()) > 0
+    assert all(places[True][lane] >= (each["epoch"], each["cursor"]) for lane, each in before.items())
+    assert places[True] != places[False]
+    # It is resumed from its own checkpoints, with the same losses.
+    for steps in (8, 9):
+        train(tiny_config(tmp_path / "again", max_steps=steps, resume=True, continue_data=True, **settings))
+    assert losses(tmp_path / "again") == losses(tmp_path / "True")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"resume_from": ""}, "checkpoints is no checkpoint; name a directory such as OUTPUT_DIR/checkpoints/step_0000"),
+    ({"resume_from": "step_00000007"}, "step_00000007 is no checkpoint"),
+    ({"max_steps": 6}, "max_steps=6 is over: the steps of resume_from=.* count, which are 6"),
+    ({"continue_data": True, "resume_from": None}, "reads on behind another run; name its checkpoint with resume_from"),
+    ({"continue_data": True, "data.method": "random_padding"}, "reads a stream on, and data.method=random_padding"),
+    ({"continue_data": True, "validation": None}, "the state was made with corpus"),
+    ({"continue_data": True, "seed": 5}, "the state was made with seed"),
+])  # fmt: skip
+def test_phases_that_cannot_be_are_refused(
+    tmp_path: Path, first: Path, changes: dict[str, Any], message: str
+) -> None:
+    name = changes.get("resume_from", first.name)
+    given = {**changes, "resume_from": None if name is None else str(first.parent / name)}
+    with pytest.raises(ValueError, match=message):
+        train(tiny_config(tmp_path, **{"max_steps": 8} | given))
 
 
 @pytest.mark.parametrize(
-    ("step", "checkpoint_every", "message"),
-    [
-        (6, 4, "/out: interrupted; resume=True goes on from step 4, its newest checkpoint"),
-        (
-            3,
-            4,
-            r"interrupted before its first checkpoint \(checkpoint_every=4\); the same command begins anew",
-        ),
-        (3, None, "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins"),
-    ],
+    "make", [lambda o: LambdaLR(o, lambda n: 1 / (n + 1)), lambda o: StepLR(o, step_size=2, gamma=0.5)]
 )
-def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch, step, checkpoint_every, message):
-    interrupt_step(step, monkeypatch)
-    with pytest.raises(Interrupted, match=message):
-        train(tiny_config(tmp_path, checkpoint_every=checkpoint_every, validation=None))
+def test_an_advanced_schedule_is_where_a_stepped_one_is(make):
+    rates = []
+    for advanced in (False, True):
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        schedule = make(optimizer)
+        if advanced:
+            advance(schedule, 5)
+        else:
+            for _ in range(5):
+                optimizer.step()
+                schedule.step()
+        rates.append(schedule.get_last_lr())
+    assert rates[0] == rates[1]

@@ -1,9 +1,10 @@
-"""The log of the loss of every sequence: against sums made by hand, over attempts, and in a run with planted rows."""
+"""The rows of a step: the log of the loss of every sequence, and the packs of a past step, which are made again."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,10 +18,17 @@ from torch._subclasses import FakeTensorMode
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.world import World
+from streampack.instantiate import build
 from streampack.losses import label_weights
 from streampack.map_style.flatten import join_documents
+from streampack.training.config import read_config
+from streampack.training.data import build_datasets
+
+# private: `streampack unpack --step` prints these packs, cut to the width of a screen.
+from streampack.training.past_steps import packs_of_step
 from streampack.training.row_losses import ROWS_FOLDER, RowLosses, hashes, ranked, read_step, step_losses
-from tests.harness.tiny import WORDS, losses, tiny_config
+from tests.harness.runs import Run
+from tests.harness.tiny import WORDS, losses, mixed_config, tiny_config
 
 ROWS = [
     {"tokens": [i + 3] * (i % 7 + 1), "labels": [-100] * (i % 3) + [i + 3] * (i % 7 + 1 - i % 3)}
@@ -40,14 +48,14 @@ def batches(**settings: Any) -> PackedDataLoader:
 
 
 @pytest.mark.parametrize("norm", ["token", "sample"])
-@pytest.mark.parametrize("change", [lambda batch: batch, join_documents])
-@pytest.mark.parametrize("settings", [{}, {"split_across_pack": True}, {"pad_seqs_to": 4}])
-def test_sums_are_those_of_each_sequence(tmp_path: Path, norm: str, change: Any, settings: Any) -> None:
-    if change is join_documents and "pad_seqs_to" in settings:
-        pytest.skip("refused")
+@pytest.mark.parametrize(("settings", "joined"), [
+    ({}, False), ({}, True), ({"split_across_pack": True}, False), ({"split_across_pack": True}, True),
+    ({"pad_seqs_to": 4}, False),
+])  # fmt: skip
+def test_sums_are_those_of_each_sequence(tmp_path: Path, norm: str, settings: Any, joined: bool) -> None:
     log, wanted = log_of(tmp_path), {}
     for step, original in enumerate(batches(**settings), start=1):
-        batch = change(original)
+        batch = join_documents(original) if joined else original
         weights = label_weights(batch, loss_norm=norm)
         of_tokens = torch.rand(batch.tokens.shape) * weights
         log.add(batch, of_tokens.float(), weights)
@@ -85,7 +93,7 @@ def test_losses_may_lie_on_another_device_than_the_batch(tmp_path: Path, device:
             weights = label_weights(batch, loss_norm="token")
             batch = replace(batch, tokens=batch.tokens.to(device))
             log.add(batch, torch.zeros(weights.shape, device="meta"), weights)
-    assert [each.device.type for each in log._batches[0][1]] == ["meta", "cpu", device]
+    log.end_step(1)
 
 
 def test_nothing_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
@@ -95,7 +103,6 @@ def test_nothing_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
         log.end_step(1)
         log.write()
     assert list(tmp_path.iterdir()) == []
-    assert log._batches == []
     with pytest.raises(
         ValueError, match=r"rows has no rows; a run keeps them with log_rows: true in its config$"
     ):
@@ -188,3 +195,83 @@ def test_of_100_planted_rows_95_are_found_first(tmp_path: Path) -> None:
     found = found_first(tmp_path / "out" / ROWS_FOLDER, planted, range(steps // 2 + 1, steps + 1))
     assert len(found) >= 100
     assert sum(found) >= 0.95 * len(found)
+
+
+# The packs of a past step.
+
+
+def dataset_of(config: Any) -> IterablePackedDataset:
+    cfg = read_config(config)
+    return build_datasets(cfg, tokenizer=build(cfg.tokenizer), vocab_size=16, world=World()).train
+
+
+def logged(folder: Path, step: int) -> Counter[Any]:
+    return Counter((row.fragment[:3], row.checksum) for row in read_step(folder / "out" / ROWS_FOLDER, step))
+
+
+def made_again(config: Any, folder: Path, step: int) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    for pack in packs_of_step(dataset_of(config), folder / "out" / "checkpoints", step):
+        at = 0
+        for fragment, length in zip(pack.fragments, pack.seq_lens, strict=True):
+            tokens = torch.from_numpy(pack.tokens[at : at + length])
+            found[fragment[:3], int(hashes(tokens).sum())] += 1
+            at += length
+    return found
+
+
+def test_the_packs_of_each_step_of_a_run_are_made_again(whole: Run, tmp_path: Path) -> None:
+    """A resume may have changed how many packs a step has."""
+    settings = {"log_rows": True, "keep_checkpoints": 9}  # as the run has them
+    config = tiny_config(whole.copy_to(tmp_path), max_steps=18, resume=True, packs_per_step=8, **settings)
+    assert train(config)["step"] == 18
+    for step in range(1, 19):
+        assert made_again(config, tmp_path, step) == logged(tmp_path, step), step
+
+
+@pytest.mark.parametrize("changes", [
+    {"data.split_across_pack": True}, {"data.balance_window": 4}, {"epochs": 3, "max_steps": None},
+])  # fmt: skip
+def test_the_packs_of_other_runs_are_made_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Also of steps between checkpoints, of which some are gone, and behind the last one."""
+    settings = {
+        "rows": 120,
+        "packs_per_step": 6,
+        "checkpoint_every": 5,
+        "keep_checkpoints": 2,
+        "validation": None,
+    }
+    config = tiny_config(tmp_path, log_rows=True, **settings, **changes)
+    last = train(config)["step"]
+    assert last > 10
+    for step in (1, 4, 5, 6, 9, 10, 11, last):
+        assert made_again(config, tmp_path, step) == logged(tmp_path, step), step
+    if config.epochs is not None:
+        with pytest.raises(
+            ValueError, match=rf"^the data end before step {last + 9}, which was never trained$"
+        ):
+            made_again(config, tmp_path, last + 9)
+
+
+def test_steps_of_a_mixture_are_made_again(tmp_path: Path) -> None:
+    config = mixed_config(tmp_path, log_rows=True, validation=None, max_steps=6)
+    train(config)
+    for step in (1, 6):
+        assert made_again(config, tmp_path, step) == logged(tmp_path, step), step
+
+
+def test_what_cannot_be_made_again_is_refused(tmp_path: Path, whole: Run) -> None:
+    with pytest.raises(ValueError, match=r"checkpoints holds no checkpoint of a run"):
+        made_again(tiny_config(tmp_path), tmp_path, 3)
+    config = tiny_config(whole.folder)
+    with pytest.raises(ValueError, match=r"^step 0 cannot be: steps are counted from 1$"):
+        made_again(config, whole.folder, 0)
+    config.data.buffer_size = 17
+    with pytest.raises(ValueError, match="buffer_size"):
+        made_again(config, whole.folder, 3)
+    second = tiny_config(tmp_path, max_steps=13, checkpoint_every=1, resume_from=str(whole.checkpoint(12)))
+    train(second)
+    with pytest.raises(
+        ValueError, match=r"^the run began at step 12 behind another run, .* no checkpoint before step"
+    ):
+        made_again(second, tmp_path, 13)

@@ -1,20 +1,22 @@
-"""Epochs under transformers' Trainer: their steps, callbacks at their ends, and data that ends early."""
+"""Steps under transformers' Trainer: of epochs, of data that ends early, of other ranks, and how even they are."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.integrations.hf_trainer.epochs import plan_epochs
 from tests.harness.hf_trainers import held_out, losses, packed, samples, stream
-from tests.harness.processes import run_ranks
+from tests.harness.processes import RankError, run_ranks
 
 transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 def steps_of(packs: IterablePackedDataset) -> int:
@@ -139,23 +141,103 @@ def test_data_that_ends_early_is_logged_and_saved(tmp_path: Path, caplog: pytest
     assert over.train(resume_from_checkpoint=True).global_step == steps  # no data is left
 
 
-def planned_and_made() -> list[tuple[int, ...]]:
-    """As one of two ranks: return an epoch's steps as planned and as made by the loader."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    found = []
-    for lanes, batch_size, per_step in ((4, 2, 4), (3, 1, 4), (3, 2, 6), (2, 1, 2)):
-        packs = stream(samples(60), epochs=1, num_lanes=lanes)
-        loader = PackedDataLoader(packs, batch_size=batch_size, packs_per_step=per_step)
-        plan = plan_epochs(loader, 1)
-        found.append((plan.total, len(list(loader)) // loader.batches_per_step))
-    dist.destroy_process_group()
-    return found
+# Other ranks than before, and lanes that the ranks do not divide.
 
 
-@pytest.mark.filterwarnings("ignore:2 ranks do not divide 3 lanes evenly")
-def test_steps_of_two_ranks_are_counted() -> None:
-    for found in run_ranks(planned_and_made, 2):
-        assert len(found) == 4
-        assert all(planned == made > 1 for planned, made in found), found
+def train(folder: Path, resume: Path | None = None, lanes: int = 1, accumulation: int = 2) -> Any:
+    packs = stream(samples(60), epochs=1, num_lanes=None if resume else lanes)
+    trainer = packed(
+        folder,
+        packs,
+        max_steps=-1,
+        num_train_epochs=2,
+        save_strategy="steps",
+        save_steps=3,
+        save_only_model=False,
+        gradient_accumulation_steps=accumulation,
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return losses(trainer), trainer.state.max_steps, trainer.state.global_step
+
+
+@pytest.mark.filterwarnings("ignore:.*evenly:UserWarning")
+def test_a_run_of_one_lane_keeps_its_steps_on_two_ranks(tmp_path: Path) -> None:
+    expected, *steps = train(tmp_path / "one")
+    assert len(expected) > 5
+    for found, *counted in run_ranks(train, 2, tmp_path / "two", tmp_path / "one" / "checkpoint-3"):
+        assert counted == steps
+        assert not found or found == pytest.approx(expected, abs=2e-4)
+
+
+def test_twice_the_ranks_keep_the_steps_of_epochs_or_are_refused(tmp_path: Path) -> None:
+    """A step had twice the packs: the run ended at half of its steps, and the second half of the data was not read."""
+    expected, *steps = train(tmp_path / "one", lanes=4)
+    resume = tmp_path / "one" / "checkpoint-3"
+    with pytest.raises(RankError, match=r"steps of 4 packs, and .* 8; .* gradient_accumulation_steps"):
+        run_ranks(train, 2, tmp_path / "two", resume, 4)
+    for found, *counted in run_ranks(train, 2, tmp_path / "two", resume, 4, 1):
+        assert counted == steps
+        assert not found or found == pytest.approx(expected, abs=2e-4)
+
+
+def train_unevenly(folder: Path) -> None:
+    packed(folder, stream(samples(60), epochs=1, num_lanes=3), max_steps=-1, num_train_epochs=1).train()
+
+
+def test_lanes_that_the_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    """A step has more batches than Trainer takes: it ended after a third of the epoch."""
+    with pytest.raises(RankError, match=r"num_lanes=3 .* 2 ranks: .* Trainer takes 2"):
+        run_ranks(train_unevenly, 2, tmp_path)
+
+
+# What is logged of waiting for data and of the ranks' shares of a step, against the packs' own costs.
+
+
+def costs_and_logs(folder: Path) -> tuple[list[int], list[dict[str, Any]], float]:
+    """As a rank: return the attention costs of its parts of the steps, what its Trainer logged, and its waiting."""
+    rows = samples(200)
+    trainer = packed(
+        folder, stream(rows), max_steps=-1, num_train_epochs=2, logging_strategy="epoch", eval_strategy="steps",
+        eval_steps=3, eval_dataset=held_out(), per_device_eval_batch_size=1, dataloader_num_workers=1,
+    )  # fmt: skip
+    loader = PackedDataLoader(stream(rows), batch_size=2, packs_per_step=8)
+    lengths = [[f.stop - f.start for pack in batch.fragments for f in pack] for batch in loader]
+    costs = [sum(length * (length + 1) // 2 for length in batch) for batch in lengths]
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = [sum(costs[first : first + 2]) for first in range(0, len(costs), 2)]
+    return steps, logs, trainer.train.__self__.steps.loader.metrics()["data_wait_mean"]
+
+
+def test_two_ranks_log_how_even_their_steps_are(tmp_path: Path) -> None:
+    """Neither an evaluation nor an epoch's end, at which the callback is called twice, is a log."""
+    ranks = run_ranks(costs_and_logs, 2, tmp_path)
+    ratios = [max(pair) / fmean(pair) for pair in zip(*(costs for costs, _, _ in ranks), strict=True)]
+    assert fmean(ratios) > 1.01
+    logs, others = ranks[0][1], ranks[1][1]
+    done = 0
+    for entry, other in zip(logs, others, strict=True):
+        # The mean over the steps since the last log, and over all.
+        assert entry["cost_imbalance"] == pytest.approx(fmean(ratios[done : entry["step"]]), abs=1e-9)
+        assert entry["cost_imbalance_mean"] == pytest.approx(fmean(ratios[: entry["step"]]), abs=1e-9)
+        for name in ("data_wait", "data_wait_mean"):
+            assert entry[name] == other[name] > 0
+        done = entry["step"]
+    assert len(logs) == 2
+    assert done == len(ratios)
+    assert logs[-1]["data_wait_mean"] == max(waited for _, _, waited in ranks)
+
+
+def test_one_rank_logs_its_waiting(tmp_path: Path) -> None:
+    trainer = packed(tmp_path, stream(samples(100), epochs=None), max_steps=4)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    waits = [entry["data_wait"] for entry in logs]
+    assert min(waits) > 0
+    assert [entry["data_wait_mean"] for entry in logs] == pytest.approx(
+        [fmean(waits[: step + 1]) for step in range(4)]
+    )
+    assert not any("cost_imbalance" in entry for entry in logs)
+    trainer.train()  # a second training counts from zero
+    again = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert again["data_wait"] == again["data_wait_mean"]

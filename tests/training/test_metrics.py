@@ -1,28 +1,32 @@
+"""What a run reports: metrics of its steps and sources, its log and record, its progress and summary."""
+
 from __future__ import annotations
 
-import re
+import json
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from streampack_recipes.full_finetune import train
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
+from streampack import IGNORE_INDEX, IterablePackedDataset, Ledger, Mix, PackedDataLoader
 from streampack.distributed.world import World
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
-from streampack.training.meters import (
-    SourceMeter,
-    StepMeter,
-    memory_metrics,
-    source_ids,
-    stream_metrics,
-    stream_totals,
-)
-from streampack.training.validate import validate
-from tests.harness.tiny import losses, mixed_config
+from streampack.training.config import read_config
+from streampack.training.meters import SourceMeter, StepMeter, source_ids, stream_metrics, stream_totals
+from streampack.training.progress import MetricLogger, bar, summary
+
+# private: the record of the metrics is written by recipes and read by the report; its file is what a run keeps.
+from streampack.training.record import METRICS_FILE, MetricRecord, read_metrics
+from tests.harness.tiny import tiny_config
 
 CPU = torch.device("cpu")
+
+
 VOCABULARY = 12
 
 
@@ -79,24 +83,18 @@ def test_a_step_without_trained_tokens_has_loss_0_and_no_gradients():
     assert meter.metrics()["loss"] == 0
 
 
-def test_stream_totals_have_ledger_and_epoch():
+def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest() -> None:
     loader = batches()
     for _ in loader:
         pass
     ledger, epoch = stream_totals(loader, World())
     assert (ledger.samples, ledger.packed, epoch) == (3, 9, 0)
-
-
-def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest(monkeypatch):
-    loader = batches()
-    for _ in loader:
-        pass
     own = loader.metrics()
     other = {**own, "read_bytes": own["read_bytes"] + 5, "data_wait_seconds": 1e6, "consumed": 0.5}
     other |= {"data_wait": 7.0, "cost_imbalance": 1.5}
 
     class TwoRanks(World):
-        def gather(self, value):
+        def gather(self, value: Any) -> Any:
             ledger, epoch, metrics = value
             return [(ledger, epoch, {**metrics, "consumed": 1.0}), (ledger, epoch, other)]
 
@@ -106,13 +104,6 @@ def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest(monkeypatch)
     assert found["data_wait_seconds"] == 1e6
     assert (found["data_wait"], found["cost_imbalance"]) == (7.0, 1.5)
     assert found["consumed"] == 0.75
-
-
-def test_memory_metrics_are_empty_on_a_cpu():
-    assert memory_metrics(World(), CPU) == {}
-
-
-# By source of a mixture.
 
 
 def mix() -> Mix:
@@ -179,30 +170,108 @@ def test_a_plain_source_has_no_metrics() -> None:
     assert meter.metrics() == {}
 
 
-def test_a_recipe_logs_every_source(tmp_path: Path) -> None:
-    config = mixed_config(tmp_path)
-    assert validate(config) == []
-    train(config)
-    text = (tmp_path / "out" / "logs" / "log.txt").read_text()
-    assert set(re.findall(r"source_(\w+)_loss", text)) == {"counting", "words"}
-    steps = losses(tmp_path)
-    each = {name: losses(tmp_path, f"source_{name}_loss") for name in ("counting", "words")}
-    shares = {name: losses(tmp_path, f"source_{name}_trained") for name in each}
-    before = {"counting": 0.0, "words": 0.0}
-    # The loss is the mean of the sources' losses, weighted by what each trained in this step.
-    for step, loss in steps.items():
-        now = {name: float(shares[name][step]) for name in each}
-        gained = {name: now[name] - before[name] for name in each}
-        total = sum(gained[name] * float(each[name].get(step, 0)) for name in each)
-        assert total / sum(gained.values()) == pytest.approx(float(loss), rel=1e-3)
-        before = now
-    fraction = float(losses(tmp_path, "source_counting_fraction")[max(steps)])
-    assert fraction == pytest.approx(0.75, abs=0.05)
-    for name in (
-        "data_wait_seconds",
-        "data_wait",
-        "read_bytes",
-        "source_words_consumed",
-        "source_words_recent_fraction",
-    ):
-        assert losses(tmp_path, name), f"{name} is logged"
+# The log, and what is printed.
+
+
+def test_only_rank_0_logs(tmp_path):
+    config = read_config(tiny_config(tmp_path))
+    (tmp_path / "out").mkdir()
+    silent = MetricLogger(config, world=World(rank=1, size=2))
+    silent.log({"loss": 1.0}, step=3)
+    silent.log_config({})
+    silent.close()
+    assert list((tmp_path / "out").iterdir()) == []
+    logger = MetricLogger(config, world=World())
+    logger.log({"loss": 1.5}, step=3)
+    logger.close()
+    assert "Step 3 | loss:1.5" in (tmp_path / "out" / "logs" / "log.txt").read_text()
+    assert read_metrics(tmp_path / "out" / METRICS_FILE) == {3: {"loss": 1.5}}
+
+
+def test_the_summary_balances_the_tokens():
+    ledger = Ledger(samples=4, tokens_in=100, packs=1, capacity=80, packed=70)
+    ledger.drop("truncated", 10)
+    result = {"ledger": ledger, "seconds": 2.0, "tokens": 70, "held_out": [(0, 7.5), (9, 4.25)]}
+    text = summary(result)
+    assert "packs        1, from 4 samples that were read, 12.50% padding" in text
+    assert "100 in = 70 packed + 10 dropped (10 truncated) + 20 buffered" in text
+    assert "35 tokens/s" in text
+    assert "7.500 (step 0) -> 4.250 (step 9)" in text
+    assert "broken" not in text
+    ledger.drop("bad", 0)
+    assert "bad records  1 skipped" in summary(result).splitlines()
+
+
+def test_log_messages_in_the_loop_get_lines_of_their_own(capsys):
+    log = logging.getLogger("streampack.somewhere")
+    with bar(4, done=0) as progress:
+        progress.update()
+        log.warning("a log message")
+        progress.update()
+    lines = [line.rpartition("\r")[2] for line in capsys.readouterr().err.split("\n")]
+    assert "a log message" in lines
+
+
+def test_a_run_that_is_past_its_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """It said that it went on from step 130 of 60."""
+    for done in (59, 130):
+        with bar(60, done=done):
+            pass
+    assert capsys.readouterr().out.splitlines() == [
+        "going on from step 59 of 60",
+        "at step 130: max_steps or epochs end the run at step 60",
+    ]
+
+
+# The record: read as it was written, through resumes and kills.
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out_and_a_resume_writes_on(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    assert read_metrics(path) == {}
+    record = MetricRecord(path)
+    record.write({"loss": 4.0}, step=1)
+    record.write({"loss": 3.0}, step=2)
+    record.write({"validation_loss": 4.5}, step=2)
+    with path.open("a") as file:
+        file.write('{"step":3,"lo')
+    before = {1: {"loss": 4.0}, 2: {"loss": 3.0, "validation_loss": 4.5}}
+    assert read_metrics(path) == before
+    MetricRecord(path, resumed=2).write({"loss": 2.0}, step=3)
+    assert read_metrics(path) == before | {3: {"loss": 2.0}}
+    MetricRecord(path).write({"loss": 5.0}, step=1)  # a new run, of one that left no checkpoint
+    assert read_metrics(path) == {1: {"loss": 5.0}}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    MetricRecord(path).write({"loss": math.nan, "grad_norm": math.inf, "step_size": 1}, step=1)
+    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "grad_norm": None, "step_size": 1}
+    [values] = read_metrics(path).values()
+    assert math.isnan(values["loss"])
+    assert math.isnan(values["grad_norm"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    starts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 4)), max_size=5),
+)
+def test_of_a_step_that_was_trained_twice_the_last_counts(
+    tmp_path_factory: pytest.TempPathFactory, starts: list[tuple[int, int, int]]
+) -> None:
+    """Each start goes on from a step at or before where the last one ended, and logs every n-th step."""
+    path = tmp_path_factory.mktemp("record") / METRICS_FILE
+    expected: dict[int, dict[str, float]] = {}
+    end = 0
+    for start, (before, steps, every) in enumerate(starts):
+        resumed = max(0, end - before) if start else None
+        record = MetricRecord(path, resumed=resumed)
+        begin = resumed or 0
+        expected = {step: values for step, values in expected.items() if step <= begin}
+        for step in range(begin + 1, begin + steps + 1):
+            if step % every == 0:
+                record.write({"start": float(start)}, step=step)
+                expected[step] = {"start": float(start)}
+        end = begin + steps
+    assert read_metrics(path) == expected

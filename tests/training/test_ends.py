@@ -1,0 +1,369 @@
+"""How a run ends: by an error, alone and as one of several ranks, by SIGTERM, and by Ctrl-C."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationKeyError
+from streampack_recipes import full_finetune
+from streampack_recipes.full_finetune import train
+
+from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
+from streampack.distributed.world import World
+from streampack.training import errors, signals
+from streampack.training.errors import shown_errors
+from streampack.training.run_folder import Interrupted
+from streampack.training.signals import stop_on_signals
+from tests.harness.processes import run_ranks
+from tests.harness.raising import fail
+from tests.harness.runs import Run
+from tests.harness.tiny import interrupt_step, losses, numbers, tiny_config
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded:DeprecationWarning"
+)  # of Python 3.12 on fork
+
+
+@pytest.fixture(autouse=True)
+def no_tracebacks(monkeypatch):
+    monkeypatch.delenv(errors.TRACEBACK, raising=False)
+
+
+@contextmanager
+def ends(status):
+    with pytest.raises(SystemExit) as ended:
+        yield
+    assert ended.value.code == status
+
+
+# Errors of one process.
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["{whole}", "device=cpu", "data.max_seq_len=8"], "tokens, max_seq_len is 8"),
+    (["/nowhere/my.yaml"], "No such file or directory: /nowhere/my.yaml"),
+    (["{bad}"], "while parsing a flow mapping in"),
+    (["{good}", "lr"], "'lr' is no override; write KEY=VALUE"),
+    (
+        ["{whole}", "checkpointer.checkpoint_dir=/nowhere"],
+        "error: torchtune.training.FullModelTorchTuneCheckpointer: /nowhere is not a valid directory",
+    ),
+    (["{good}", "output_dir=${nothing}"], "Interpolation key 'nothing' not found"),
+])  # fmt: skip
+def test_mistakes_on_the_command_line_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "bad.yaml").write_text("model: {\n  a: 1\n  b\n: 2")
+    (tmp_path / "good.yaml").write_text("seed: 1\n")
+    OmegaConf.save(tiny_config(tmp_path), tmp_path / "whole.yaml")
+    places = {f"{{{name}}}": str(tmp_path / f"{name}.yaml") for name in ("bad", "good", "whole")}
+    command = ["full_finetune", "--config", *(places.get(word, word) for word in words)]
+    monkeypatch.setattr("sys.argv", command)
+    with ends(1):
+        full_finetune.recipe_main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert line.endswith("(--traceback shows where)")
+    monkeypatch.setattr("sys.argv", [*command, "--traceback"])
+    with pytest.raises((ValueError, OSError, yaml.YAMLError, InterpolationKeyError)):
+        full_finetune.recipe_main()
+
+
+def read(*, num_workers: int, wrong: Any) -> None:
+    """Read a row, and then one that is ``wrong``, or an error of the user's own code."""
+
+    def rows() -> Iterator[Any]:
+        yield {"tokens": [1, 2], "labels": [1, 2]}
+        if wrong is None:
+            raise ValueError("a mistake in the code")
+        yield wrong
+
+    list(
+        PackedDataLoader(IterablePackedDataset(IterableSource(rows), max_seq_len=4), num_workers=num_workers)
+    )
+
+
+def noted() -> ValueError:
+    error = ValueError("column 'text' is missing")
+    error.add_note("in row 3")
+    error.add_note("Traceback:\n  many lines")
+    return error
+
+
+BAD = {"tokens": [-1], "labels": [1]}
+ONE_LINE: list[tuple[Callable[[], Any], str]] = [
+    (lambda: fail(ValueError("lr is 3")), "lr is 3"),
+    (lambda: fail(ImportError("no trl")), "no trl"),
+    (lambda: fail(ConnectionRefusedError("gone")), "gone"),
+    (lambda: fail(torch.OutOfMemoryError("CUDA out of memory")), "CUDA out of memory"),
+    (lambda: fail(InterpolationKeyError("key\nfull_key: a")), "key"),
+    (lambda: fail(yaml.YAMLError("line\n  3")), "line"),
+    (lambda: fail(ValueError()), "ValueError"),
+    (lambda: fail(noted()), "error: column 'text' is missing in row 3 (--traceback shows where)"),
+    (lambda: read(num_workers=0, wrong=BAD), "-1"),
+    (lambda: read(num_workers=1, wrong=BAD), "-1"),
+]
+
+
+@pytest.mark.parametrize(("work", "message"), ONE_LINE)
+def test_expected_errors_are_one_line_unless_a_traceback_is_asked_for(
+    work: Callable[[], Any], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (None, "0"):
+        if value is not None:
+            monkeypatch.setenv(errors.TRACEBACK, value)
+        with ends(1), shown_errors():
+            work()
+        [line] = capsys.readouterr().err.splitlines()
+        assert message in line
+    monkeypatch.setenv(errors.TRACEBACK, "1")
+    with pytest.raises(Exception, match=".*"), shown_errors():  # not SystemExit
+        work()
+
+
+@pytest.mark.parametrize(("kind", "work"), [
+    (TypeError, lambda: fail(TypeError("a mistake in the code"))),
+    (ValueError, lambda: torch.optim.SGD([torch.zeros(1)], lr=-1)),
+    (ValueError, lambda: exec('int("x")', {"__name__": "streampack.somewhere"})),
+    (OSError, lambda: torch.load("/nowhere/weights.pt")),
+    (ValueError, lambda: read(num_workers=0, wrong=None)),
+    (ValueError, lambda: read(num_workers=1, wrong=None)),
+])  # fmt: skip
+def test_other_errors_keep_their_traceback(kind: type[Exception], work: Callable[[], Any]) -> None:
+    """Also of a library, or of a source of the user's, ten hours into a run."""
+    with pytest.raises(kind), shown_errors():
+        work()
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for error, line in (KeyboardInterrupt(), "interrupted"), (KeyboardInterrupt("at step 3"), "at step 3"):
+        with ends(130), shown_errors():
+            raise error
+        assert capsys.readouterr().err == f"{line}\n"
+
+
+# Errors of several ranks of a machine; torchrun gives each a folder.
+
+
+@pytest.fixture
+def as_rank(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(errors, "PATIENCE", 0.0)
+
+    def fail_on(rank, error, *, status=1):
+        folder = tmp_path / "attempt_0" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        with ends(status), shown_errors():
+            fail(error)
+        return capsys.readouterr().err
+
+    return fail_on
+
+
+def test_ranks_that_fail_alike_print_one_line(as_rank, tmp_path):
+    assert as_rank(1, ValueError("no file")) == "error (rank 1): no file (--traceback shows where)\n"
+    assert as_rank(0, ValueError("no file")) == ""
+    assert as_rank(2, ValueError("disk full")).startswith("error (rank 2): disk full")
+    told = json.loads((tmp_path / "attempt_0" / "1" / "error.json").read_text())
+    assert "no file" in told["message"]["extraInfo"]["py_callstack"]
+    assert not (tmp_path / "attempt_0" / "0" / "error.json").exists()
+
+
+FOLLOWING = [
+    errors.OtherRankFailed("rank 1 failed: ValueError: no file"),
+    RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer"),
+    torch.distributed.DistBackendError("NCCL communicator was aborted"),
+]
+
+
+@pytest.mark.parametrize("following", FOLLOWING)
+@pytest.mark.parametrize("cause", [True, False])
+def test_a_following_error_is_printed_if_no_cause_was(
+    as_rank: Any, following: Exception, cause: bool
+) -> None:
+    if cause:
+        as_rank(1, ValueError("no file"))
+    assert (str(following) in as_rank(0, following)) != cause
+    assert as_rank(2, following) == ""
+
+
+def test_an_unexpected_error_has_one_traceback(as_rank: Any) -> None:
+    assert "TypeError: ours\n" in as_rank(1, TypeError("ours"))
+    assert as_rank(0, TypeError("ours")) == as_rank(2, FOLLOWING[0]) == ""
+
+
+def test_ctrl_c_prints_one_line_for_all_ranks(as_rank: Any) -> None:
+    assert as_rank(1, KeyboardInterrupt("go on from step 3"), status=130) == "go on from step 3\n"
+    assert as_rank(0, KeyboardInterrupt(), status=130) == ""
+
+
+# Signals: the running step, its checkpoint, and out.
+
+
+def steps_of(folder):
+    return [int(path.name[5:]) for path in sorted((folder / "out" / "checkpoints").iterdir())]
+
+
+@pytest.mark.parametrize(("number", "step", "changes"), [
+    (signal.SIGINT, 2, {"async_checkpoint": True}),  # before its first checkpoint
+    (signal.SIGTERM, 5, {"num_workers": 1}),  # a validation is due after it
+    (signal.SIGTERM, 8, {}),  # a checkpoint is due after it
+])  # fmt: skip
+def test_a_signal_in_a_step_checkpoints_that_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: Run,
+    number: int,
+    step: int,
+    changes: dict[str, Any],
+) -> None:
+    config = tiny_config(tmp_path, **changes)
+    with monkeypatch.context() as patched:
+        interrupt_step(step, patched, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(Interrupted, match=f"resume=True goes on from step {step}, its newest") as raised:
+            train(config)
+    assert (raised.value.step, raised.value.status) == (step, 128 + number)
+    assert max(losses(tmp_path)) == step
+    assert steps_of(tmp_path)[-1] == step
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    config.resume = True
+    train(config)
+    for name in ("loss", "validation_loss"):
+        assert losses(tmp_path, name) == losses(whole.folder, name)
+
+
+def test_without_checkpoints_a_signal_ends_the_run_after_its_step(tmp_path, monkeypatch):
+    interrupt_step(3, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    message = "nothing was saved: checkpoint_every is not set; the same command begins anew"
+    with pytest.raises(Interrupted, match=message):
+        train(tiny_config(tmp_path, checkpoint_every=None, log_every=1))
+    assert max(losses(tmp_path)) == 3
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def train_with_a_signal(config, rank, step):
+    with pytest.MonkeyPatch.context() as patched:
+        if int(os.environ["RANK"]) == rank:
+            interrupt_step(step, patched, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        try:
+            return train(config)["step"]
+        except Interrupted as error:
+            return error.step, error.status
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, whole: Run, rank: int) -> None:
+    config = tiny_config(tmp_path)
+    assert run_ranks(train_with_a_signal, 2, config, rank, 7) == [(7, 143), (7, 143)]
+    assert steps_of(tmp_path) == [4, 7]
+    config.resume = True
+    assert run_ranks(train_with_a_signal, 2, config, None, 0) == [12, 12]
+    for name in ("loss", "validation_loss"):
+        assert numbers(tmp_path, name) == pytest.approx(numbers(whole.folder, name), rel=1e-5)
+
+
+def end_status(work):
+    """Run ``work(pipe)`` in a process; return its exit code after three signals.
+
+    ``work`` writes a byte when it is ready, and one for each signal that was noted.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        work(writer)
+        os._exit(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        assert os.read(reader, 1) == b"!"
+        os.kill(child, number)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(reader)
+    os.close(writer)
+    return code
+
+
+@pytest.mark.parametrize(("times", "by"), [([0.0, 0.9, 1.1], signal.SIGINT), ([0.0, 1.1], signal.SIGTERM)])
+def test_a_second_signal_ends_a_process_that_waits_in_a_library(times, by):
+    """As in a collective, where Python runs no handler. What comes within a second of the first counts as the same."""
+
+    def work(pipe):
+        def clock():
+            os.write(pipe, b"!")
+            return left.pop(0)
+
+        left = list(times)
+        signals.time = SimpleNamespace(monotonic=clock)  # in this process only
+        mutex = ctypes.create_string_buffer(256)
+        with stop_on_signals(World(rank=1)):
+            os.write(pipe, b"!")
+            for _ in range(2):  # the second one waits for ever
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+    assert end_status(work) == 128 + by
+
+
+def test_handlers_are_left_alone_outside_the_main_thread():
+    found = []
+
+    def work():
+        with stop_on_signals(World()) as stop:
+            found.append((stop.agree(), signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(0, signal.SIG_DFL)]
+
+
+def test_the_first_signal_is_answered(capsys):
+    with stop_on_signals(World()) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agree() == signal.SIGTERM
+    assert capsys.readouterr().err == (
+        "\nSIGTERM: stopping after this step; a second signal ends the run at once\n"
+    )
+
+
+def forked():
+    """Fork a process that waits; return its pid once it runs."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"!")
+        time.sleep(60)
+        os._exit(0)
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    return child
+
+
+def test_forked_processes_end_by_sigterm_and_leave_ctrl_c_to_their_parent() -> None:
+    """The block ends while they hold its pipe."""
+    with stop_on_signals(World()) as stop:
+        child, other = forked(), forked()
+        os.kill(child, signal.SIGINT)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert stop.agree() == 0
+    os.kill(other, signal.SIGTERM)
+    os.waitpid(other, 0)
