@@ -35,8 +35,8 @@ from streampack.storage.base import LocalStorage
 from streampack.tokenize.tokenize import tokenize
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.forked_ranks import run_ranks
-from tests.harness.hub import Hub
-from tests.harness.mds import write_mds
+from tests.harness.stores import Hub
+from tests.harness.files import write_mds
 from tests.harness.threads import Board, ThreadSync, on_ranks
 from tests.sources import test_parquet
 

@@ -20,7 +20,7 @@ from streampack.sources import IterableSource, JSONLSource, MDSSource, ParquetSo
 from streampack.sources.as_source import as_source
 from streampack.tokenize.tokenize import tokenize
 from tests.harness.corpus import PACK
-from tests.harness.mds import write_mds
+from tests.harness.files import write_mds
 from tests.oracle.streams import IGNORE, Oracle, Text
 
 KINDS = ("map", "map", "iterable", "jsonl", "compressed", "parquet", "tokens", "mds")

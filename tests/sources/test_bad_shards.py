@@ -19,7 +19,7 @@ from streampack.sources import Reading
 from streampack.sources.holdout import hold_out
 from streampack.storage.problems import GONE
 from streampack.tokenize.tokenize import tokenize
-from tests.harness.bad_shards import (
+from tests.harness.files import (
     CASES,
     FORMATS,
     HARM,
@@ -31,8 +31,8 @@ from tests.harness.bad_shards import (
 )
 from tests.harness.conformance import check_resume_everywhere, content
 from tests.harness.corpus import Numbers
-from tests.harness.shards import shards, source
-from tests.harness.web import Reply, Web
+from tests.harness.files import shards, source
+from tests.harness.stores import Reply, Web
 
 
 @contextmanager

@@ -15,11 +15,11 @@ import pytest
 from streampack import JSONLSource, cli
 from streampack.sources import ParquetSource, Reading
 from streampack.sources.scan import scan
-from tests.harness.bad_shards import CASES, HARM, ROWS, corpus, listed, stream, survivors
+from tests.harness.files import CASES, HARM, ROWS, corpus, listed, stream, survivors
 from tests.harness.conformance import check_resume_everywhere, content
 from tests.harness.corpus import read_all, write
-from tests.harness.shards import shards
-from tests.harness.web import Web
+from tests.harness.files import shards
+from tests.harness.stores import Web
 
 KINDS = ("jsonl", "gz", "parquet")
 

@@ -30,9 +30,9 @@ from streampack import (
 from streampack.sources import Reading
 from streampack.tokenize.tokenize import tokenize
 from tests.harness.corpus import in_memory, next_error, write
-from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
-from tests.harness.mds import COMPRESS, write_mds
-from tests.harness.parquet import damage, rewrite, varint
+from tests.harness.files import write_datatrove, write_flat, write_megatron
+from tests.harness.files import COMPRESS, write_mds
+from tests.harness.files import damage, rewrite, varint
 
 Change = Callable[[Path], Any]
 

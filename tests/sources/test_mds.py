@@ -12,7 +12,7 @@ import pytest
 from streampack import MDSSource
 from streampack.fingerprint import plain
 from streampack.sources import Reading
-from tests.harness.mds import Columns, Row, write_mds
+from tests.harness.files import Columns, Row, write_mds
 
 TEXTS: Columns = {"text": "str", "id": "int"}
 

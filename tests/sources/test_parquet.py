@@ -13,7 +13,7 @@ import pytest
 from streampack.sources import ParquetSource, Reading, parquet
 from streampack.sources.parts import Part
 from tests.harness.corpus import read_all
-from tests.harness.parquet import rewrite
+from tests.harness.files import rewrite
 
 
 def write(path: Path, data: list[dict[str, Any]], *, group: int = 4, **options: Any) -> Path:

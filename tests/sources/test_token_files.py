@@ -26,7 +26,7 @@ from streampack.storage.remote import RemoteStorage
 from streampack.types import IGNORE_INDEX
 from tests.harness.conformance import check_resume_everywhere
 from tests.harness.corpus import in_memory, read_all
-from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
+from tests.harness.files import write_datatrove, write_flat, write_megatron
 
 Rows = list[list[int]]
 

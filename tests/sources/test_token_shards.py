@@ -22,7 +22,7 @@ from streampack.sources.token_files import ShardWriter
 from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import IGNORE_INDEX
-from tests.harness.bad_shards import header_of
+from tests.harness.files import header_of
 from tests.harness.corpus import in_memory, read_all
 from tests.harness.stores import running
 

@@ -20,9 +20,9 @@ from streampack.storage.read_ahead import NO_READ_AHEAD
 from streampack.storage.remote import RemoteStorage
 from streampack.tokenize.tokenize import tokenize
 from tests.harness.conformance import content
-from tests.harness.hub import Hub
-from tests.harness.shards import packs, shards, source, stream, used
-from tests.harness.web import Web, random_faults
+from tests.harness.stores import Hub
+from tests.harness.files import packs, shards, source, stream, used
+from tests.harness.stores import Web, random_faults
 
 TOKEN = "hf_canarytoken"
 

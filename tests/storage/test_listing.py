@@ -29,9 +29,9 @@ from streampack.storage.base import File, redact
 from streampack.storage.file_marks import FileMarks
 from streampack.tokenize.tokenize import tokenize
 from tests.harness.corpus import Numbers, numbered, read_all, rows, write
-from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
-from tests.harness.shards import shards, source, urls
-from tests.harness.web import Web
+from tests.harness.files import write_datatrove, write_flat, write_megatron
+from tests.harness.files import shards, source, urls
+from tests.harness.stores import Web
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
 

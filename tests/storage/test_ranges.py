@@ -21,7 +21,7 @@ from streampack.storage.ranges import TAIL_BYTES, Fetcher, RangeStream, tail_of
 from streampack.storage.read_ahead import SOON, FetchThreads, ReadAhead
 from streampack.storage.retries import Retries
 from tests.harness.corpus import Numbers, plain
-from tests.harness.shards import COLUMNS, shards
+from tests.harness.files import COLUMNS, shards
 
 
 class Memory:

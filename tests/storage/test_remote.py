@@ -41,10 +41,10 @@ from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Refused, Retries
 from streampack.tokenize.tokenize import tokenize
-from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
-from tests.harness.mds import write_mds
-from tests.harness.shards import KINDS, packs, shards, source, stream, urls, used
-from tests.harness.web import Web, random_faults
+from tests.harness.files import write_datatrove, write_flat, write_megatron
+from tests.harness.files import write_mds
+from tests.harness.files import KINDS, packs, shards, source, stream, urls, used
+from tests.harness.stores import Web, random_faults
 
 ALONE = Reading(read_ahead=NO_READ_AHEAD)
 

@@ -21,7 +21,7 @@ from streampack.storage.base import File, LocalStorage
 from streampack.storage.retries import PERMANENT, Busy, Retries
 from streampack.storage.use import StorageUse
 from tests.harness.corpus import make_source, plain, rows, write
-from tests.harness.shards import packs, stream
+from tests.harness.files import packs, stream
 
 ROWS = rows(60)
 

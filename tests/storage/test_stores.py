@@ -20,8 +20,8 @@ from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Refused, Retries
 from tests.harness.conformance import check_resume_everywhere
 from tests.harness.corpus import read_all
-from tests.harness.foreign_tokens import write_megatron
-from tests.harness.shards import shards, stream
+from tests.harness.files import write_megatron
+from tests.harness.files import shards, stream
 from tests.harness.stores import Store, Versioned, lacking, running
 
 KINDS = ("versioned", "gs", "az")

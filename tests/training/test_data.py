@@ -22,7 +22,7 @@ from streampack.training.data import build_data
 from streampack.training.estimate import opening, total_steps
 from tests.harness.processes import RankError, run_ranks
 from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
-from tests.harness.web import Web
+from tests.harness.stores import Web
 
 INPUTS = TorchtuneInputs("varlen", frozenset(), model=None)  # type: ignore[arg-type]
 
