@@ -28,11 +28,18 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.sources import Reading
-from streampack.tokenize.tokenize import tokenize
+from streampack.tokenize import tokenize
 from tests.harness.corpus import in_memory, next_error, write
-from tests.harness.files import write_datatrove, write_flat, write_megatron
-from tests.harness.files import COMPRESS, write_mds
-from tests.harness.files import damage, rewrite, varint
+from tests.harness.files import (
+    COMPRESS,
+    damage,
+    rewrite,
+    varint,
+    write_datatrove,
+    write_flat,
+    write_mds,
+    write_megatron,
+)
 
 Change = Callable[[Path], Any]
 
@@ -461,6 +468,7 @@ def test_a_shard_that_decompresses_to_more_than_is_read(
     entry["zip_data"]["bytes"] = len(bomb)
     entry["raw_data"] = {**entry["raw_data"], "bytes": says}
     (tmp_path / "index.json").write_text(json.dumps(found))
+    # private: no index may allow more than this, 1 GiB, which would take seconds to pack
     monkeypatch.setattr("streampack.sources.mds.MAX_CONTENT_BYTES", 2 << 20)
     reader = MDSSource(tmp_path).read(Reading())
     tracemalloc.start()
