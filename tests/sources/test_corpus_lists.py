@@ -15,10 +15,9 @@ import pytest
 from streampack import JSONLSource, cli
 from streampack.sources import ParquetSource, Reading
 from streampack.sources.scan import scan
-from tests.harness.files import CASES, HARM, ROWS, corpus, listed, stream, survivors
 from tests.harness.conformance import check_resume_everywhere, content
 from tests.harness.corpus import read_all, write
-from tests.harness.files import shards
+from tests.harness.files import CASES, HARM, ROWS, corpus, listed, shards, stream, survivors
 from tests.harness.stores import Web
 
 KINDS = ("jsonl", "gz", "parquet")
