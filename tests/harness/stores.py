@@ -77,6 +77,7 @@ class Web:
         self.faults: list[str] = []
         self.lock = threading.Lock()
         self.ranges = True  # whether ranges are served
+        self.bend: dict[str, Callable[[str], str]] = {}  # changes of headers, by their names
         self.route: Route = lambda path, query, headers: path
 
     def __enter__(self) -> Web:
@@ -187,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     ) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
-            self.send_header(name, value)
+            self.send_header(name, self.web.bend.get(name, str)(value))
         self.send_header("Content-Length", str(len(data) if promised is None else promised))
         self.end_headers()
         if self.command != "HEAD":
