@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from streampack import JSONLSource
-from streampack.tokenize.tokenize import tokenize
 from tests.harness.stores import lacking, running
 from tests.harness.tokenizing import Logged, content, corpus, run, stored
 
@@ -143,14 +142,3 @@ def test_errors_of_a_task_are_those_of_a_local_run(cluster: Any, tmp_path: Path)
     with pytest.raises(ValueError, match="1.jsonl:2.*column 'text' is missing") as caught:
         on_ray(cluster, source, tmp_path / "ray", tmp_path / "rows")
     assert type(caught.value) is ValueError
-
-
-def test_settings_that_do_not_fit(tmp_path: Path) -> None:
-    rows = [{"tokens": [1, 2], "labels": [1, 2]}]
-    for settings, message in (
-        ({"engine": "spark"}, "engine='spark' is unknown; choose one of 'processes', 'ray'"),
-        ({"engine": "ray", "workers": 2}, "workers=2 are processes of this machine"),
-        ({"address": "auto"}, "address='auto' is that of a Ray cluster"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tokenize(rows, out=tmp_path / "out", progress=False, **settings)  # type: ignore[arg-type]
