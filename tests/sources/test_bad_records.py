@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streampack import Holdout, IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
+from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix
 from streampack.sources import ParquetSource
 from tests.harness import files
 from tests.harness.conformance import check_resume_everywhere, content
@@ -173,14 +173,6 @@ def test_a_line_cut_off_by_a_kill_is_written_again(tmp_path: Path) -> None:
     resumed.load_state_dict(state)
 
 
-def test_workers_list_bad_records(tmp_path: Path) -> None:
-    data, expected, bad = corpus("jsonl", tmp_path / "data")
-    loader = PackedDataLoader(skipping(data, quarantine=tmp_path / "bad", num_lanes=4), num_workers=2)
-    assert survivors({"tokens": batch.tokens} for batch in loader) == expected
-    check_listed(tmp_path / "bad", bad)
-    assert loader.ledger().dropped_samples["bad"] == len(bad)
-
-
 def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
     data, _, bad = corpus("jsonl", tmp_path / "data")
     settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False}
@@ -264,16 +256,6 @@ def test_by_default_a_broken_record_is_an_error_and_skipping_may_begin_at_a_resu
     assert [content(pack) for pack in packs] == [content(pack) for pack in skipping(data, **settings)]
 
 
-def test_a_holdout_skips_bad_records(tmp_path: Path) -> None:
-    data, expected, bad = corpus("jsonl", tmp_path / "data")
-    found = []
-    for part in ("train", "validation"):
-        held = skipping(Holdout(data, fraction=0.2, part=part), quarantine=tmp_path / part)
-        found += survivors(list(held))
-    assert sorted(found) == expected
-    assert {line[:2] for line in listed(tmp_path / "train")} >= {line[:2] for line in bad[:3]}
-
-
 def test_errors_of_the_storage_and_overlong_samples_are_not_skipped(tmp_path: Path) -> None:
     class Gone(Refusing):
         def __getitem__(self, i: int) -> Any:
@@ -283,14 +265,6 @@ def test_errors_of_the_storage_and_overlong_samples_are_not_skipped(tmp_path: Pa
         list(skipping(MapSource(Gone())))
     with pytest.raises(ValueError, match="has 30 tokens, max_seq_len is 24"):
         list(skipping([{"i": 1, "n": 30}]))
-
-
-def test_a_long_reason_is_cut(tmp_path: Path) -> None:
-    numbers = Numbers()
-    numbers.bad, numbers.error = 7, ValueError("x" * 10_000)
-    list(skipping(MapSource(ROWS), encoder=numbers, quarantine=tmp_path / "bad", num_lanes=1))
-    assert listed(tmp_path / "bad") == [("list", 7, f"ValueError: {'x' * 300}"[:300])]
-    assert [path.name for path in (tmp_path / "bad").iterdir()] == ["lane-00000.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.harness.files import (
     source,
     survivors,
 )
-from tests.harness.stores import Reply, Web, short_waits
+from tests.harness.stores import Web, short_waits
 
 GONE = "there is no such file"
 
@@ -157,37 +157,6 @@ def test_a_shard_behind_a_url(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
             skipping(source(kind, paths), on_bad_record="error")
 
 
-@pytest.mark.parametrize("place", ["http 416", "http 200", "s3"])
-def test_an_empty_shard_behind_a_url_is_not_asked_for_again(tmp_path: Path, place: str) -> None:
-    """Servers answer a range of it with 416 or with the whole of it, and may send no ETag."""
-    with Web(shards("jsonl", 3)) as web, unwarned():
-        good, settings = list(web.files), {}
-        if place == "s3":
-            pytest.importorskip("s3fs")
-            settings = {"storage_options": {"key": "a", "secret": "b", "endpoint_url": web.url}}
-            web.files = {f"/bucket{path}": content for path, content in web.files.items()}
-        root = "s3://bucket" if place == "s3" else web.url
-        expected = survivors(
-            skipping(source("jsonl", [root + path for path in good], **settings), shuffle=False)
-        )
-        empty = next(iter(web.files)).replace("000", "001a")
-        web.files[empty] = b""
-        if place != "s3":
-            reply = Reply(200) if place == "http 200" else Reply(416, headers={"Content-Range": "bytes */0"})
-            web.route = lambda path, query, headers: reply if path == empty else path
-        paths = [root + path for path in [*good, good[0].replace("000", "001a")]]
-        with pytest.raises(ValueError, match=r"1 of 4 files cannot be read: .*001a.jsonl: it is empty"):
-            skipping(source("jsonl", paths, **settings), on_bad_record="error")
-        data = source("jsonl", paths, **settings)
-        web.requests.clear()
-        dataset = skipping(data, shuffle=False, quarantine=tmp_path)
-        assert survivors(dataset) == expected
-        resumed = skipping(data, shuffle=False)
-        resumed.load_state_dict(dataset.state_dict())
-        assert not [path for path, _ in web.requests if empty in path]
-        assert {entry["reason"] for entry in listed(tmp_path)} == {"it is empty"}
-
-
 def test_a_file_is_warned_of_once_though_several_datasets_read_it(tmp_path: Path) -> None:
     """As in a recipe that holds a fraction out: a dataset for training, and one of each source for validation."""
     one, two = (corpus(kind, tmp_path / kind) for kind in ("jsonl", "tokens"))
@@ -237,17 +206,6 @@ def test_the_lanes_do_not_depend_on_what_is_bad(tmp_path: Path, kind: str, harm:
     HARM[harm](files.paths[2])
     bad = set(files.rows_of[2])
     assert lanes() == [[i for i in lane if i not in bad] for lane in whole]
-
-
-@pytest.mark.parametrize("harm", ["no footer", "no column"])
-def test_all_footers_that_are_read_to_divide_files_are_named_at_once(tmp_path: Path, harm: str) -> None:
-    files = corpus("parquet", tmp_path)
-    for i in (1, 4):
-        HARM[harm](files.paths[i])
-    with pytest.raises(ValueError, match="2 of 6 files cannot be read") as error:
-        skipping(files.open(), on_bad_record="error", num_lanes=8).stream()
-    assert "1.parquet: " in str(error.value)
-    assert "4.parquet: " in str(error.value)
 
 
 def test_the_limit_is_that_of_a_lane_and_holds_over_epochs_and_resumes(tmp_path: Path) -> None:

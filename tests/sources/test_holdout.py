@@ -12,7 +12,6 @@ from streampack import (
     IterablePackedDataset,
     MapSource,
     Mix,
-    TokensEncoder,
 )
 from streampack.sources import Holdout, Reading
 from streampack.sources.holdout import hold_out  # private: behind ``data.validation.fraction`` of a config
@@ -98,27 +97,6 @@ def test_each_column_decides():
 def test_settings_are_checked(kwargs, message):
     with pytest.raises(ValueError, match=message):
         Holdout(MapSource(rows(3)), **kwargs)
-
-
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
-def test_rows_that_are_bare_lists_of_ids_are_held_out(kind):
-    ids = [[i, i + 1, i + 2] for i in range(300)]
-    parts = both(MapSource([kind(row) for row in ids]))
-    found = [[row.data for row in part.read(Reading())] for part in parts]
-    assert [len(rows) > 30 for rows in found] == [True, True]
-    assert sorted(list(map(int, row)) for rows in found for row in rows) == ids
-    plain = both(MapSource(ids))
-    assert [len(rows) for rows in found] == [len(list(part.read(Reading()))) for part in plain]
-    encode = TokensEncoder(labels=None)
-    settings = {
-        "max_seq_len": 30,
-        "num_lanes": 2,
-        "epochs": 1,
-        "encoder": lambda row: encode({"tokens": row}),
-    }
-    trained = IterablePackedDataset(parts[0], **settings)
-    assert list(trained)
-    assert trained.ledger().samples == len(found[0])
 
 
 class Unhashable:

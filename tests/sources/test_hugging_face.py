@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,30 +235,3 @@ def test_a_torch_worker_reads_all_shards_of_a_stream(tmp_path: Path) -> None:
         for token in pack["tokens"][: int(pack["seq_lens"][: pack["num_seqs"]].sum())].tolist()
     }
     assert seen == set(range(40))
-
-
-def test_errors_of_a_stream_of_tables_consume_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [3, 2, 0]
-    whole = IterableDataset.iter
-
-    def hiccup(self: IterableDataset, batch_size: int) -> Iterator[Any]:
-        last = failures.pop() if failures else None
-        for number, table in enumerate(whole(self, batch_size)):
-            if number == last:
-                raise ConnectionError("a hiccup")
-            yield table
-
-    source = HFSource(tables(shards(tmp_path)))
-    monkeypatch.setattr(IterableDataset, "iter", hiccup)
-    reader, got = source.read(Reading()), []
-    while True:
-        try:
-            got.append(next(reader).data["tokens"][0])
-        except StopIteration:
-            break
-        except ConnectionError as error:
-            assert error.__notes__[-1].startswith("while reading shard 0, row ")
-    assert got == list(range(40))
-    assert not failures

@@ -395,17 +395,6 @@ def test_probe_of_compressed_files(tmp_path: Path, suffix: str) -> None:
     assert (len(probed), scale) == (40, pytest.approx(1))
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_probe_of_more_files_than_rows_are_wanted(tmp_path: Path, suffix: str) -> None:
-    lengths = np.random.default_rng(0).lognormal(4, 1, 6000).astype(int).tolist()
-    for i in range(500):
-        write(tmp_path / f"{i:03}.jsonl{suffix}", [{"text": "x" * n} for n in lengths[12 * i : 12 * i + 12]])
-    probed, scale = JSONLSource(tmp_path).probe(64)
-    assert 60 <= len(probed) <= 70
-    assert len({row.row_id[0] // 50 for row in probed}) >= 8, "from all over"
-    assert sum(len(row.data["text"]) for row in probed) * scale == pytest.approx(sum(lengths), rel=0.3)
-
-
 def test_small_corpora_are_looked_at_as_a_whole(tmp_path: Path) -> None:
     source = JSONLSource(write(tmp_path / "a.jsonl", numbered(5)))
     probed, scale = source.probe(256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from streampack import (
 )
 from streampack.sources import Holdout, Reading
 from tests.harness.conformance import check_resume_everywhere, content
-from tests.harness.corpus import Numbers, rows, samples_in
+from tests.harness.corpus import Numbers, rows
 from tests.harness.mixtures import (
     APART,
     ENDLESS,
@@ -224,13 +224,6 @@ def test_an_epochs_packs_are_estimated(stop: str) -> None:
         IterablePackedDataset(masked, max_seq_len=4).estimate()
 
 
-def test_a_probe_sees_all_sources() -> None:
-    found, scale = three().probe(30)
-    assert {row.data["i"] // APART for row in found} == {0, 1, 2}
-    assert all(three().fetch(row.row_id) == row.data for row in found)
-    assert len(found) * scale == pytest.approx(180)
-
-
 # Fractions.
 
 
@@ -297,45 +290,6 @@ def test_fractions_stay_within_the_stated_bound(
         assert abs(got - wanted) <= len(sources) * max(*longest, stagger) + 1e-5 * sum(totals)
 
 
-def skewed(lane: int) -> dict[int, Iterable[int]]:
-    """Lengths of three sources with means of about 10, 100 and 1,000 tokens, exponential, up to 4,000."""
-    rng = np.random.default_rng(lane)
-
-    def of_mean(mean: int) -> Iterator[int]:
-        while True:
-            yield from (min(4000, 1 + int(n)) for n in rng.exponential(mean, 1000))
-
-    return {i: of_mean(10 * 10**i) for i in range(3)}
-
-
-TARGETS = (0.7, 0.2, 0.1)
-
-
-def worst_errors(lanes: int, few: int, tokens: int, reopened: int) -> tuple[float, float]:
-    """Return how far the fractions of a lane, and of all lanes, are from the weights at most."""
-    mix = unencoded("abc", TARGETS, size=64)
-    found = [
-        trained_by_source(mix, skewed(lane), tokens=tokens, reopened=reopened, lane=lane, num_lanes=lanes)
-        for lane in range(0, lanes, max(1, lanes // few))
-    ]
-    fractions = [np.array(totals) / sum(totals) for totals in [*found, np.sum(found, 0)]]
-    off = [float(np.abs(share - TARGETS).max()) for share in fractions]
-    return max(off[:-1]), off[-1]
-
-
-@pytest.mark.parametrize(
-    ("lanes", "few", "tokens", "within"),
-    [(8, 2, 200_000, 0.03), pytest.param(64, 16, 2_000_000, 0.005, marks=pytest.mark.slow)],
-)
-def test_fractions_of_trained_tokens_with_skewed_lengths(
-    lanes: int, few: int, tokens: int, within: float
-) -> None:
-    """The bound of a lane is 3 x 4,000 of its tokens: 6 points, and 0.6 points."""
-    worst, together = worst_errors(lanes, few=few, tokens=tokens, reopened=997)
-    assert worst < within
-    assert together < within
-
-
 def test_only_trained_tokens_count() -> None:
     """Prompts, tokens that are cut off or dropped, and the first token of each sequence do not count."""
     prompts = [{"tokens": [1] * 20, "labels": [IGNORE_INDEX] * 15 + [1] * 5}] * 400
@@ -384,47 +338,6 @@ def test_weights_changed_at_a_resume() -> None:
         pass
     gained = np.array([stats.trained - started[name].trained for name, stats in after.source_stats().items()])
     assert np.abs(gained / gained.sum() - (0.1, 0.2, 0.7)).max() < 0.03
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"overlong": "split", "max_seq_len": 9}, {"buffer_size": 64}], ids=["whole", "split", "many"]
-)
-def test_weights_changed_repeatedly_lose_and_repeat_no_row(more: dict[str, Any]) -> None:
-    """Rows wait whenever they change. A row of the source that ends an epoch comes once in it, others at most once."""
-    settings: dict[str, Any] = {
-        "epochs": 6,
-        **SHUFFLED,
-        "num_lanes": 1,
-        "strategy": "best_fit",
-        "buffer_size": 32,
-    }
-    settings |= more
-    few = {"short": 40, "middling": 25, "long": 20}
-    packs: list[Any] = []
-    data = None
-    for weights in ((7, 2, 1), (1, 2, 7), (1, 1, 1), (5, 1, 1)):
-        state = data and data.state_dict()
-        data = make(three("first_exhausted", weights, **few), **settings)
-        if state is not None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="the mixture's weights changed")
-                data.load_state_dict(state)
-            assert data.ledger().buffered > 0
-        packs += islice(data, 5)
-    assert data is not None
-    packs += data
-    lengths = {row["i"]: row["n"] for i, size in enumerate(few.values()) for row in source_rows(i, size)}
-    found = samples_in(packs)
-    for i, places in found.items():
-        times = len(places) / lengths[i]
-        assert times == int(times) <= settings["epochs"], "whole, and at most once an epoch"
-    assert sum(map(len, found.values())) == data.ledger().packed == data.ledger().tokens_in
-    assert any(len(places) == settings["epochs"] * lengths[i] for i, places in found.items())
-
-
-def source_rows(number: int, size: int) -> list[dict[str, int]]:
-    """Return the rows of a source of `three`."""
-    return shifted(rows(size, longest=(4, 12, 24)[number], seed=number), APART * number)
 
 
 # Resumes.
@@ -530,16 +443,6 @@ def test_a_run_with_a_source_of_two_rows_resumes_at_every_pack(stop: str, how: d
     mix = small_and_large(rows(2, longest=9), weight=0.3, large=60, stop=stop)
     packs = check_resume_everywhere(lambda: make(mix, num_lanes=5, **how, **SHUFFLED), packs=40)
     assert len(packs) > 5
-
-
-def test_all_exhausted_leaves_no_row_out() -> None:
-    data = make(small_and_large(rows(3), large=300, stop="all_exhausted"), num_lanes=8, epochs=2)
-    came: dict[int, Counter[Any]] = {0: Counter(), 1: Counter()}
-    for pack in data:
-        came[pack["epoch"]].update(fragment.row_id for fragment in pack["fragments"])
-    assert [len(counts) for counts in came.values()] == [303, 303]
-    large = {n for counts in came.values() for row_id, n in counts.items() if row_id[0] == 1}
-    assert large <= {1, 2}
 
 
 def test_first_exhausted_ends_where_a_lane_has_no_row_left() -> None:

@@ -309,20 +309,6 @@ def test_the_fingerprint_depends_on_columns_and_content(tmp_path: Path) -> None:
     assert ParquetSource(path).fingerprint() not in prints
 
 
-def test_probe_and_natural_lanes(tmp_path: Path) -> None:
-    data = [{"i": i, "text": f"{hash((i, 0))}" * (1 + i // 2000)} for i in range(20_000)]
-    parts = [data[begin : begin + 5000] for begin in range(0, 20_000, 5000)]
-    source = ParquetSource(
-        [write(tmp_path / f"{k}.parquet", part, group=500) for k, part in enumerate(parts)]
-    )
-    probed, scale = source.probe(256)
-    assert 200 <= len(probed) <= 300
-    assert len(probed) * scale == pytest.approx(20_000, rel=0.05)
-    assert source.natural_lanes() == sum(file.size for file in source.files) >> 18 > 1
-    one = ParquetSource(write(tmp_path / "one.parquet", data, group=20_000))
-    assert one.natural_lanes() == 1, "a row group is not divided"
-
-
 @pytest.mark.parametrize("count", [999, 1001])
 def test_all_rows_are_read_if_the_footers_total_is_wrong(tmp_path: Path, count: int) -> None:
     """Rows are read as the row groups count them."""

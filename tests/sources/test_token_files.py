@@ -308,24 +308,6 @@ def test_a_document_is_located_by_file_and_number(
     assert lists(source.fetch(row_id)) == lists(row.data)
 
 
-@pytest.mark.parametrize(
-    ("kind", "copied"),
-    [
-        ("megatron int32 None", False),
-        ("megatron uint16 None", True),
-        ("tokens uint16 False", True),
-        ("flat length", True),
-    ],
-)
-def test_ids_of_four_bytes_are_views_of_the_file(tmp_path: Path, kind: str, copied: bool) -> None:
-    """An array of another memory would own it; those of two bytes are widened, and so copied. Labels are the tokens."""
-    FORMATS[kind].write(tmp_path)
-    row = next(row for row in FORMATS[kind].open(tmp_path).read(Reading()) if row.data["tokens"].size)
-    assert row.data["tokens"].flags.owndata == copied
-    assert copied or not row.data["tokens"].flags.writeable
-    assert row.data["labels"] is row.data["tokens"]
-
-
 def test_a_large_id_is_found_in_whichever_stretch_of_documents_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

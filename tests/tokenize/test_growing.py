@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streampack import JSONLSource, MDSSource, ParquetSource, TextEncoder, TokenShardSource
+from streampack import JSONLSource, ParquetSource, TextEncoder
 from streampack.sources import Holdout
 from tests.harness.stores import running
 from tests.harness.tokenizing import (
@@ -198,15 +198,3 @@ def test_parquet_and_a_holdout(tmp_path: Path) -> None:
     assert min(len(set(validation) & set(numbered(number))) for number in range(2)) > 3
     with pytest.raises(ValueError, match="was made with corpus="):
         small(Holdout(ParquetSource(folder), fraction=0.3, part="train"), tmp_path / "train")
-
-
-def test_sources_that_cannot_be_read_in_part(tmp_path: Path) -> None:
-    tokens = small(add(tmp_path / "corpus", 0), tmp_path / "tokens")
-    settings: dict[str, Any] = {"encoder": lambda row: row, "dtype": "uint16"}
-    small(TokenShardSource(tokens), tmp_path / "again", **settings)
-    small(add(tmp_path / "corpus", 1), tokens)
-    with pytest.raises(
-        ValueError, match="files were added, and TokenShardSource cannot be read without the others"
-    ):
-        small(TokenShardSource(tokens), tmp_path / "again", **settings)
-    assert MDSSource.of_files is TokenShardSource.of_files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing as mp
 import os
 import signal
@@ -258,22 +257,3 @@ def test_s3_killed_in_the_middle_with_two_writers_of_every_lane(moto: Store, tmp
     assert into(moto, source, place, finish=True) == expected
     found = TokenShardSource(place, storage_options=moto.options)
     assert sum(1 for _ in found.read(Reading())) == 300
-
-
-CONFIG = """
-data:
-  source: {{_component_: streampack.JSONLSource, paths: {path}}}
-  encoder: {{_component_: streampack.TokensEncoder, labels: null}}
-  max_seq_len: 512
-"""
-
-
-def test_the_command_writes_to_s3(moto: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n')
-    config = tmp_path / "data.yaml"
-    config.write_text(CONFIG.format(path=tmp_path / "rows.jsonl"))
-    words = ["tokenize", "--config", str(config), "--out", f"{moto.url}/command"]
-    assert cli.main([*words, "--storage-options", json.dumps(moto.options)]) == 0
-    assert TokenShardSource(f"{moto.url}/command", storage_options=moto.options).tokens == 3
-    assert cli.main([*words, "--storage-options", "[1]"]) == 2
-    assert "it is no JSON object; write such as" in capsys.readouterr().err

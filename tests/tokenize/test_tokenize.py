@@ -20,13 +20,10 @@ from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, TextE
 from streampack.sources import Holdout, Reading
 from streampack.tokenize import tokenize
 from streampack.types import Sample
-from tests.harness.corpus import write
 from tests.harness.tokenizing import (
-    PROBED,
     Dies,
     Killed,
     Letters,
-    Logged,
     content,
     corpus,
     run,
@@ -55,20 +52,6 @@ def test_without_tqdm_there_is_no_bar(tmp_path: Path, monkeypatch: pytest.Monkey
     shown = content(run(source, tmp_path / "shown", progress=True))
     monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it were not installed
     assert content(run(source, tmp_path / "out", progress=True)) == shown
-
-
-def test_complete_shards_are_kept(tmp_path: Path) -> None:
-    source, log = corpus(tmp_path / "corpus"), tmp_path / "log"
-    out = run(source, tmp_path / "out", encoder=Logged(log))
-    assert len(log.read_text().splitlines()) == 300 + PROBED
-    whole = content(out)
-    (out / "tokens-00002-00001.bin").unlink()
-    later = [name for name in whole if name > "tokens-00002-00001.bin" and name.startswith("tokens-00002")]
-    log.write_text("")
-    run(source, out, encoder=Logged(log))
-    assert content(out) == whole
-    again = sum(json.loads(whole[name][:4096])["documents"] for name in ["tokens-00002-00001.bin", *later])
-    assert len(log.read_text().splitlines()) - PROBED == again > 0
 
 
 SCRIPT = """
@@ -285,24 +268,6 @@ def test_sources_of_no_rows_of_their_own_are_refused(tmp_path: Path) -> None:
         tokenize(nothing, out=tmp_path, progress=False)
 
 
-def test_lanes_take_turns_with_one_compressed_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"text": f"{i} " * (1 + i % 9)} for i in range(100)]
-    source = JSONLSource(write(tmp_path / "a.jsonl.gz", rows))
-    alone = run(source, tmp_path / "one", lanes=None, shard_tokens=10**6)
-    assert len(list(alone.glob("*.bin"))) == 1, "by default one lane, so one shard"
-    assert not caplog.records
-    shared = run(source, tmp_path / "three", lanes=3, workers=2, shard_tokens=10**6)
-    found = [
-        [tuple(row.data["tokens"]) for row in TokenShardSource(folder).read(Reading())]
-        for folder in (alone, shared)
-    ]
-    assert sorted(found[0]) == sorted(found[1])
-    assert found[0][::3] + found[0][1::3] + found[0][2::3] == found[1]
-    assert [record.getMessage() for record in caplog.records] == [
-        "1 compressed file is shared by 3 lanes: each is read by 3 of them, which take turns with its rows"
-    ]
-
-
 def test_lanes_without_rows_are_read_once(tmp_path: Path) -> None:
     """The last call finds an empty shard of such a lane, which the index does not name."""
     rows = [{"tokens": [i], "labels": [i]} for i in range(3)]
@@ -315,18 +280,6 @@ def test_lanes_without_rows_are_read_once(tmp_path: Path) -> None:
     assert [row.data["tokens"].tolist() for row in source.read(Reading())] == [[0], [1], [2]]
     assert len(source.shards) == 3
     assert len(list(tmp_path.glob("*.bin"))) == 5
-
-
-def test_the_bar_ends_at_the_number_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = corpus(tmp_path / "corpus")
-    run(source, tmp_path / "out", workers=2, progress=True)
-    tokens = TokenShardSource(tmp_path / "out").tokens
-    last = capsys.readouterr().err.strip().split("\r")[-1]
-    size = f"{tokens / 1000:.1f}k"
-    assert "100%" in last
-    assert f"{size}/{size}" in last
-    run(source, tmp_path / "out", progress=True)
-    assert f"{size}/{size}" in capsys.readouterr().err
 
 
 CONFIG = """
