@@ -232,18 +232,6 @@ def test_the_limit_is_that_of_a_lane_and_holds_over_epochs_and_resumes(tmp_path:
     assert lenient.ledger().bad_shards == 3
 
 
-def test_a_file_in_many_parts_has_one_line_in_each_lane(tmp_path: Path) -> None:
-    files = corpus("jsonl", tmp_path / "data")
-    size = files.paths[2].stat().st_size
-    data = files.open()
-    files.paths[2].unlink()
-    dataset = skipping(data, quarantine=tmp_path / "bad", num_lanes=4)
-    assert survivors(dataset) == files.rest(2)
-    entries = listed(tmp_path / "bad")
-    assert sum(entry["bytes"] for entry in entries) == size
-    assert dataset.ledger().bad_shards == len(entries) == len(list((tmp_path / "bad").iterdir()))
-
-
 @pytest.mark.parametrize("columns", [None, ["i", "n"]])
 @pytest.mark.parametrize("odd", [0, 4])
 def test_a_parquet_file_with_a_column_of_another_type_is_one_bad_shard(
@@ -271,14 +259,6 @@ def test_a_parquet_file_with_a_column_of_another_type_is_one_bad_shard(
     reasons = {entry["reason"].partition(": ")[0] for entry in entries if entry["shard"] == f"{odd}.parquet"}
     assert reasons == {"its column 'n' is string, and integer in most files"}
     check_resume_everywhere(make, packs=12, whole_every=6)
-    source, settings = ParquetSource(files.paths, columns=columns), {"encoder": Numbers(), "progress": False}
-    out = tokenize(source, out=tmp_path / "out", on_bad_record="skip", lanes=2, **settings)
-    index = json.loads((out / "index.json").read_text())
-    assert (index["bad_records"], index["bad_shards"]) == (1, 1)
-    mix = Mix([{"name": "a", "weight": 1, "source": Holdout(source, fraction=0.01, part="train")}])
-    dataset = skipping(mix, max_bad_records=1)
-    list(dataset)
-    assert dataset.ledger().bad_shards > 0
 
 
 def test_workers_leave_out_bad_shards(tmp_path: Path) -> None:

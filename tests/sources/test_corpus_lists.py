@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from streampack import JSONLSource, cli
-from streampack.sources import ParquetSource, Reading
+from streampack.sources import ParquetSource
 from streampack.sources.scan import scan  # private: named in docs/guides/data.md
 from tests.harness.conformance import check_resume_everywhere, content
-from tests.harness.corpus import write
 from tests.harness.files import CASES, HARM, ROWS, corpus, listed, shards, stream, survivors
 from tests.harness.stores import Web
 
@@ -143,20 +142,6 @@ def test_a_file_that_is_another_one_than_was_scanned_is_named_when_it_is_read(
         list(stream(opened(kind, tmp_path / "data" / "manifest")))
 
 
-def test_a_link_that_leads_out_of_the_folder_is_refused_when_it_is_read(tmp_path: Path) -> None:
-    write(tmp_path / "secret.jsonl", [{"i": 1}])
-    (tmp_path / "data").mkdir()
-    write(tmp_path / "data" / "a.jsonl", [{"i": 0}])
-    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "secret.jsonl")
-    size = (tmp_path / "secret.jsonl").stat().st_size
-    manifest = tmp_path / "data" / "manifest"
-    manifest.write_text("".join(json.dumps({"name": f"{name}.jsonl", "size": size}) + "\n" for name in "ab"))
-    reader = JSONLSource(manifest=manifest).read(Reading())
-    next(reader)
-    with pytest.raises(ValueError, match="b.jsonl is refused: it is a link that leads out of"):
-        next(reader)
-
-
 BAD_LINES = [
     ('{"name": "a.jsonl", "size": -1}', "an entry has a name"),
     ('{"name": "a.jsonl", "size": 4, "rows": -1}', "rows=-1 is no number of rows"),
@@ -184,25 +169,6 @@ def test_a_manifest_is_not_trusted(tmp_path: Path, line: str, message: str) -> N
     with pytest.raises(ValueError, match=message) as error:
         JSONLSource(manifest=tmp_path / "manifest")
     assert str(error.value).startswith(f"{tmp_path}/manifest:2: ")
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("none/manifest", "there is no folder .*none on this machine"),
-        ("", "is a folder; name the manifest in it"),
-        ("all.jsonl", "would read the manifest's lines as rows"),
-        ("manifest", "Parquet files and others; scan them one after the other"),
-    ],
-)
-def test_places_and_files_of_two_kinds_are_refused(tmp_path: Path, out: str, message: str) -> None:
-    corpus("jsonl", tmp_path)
-    if out == "manifest":
-        corpus("parquet", tmp_path)
-    before = set(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=message):
-        scan(tmp_path, out=tmp_path / out, progress=False)
-    assert set(tmp_path.iterdir()) == before
 
 
 def test_an_error_that_may_pass_leaves_no_manifest(tmp_path: Path) -> None:

@@ -478,22 +478,3 @@ def test_a_shard_that_decompresses_to_more_than_is_read(
         assert tracemalloc.get_traced_memory()[1] < 12 << 20
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize("content", [
-    b"{}" * 20, b"PAR1" + b"\xff" * 40 + (40).to_bytes(4, "little") + b"PAR1",
-    b"PAR1" + (1 << 30).to_bytes(4, "little") + b"PAR1",
-])  # fmt: skip
-def test_a_file_whose_footer_is_damaged_is_one_record(tmp_path: Path, content: bytes) -> None:
-    for name, begin in (("a", 0), ("c", 3)):
-        pq.write_table(pa.table({"i": list(range(begin, begin + 3))}), tmp_path / f"{name}.parquet")
-    (tmp_path / "b.parquet").write_bytes(content)
-    reader = ParquetSource(tmp_path).read(Reading())
-    assert [next(reader).data["i"] for _ in range(3)] == [0, 1, 2]
-    message = (
-        f"^{tmp_path}/b.parquet from row 0 on: (this is no Parquet file, or its end|the footer is damaged)"
-    )
-    with pytest.raises(ValueError, match=message):
-        next(reader)
-    reader.skip()
-    assert [row.data["i"] for row in reader] == [3, 4, 5]

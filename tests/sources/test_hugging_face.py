@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Array2D, Dataset, DatasetDict, Features, IterableDataset, Value
-from torch.utils.data import DataLoader
 
 from streampack import HFSource, IterablePackedDataset
 from streampack.sources import Reading
@@ -119,27 +118,6 @@ def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str, monkeypatch: p
     assert len(source.shared(17)) == (kind != "map-style")
 
 
-@pytest.mark.parametrize(("consumers", "lanes"), [(2, 4), (3, 3)])
-def test_fewer_consumers_than_shards_get_as_many_lanes_each(
-    tmp_path: Path, consumers: int, lanes: int
-) -> None:
-    (tmp_path / "json").mkdir()
-    for shard in range(4):
-        rows = "".join(json.dumps({"input_ids": [1 + 10 * shard + i] * 4}) + "\n" for i in range(10))
-        (tmp_path / "json" / f"{shard}.jsonl").write_text(rows)
-    dataset = streamed(tmp_path)
-    assert dataset.num_shards == 4
-    packs = IterablePackedDataset(dataset, max_seq_len=8)
-    found = [
-        token
-        for consumer in range(consumers)
-        for pack in packs.stream(consumer, consumers)
-        for token in pack.tokens.tolist()
-    ]
-    assert packs.num_lanes == lanes
-    assert sorted(set(found)) == list(range(1, 41))
-
-
 def test_a_shuffled_stream_is_refused(tmp_path: Path) -> None:
     dataset = streamed(shards(tmp_path))
     for shuffled in (
@@ -222,16 +200,3 @@ def test_errors_of_the_stream_consume_nothing(tmp_path: Path) -> None:
             assert error.__notes__[-1] == "while reading shard 0, row 7"
     assert got == list(range(40))
     assert not failures
-
-
-def test_a_torch_worker_reads_all_shards_of_a_stream(tmp_path: Path) -> None:
-    """There, ``iter`` of a stream gives only the worker's own shards."""
-    data = IterablePackedDataset(streamed(shards(tmp_path)), max_seq_len=32, num_lanes=3)
-    packs = list(DataLoader(data, batch_size=None, num_workers=2))
-    assert len(packs) > 5
-    seen = {
-        token
-        for pack in packs
-        for token in pack["tokens"][: int(pack["seq_lens"][: pack["num_seqs"]].sum())].tolist()
-    }
-    assert seen == set(range(40))

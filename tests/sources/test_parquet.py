@@ -282,23 +282,6 @@ def test_all_compressions_and_versions_are_read(tmp_path: Path, compression: str
     assert [(row["i"], row["word"]) for row in found] == [(row["i"], row["word"]) for row in data]
 
 
-@pytest.mark.parametrize("num_lanes", [2, 3, 6])
-def test_lanes_are_even(tmp_path: Path, num_lanes: int) -> None:
-    """No lane is behind by more than a part, which is a small file or some row groups, empty ones too."""
-    rng = np.random.default_rng(1)
-    counts = [rng.integers(0, 30, 12) for _ in range(9)]
-    for number, groups in enumerate(counts):
-        path = tmp_path / f"{number}.parquet"
-        with pq.ParquetWriter(path, pa.schema([("text", pa.string())]), compression="none") as writer:
-            for count in groups:
-                writer.write_table(pa.table({"text": pa.array(["x" * 100] * count, pa.string())}))
-    source = ParquetSource(tmp_path)
-    lanes = [len(list(source.read(Reading(lane, num_lanes=num_lanes)))) for lane in range(num_lanes)]
-    total = sum(map(sum, counts))
-    assert sum(lanes) == total
-    assert max(lanes) - min(lanes) <= max(map(sum, counts)) + total // (num_lanes * 16), "a file, or a part"
-
-
 def test_the_fingerprint_depends_on_columns_and_content(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{"i": 1, "j": 2}])
     prints = {

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import multiprocessing as mp
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -268,20 +265,6 @@ def test_sources_of_no_rows_of_their_own_are_refused(tmp_path: Path) -> None:
         tokenize(nothing, out=tmp_path, progress=False)
 
 
-def test_lanes_without_rows_are_read_once(tmp_path: Path) -> None:
-    """The last call finds an empty shard of such a lane, which the index does not name."""
-    rows = [{"tokens": [i], "labels": [i]} for i in range(3)]
-    settings: Any = {"out": tmp_path, "lanes": 5, "progress": False}
-    tokenize(rows, **settings, shard=(0, 2))
-    with pytest.raises(ValueError, match=r"2 of 5 lanes are missing or end early \(1, 3\)"):
-        tokenize(rows, **settings, finish=True)
-    tokenize(rows, **settings, shard=(1, 2))
-    source = TokenShardSource(tokenize(rows, **settings, finish=True))
-    assert [row.data["tokens"].tolist() for row in source.read(Reading())] == [[0], [1], [2]]
-    assert len(source.shards) == 3
-    assert len(list(tmp_path.glob("*.bin"))) == 5
-
-
 CONFIG = """
 data:
   source: {{_component_: streampack.JSONLSource, paths: {path}}}
@@ -337,42 +320,3 @@ def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_part_of_a_file(
     assert not [path for path in files if path.name.startswith(".") and path.name != ".lock"]
     assert cli.main(words) == 0
     assert TokenShardSource(out).tokens == 3
-
-
-class Meanwhile(TextEncoder):
-    """An encoder at whose 50th row another process tokenizes to the same folder."""
-
-    def __init__(self, source: JSONLSource, out: Path) -> None:
-        super().__init__(Letters())
-        self.source, self.out = source, out
-        self.rows = 0
-        self.said: list[str] = []
-
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:
-        self.rows += 1
-        if self.rows == 50:
-            context = mp.get_context("fork")
-            queue = context.SimpleQueue()
-            other = context.Process(target=self.tokenize_too, args=(queue,))
-            other.start()
-            other.join()
-            self.said.append(queue.get())
-        return super().__call__(row)
-
-    def tokenize_too(self, queue: Any) -> None:
-        try:
-            tokenize(self.source, out=self.out, encoder=TextEncoder(Letters()), lanes=1, progress=False)
-            queue.put("nothing")
-        except ValueError as error:
-            queue.put(str(error))
-
-
-def test_a_second_call_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "monotonic", itertools.count(0, 1000).__next__)  # it waits in vain
-    source, out = corpus(tmp_path / "corpus"), tmp_path / "out"
-    encoder = Meanwhile(source, out)
-    tokenize(source, out=out, encoder=encoder, lanes=1, progress=False)
-    [said] = encoder.said
-    assert said.startswith(f"{out} is in use by process {os.getpid()} on ")
-    assert said.endswith("; wait until it ends, stop it, or give another folder")
-    assert sum(1 for _ in TokenShardSource(out).read(Reading())) == 300
