@@ -268,19 +268,12 @@ FLAT: dict[str, tuple[str | None, Any, Change, str]] = {
 
 
 @pytest.mark.parametrize("case", FLAT)
-def test_a_file_that_is_no_flat_file_is_refused_or_left_out(tmp_path: Path, case: str) -> None:
+def test_a_file_that_is_no_flat_file_is_refused(tmp_path: Path, case: str) -> None:
     header, dtype, change, message = FLAT[case]
     path = write_flat(tmp_path / "a.npy", list(range(2, 102)), header=header)
     change(tmp_path)
     with pytest.raises(ValueError, match=f"a.npy: {message}"):
         FlatTokensSource(path, eos_token_id=0, dtype=dtype)
-    write_flat(tmp_path / "b.npy", list(range(2, 102)), header="numpy", dtype=dtype or "uint16")
-    both = FlatTokensSource(tmp_path, eos_token_id=0, dtype=dtype)
-    assert [Path(shown).name for shown, _ in both.bad_shards()] == ["a.npy"]
-    with pytest.warns(UserWarning, match="1 of 2 files cannot be read and are left out"):
-        packs = IterablePackedDataset(both, max_seq_len=200, num_lanes=2, on_bad_record="skip")
-    assert sum(int(pack["seq_lens"][: pack["num_seqs"]].sum()) for pack in packs) == 100
-    assert packs.ledger().bad_shards == 1
 
 
 # What is found when it is read: a record or a stretch of records is lost, and the others are read.

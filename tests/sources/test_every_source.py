@@ -28,7 +28,6 @@ from streampack import (
     MDSSource,
     MegatronSource,
     Mix,
-    PackedDataLoader,
     ParquetSource,
     Sample,
     Source,
@@ -241,17 +240,6 @@ def test_reading_resumes_at_every_cursor(source: Any, kind: str, num_lanes: int,
 
 def test_resume_at_every_pack(source: Any) -> None:
     assert len(check_resume_everywhere(lambda: stream(source), packs=12)) > 5
-
-
-@pytest.mark.parametrize("kind", ["compressed", "parquet", "mds.zstd", "tokens", "stream"])
-def test_a_worker_makes_the_packs_of_this_process(kind: str, tmp_path: Path) -> None:
-    source = MAKE[kind](tmp_path, ROWS)
-    batches = [
-        [batch.tokens.tolist() for batch in PackedDataLoader(stream(source), num_workers=workers)]
-        for workers in (0, 1)
-    ]
-    assert batches[0] == batches[1]
-    assert len(batches[0]) > 5
 
 
 def test_rows_have_places_of_their_own(source: Any, kind: str) -> None:

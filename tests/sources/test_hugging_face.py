@@ -134,12 +134,6 @@ def test_a_shuffled_stream_is_refused(tmp_path: Path) -> None:
     HFSource(Dataset.from_list(rows_of(5)).shuffle(seed=1))  # by number: nothing to lose
 
 
-def test_parquet_is_resharded_by_row_group(tmp_path: Path) -> None:
-    dataset = tables(shards(tmp_path, count=1))
-    assert HFSource(dataset).natural_lanes() == 1
-    assert HFSource(dataset.reshard()).natural_lanes() == 6
-
-
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_dataset_is_loaded_by_name(tmp_path: Path, streaming: bool) -> None:
     folder = shards(tmp_path) / "json"

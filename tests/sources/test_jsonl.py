@@ -142,20 +142,6 @@ def test_files_are_read_only_as_far_as_rows_are_needed_and_are_closed(tmp_path: 
     gc.collect()
 
 
-def test_the_fingerprint_depends_on_names_and_content(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{name}.jsonl", numbered(5)) for name in "ab"]
-    fingerprint = JSONLSource(tmp_path).fingerprint()
-    paths[0].touch()
-    assert JSONLSource(tmp_path).fingerprint() == fingerprint, "the time says nothing"
-    before = paths[0].read_bytes()
-    for changed in (b"#" + before[1:], before[:-2] + b"#\n", before + b"\n"):
-        paths[0].write_bytes(changed)
-        assert JSONLSource(tmp_path).fingerprint() != fingerprint
-    paths[0].write_bytes(before)
-    paths[0].rename(tmp_path / "c.jsonl")
-    assert JSONLSource(tmp_path).fingerprint() != fingerprint
-
-
 # What is refused.
 
 

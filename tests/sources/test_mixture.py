@@ -361,27 +361,6 @@ def test_resume_at_every_pack(kind: str, settings: dict[str, Any]) -> None:
     assert len(packs) > 8
 
 
-def test_source_stats_after_a_resume_are_those_of_an_unbroken_run() -> None:
-    settings = {**ENDLESS, **SHUFFLED, "num_lanes": 2}
-    whole = make(three("never"), **settings)
-    for _ in islice(whole, 45):
-        pass
-    state = None
-    for _ in range(15):
-        part = make(three("never"), **settings)
-        if state is not None:
-            part.load_state_dict(state)
-        for _ in islice(part, 3):
-            pass
-        state = part.state_dict()
-    assert state == whole.state_dict()
-    assert part.source_stats() == whole.source_stats()
-    source_stats, ledger = whole.source_stats(), whole.ledger()
-    assert list(source_stats) == ["short", "middling", "long"]
-    for name in ("samples", "tokens_in", "packed"):
-        assert sum(getattr(stats, name) for stats in source_stats.values()) == getattr(ledger, name)
-
-
 def test_errors_consume_nothing_and_states_do_not_grow() -> None:
     expected = [content(pack) for pack in islice(make(three(), **ENDLESS, num_lanes=1), 400)]
     encoder, found, sizes = Numbers(), [], []

@@ -175,22 +175,6 @@ def test_formats_that_datasets_reads(tmp_path: Path, ending: str, separator: str
     assert [row.data for row in source.read(Reading())] == [{"text": "red dog", "n": 1}]
 
 
-def test_a_listing_asks_once_for_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata servers are the first bottleneck of 1,024 ranks."""
-    names = [write(tmp_path / f"{i:03}.jsonl", [{"text": "x" * 5000}]) for i in range(100)]
-    asked, look = [], os.stat
-
-    def watched(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        asked.append(str(path))
-        return look(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "stat", watched)
-    for paths in (names, str(tmp_path / "*.jsonl")):
-        asked.clear()
-        assert len(JSONLSource(paths).files) == 100
-        assert sorted(path for path in asked if path.endswith("0.jsonl")) == sorted(map(str, names[::10]))
-
-
 def twice(folder: Path, how: str) -> dict[str, Any]:
     """Return arguments of a file source that name ``data`` twice."""
     folder.mkdir(exist_ok=True)
