@@ -34,9 +34,9 @@ from streampack.storage import base as storage
 from streampack.storage.base import LocalStorage
 from streampack.tokenize.tokenize import tokenize
 from tests.harness.corpus import Numbers, rows, write
+from tests.harness.files import write_mds
 from tests.harness.forked_ranks import run_ranks
 from tests.harness.stores import Hub
-from tests.harness.files import write_mds
 from tests.harness.threads import Board, ThreadSync, on_ranks
 from tests.sources import test_parquet
 

@@ -251,8 +251,10 @@ def running(kind: str, folder: Path) -> Iterator[Store]:
         fsspec.register_implementation("versioned", Versioned, clobber=True)
         Versioned.store.clear()
         files = Versioned(skip_instance_cache=True)
-        yield _store("versioned", {}, files)
-        Versioned.fault = staticmethod(lambda path, start, stop: None)
+        try:
+            yield _store("versioned", {}, files)
+        finally:
+            Versioned.fault = staticmethod(lambda path, start, stop: None)
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -55,10 +55,7 @@ def corpus(kind: str, folder: Path) -> tuple[Any, list[int], list[tuple[str, int
         path = folder / "a.parquet"
         table = pa.Table.from_pylist(ROWS)
         pq.write_table(table, path, row_group_size=50, write_page_checksum=True, use_dictionary=False)
-        chunk = pq.read_metadata(path).row_group(3).column(1)
-        content = bytearray(path.read_bytes())
-        content[chunk.data_page_offset + chunk.total_compressed_size - 2] ^= 0xFF
-        path.write_bytes(content)
+        files.damage(path, group=3, column=1)
         survivors = [i for i in range(600) if not 150 <= i < 200]
         return ParquetSource(path), survivors, [("a.parquet", 150, "row group 3 is damaged")]
     lines = [json.dumps(row).encode() for row in ROWS]

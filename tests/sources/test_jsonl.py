@@ -118,17 +118,6 @@ def test_lines_that_begin_where_a_file_was_cut(tmp_path: Path) -> None:
     assert sorted(lanes[0] + lanes[1]) == list(range(256))
 
 
-@pytest.mark.parametrize("num_lanes", [2, 5, 16])
-def test_lanes_of_plain_files_are_about_as_long(tmp_path: Path, num_lanes: int) -> None:
-    counts = (3000, 500, 1, 90)
-    for number, count in enumerate(counts):
-        (tmp_path / f"{number}.jsonl").write_bytes(b'{"text": "a line of as many bytes as all"}\n' * count)
-    source = JSONLSource(tmp_path)
-    found = [len(list(source.read(Reading(lane, num_lanes=num_lanes)))) for lane in range(num_lanes)]
-    assert sum(found) == sum(counts)
-    assert max(found) - min(found) <= 100, "a part, of some KB"
-
-
 def test_files_are_read_only_as_far_as_rows_are_needed_and_are_closed(tmp_path: Path) -> None:
     """pytest turns an unclosed file's ResourceWarning into an error."""
     large = JSONLSource(write(tmp_path / "large.jsonl", numbered(50_000)))

@@ -424,20 +424,6 @@ def test_a_run_with_a_source_of_two_rows_resumes_at_every_pack(stop: str, how: d
     assert len(packs) > 5
 
 
-def test_first_exhausted_ends_where_a_lane_has_no_row_left() -> None:
-    """A lane without rows of a source ends when that is needed. In the next epoch others are without."""
-    mix = small_and_large(rows(3), large=300, stop="first_exhausted")
-    once = make(mix, num_lanes=8, epochs=4)
-    came = [Counter(), Counter(), Counter(), Counter()]  # type: list[Counter[Any]]
-    for pack in once:
-        came[pack["epoch"]].update(fragment.row_id for fragment in pack["fragments"])
-    assert all(max(counts.values()) == 1 for counts in came)
-    assert all(sum(source == 0 for source, _ in counts) == 3 for counts in came)
-    endless = make(mix, num_lanes=8, epochs=None)
-    lanes = Counter(pack["lane"] for pack in islice(endless, 400))
-    assert set(lanes.values()) == {50}, "a lane without a row in one epoch goes on with the next"
-
-
 @pytest.mark.parametrize("stop", ["never", "all_exhausted", "first_exhausted"])
 def test_a_source_without_rows_is_refused(stop: str) -> None:
     """A lane that has no rows looks whether the others have some."""

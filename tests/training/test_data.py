@@ -21,8 +21,8 @@ from streampack.training.config import read_config
 from streampack.training.data import build_data
 from streampack.training.estimate import opening, total_steps
 from tests.harness.processes import RankError, run_ranks
-from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
 from tests.harness.stores import Web
+from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
 
 INPUTS = TorchtuneInputs("varlen", frozenset(), model=None)  # type: ignore[arg-type]
 
