@@ -12,7 +12,7 @@ from streampack import JSONLSource, cli
 from streampack.sources import ParquetSource
 from streampack.sources.scan import scan  # private: named in docs/guides/data.md
 from tests.harness.conformance import check_resume_everywhere, content
-from tests.harness.files import CASES, HARM, ROWS, corpus, listed, shards, stream, survivors
+from tests.harness.files import CASES, HARM, ROWS, corpus, listed, shards, skipping, survivors
 from tests.harness.stores import Web
 
 KINDS = ("jsonl", "gz", "parquet")
@@ -46,13 +46,13 @@ def test_a_manifest_holds_what_reading_would_find(tmp_path: Path, kind: str) -> 
 def test_packs_and_states_are_those_of_a_listing(tmp_path: Path, kind: str) -> None:
     files = corpus(kind, tmp_path / "data")
     scan(files.paths, out=tmp_path / "corpus.manifest", progress=False)
-    listing = stream(files.open())
+    listing = skipping(files.open())
     running = iter(listing)
     packs = [next(running) for _ in range(5)]
-    by_manifest = stream(opened(kind, tmp_path / "corpus.manifest", tmp_path / "data"))
+    by_manifest = skipping(opened(kind, tmp_path / "corpus.manifest", tmp_path / "data"))
     by_manifest.load_state_dict(listing.state_dict())
     packs += list(by_manifest)
-    assert list(map(content, packs)) == list(map(content, stream(files.open())))
+    assert list(map(content, packs)) == list(map(content, skipping(files.open())))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("jsonl", 40), ("parquet", 60)])
@@ -70,7 +70,7 @@ def test_a_thousand_files_behind_a_url_cost_a_few_requests_to_the_first_pack(
         assert asked >= 1000
         data = opened(kind, tmp_path / "manifest", f"{web.url}/c")
         assert len(web.requests) == asked
-        dataset = stream(data, num_lanes=8, shuffle=False, on_bad_record="error", read_ahead=0)
+        dataset = skipping(data, num_lanes=8, shuffle=False, on_bad_record="error", read_ahead=0)
         next(iter(dataset))
         assert len(web.requests) - asked <= most
         web.files["/m"] = (tmp_path / "manifest").read_bytes()
@@ -94,13 +94,13 @@ def test_problems_are_known_at_the_start_of_every_run(
     assert [shown for shown, _ in found.problems] == [str(files.paths[1]), str(files.paths[4])]
     assert all(reason in why for _, why in found.problems)
     with pytest.raises(ValueError, match="2 of 6 files cannot be read") as error:
-        stream(opened(kind, found.manifest), on_bad_record="error")
+        skipping(opened(kind, found.manifest), on_bad_record="error")
     assert str(error.value).count(reason) == 2
-    dataset = stream(opened(kind, found.manifest), quarantine=tmp_path / "bad")
+    dataset = skipping(opened(kind, found.manifest), quarantine=tmp_path / "bad")
     packs = list(dataset)
     assert survivors(packs) == files.rest(1, 4)
     assert {entry["shard"] for entry in listed(tmp_path / "bad")} == {files.paths[i].name for i in (1, 4)}
-    listing = stream(files.open())
+    listing = skipping(files.open())
     found_out = list(map(content, listing))
     if kind != "jsonl" or harm == "empty":
         assert list(map(content, packs)) == found_out, "as without a manifest"
@@ -118,7 +118,7 @@ def test_a_file_that_is_gone_since_the_scan_is_left_out_and_a_resume_gives_the_s
     files.paths[2].unlink()
 
     def make() -> Any:
-        return stream(opened(kind, tmp_path / "data" / "manifest"), quarantine=tmp_path / "bad")
+        return skipping(opened(kind, tmp_path / "data" / "manifest"), quarantine=tmp_path / "bad")
 
     packs = check_resume_everywhere(make, packs=30, whole_every=10)
     assert survivors([*packs, *list(make())][-len(list(make())) :]) == files.rest(2)
@@ -139,7 +139,7 @@ def test_a_file_that_is_another_one_than_was_scanned_is_named_when_it_is_read(
     what = "has .* bytes and had .*" if change == "size" else "does not have the content that it had"
     message = f"{files.paths[3]} {what} when it was listed; a corpus must not change"
     with pytest.raises(ValueError, match=message):
-        list(stream(opened(kind, tmp_path / "data" / "manifest")))
+        list(skipping(opened(kind, tmp_path / "data" / "manifest")))
 
 
 BAD_LINES = [
