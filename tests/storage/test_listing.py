@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from streampack import (
@@ -205,13 +204,6 @@ def test_a_file_by_two_names_is_refused(tmp_path: Path, how: str) -> None:
         JSONLSource(**arguments)
 
 
-def test_a_url_by_two_names_is_refused() -> None:
-    lines = b'{"name": "./a b.jsonl", "size": 9}\n{"name": "a b.jsonl", "size": 9}\n'
-    fsspec.filesystem("memory").pipe("/twice/names.txt", lines)
-    with pytest.raises(ValueError, match="are one file; name every file once"):
-        JSONLSource(manifest="memory://twice/names.txt")
-
-
 OUTSIDE = (
     "../a.jsonl", "sub/../../a.jsonl", "..", "/etc/passwd", "~/a.jsonl", "file:///etc/passwd", "https://elsewhere/a",
     "pipe:cat /etc/passwd", "zip::a.jsonl", "simplecache::https://elsewhere/a.jsonl", "a\\..\\b.jsonl", "C:\\a.jsonl",
@@ -344,13 +336,6 @@ def test_one_rank_looks_files_up_for_all(served: Web, kind: str) -> None:
     assert not left
     again = read_all(source)
     assert [row["tokens"].tolist() for row in again] == [row["tokens"].tolist() for row in expected]
-
-
-def test_a_storage_that_refuses_an_index_is_an_error_that_names_it(served: Web) -> None:
-    served.fault = lambda path: "403" if path.endswith(".idx") else None
-    with pytest.raises(PermissionError, match=r"/c/text_document_0.idx: HTTP 403, access is denied") as error:
-        opened("megatron", served)
-    assert "canary" not in str(error.value)
 
 
 def test_a_refused_state_names_the_changed_file(tmp_path: Path) -> None:
