@@ -28,7 +28,7 @@ from stress.corpus import Numbers, RankResult, count_packs, global_steps, run_ra
 from stress.job import Run, job, require_failure
 from stress.ranks import RankPools
 from stress.servers import SlowWeb
-from tests.harness.bad_shards import CASES, HARM, listed
+from tests.harness.files import CASES, HARM, listed
 
 COLUMNS = ["i", "n"]
 FILES = 14

@@ -21,7 +21,7 @@ from stress.corpus import Numbers, record_packs
 from stress.job import Run, job, require_failure
 from stress.ranks import Ranks
 from stress.servers import Asked, SlowWeb
-from tests.harness.shards import shards
+from tests.harness.files import shards
 
 DELAY = 0.05  # seconds a request
 BATCH_SIZE = 8

@@ -212,7 +212,7 @@ _served: Any = None  # the `Web` of this process
 
 def _serve_folder(root: Path) -> str:
     global _served
-    from tests.harness.web import Web
+    from tests.harness.stores import Web
 
     _served = Web(_Folder(root), _Pace(0.0)).__enter__()
     url: str = _served.url

@@ -31,8 +31,8 @@ from streampack.sources.row_groups import Footers  # private: whose reads of foo
 from streampack.storage.base import LocalStorage  # private: whose reads of the ends of files are counted
 from streampack.tokenize import tokenize
 from tests.harness.corpus import Numbers, rows, write
-from tests.harness.hub import Hub
-from tests.harness.mds import write_mds
+from tests.harness.files import write_mds
+from tests.harness.stores import Hub
 from tests.harness.threads import ThreadSync, on_ranks
 
 DATA = rows(60)

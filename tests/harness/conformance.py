@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
-from streampack.sources.base import Reader
+import numpy as np
+
 from streampack.types import Cursor
 
 
@@ -22,7 +23,7 @@ class Stream(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
-def check_cursors(read: Callable[[Cursor | None], Reader], *, announced: bool = True) -> list[Any]:
+def check_cursors(read: Callable[[Cursor | None], Any], *, announced: bool = True) -> list[Any]:
     """Reading from the cursor of row k yields exactly the rows from k on. Returns the rows' data.
 
     ``read(start)`` opens a new reader. The cursor between two rows is as good as that of the next one (if
@@ -30,16 +31,30 @@ def check_cursors(read: Callable[[Cursor | None], Reader], *, announced: bool = 
     """
     reader = read(None)
     rows, cursors = [], [reader.cursor]
-    for row in reader:
+    for row in map(comparable, reader):
         assert row.cursor == cursors[-1] or not announced, "reader.cursor announces the next row's"
         rows.append(row)
         cursors.append(reader.cursor)
     for k, cursor in enumerate(cursors):
         assert all(isinstance(number, int) and number >= 0 for number in cursor)
-        assert list(read(cursor)) == rows[k:], f"from row {k}"
+        assert list(map(comparable, read(cursor))) == rows[k:], f"from row {k}"
     for k, row in enumerate(rows):
-        assert list(islice(read(row.cursor), 2)) == rows[k : k + 2]
+        assert list(map(comparable, islice(read(row.cursor), 2))) == rows[k : k + 2]
     return [row.data for row in rows]
+
+
+def comparable(row: Any) -> Any:
+    """Return a row whose data are `lists`."""
+    return row._replace(data=lists(row.data))
+
+
+def lists(value: Any) -> Any:
+    """Return a value of plain Python: lists for arrays, and dicts for rows of tables."""
+    if isinstance(value, Mapping):
+        return {name: lists(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(lists, value))
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def content(pack: Mapping[str, Any]) -> tuple[Any, ...]:

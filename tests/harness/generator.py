@@ -26,7 +26,7 @@ from streampack.sources import (
 )
 from streampack.tokenize import tokenize
 from tests.harness.corpus import PACK, in_memory
-from tests.harness.mds import write_mds
+from tests.harness.files import write_mds
 from tests.oracle.streams import IGNORE, Oracle, Text
 
 KINDS = ("map", "map", "iterable", "jsonl", "compressed", "remote", "parquet", "tokens", "mds")

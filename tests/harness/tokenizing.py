@@ -13,14 +13,8 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from streampack import (
-    JSONLSource,
-    TextEncoder,
-    TokenShardSource,
-)
-from streampack.sources import Reading
-from streampack.sources.examples import EXAMPLES
-from streampack.tokenize.tokenize import tokenize
+from streampack import JSONLSource, TextEncoder
+from streampack.tokenize import tokenize
 from streampack.types import Sample
 from tests.harness.stores import Store
 
@@ -62,7 +56,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("[!.]*")) if path.is_file()}
 
 
-PROBED = 2 * EXAMPLES  # rows encoded beforehand, for the fingerprint of the encoder
+PROBED = 24  # rows encoded beforehand, for the fingerprint of the encoder
 
 
 def run(
@@ -96,33 +90,6 @@ class Dies(TextEncoder):
         if self.left < 0:
             raise Killed
         return super().__call__(row)
-
-
-def write_numbered(path: Path, first: int, count: int) -> None:
-    """Write a file of numbered rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"text": f"{i} " * (1 + i % 7)}) for i in range(first, first + count)]
-    path.write_text("\n".join(lines) + "\n")
-
-
-def add(folder: Path, number: int) -> JSONLSource:
-    """Add a file of 40 rows to a folder; return the source of all."""
-    write_numbered(folder / f"{'bac'[number]}.jsonl", 100 * number, 40)  # the second comes before the first
-    return JSONLSource(str(folder / "*.jsonl"))
-
-
-def rows(*folders: Path | str, **options: Any) -> list[int]:
-    """Return the numbers of the rows of token shards, sorted."""
-    found = TokenShardSource(folders if len(folders) > 1 else folders[0], **options).read(Reading())
-    return sorted(int(bytes(row.data["tokens"][1:-1].tolist()).split()[0]) for row in found)
-
-
-def numbered(*files: int) -> list[int]:
-    return [100 * number + i for number in files for i in range(40)]
-
-
-def small(source: Any, out: Any, **options: Any) -> Any:
-    return run(source, out, **{"lanes": 2, "shard_tokens": 200, **options})
 
 
 def stored(store: Store, place: str) -> dict[str, bytes]:

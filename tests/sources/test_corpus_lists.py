@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from streampack import JSONLSource, cli
-from streampack.sources import ParquetSource, Reading
-from streampack.sources.scan import scan
-from tests.harness.bad_shards import CASES, HARM, ROWS, corpus, listed, stream, survivors
+from streampack.sources import ParquetSource
+from streampack.sources.scan import scan  # private: named in docs/guides/data.md
 from tests.harness.conformance import check_resume_everywhere, content
-from tests.harness.corpus import read_all, write
-from tests.harness.shards import shards
-from tests.harness.web import Web
+from tests.harness.files import CASES, HARM, ROWS, corpus, listed, shards, skipping, survivors
+from tests.harness.stores import Web
 
 KINDS = ("jsonl", "gz", "parquet")
 
@@ -52,40 +46,13 @@ def test_a_manifest_holds_what_reading_would_find(tmp_path: Path, kind: str) -> 
 def test_packs_and_states_are_those_of_a_listing(tmp_path: Path, kind: str) -> None:
     files = corpus(kind, tmp_path / "data")
     scan(files.paths, out=tmp_path / "corpus.manifest", progress=False)
-    listing = stream(files.open())
+    listing = skipping(files.open())
     running = iter(listing)
     packs = [next(running) for _ in range(5)]
-    by_manifest = stream(opened(kind, tmp_path / "corpus.manifest", tmp_path / "data"))
+    by_manifest = skipping(opened(kind, tmp_path / "corpus.manifest", tmp_path / "data"))
     by_manifest.load_state_dict(listing.state_dict())
     packs += list(by_manifest)
-    assert list(map(content, packs)) == list(map(content, stream(files.open())))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_looked_at_before_the_first_row_is_read(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = corpus(kind, tmp_path)
-    scan(tmp_path, out=tmp_path / "corpus.manifest", progress=False)
-    names, looked = {path.name for path in files.paths}, []
-    for module, name in ((os, "stat"), (os, "lstat"), (os, "open"), (Path, "open"), (os, "readlink")):
-        monkeypatch.setattr(module, name, watched(getattr(module, name), looked))
-    source = opened(kind, tmp_path / "corpus.manifest")
-    source.divide(4, lambda call, items: list(map(call, items)))
-    dataset = stream(source)
-    assert not [path for path in looked if Path(path).name in names]
-    next(iter(dataset))
-    assert [path for path in looked if Path(path).name in names], "the test sees what is read"
-
-
-def watched(call: Callable[..., Any], looked: list[str]) -> Callable[..., Any]:
-    """Return the function, which notes its first argument at each call."""
-
-    def noted(path: Any, *arguments: Any, **options: Any) -> Any:
-        looked.append(str(path))
-        return call(path, *arguments, **options)
-
-    return noted
+    assert list(map(content, packs)) == list(map(content, skipping(files.open())))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("jsonl", 40), ("parquet", 60)])
@@ -103,7 +70,7 @@ def test_a_thousand_files_behind_a_url_cost_a_few_requests_to_the_first_pack(
         assert asked >= 1000
         data = opened(kind, tmp_path / "manifest", f"{web.url}/c")
         assert len(web.requests) == asked
-        dataset = stream(data, num_lanes=8, shuffle=False, on_bad_record="error", read_ahead=0)
+        dataset = skipping(data, num_lanes=8, shuffle=False, on_bad_record="error", read_ahead=0)
         next(iter(dataset))
         assert len(web.requests) - asked <= most
         web.files["/m"] = (tmp_path / "manifest").read_bytes()
@@ -127,13 +94,13 @@ def test_problems_are_known_at_the_start_of_every_run(
     assert [shown for shown, _ in found.problems] == [str(files.paths[1]), str(files.paths[4])]
     assert all(reason in why for _, why in found.problems)
     with pytest.raises(ValueError, match="2 of 6 files cannot be read") as error:
-        stream(opened(kind, found.manifest), on_bad_record="error")
+        skipping(opened(kind, found.manifest), on_bad_record="error")
     assert str(error.value).count(reason) == 2
-    dataset = stream(opened(kind, found.manifest), quarantine=tmp_path / "bad")
+    dataset = skipping(opened(kind, found.manifest), quarantine=tmp_path / "bad")
     packs = list(dataset)
     assert survivors(packs) == files.rest(1, 4)
     assert {entry["shard"] for entry in listed(tmp_path / "bad")} == {files.paths[i].name for i in (1, 4)}
-    listing = stream(files.open())
+    listing = skipping(files.open())
     found_out = list(map(content, listing))
     if kind != "jsonl" or harm == "empty":
         assert list(map(content, packs)) == found_out, "as without a manifest"
@@ -151,7 +118,7 @@ def test_a_file_that_is_gone_since_the_scan_is_left_out_and_a_resume_gives_the_s
     files.paths[2].unlink()
 
     def make() -> Any:
-        return stream(opened(kind, tmp_path / "data" / "manifest"), quarantine=tmp_path / "bad")
+        return skipping(opened(kind, tmp_path / "data" / "manifest"), quarantine=tmp_path / "bad")
 
     packs = check_resume_everywhere(make, packs=30, whole_every=10)
     assert survivors([*packs, *list(make())][-len(list(make())) :]) == files.rest(2)
@@ -172,42 +139,7 @@ def test_a_file_that_is_another_one_than_was_scanned_is_named_when_it_is_read(
     what = "has .* bytes and had .*" if change == "size" else "does not have the content that it had"
     message = f"{files.paths[3]} {what} when it was listed; a corpus must not change"
     with pytest.raises(ValueError, match=message):
-        list(stream(opened(kind, tmp_path / "data" / "manifest")))
-
-
-@pytest.mark.filterwarnings(LEFT_OUT)
-def test_a_column_of_another_type_is_a_problem_of_those_who_read_it(tmp_path: Path) -> None:
-    files = corpus("parquet", tmp_path)
-    table = pq.read_table(files.paths[2])
-    other = table.append_column("extra", pa.array(["x"] * len(table)))
-    pq.write_table(other.set_column(1, "n", other["n"].cast(pa.string())), files.paths[2], row_group_size=10)
-    whole = scan(tmp_path, out=tmp_path / "manifest", progress=False)
-    reason = "its column 'n' is string, and integer in most files"
-    assert whole.problems == [(str(files.paths[2]), reason)]
-    assert scan(tmp_path, out=tmp_path / "other", columns=["i"], progress=False).problems == []
-    dataset = stream(opened("parquet", whole.manifest), quarantine=tmp_path / "bad")
-    assert survivors(dataset) == files.rest(2)
-    assert {entry["reason"] for entry in listed(tmp_path / "bad")} == {reason}
-    rows = read_all(ParquetSource(manifest=whole.manifest, columns=["i"]))
-    assert len(rows) == len(files.rest()), "where the column is not read, the file is"
-    unscanned = stream(files.open(), max_bad_records=99)
-    next(iter(unscanned))
-    with pytest.raises(ValueError, match="left_out="):
-        dataset.load_state_dict(unscanned.state_dict())
-
-
-def test_a_link_that_leads_out_of_the_folder_is_refused_when_it_is_read(tmp_path: Path) -> None:
-    write(tmp_path / "secret.jsonl", [{"i": 1}])
-    (tmp_path / "data").mkdir()
-    write(tmp_path / "data" / "a.jsonl", [{"i": 0}])
-    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "secret.jsonl")
-    size = (tmp_path / "secret.jsonl").stat().st_size
-    manifest = tmp_path / "data" / "manifest"
-    manifest.write_text("".join(json.dumps({"name": f"{name}.jsonl", "size": size}) + "\n" for name in "ab"))
-    reader = JSONLSource(manifest=manifest).read(Reading())
-    next(reader)
-    with pytest.raises(ValueError, match="b.jsonl is refused: it is a link that leads out of"):
-        next(reader)
+        list(skipping(opened(kind, tmp_path / "data" / "manifest")))
 
 
 BAD_LINES = [
@@ -237,25 +169,6 @@ def test_a_manifest_is_not_trusted(tmp_path: Path, line: str, message: str) -> N
     with pytest.raises(ValueError, match=message) as error:
         JSONLSource(manifest=tmp_path / "manifest")
     assert str(error.value).startswith(f"{tmp_path}/manifest:2: ")
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("none/manifest", "there is no folder .*none on this machine"),
-        ("", "is a folder; name the manifest in it"),
-        ("all.jsonl", "would read the manifest's lines as rows"),
-        ("manifest", "Parquet files and others; scan them one after the other"),
-    ],
-)
-def test_places_and_files_of_two_kinds_are_refused(tmp_path: Path, out: str, message: str) -> None:
-    corpus("jsonl", tmp_path)
-    if out == "manifest":
-        corpus("parquet", tmp_path)
-    before = set(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=message):
-        scan(tmp_path, out=tmp_path / out, progress=False)
-    assert set(tmp_path.iterdir()) == before
 
 
 def test_an_error_that_may_pass_leaves_no_manifest(tmp_path: Path) -> None:

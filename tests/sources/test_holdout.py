@@ -12,11 +12,9 @@ from streampack import (
     IterablePackedDataset,
     MapSource,
     Mix,
-    TokensEncoder,
 )
 from streampack.sources import Holdout, Reading
-from streampack.sources.base import BadRecord
-from streampack.sources.holdout import PARTS, hold_out
+from streampack.sources.holdout import hold_out  # private: behind ``data.validation.fraction`` of a config
 from tests.harness.corpus import all_of, samples_in
 from tests.harness.corpus import rows as numbers
 from tests.harness.mixtures import (
@@ -25,6 +23,8 @@ from tests.harness.mixtures import (
     shifted,
     three,
 )
+
+PARTS = ("train", "validation")
 
 
 def rows(count):
@@ -61,13 +61,6 @@ def test_added_rows_move_no_other_row():
     assert [i for i in read(after) if i < 100] == read(before)
 
 
-def test_the_estimate_counts_only_its_part():
-    train, held_out = both(MapSource(rows(4000)), 0.25)
-    packs = [IterablePackedDataset(part, max_seq_len=20).estimate().packs for part in (train, held_out)]
-    assert 240 < packs[0] < 360
-    assert 60 < packs[1] < 140
-
-
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-100, 100), max_size=8), st.integers(0, 7))
 def test_equal_rows_are_in_the_same_part_whatever_holds_their_ids(ids, number):
     """As lists, tuples, tensors, and arrays of every type that holds the ids."""
@@ -82,20 +75,6 @@ def test_equal_rows_are_in_the_same_part_whatever_holds_their_ids(ids, number):
     assert len({part.keeps({"n": number, "tokens": form, "labels": list(ids)}) for form in forms}) == 1
 
 
-def test_each_column_decides():
-    part = Holdout(MapSource(rows(1)), fraction=0.5, part="train")
-    base = {"a": [1, 2], "b": [3]}
-    others = [
-        {"a": [1], "b": [2, 3]},
-        {"b": [1, 2], "a": [3]},
-        {"a": [1, 2], "c": [3]},
-        {"a": ["1", "2"], "b": [3]},
-    ]
-    for other in others:
-        pairs = [({**base, "n": n}, {**other, "n": n}) for n in range(64)]
-        assert any(part.keeps(row) != part.keeps(changed) for row, changed in pairs)
-
-
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"fraction": 0, "part": "train"}, "fraction=0 of the rows cannot be held out"),
     ({"fraction": 1.0, "part": "train"}, "give a number between 0 and 1"),
@@ -104,27 +83,6 @@ def test_each_column_decides():
 def test_settings_are_checked(kwargs, message):
     with pytest.raises(ValueError, match=message):
         Holdout(MapSource(rows(3)), **kwargs)
-
-
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
-def test_rows_that_are_bare_lists_of_ids_are_held_out(kind):
-    ids = [[i, i + 1, i + 2] for i in range(300)]
-    parts = both(MapSource([kind(row) for row in ids]))
-    found = [[row.data for row in part.read(Reading())] for part in parts]
-    assert [len(rows) > 30 for rows in found] == [True, True]
-    assert sorted(list(map(int, row)) for rows in found for row in rows) == ids
-    plain = both(MapSource(ids))
-    assert [len(rows) for rows in found] == [len(list(part.read(Reading()))) for part in plain]
-    encode = TokensEncoder(labels=None)
-    settings = {
-        "max_seq_len": 30,
-        "num_lanes": 2,
-        "epochs": 1,
-        "encoder": lambda row: encode({"tokens": row}),
-    }
-    trained = IterablePackedDataset(parts[0], **settings)
-    assert list(trained)
-    assert trained.ledger().samples == len(found[0])
 
 
 class Unhashable:
@@ -147,13 +105,13 @@ def test_a_row_whose_content_cannot_be_hashed_is_a_bad_record_and_consumes_nothi
                 row = next(reader)
             except StopIteration:
                 break
-            except BadRecord as error:
-                assert "cannot be pickled" in error.reason
-                with pytest.raises(BadRecord) as again:
+            except ValueError as error:
+                assert "cannot be pickled" in str(error)
+                with pytest.raises(ValueError) as again:
                     next(reader)
                 assert again.value.row_id == error.row_id
                 resumed = part.read(Reading(shuffle_window=window, start=reader.cursor))
-                with pytest.raises(BadRecord) as after:
+                with pytest.raises(ValueError) as after:
                     next(resumed)
                 assert after.value.row_id == error.row_id
                 refused.append(error.row_id[0])
@@ -169,12 +127,6 @@ def test_a_row_whose_content_cannot_be_hashed_is_a_bad_record_and_consumes_nothi
     assert dataset.ledger().dropped_samples["bad"] == len(bad)
     with pytest.raises(TypeError, match=r"cannot be pickled\nwhile reading sample 7"):
         list(IterablePackedDataset(train, max_seq_len=20, num_lanes=1, shuffle=False))
-
-
-def test_a_column_of_bfloat16_is_hashed():
-    corpus = [{**row, "weight": torch.tensor([i], dtype=torch.bfloat16)} for i, row in enumerate(rows(100))]
-    train, held_out = both(MapSource(corpus))
-    assert sorted(read(train) + read(held_out)) == list(range(100))
 
 
 def test_a_mixture_behind_a_holdout_is_refused() -> None:

@@ -1,7 +1,9 @@
-"""Parquet files: row groups as parts, only the columns that are needed, footers that are wrong."""
+"""Parquet files and Arrow tables: the rows that their lists would be, row groups as parts, footers that are wrong."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,223 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Array2D, Dataset, Features, Value, concatenate_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from streampack.sources import ParquetSource, Reading, parquet
-from streampack.sources.parts import Part
+from streampack import (
+    IGNORE_INDEX,
+    HFSource,
+    Holdout,
+    IterablePackedDataset,
+    MapSource,
+    PackedDataset,
+    ParquetSource,
+    TokensEncoder,
+)
+from streampack.sources import Reading, as_source
 from tests.harness.corpus import read_all
-from tests.harness.parquet import rewrite
+from tests.harness.files import listed, rewrite, small_pieces
+
+# Any columns, of any types.
+
+NUMBERS = {
+    pa.int8(): (-128, 127),
+    pa.uint8(): (0, 255),
+    pa.int16(): (-(2**15), 2**15 - 1),
+    pa.uint16(): (0, 2**16 - 1),
+    pa.int32(): (-(2**31), 2**31 - 1),
+    pa.uint32(): (0, 2**32 - 1),
+    pa.int64(): (-(2**63), 2**63 - 1),
+    pa.uint64(): (0, 2**64 - 1),
+}
+ENCODERS = [
+    TokensEncoder(),
+    TokensEncoder(labels=None),
+    TokensEncoder(tokens="input_ids"),
+    TokensEncoder(tokens="ids", labels="targets"),
+]
+NAMES = ("tokens", "input_ids", "labels", "ids", "targets", "attention_mask", "completion_mask")
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> pa.Table:
+    """Draw columns of pyarrow, slices of longer ones."""
+    rows = draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
+    if draw(st.booleans()):
+        lengths = [lengths[0]] * rows
+    found = {}
+    for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)):
+        kind = draw(st.sampled_from(list(NUMBERS)))
+        low, high = NUMBERS[kind]
+        usual = st.integers(max(low, IGNORE_INDEX if name in ("labels", "targets") else 0), min(high, 9))
+        some = draw(st.sampled_from([usual, usual, st.integers(low, high), st.none() | usual]))
+        values = [draw(st.lists(some, min_size=length, max_size=length)) for length in lengths]
+        lists = draw(st.sampled_from([pa.list_, pa.large_list]))
+        if set(lengths) == {lengths[0]} - {0} and draw(st.booleans()):  # Parquet has none of no length
+            lists = lambda kind: pa.list_(kind, lengths[0])  # noqa: E731
+        elif draw(st.integers(0, 9)) == 0:
+            values[0] = None
+        before = draw(st.integers(0, 2))
+        outer = [[7] * lengths[0]] * before + values + [[7] * lengths[0]]
+        found[name] = pa.array(outer, lists(kind)).slice(before, rows)
+    return pa.table({**found, "text": pa.array([f"row {i}" for i in range(rows)])})
+
+
+def packed(source: Any, encoder: TokensEncoder, vocab_size: int | None) -> Any:
+    """Return what is packed of a source, or the message of the error."""
+    settings: dict[str, Any] = {"num_lanes": 1, "empty": "drop", "untrained": "keep"}
+    try:
+        data = IterablePackedDataset(
+            source, max_seq_len=16, encoder=encoder, vocab_size=vocab_size, **settings
+        )
+        return [
+            (pack["tokens"].tolist(), pack["labels"].tolist(), pack["seq_lens"].tolist()) for pack in data
+        ]
+    except (TypeError, ValueError) as error:  # the first for None in an attention_mask
+        return str(error).rpartition(": ")[2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(table=tables(), encoder=st.sampled_from(ENCODERS), vocab_size=st.sampled_from([None, 5, 10, 300]))
+def test_rows_and_packs_are_those_of_lists(
+    tmp_path_factory: pytest.TempPathFactory, table: pa.Table, encoder: TokensEncoder, vocab_size: int | None
+) -> None:
+    """Or the error is: an id that is checked by the batch is checked no less."""
+    path = tmp_path_factory.mktemp("table") / "a.parquet"
+    pq.write_table(table, path)
+    wanted = table.to_pylist()
+    source = ParquetSource(path)
+    rows = read_all(source)
+    assert rows == wanted
+    for row, lists in zip(rows, wanted, strict=True):
+        assert (list(row), len(row), repr(row)) == (list(lists), len(lists), repr(lists))
+        assert "nothing" not in row
+        assert dict(row) == copy.deepcopy(row) == pickle.loads(pickle.dumps(row)) == lists
+    expected = packed(MapSource(wanted), encoder, vocab_size)
+    assert packed(source, encoder, vocab_size) == expected
+    assert packed(Dataset(table), encoder, vocab_size) == expected
+    for part in ("train", "validation"):
+        held = [Holdout(each, fraction=0.5, part=part) for each in (source, MapSource(wanted))]
+        assert read_all(held[0]) == read_all(held[1])
+
+
+def write_tokens(path: Path, rows: int = 300, **changed: list[Any]) -> Path:
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(1, 99, n).tolist() for n in rng.integers(1, 30, rows)]
+    labels = [[-100, *ids[1:]] for ids in tokens]
+    columns = {"tokens": tokens, "labels": labels, "attention_mask": [[1] * len(ids) for ids in tokens]}
+    pq.write_table(pa.table({**columns, **changed}), path, row_group_size=70)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("column", "bad"),
+    [("tokens", [5, 100]), ("tokens", [-1]), ("tokens", [2**40]), ("tokens", None), ("tokens", [1, None]),
+     ("labels", [-99]), ("labels", [100]), ("labels", [1, 2, 3]), ("attention_mask", [0, 1])],
+)  # fmt: skip
+def test_a_bad_row_is_found_with_its_place(tmp_path: Path, column: str, bad: Any) -> None:
+    whole = pq.read_table(write_tokens(tmp_path / "a.parquet")).to_pydict()
+    if bad is not None and column != "tokens" and len(bad) == 1:
+        bad = bad * len(whole["tokens"][123])
+    values = [*whole[column][:123], bad, *whole[column][124:]]
+    changed = {column: values}
+    if column == "tokens" and bad is not None:
+        changed["labels"] = [*whole["labels"][:123], [1] * len(bad), *whole["labels"][124:]]
+    path = write_tokens(tmp_path / "a.parquet", **changed)
+    settings: dict[str, Any] = {"max_seq_len": 64, "num_lanes": 3, "vocab_size": 100, "overlong": "split"}
+    with pytest.raises(ValueError, match="row 123"):
+        list(IterablePackedDataset(str(path), **settings))
+    skipping = {"on_bad_record": "skip", "quarantine": tmp_path / "bad"}
+    data = IterablePackedDataset(str(path), **settings, **skipping)
+    list(data)
+    assert data.ledger().samples == 299
+    assert [line["offset"] for line in listed(tmp_path / "bad")] == [123]
+
+
+def test_functions_of_users_get_dicts_and_lists(tmp_path: Path) -> None:
+    kinds = set()
+
+    def encode(row: Any) -> list[int]:
+        kinds.add((type(row), *map(type, row.values())))
+        return row.pop("tokens") + [99]  # noqa: RUF005
+
+    data = IterablePackedDataset(str(write_tokens(tmp_path / "a.parquet")), max_seq_len=64, encoder=encode)
+    next(iter(data))
+    assert kinds == {(dict, list, list, list)}
+
+
+# Datasets of Hugging Face, by number.
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(count)
+    ids = [rng.integers(1, 99, n).tolist() for n in rng.integers(1, 9, count)]
+    return [{"input_ids": each, "labels": [-100, *each[1:]], "text": str(i)} for i, each in enumerate(ids)]
+
+
+def whole() -> Dataset:
+    return Dataset.from_list(rows_of(50))
+
+
+def saved(folder: Path) -> Dataset:
+    whole().save_to_disk(folder, num_shards=3)
+    return Dataset.load_from_disk(folder)
+
+
+def side_by_side(folder: Path) -> Dataset:
+    parts = [Dataset.from_list(rows_of(40)[part]) for part in (slice(15), slice(15, 40))]
+    rest = concatenate_datasets(parts).remove_columns("input_ids")
+    return concatenate_datasets([Dataset.from_list(rows_of(40)).select_columns("input_ids"), rest], axis=1)
+
+
+DATASETS = {
+    "a list": lambda folder: whole(),
+    "several chunks": lambda folder: concatenate_datasets(
+        [Dataset.from_list(rows_of(n)) for n in (9, 1, 30)]
+    ),
+    "side by side": side_by_side,
+    "selected": lambda folder: whole().select([3, 3, 40, 0, 7]),
+    "a range": lambda folder: whole().select(range(10, 30)),
+    "some columns": lambda folder: whole().select_columns(["input_ids"]),
+    "filtered": lambda folder: whole().filter(lambda row: len(row["input_ids"]) > 3),
+    "on disk": saved,
+    "formatted": lambda folder: whole().with_format("numpy"),
+    "decoded": lambda folder: Dataset.from_list(
+        [{"input_ids": [1], "image": [[1.0]]}],
+        features=Features({"input_ids": [Value("int32")], "image": Array2D((1, 1), "float32")}),
+    ),
+}
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_rows_and_packs_are_those_of_the_dataset(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_pieces(monkeypatch)
+    dataset = make(tmp_path)
+    source = pickle.loads(pickle.dumps(as_source(dataset)))
+    for i in [*range(len(dataset)), *np.random.default_rng(0).permutation(len(dataset)).tolist()]:
+        row = source.fetch((i,))
+        assert list(row) == list(dataset[i])
+        assert repr(row) == repr(dataset[i])
+    with pytest.raises(IndexError):
+        source.fetch((len(dataset),))
+
+    def packs_of(source: Any) -> Any:
+        data = IterablePackedDataset(source, max_seq_len=16, num_lanes=2, shuffle=True, vocab_size=99)
+        return [([pack[key].tolist() for key in ("tokens", "labels")], data.state_dict()) for pack in data]
+
+    by_row = packs_of(MapSource(dataset))
+    assert packs_of(dataset) == by_row
+    assert [pack for pack, _ in packs_of(HFSource(dataset))] == [pack for pack, _ in by_row]
+    assert source.fingerprint() == HFSource(dataset).fingerprint() == MapSource(dataset).fingerprint()
+    packs, other = (PackedDataset(data, max_seq_len=16) for data in (dataset, list(dataset)))
+    assert [pack["tokens"].tolist() for pack in packs] == [pack["tokens"].tolist() for pack in other]
+
+
+# Files.
 
 
 def write(path: Path, data: list[dict[str, Any]], *, group: int = 4, **options: Any) -> Path:
@@ -38,9 +252,8 @@ def test_rows_are_plain_python_values(tmp_path: Path) -> None:
     assert read_all(ParquetSource(path)) == data
     for row in read_all(ParquetSource(path)):
         assert {type(value) for value in row.values()} <= {str, int, float, bool, type(None), list, dict}
-    assert read_all(ParquetSource(path, columns=["deep", "n"])) == [
-        {"n": d["n"], "deep": d["deep"]} for d in data
-    ]
+    named = read_all(ParquetSource(path, columns=["deep", "n"]))
+    assert named == [{"n": row["n"], "deep": row["deep"]} for row in data]
 
 
 DOTTED = {
@@ -63,46 +276,10 @@ def test_names_with_dots_are_names(tmp_path: Path, columns: list[str] | None) ->
 @pytest.mark.parametrize(("compression", "version"), [("none", "1.0"), ("snappy", "1.0"), ("zstd", "2.0")])
 def test_all_compressions_and_versions_are_read(tmp_path: Path, compression: str, version: str) -> None:
     data = [{"i": i, "text": "x" * (i % 50), "word": f"w{i % 7}"} for i in range(5000)]
-    path = write(
-        tmp_path / "a.parquet", data, group=3000, compression=compression, data_page_version=version,
-        write_page_index=True, write_page_checksum=True,
-    )  # fmt: skip
-    source = ParquetSource(path, columns=["word", "i"])
-    assert [(row["i"], row["word"]) for row in read_all(source)] == [(d["i"], d["word"]) for d in data]
-
-
-def test_a_footer_is_read_only_when_its_file_is(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{i:03}.parquet", [{"i": i}]) for i in range(40)]
-    source = ParquetSource(paths)
-    next(source.read(Reading(1, num_lanes=2)))
-    assert [i for i in range(40) if source.footers.known(i) is not None] == [1]
-    next(source.read(Reading(1, num_lanes=40)))
-    assert all(source.footers.known(i) is not None for i in range(40)), (
-        "with few files, all are needed to share their row groups out"
-    )
-
-
-@pytest.mark.parametrize("num_lanes", [2, 3, 6])
-@pytest.mark.parametrize("per_lane", [1, 16])
-def test_lanes_are_even(
-    tmp_path: Path, num_lanes: int, per_lane: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No lane is behind by more than a part, which is a small file or some row groups, empty ones too."""
-    monkeypatch.setattr(parquet, "PARTS_PER_LANE", per_lane)
-    rng = np.random.default_rng(per_lane)
-    counts = [rng.integers(0, 30, 12) for _ in range(9)]
-    for number, groups in enumerate(counts):
-        path = tmp_path / f"{number}.parquet"
-        with pq.ParquetWriter(path, pa.schema([("text", pa.string())]), compression="none") as writer:
-            for count in groups:
-                writer.write_table(pa.table({"text": pa.array(["x" * 100] * count, pa.string())}))
-    source = ParquetSource(tmp_path)
-    lanes = [len(list(source.read(Reading(lane, num_lanes=num_lanes)))) for lane in range(num_lanes)]
-    total = sum(map(sum, counts))
-    assert sum(lanes) == total
-    assert max(lanes) - min(lanes) <= max(map(sum, counts)) + total // (num_lanes * per_lane), (
-        "a file, or a part"
-    )
+    options = {"write_page_index": True, "write_page_checksum": True, "data_page_version": version}
+    path = write(tmp_path / "a.parquet", data, group=3000, compression=compression, **options)
+    found = read_all(ParquetSource(path, columns=["word", "i"]))
+    assert [(row["i"], row["word"]) for row in found] == [(row["i"], row["word"]) for row in data]
 
 
 def test_the_fingerprint_depends_on_columns_and_content(tmp_path: Path) -> None:
@@ -115,40 +292,16 @@ def test_the_fingerprint_depends_on_columns_and_content(tmp_path: Path) -> None:
     assert ParquetSource(path).fingerprint() not in prints
 
 
-def test_probe_and_natural_lanes(tmp_path: Path) -> None:
-    data = [{"i": i, "text": f"{hash((i, 0))}" * (1 + i // 2000)} for i in range(20_000)]
-    source = ParquetSource(
-        [write(tmp_path / f"{s}.parquet", data[s * 5000 : (s + 1) * 5000], group=500) for s in range(4)]
-    )
-    probed, scale = source.probe(256)
-    assert 200 <= len(probed) <= 300
-    assert len(probed) * scale == pytest.approx(20_000, rel=0.05)
-    assert source.natural_lanes() == sum(file.size for file in source.files) >> 18 > 1
-    one = ParquetSource(write(tmp_path / "one.parquet", data, group=20_000))
-    assert one.natural_lanes() == 1, "a row group is not divided"
-    small = ParquetSource(write(tmp_path / "small.parquet", data[:5]))
-    probed, scale = small.probe(100)
-    assert len(probed) * scale == 5
-
-
 @pytest.mark.parametrize("count", [999, 1001])
 def test_all_rows_are_read_if_the_footers_total_is_wrong(tmp_path: Path, count: int) -> None:
-    """Rows are read as the row groups count them, also where the footer's total is wrong."""
-    path, whole = (
-        write(tmp_path / f"{group}.parquet", [{"i": i} for i in range(1000)], group=group)
-        for group in (11, 500)
-    )
-    for written in (path, whole):
-        rewrite(written, 1000, count, first=True)
-        assert pq.read_metadata(written).num_rows == count
-    for num_lanes in (1, 2, 4, 7):
-        assert sorted(row["i"] for row in read_all(ParquetSource(path), num_lanes=num_lanes)) == [
-            *range(1000)
-        ]
-    beside = write(tmp_path / "b.parquet", [{"i": i} for i in range(1000, 60_000)], group=500)
-    both = ParquetSource([whole, beside])
-    assert sorted(row["i"] for row in read_all(both, num_lanes=2)) == [*range(60_000)]
-    assert Part(0) in both._divided[2][0]
+    """Rows are read as the row groups count them."""
+    for group in (11, 500):
+        path = write(tmp_path / f"{group}.parquet", [{"i": i} for i in range(1000)], group=group)
+        rewrite(path, 1000, count, first=True)
+        assert pq.read_metadata(path).num_rows == count
+        for num_lanes in (1, 2, 4, 7):
+            found = read_all(ParquetSource(path), num_lanes=num_lanes)
+            assert sorted(row["i"] for row in found) == list(range(1000))
 
 
 def test_columns_are_checked(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""Files of tokens of other programs: Megatron's, datatrove's and flat ones, against naive readers of their formats."""
+"""Files of tokens, of this package and of other programs, and MDS: against readers of a few lines."""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import shutil
 import struct
 from collections.abc import Callable
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,267 +18,118 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import (
+    IGNORE_INDEX,
     DatatroveSource,
     FlatTokensSource,
+    Holdout,
     IterablePackedDataset,
+    MDSSource,
     MegatronSource,
     Mix,
+    TokensEncoder,
+    TokenShardSource,
 )
-from streampack.sources import Reading, flat_tokens, megatron
-from streampack.sources.parts import Part
-from streampack.storage.remote import RemoteStorage
-from streampack.types import IGNORE_INDEX
-from tests.harness.conformance import check_resume_everywhere
+from streampack.sources import Reading
+from streampack.tokenize import tokenize
+from tests.harness.conformance import lists
 from tests.harness.corpus import in_memory, read_all
-from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
-
-Rows = list[list[int]]
-
-
-def tokens_in(source: Any, **reading: Any) -> Rows:
-    return [row["tokens"].tolist() for row in read_all(source, **reading)]
-
-
-Pairs = list[tuple[list[int], list[int]]]
-
-
-# Megatron.
-
-
-def documents_of(count: int, *, seed: int = 0, top: int = 120, longest: int = 40) -> Rows:
-    rng = np.random.default_rng(seed)
-    found = [rng.integers(0, top, rng.integers(0, longest)).tolist() for _ in range(count)]
-    return [*found, [7, 8]]  # the file is never empty
-
-
-def naive_megatron(prefix: Path) -> Rows:
-    """Read a pair of files by the table in `streampack.sources.megatron` alone, one number at a time."""
-    index, data = prefix.with_suffix(".idx").read_bytes(), prefix.with_suffix(".bin").read_bytes()
-    assert index[:17] == b"MMIDIDX\x00\x00\x01" + bytes(7)
-    sequences, entries = struct.unpack("<QQ", index[18:34])
-    form = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[index[17]]
-    at, numbers = 34, []
-    for size, letter, count in ((4, "i", sequences), (8, "q", sequences), (8, "q", entries)):
-        numbers.append([struct.unpack(f"<{letter}", index[at + size * i :][:size])[0] for i in range(count)])
-        at += size * count
-    lengths, pointers, firsts = numbers
-    read = [
-        list(struct.unpack_from(f"<{n}{form}", data, start))
-        for n, start in zip(lengths, pointers, strict=True)
-    ]
-    return [list(chain.from_iterable(read[first:last])) for first, last in pairwise(firsts)]
-
-
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("sentence", [None, 7])
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "int32", "int64"])
-def test_documents_are_those_of_the_index(
-    tmp_path: Path, dtype: str, sentence: int | None, remote: bool
-) -> None:
-    documents = documents_of(60)
-    write_megatron(tmp_path, documents, dtype=dtype, sentence=sentence)
-    assert naive_megatron(tmp_path / "text_document_0") == documents
-    source = MegatronSource(f"{in_memory(tmp_path)}/text_document_0" if remote else tmp_path)
-    assert tokens_in(source) == documents
-    assert sorted(tokens_in(source, num_lanes=3, shuffle_window=9)) == sorted(documents)
-    assert source.num_rows() == len(documents)
-    assert source.tokens == sum(map(len, documents))
-    assert source.ids_below == {"uint8": 256, "uint16": 65536}.get(dtype)
-    row = source.fetch((0, len(documents) - 1))
-    assert row["tokens"].tolist() == [7, 8]
-    assert row["labels"] is row["tokens"]
-
-
-def test_paths_are_prefixes_names_folders_or_globs(tmp_path: Path) -> None:
-    documents = documents_of(20)
-    write_megatron(tmp_path, documents, per_file=7)
-    prefixes = [tmp_path / f"text_document_{i}" for i in range(3)]
-    given: list[Any] = [tmp_path, str(tmp_path / "*.bin"), prefixes, [f"{path}.bin" for path in prefixes]]
-    assert [tokens_in(MegatronSource(paths)) for paths in given] == [documents] * 4
-    assert tokens_in(MegatronSource(prefixes[1])) == documents[7:14]
-
-
-def test_ids_of_four_bytes_are_views_of_the_file(tmp_path: Path) -> None:
-    """An array of another memory would own it; those of two bytes are widened, and so copied."""
-    for dtype, copied in (("int32", False), ("uint16", True)):
-        write_megatron(tmp_path, [[1, 2, 3], [4]], dtype=dtype)
-        row = next(MegatronSource(tmp_path).read(Reading()))
-        assert row.data["tokens"].flags.owndata == copied
-        assert not row.data["tokens"].flags.writeable
-
-
-def test_packs_trace_back_to_file_and_document(tmp_path: Path) -> None:
-    write_megatron(tmp_path, [[i] * 5 for i in range(12)], per_file=5)
-    dataset = IterablePackedDataset(MegatronSource(tmp_path), max_seq_len=16, num_lanes=2)
-    found = []
-    for pack in dataset:
-        starts = [0, *pack["seq_lens"].cumsum(0).tolist()]
-        for fragment, start in zip(pack["fragments"], starts, strict=False):
-            number = int(pack["tokens"][start])
-            place = f"{tmp_path}/text_document_{number // 5}.bin, document {number % 5}"
-            assert place in str(dataset.trace(fragment))
-            found.append(number)
-    assert sorted(found) == list(range(12))
-
-
-def test_a_mixture_of_all_files_of_tokens_resumes_at_every_pack(tmp_path: Path) -> None:
-    documents = [[i] * (1 + i % 7) for i in range(1, 91)]
-    flat = [token for document in documents[60:] for token in (*document, 0)]
-    sources: dict[str, Any] = {
-        "megatron": MegatronSource(write_megatron(tmp_path / "m", documents[:30])),
-        "datatrove": DatatroveSource(write_datatrove(tmp_path / "d", documents[30:60])),
-        "flat": FlatTokensSource(write_flat(tmp_path / "f.bin", flat), eos_token_id=0, dtype="uint16"),
-    }
-
-    def stream() -> IterablePackedDataset:
-        mixture = Mix([{"name": name, "source": source, "weight": 1} for name, source in sources.items()])
-        return IterablePackedDataset(
-            mixture, max_seq_len=32, num_lanes=2, shuffle=True, shuffle_window=4, untrained="keep"
-        )
-
-    packs = check_resume_everywhere(stream, packs=12)
-    found = {token for pack in [*packs, *stream()] for token in pack["tokens"].tolist()}
-    assert found == set(range(91))
-
-
-def test_a_file_that_lacks_its_index_is_left_out(tmp_path: Path) -> None:
-    write_megatron(tmp_path, [[i, i, i] for i in range(1, 31)], per_file=10)
-    (tmp_path / "text_document_1.idx").unlink()
-    source = MegatronSource(tmp_path)
-    with pytest.raises(ValueError, match="1 of 3 files cannot be read: .*text_document_1.bin: there is no"):
-        next(iter(IterablePackedDataset(source, max_seq_len=8, num_lanes=2)))
-    with pytest.warns(UserWarning, match="1 of 3 files cannot be read and are left out"):
-        dataset = IterablePackedDataset(source, max_seq_len=8, num_lanes=2, on_bad_record="skip")
-    tokens = {token for pack in dataset for token in pack["tokens"].tolist()}
-    assert tokens - {0} == {*range(1, 11), *range(21, 31)}
-    assert dataset.ledger().bad_shards == 1
-
-
-def test_a_large_index_is_read_at_four_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = documents_of(50)
-    write_megatron(tmp_path, documents)
-    monkeypatch.setattr(megatron, "HEAD_BYTES", 64)
-    assert tokens_in(MegatronSource(tmp_path)) == documents
-
-
-# Datatrove.
-
-
-def marked_documents(count: int, *, top: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """Return documents, some of them empty, and losses."""
-    rng = np.random.default_rng(seed)
-    found = [rng.integers(0, top, rng.integers(0, 40)).tolist() for _ in range(count)]
-    return found, [rng.integers(0, 2, len(document)).tolist() for document in found]
-
-
-def naive_datatrove(path: Path, *, width: int, loss: bool) -> Pairs:
-    """Read a file by the description in `streampack.sources.datatrove` alone, one number at a time."""
-    data, index = path.read_bytes(), path.with_name(f"{path.name}.index").read_bytes()
-    marks = path.with_name(f"{path.name}.loss").read_bytes() if loss else b"\x01" * (len(data) // width)
-    ends = [0, *(int.from_bytes(index[i : i + 8], "little") for i in range(0, len(index), 8))]
-    rows = []
-    for start, end in pairwise(ends):
-        tokens = [int.from_bytes(data[width * i :][:width], "little") for i in range(start, end)]
-        labels = [t if marks[start + i] else IGNORE_INDEX for i, t in enumerate(tokens)]
-        rows.append((tokens, labels))
-    return rows
-
-
-def pairs_in(source: DatatroveSource, **reading: Any) -> Pairs:
-    return [(row["tokens"].tolist(), row["labels"].tolist()) for row in read_all(source, **reading)]
-
-
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("loss", [False, True])
-@pytest.mark.parametrize("width", [2, 4])
-def test_documents_and_losses_are_those_of_the_index(
-    tmp_path: Path, width: int, loss: bool, remote: bool
-) -> None:
-    documents, losses = marked_documents(70, top=60_000 if width == 2 else 2**32)
-    folder = write_datatrove(tmp_path, documents, losses=losses if loss else None, width=width, per_file=30)
-    expected = [
-        row for path in sorted(folder.glob("*.ds")) for row in naive_datatrove(path, width=width, loss=loss)
-    ]
-    assert [tokens for tokens, _ in expected] == documents
-    source = DatatroveSource(f"{in_memory(tmp_path)}/*.ds" if remote else tmp_path)
-    assert pairs_in(source) == expected
-    assert sorted(pairs_in(source, num_lanes=3, shuffle_window=9)) == sorted(expected)
-    assert (source.num_rows(), source.tokens) == (70, sum(map(len, documents)))
-    assert source.ids_below == {2: 1 << 16, 4: 1 << 32}[width]
-    every = DatatroveSource(tmp_path, loss=False)
-    assert pairs_in(every) == [(tokens, tokens) for tokens in documents]
-    assert (every.fingerprint() == DatatroveSource(tmp_path).fingerprint()) == (not loss)
-
-
-def test_the_same_tokens_as_the_own_reader_of_datatrove(tmp_path: Path) -> None:
-    """Files that datatrove's code wrote, and tokens that its code read."""
-    tokenizer = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
-    dataset = pytest.importorskip("datatrove.utils.dataset")
-    documents, losses = marked_documents(40, top=60_000)
-    written = tokenizer.TokenizedFile(str(tmp_path), "00000_x.ds", save_loss_metadata=True, token_size=2)
-    for document, loss in zip(documents, losses, strict=True):
-        written.write(document, np.array(loss))
-    written.close()
-    source = DatatroveSource(tmp_path)
-    assert [tokens for tokens, _ in pairs_in(source)] == documents
-    assert pairs_in(source) == naive_datatrove(tmp_path / "00000_x.ds", width=2, loss=True)
-    theirs = dataset.DatatroveFileDataset(str(tmp_path / "00000_x.ds"), seq_len=9)
-    flat = [token for tokens, _ in pairs_in(source) for token in tokens]
-    found = [theirs[i]["input_ids"].tolist() for i in range(len(theirs))]  # it has no end if it is iterated
-    assert len(found) > 20
-    assert found == [flat[10 * i : 10 * i + 10] for i in range(len(found))]
-
-
-def test_a_file_without_the_loss_that_others_have_is_not_trained_on_unmasked(tmp_path: Path) -> None:
-    write_datatrove(tmp_path, [[i, i, i] for i in range(10)], losses=[[1, 0, 1]] * 10, per_file=5)
-    (tmp_path / "00001_unshuffled.ds.loss").unlink()
-    source = DatatroveSource(tmp_path)
-    [(shown, problem)] = source.bad_shards()
-    assert Path(shown).name == "00001_unshuffled.ds"
-    assert "there is no 00001_unshuffled.ds.loss beside it, while other files have one" in problem
-    assert DatatroveSource(tmp_path, loss=False).bad_shards() == []
-
-
-@pytest.mark.parametrize(
-    ("write", "make"),
-    [
-        (lambda f, n, loss: write_megatron(f, [[1, 2, 3] * n] * (20 // n)), MegatronSource),
-        (
-            lambda f, n, loss: write_datatrove(f, [[1, 2, 3]] * 20, losses=[[1, loss, 1]] * 20),
-            DatatroveSource,
-        ),
-    ],
-    ids=["another index", "another loss"],
+from tests.harness.files import (
+    header_of,
+    small_pieces,
+    write_datatrove,
+    write_flat,
+    write_mds,
+    write_megatron,
 )
-def test_the_same_tokens_divided_or_masked_otherwise_are_another_corpus(
-    tmp_path: Path, write: Callable[..., Any], make: Callable[..., Any]
-) -> None:
-    def opened(*how: int) -> IterablePackedDataset:
-        write(tmp_path, *how)
-        return IterablePackedDataset(make(tmp_path), max_seq_len=8, num_lanes=1)
 
-    dataset = opened(1, 0)
-    next(iter(dataset))
-    opened(1, 0).load_state_dict(dataset.state_dict())
-    with pytest.raises(ValueError, match=r"text_document_0.bin|00000_unshuffled.ds"):
-        opened(2, 1).load_state_dict(dataset.state_dict())
-
-
-# Flat files.
-
-
+Rows = list[tuple[list[int], list[int]]]  # (tokens, labels)
 EOS, BOS = 0, 1
 
 
-RULES: dict[str, dict[str, int]] = {
-    "eos": {"eos_token_id": EOS},
-    "bos": {"bos_token_id": BOS},
-    "both": {"eos_token_id": EOS, "bos_token_id": BOS},
-    "length": {"document_length": 7},
-}
+def documents_of(count: int, *, seed: int = 0, top: int = 120) -> list[list[int]]:
+    """Return documents, some of them empty; the last one is not."""
+    rng = np.random.default_rng(seed)
+    return [*(rng.integers(0, top, rng.integers(0, 40)).tolist() for _ in range(count)), [7, 8]]
 
 
-def naive(tokens: list[int], rule: str) -> list[list[int]]:
+def losses_of(documents: list[list[int]]) -> list[list[int]]:
+    """Return marks of 0 and 1, with none of the first document that is not trained."""
+    rng = np.random.default_rng(1)
+    return [
+        [1] * len(documents[0]),
+        *(rng.integers(0, 2, len(document)).tolist() for document in documents[1:]),
+    ]
+
+
+def tokens_of(count: int, *, seed: int = 0) -> list[int]:
+    """Return tokens of which a tenth each are `EOS` and `BOS`, often one behind the other."""
+    rng = np.random.default_rng(seed)
+    found = rng.integers(2, 100, count)
+    found[rng.random(count) < 0.1] = EOS
+    found[rng.random(count) < 0.1] = BOS
+    after = np.flatnonzero(found[:-1] == EOS) + 1
+    found[after[::2]] = BOS
+    return found.tolist()
+
+
+# Naive readers, by the descriptions of the formats alone.
+
+
+def naive_megatron(folder: Path) -> Rows:
+    found: Rows = []
+    for path in sorted(folder.glob("*.idx")):
+        index, data = path.read_bytes(), path.with_suffix(".bin").read_bytes()
+        assert index[:17] == b"MMIDIDX\x00\x00\x01" + bytes(7)
+        sequences, entries = struct.unpack("<QQ", index[18:34])
+        form = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[index[17]]
+        at, numbers = 34, []
+        for size, letter, count in ((4, "i", sequences), (8, "q", sequences), (8, "q", entries)):
+            numbers.append([struct.unpack_from(f"<{letter}", index, at + size * i)[0] for i in range(count)])
+            at += size * count
+        lengths, pointers, firsts = numbers
+        read = [
+            list(struct.unpack_from(f"<{n}{form}", data, start))
+            for n, start in zip(lengths, pointers, strict=True)
+        ]
+        documents = [list(chain.from_iterable(read[first:last])) for first, last in pairwise(firsts)]
+        found += [(document, document) for document in documents]
+    return found
+
+
+def naive_datatrove(folder: Path, width: int) -> Rows:
+    found: Rows = []
+    for path in sorted(folder.glob("*.ds")):
+        data, index = path.read_bytes(), path.with_name(f"{path.name}.index").read_bytes()
+        loss = path.with_name(f"{path.name}.loss")
+        marks = loss.read_bytes() if loss.exists() else b"\x01" * (len(data) // width)
+        ends = [0, *(int.from_bytes(index[i : i + 8], "little") for i in range(0, len(index), 8))]
+        for start, end in pairwise(ends):
+            tokens = [int.from_bytes(data[width * i :][:width], "little") for i in range(start, end)]
+            found.append((tokens, [t if marks[start + i] else IGNORE_INDEX for i, t in enumerate(tokens)]))
+    return found
+
+
+def naive_shards(folder: Path) -> Rows:
+    """Read the documents of a folder of token shards, following the table in `token_files` alone."""
+    found: Rows = []
+    for path in sorted(folder.glob("tokens-*.bin")):
+        data = path.read_bytes()
+        header = json.loads(data[:4096])
+        width = {"uint16": 2, "uint32": 4}[header["dtype"]]
+        words = [int.from_bytes(data[4096 + i * width :][:width], "little") for i in range(header["tokens"])]
+        at = 4096 + header["tokens"] * width
+        at += -at % 8
+        ends = [int.from_bytes(data[at + 8 * i :][:8], "little") for i in range(header["documents"] + 1)]
+        bits = data[at + 8 * len(ends) :]
+        for start, end in pairwise(ends):
+            trained = [not header["masked"] or bits[i // 8] >> i % 8 & 1 for i in range(start, end)]
+            tokens = words[start:end]
+            labels = [t if yes else IGNORE_INDEX for t, yes in zip(tokens, trained, strict=True)]
+            found.append((tokens, labels))
+    return found
+
+
+def naive_flat(tokens: list[int], rule: str) -> Rows:
     """Cut tokens into documents, asking at each token whether one begins there."""
     documents: list[list[int]] = []
     for i, token in enumerate(tokens):
@@ -287,180 +142,448 @@ def naive(tokens: list[int], rule: str) -> list[list[int]]:
         if i == 0 or begins:
             documents.append([])
         documents[-1].append(token)
-    return documents
+    return [(document, document) for document in documents]
 
 
-def tokens_of(count: int, *, seed: int = 0, top: int = 100) -> list[int]:
-    """Return tokens of which a tenth each are `EOS` and `BOS`, often one behind the other."""
-    rng = np.random.default_rng(seed)
-    found = rng.integers(2, top, count)
-    found[rng.random(count) < 0.1] = EOS
-    found[rng.random(count) < 0.1] = BOS
-    after = np.flatnonzero(found[:-1] == EOS) + 1
-    found[after[::2]] = BOS
-    return found.tolist()
+class Format(NamedTuple):
+    """How files are written to a folder, returning what a naive reader finds in them; and how they are opened."""
+
+    write: Callable[[Path], Rows]
+    open: Callable[[Any], Any]
+    pattern: str  # of the files to name behind a URL; "" for the folder
+    below: int | None  # a bound of the ids that the format gives
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make parts, chunks and blocks so small that documents cross their ends."""
-    monkeypatch.setattr(flat_tokens, "LEAST_PART", 1)
-    monkeypatch.setattr(flat_tokens, "CHUNK", 13)
-    monkeypatch.setattr(flat_tokens, "ONE_DOCUMENT", 16)
-    monkeypatch.setattr(RemoteStorage, "block", 47)
+RULES: dict[str, dict[str, int]] = {
+    "eos": {"eos_token_id": EOS},
+    "bos": {"bos_token_id": BOS},
+    "both": {"eos_token_id": EOS, "bos_token_id": BOS},
+    "length": {"document_length": 7},
+}
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])
-@pytest.mark.parametrize("rule", RULES)
-def test_documents_are_those_between_boundaries(tmp_path: Path, rule: str, dtype: str, remote: bool) -> None:
-    tokens = [tokens_of(300), tokens_of(151, seed=1)]
-    for number, own in enumerate(tokens):
-        write_flat(tmp_path / f"{number}.npy", own, dtype=dtype)
-    source = FlatTokensSource(
-        f"{in_memory(tmp_path)}/*.npy" if remote else tmp_path, dtype=dtype, **RULES[rule]
-    )
-    expected = [document for own in tokens for document in naive(own, rule)]
-    assert tokens_in(source) == expected
-    for num_lanes in (2, 7):
-        assert sorted(tokens_in(source, num_lanes=num_lanes)) == sorted(expected)
-    assert sorted(tokens_in(source, num_lanes=3, shuffle_window=9)) == sorted(expected)
-    assert source.ids_below == {"uint8": 256, "uint16": 1 << 16, "uint32": 1 << 32}.get(dtype)
-    if rule == "length":
-        assert source.num_rows() == len(expected)
-    else:
+def megatron(dtype: str, sentence: int | None) -> Format:
+    def write(folder: Path) -> Rows:
+        # Ids that need all bits of two bytes: read as signed ones, they would be negative.
+        documents = documents_of(60, top=60_000 if dtype == "uint16" else 120)
+        return naive_megatron(write_megatron(folder, documents, dtype=dtype, per_file=25, sentence=sentence))
+
+    return Format(write, MegatronSource, "/*.bin", {"uint8": 1 << 8, "uint16": 1 << 16}.get(dtype))
+
+
+def datatrove(width: int, *, loss: bool) -> Format:
+    def write(folder: Path) -> Rows:
+        documents = documents_of(70, top=60_000 if width == 2 else 2**32)
+        losses = losses_of(documents) if loss else None
+        write_datatrove(folder, documents, losses=losses, width=width, per_file=30)
+        return naive_datatrove(folder, width)
+
+    return Format(write, DatatroveSource, "/*.ds", 1 << 8 * width)
+
+
+def token_shards(dtype: str, *, masked: bool) -> Format:
+    def write(folder: Path) -> Rows:
+        documents = documents_of(60, top=60_000 if dtype == "uint16" else 2**32)
+        losses = losses_of(documents) if masked else [[1] * len(document) for document in documents]
+        rows = [
+            {
+                "tokens": ids,
+                "labels": [t if mark else IGNORE_INDEX for t, mark in zip(ids, marks, strict=True)],
+            }
+            for ids, marks in zip(documents, losses, strict=True)
+        ]
+        tokenize(rows, out=folder, dtype=dtype, lanes=1, shard_tokens=300, progress=False)
+        assert naive_shards(folder) == [(row["tokens"], row["labels"]) for row in rows], "all is written"
+        return naive_shards(folder)
+
+    return Format(write, TokenShardSource, "", {"uint16": 1 << 16, "uint32": 1 << 32}[dtype])
+
+
+def flat(rule: str, *, dtype: str = "uint16", headers: tuple[str | None, ...] = (None, None)) -> Format:
+    def write(folder: Path) -> Rows:
+        found: Rows = []
+        for number, header in enumerate(headers):
+            own = tokens_of(300 - 101 * number, seed=number)
+            write_flat(folder / f"{number}.bin", own, dtype=dtype, header=header)
+            found += naive_flat(own, rule)
+        return found
+
+    below = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}.get(dtype)
+    return Format(write, lambda paths: FlatTokensSource(paths, dtype=dtype, **RULES[rule]), "/*.bin", below)
+
+
+FORMATS: dict[str, Format] = {
+    **{
+        f"megatron {dtype} {sentence}": megatron(dtype, sentence)
+        for dtype, sentence in (
+            *((dtype, None) for dtype in ("uint8", "int8", "int16", "uint16", "int32", "int64")),
+            *((dtype, 7) for dtype in ("uint16", "int32")),
+        )
+    },
+    **{
+        f"datatrove {width} {loss}": datatrove(width, loss=loss) for width in (2, 4) for loss in (False, True)
+    },
+    **{
+        f"tokens {dtype} {masked}": token_shards(dtype, masked=masked)
+        for dtype in ("uint16", "uint32")
+        for masked in (False, True)
+    },
+    **{f"flat {rule}": flat(rule) for rule in RULES},
+    **{f"flat {dtype}": flat("eos", dtype=dtype) for dtype in ("uint8", "uint32", "int64")},
+    "flat numpy": flat("both", dtype="uint32", headers=("numpy", "numpy")),
+    "flat llm.c": flat("eos", dtype="uint32", headers=("llm.c", "llm.c")),
+    "flat mixed": flat("bos", headers=(None, "numpy", "llm.c")),
+}
+
+
+def pairs(source: Any, **reading: Any) -> Rows:
+    return [(row["tokens"].tolist(), row["labels"].tolist()) for row in read_all(source, **reading)]
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "url"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_are_those_of_a_naive_reader(
+    tmp_path: Path, kind: str, remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts, chunks and blocks are so small that documents cross their ends."""
+    small_pieces(monkeypatch, block=47)
+    made, folder = FORMATS[kind], tmp_path / tmp_path.name
+    folder.mkdir()
+    expected = made.write(folder)
+    source = made.open(f"{in_memory(folder)}{made.pattern}" if remote else folder)
+    assert pairs(source) == expected
+    for reading in ({"num_lanes": 2}, {"num_lanes": 7}, {"num_lanes": 3, "shuffle_window": 9}):
+        assert sorted(pairs(source, **reading)) == sorted(expected)
+    assert source.ids_below == made.below
+    if kind.startswith("flat") and kind != "flat length":
         with pytest.raises(ValueError, match="the length of FlatTokensSource is unknown; set max_steps"):
             source.num_rows()
+    else:
+        assert source.num_rows() == len(expected)
 
 
-@pytest.mark.usefixtures("small")
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=40),
     rule=st.sampled_from(list(RULES)),
     chunk=st.integers(1, 9),
-    cuts=st.sets(st.integers(1, 39), max_size=5),
-    data=st.data(),
+    num_lanes=st.integers(1, 7),
 )
-def test_each_document_is_in_one_part_wherever_files_are_cut(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokens: list[int],
-    rule: str,
-    chunk: int,
-    cuts: set[int],
-    data: Any,
+def test_each_flat_document_is_in_one_lane_wherever_files_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], rule: str, chunk: int, num_lanes: int
 ) -> None:
-    """And reading goes on from the offset of each, and from any offset at the next document's."""
+    """And reading goes on from the cursor of each."""
     path = write_flat(tmp_path_factory.mktemp("flat") / "a.bin", tokens)
     source = FlatTokensSource(path, dtype="uint16", **RULES[rule])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_tokens, "CHUNK", chunk)
-        bounds = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
-        parts = [Part(0, start, stop) for start, stop in pairwise(bounds)]
-        records = [list(source.records(part, part.start, source.fetcher())) for part in parts]
-        found = [raw.tolist() for own in records for _, raw, _ in own]
-        assert found == naive(tokens, rule)
-        offset = data.draw(st.integers(0, len(tokens)))
-        every = [record[0] for own in records for record in own]
-        rest = list(source.records(Part(0), offset, source.fetcher()))
-        assert [record[0] for record in rest] == [start for start in every if start >= offset]
-
-
-@pytest.mark.parametrize(("header", "dtype"), [("numpy", "uint32"), ("llm.c", "uint16"), ("llm.c", "uint32")])
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_header_says_the_type(tmp_path: Path, header: str, dtype: str, remote: bool) -> None:
-    tokens = tokens_of(500, top=60_000)
-    write_flat(tmp_path / "a.npy", tokens, dtype=dtype, header=header)
-    paths: Any = f"{in_memory(tmp_path)}/a.npy" if remote else tmp_path / "a.npy"
-    assert tokens_in(FlatTokensSource(paths, eos_token_id=EOS, dtype=dtype)) == naive(tokens, "eos")
-
-
-def test_raw_and_described_files_may_lie_side_by_side(tmp_path: Path) -> None:
-    tokens = [tokens_of(60, seed=seed) for seed in range(3)]
-    for number, (own, header) in enumerate(zip(tokens, (None, "numpy", "llm.c"), strict=True)):
-        write_flat(tmp_path / f"{number}.bin", own, header=header)
-    source = FlatTokensSource(tmp_path, bos_token_id=BOS, dtype="uint16")
-    assert tokens_in(source) == [document for own in tokens for document in naive(own, "bos")]
+        small_pieces(patch)
+        patch.setattr("streampack.sources.flat_tokens.CHUNK", chunk)  # private: see `small_pieces`
+        found: list[list[int]] = []
+        for lane in range(num_lanes):
+            rows = list(source.read(Reading(lane, num_lanes=num_lanes)))
+            own = [row.data["tokens"].tolist() for row in rows]
+            for k, row in enumerate(rows):
+                again = source.read(Reading(lane, num_lanes=num_lanes, start=row.cursor))
+                assert [each.data["tokens"].tolist() for each in again] == own[k:]
+            found += own
+    assert sorted(found) == sorted(document for document, _ in naive_flat(tokens, rule))
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("kind", "row_id", "place"),
     [
-        ({}, "say where documents end: eos_token_id, bos_token_id or both; or else document_length"),
-        ({"eos_token_id": 0, "document_length": 9}, "say where documents end"),
-        ({"document_length": 0}, "document_length"),
-        (
-            {"eos_token_id": 0, "dtype": "float32"},
-            "dtype='float32' is no type of ids; it can be uint8, uint16",
-        ),
-        (
-            {"eos_token_id": 50256, "dtype": "uint8"},
-            r"eos_token_id=50256 is none of uint8 \(0 to 255\), the type of",
-        ),
-        ({"eos_token_id": -1}, r"eos_token_id=-1 is none of uint16 \(0 to 65535\)"),
-        ({"bos_token_id": 1.5}, "bos_token_id=1.5 is none of uint16"),
+        ("megatron int32 None", (1, 2), "/text_document_1.bin, document 2"),
+        ("datatrove 2 True", (1, 2), "/00001_unshuffled.ds, document 2"),
+        ("tokens uint16 False", (1, 2), "/tokens-00000-00001.bin, document 2"),
+        ("flat length", (1, 14), "/1.bin, token 14"),
     ],
 )
-def test_settings_that_find_no_documents_are_refused(tmp_path: Path, settings: Any, message: str) -> None:
-    write_flat(tmp_path / "a.bin", tokens_of(10))
-    with pytest.raises(ValueError, match=message):
-        FlatTokensSource(tmp_path, **{"dtype": "uint16", **settings})
+def test_a_document_is_located_by_file_and_number(
+    tmp_path: Path, kind: str, row_id: tuple[int, int], place: str
+) -> None:
+    FORMATS[kind].write(tmp_path)
+    source = FORMATS[kind].open(tmp_path)
+    assert source.locate(row_id) == f"{tmp_path}{place}"
+    [row] = [row for row in source.read(Reading()) if row.row_id == row_id]
+    assert lists(source.fetch(row_id)) == lists(row.data)
 
 
-def test_the_rule_is_part_of_the_fingerprint_and_a_resume_names_it(tmp_path: Path) -> None:
-    path = write_flat(tmp_path / "a.bin", tokens_of(300))
-    found = [FlatTokensSource(path, dtype="uint16", **rule).fingerprint() for rule in RULES.values()]
-    found.append(FlatTokensSource(path, dtype="uint32", eos_token_id=EOS).fingerprint())
-    assert len(set(found)) == 5
-
-    def opened(**rule: Any) -> IterablePackedDataset:
-        return IterablePackedDataset(
-            FlatTokensSource(path, dtype="uint16", **rule), max_seq_len=64, num_lanes=1
-        )
-
-    for name, before, now in (("eos_token_id", EOS, BOS), ("document_length", 5, 7)):
-        dataset = opened(**{name: before})
-        next(iter(dataset))
-        with pytest.raises(ValueError, match=f"{name}={before} and this dataset has .*{name}={now}"):
-            opened(**{name: now}).load_state_dict(dataset.state_dict())
-
-
-def test_wide_ids_are_views_of_the_file(tmp_path: Path) -> None:
-    write_flat(tmp_path / "a.bin", [5, 6, EOS, 2**31, EOS], dtype="uint32")
-    rows = list(FlatTokensSource(tmp_path, eos_token_id=EOS, dtype="uint32").read(Reading()))
-    assert [row.data["tokens"].tolist() for row in rows] == [[5, 6, EOS], [2**31, EOS]]
-    assert [row.data["tokens"].flags.owndata for row in rows] == [False, True], "the second is widened"
-
-
-def test_the_first_packs_of_ten_gigabytes_need_a_few_chunks(
+def test_a_large_id_is_found_in_whichever_stretch_of_documents_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file has holes, and documents at the beginnings of parts only."""
-    size, lanes = 10 * 10**9, 8
+    """Ids that need more than 31 bits are int64, and all others int32."""
+    small_pieces(monkeypatch)
+    rows = [{"tokens": [n], "labels": [n]} for n in (1, 2, 3, 2**31, 2**32 - 1, 6, 7, 8, 2**31 - 1)]
+    source = TokenShardSource(tokenize(rows, out=tmp_path, dtype="uint32", lanes=1, progress=False))
+    encode = TokensEncoder()
+    found = [encode(row.data).tokens for row in source.read(Reading())]
+    assert [tokens.tolist() for tokens in found] == [row["tokens"] for row in rows]
+    assert [tokens.itemsize for tokens in found] == [4, 4, 4, 8, 8, 4, 4, 4, 4]
+
+
+def test_ids_are_checked_whatever_the_dtype_bounds(tmp_path: Path) -> None:
+    rows = [{"tokens": [7, 300, 8], "labels": [-100, 300, 8]}, {"tokens": [5], "labels": [5]}]
+    source = TokenShardSource(tokenize(rows, out=tmp_path, lanes=1, dtype="uint16", progress=False))
+
+    class Own(TokenShardSource):
+        """A source of a user."""
+
+    mix = Mix([{"name": "a", "source": source, "weight": 1}])
+    both = [Holdout(source, fraction=0.5, part=part) for part in ("train", "validation")]
+    [held] = [each for each in both if any(row.data["tokens"].size == 3 for row in each.read(Reading()))]
+    for data in (source, held, mix, Own(tmp_path)):
+        with pytest.raises(ValueError, match="document 0: token id 300 is outside the vocabulary of 300"):
+            list(IterablePackedDataset(data, max_seq_len=8, vocab_size=300))
+        assert list(IterablePackedDataset(data, max_seq_len=8, vocab_size=301))
+
+
+def test_paths_of_megatron_are_prefixes_names_folders_or_globs(tmp_path: Path) -> None:
+    documents = documents_of(20)
+    write_megatron(tmp_path, documents, per_file=7)
+    prefixes = [tmp_path / f"text_document_{i}" for i in range(3)]
+    given_: list[Any] = [tmp_path, str(tmp_path / "*.bin"), prefixes, [f"{path}.bin" for path in prefixes]]
+    found = [[tokens for tokens, _ in pairs(MegatronSource(paths))] for paths in [*given_, prefixes[1]]]
+    assert found == [documents] * 4 + [documents[7:14]]
+
+
+def test_the_same_tokens_as_the_own_reader_of_datatrove(tmp_path: Path) -> None:
+    """Files that datatrove's code wrote, and tokens that its code read."""
+    tokenizer = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
+    dataset = pytest.importorskip("datatrove.utils.dataset")
+    documents = documents_of(40, top=60_000)
+    written = tokenizer.TokenizedFile(str(tmp_path), "00000_x.ds", save_loss_metadata=True, token_size=2)
+    for document, loss in zip(documents, losses_of(documents), strict=True):
+        written.write(document, np.array(loss))
+    written.close()
+    rows = pairs(DatatroveSource(tmp_path))
+    assert [tokens for tokens, _ in rows] == documents
+    assert rows == naive_datatrove(tmp_path, 2)
+    theirs = dataset.DatatroveFileDataset(str(tmp_path / "00000_x.ds"), seq_len=9)
+    flat = [token for document in documents for token in document]
+    found = [theirs[i]["input_ids"].tolist() for i in range(len(theirs))]  # it has no end if it is iterated
+    assert len(found) > 20
+    assert found == [flat[10 * i : 10 * i + 10] for i in range(len(found))]
+
+
+def test_a_file_without_the_loss_that_others_have_is_not_trained_on_unmasked(tmp_path: Path) -> None:
+    write_datatrove(tmp_path, [[i, i, i] for i in range(10)], losses=[[1, 0, 1]] * 10, per_file=5)
+    masked = DatatroveSource(tmp_path).fingerprint()
+    every = DatatroveSource(tmp_path, loss=False)
+    assert all(tokens == labels for tokens, labels in pairs(every))
+    assert every.fingerprint() != masked
+    (tmp_path / "00001_unshuffled.ds.loss").unlink()
+    problem = (
+        "1 of 2 files cannot be read: .*/00001_unshuffled.ds: there is no 00001_unshuffled.ds.loss beside it"
+    )
+    with pytest.raises(ValueError, match=problem):
+        IterablePackedDataset(DatatroveSource(tmp_path), max_seq_len=8)
+    assert list(IterablePackedDataset(DatatroveSource(tmp_path, loss=False), max_seq_len=8))
+
+
+ANOTHER: dict[str, tuple[Callable[[Path, int], Any], Callable[..., Any], str]] = {
+    "another index": (
+        lambda folder, n: write_megatron(folder, [[1, 2, 3] * (1 + n)] * (20 // (1 + n))),
+        MegatronSource,
+        "text_document_0.bin",
+    ),
+    "another loss": (
+        lambda folder, n: write_datatrove(folder, [[1, 2, 3]] * 20, losses=[[1, n, 1]] * 20),
+        DatatroveSource,
+        "00000_unshuffled.ds",
+    ),
+    **{
+        f"another {name}": (
+            lambda folder, n: write_flat(folder / "a.bin", tokens_of(300)),
+            lambda folder, n, name=name, before=before, now=now: FlatTokensSource(
+                folder, dtype="uint16", **{name: now if n else before}
+            ),
+            f"{name}={before} and this dataset has .*{name}={now}",
+        )
+        for name, before, now in (("eos_token_id", EOS, BOS), ("document_length", 5, 7))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ANOTHER)
+def test_the_same_tokens_divided_or_masked_otherwise_are_another_corpus(tmp_path: Path, case: str) -> None:
+    write, make, message = ANOTHER[case]
+
+    def opened(number: int) -> IterablePackedDataset:
+        write(tmp_path, number)
+        source = make(tmp_path, number) if case.endswith(("id", "length")) else make(tmp_path)
+        return IterablePackedDataset(source, max_seq_len=64, num_lanes=1)
+
+    dataset = opened(0)
+    next(iter(dataset))
+    opened(0).load_state_dict(dataset.state_dict())
+    with pytest.raises(ValueError, match=message):
+        opened(1).load_state_dict(dataset.state_dict())
+
+
+SETTINGS = [
+    ({}, "say where documents end: eos_token_id, bos_token_id or both; or else document_length"),
+    ({"eos_token_id": 0, "document_length": 9}, "say where documents end"),
+    ({"document_length": 0}, "document_length"),
+    ({"eos_token_id": 0, "dtype": "float32"}, "dtype='float32' is no type of ids; it can be uint8, uint16"),
+    (
+        {"eos_token_id": 50256, "dtype": "uint8"},
+        r"eos_token_id=50256 is none of uint8 \(0 to 255\), the type",
+    ),
+    ({"eos_token_id": -1}, r"eos_token_id=-1 is none of uint16 \(0 to 65535\)"),
+    ({"bos_token_id": 1.5}, "bos_token_id=1.5 is none of uint16"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), SETTINGS)
+def test_settings_that_find_no_documents_are_refused(tmp_path: Path, how: Any, message: str) -> None:
+    write_flat(tmp_path / "a.bin", tokens_of(10))
+    with pytest.raises(ValueError, match=message):
+        FlatTokensSource(tmp_path, **{"dtype": "uint16", **how})
+
+
+def test_a_wrong_end_of_documents_is_noticed_early_in_ten_gigabytes(tmp_path: Path) -> None:
+    """The file has holes, so that reading on would take minutes."""
     path = tmp_path / "large.bin"
     with path.open("wb") as file:
-        file.truncate(size)
-        source = FlatTokensSource(path, eos_token_id=7, dtype="uint16", max_document_tokens=1 << 20)
-        for part in (part for lane in source._lanes(lanes) for part in lane):
-            file.seek(2 * part.start)
-            file.write(np.array(([*range(8, 58), 7]) * 40, "<u2").tobytes())
-    looked: list[int] = []
-    starts = FlatTokensSource._starts
-
-    def counted(source: FlatTokensSource, at: int, before: int | None, chunk: Any) -> list[int]:
-        looked.append(chunk.size)
-        return starts(source, at, before, chunk)
-
-    monkeypatch.setattr(FlatTokensSource, "_starts", counted)
-    dataset = IterablePackedDataset(source, max_seq_len=510, num_lanes=lanes, shuffle=True, shuffle_window=20)
-    packs = [next(iterator) for iterator in [iter(dataset)] for _ in range(lanes)]
-    assert {pack["lane"] for pack in packs} == set(range(lanes))
-    assert sum(looked) < 64 * flat_tokens.CHUNK
-    looked.clear()
+        file.truncate(10 * 10**9)
     wrong = FlatTokensSource(path, eos_token_id=60, dtype="uint16", max_document_tokens=1 << 20)
     with pytest.raises(
         ValueError, match="more than max_document_tokens=1,048,576 by eos_token_id=60: correct the id"
     ):
-        next(iter(IterablePackedDataset(wrong, max_seq_len=510, num_lanes=lanes)))
-    assert sum(looked) <= (1 << 20) + flat_tokens.CHUNK
+        next(iter(IterablePackedDataset(wrong, max_seq_len=510, num_lanes=8)))
+
+
+# Folders of token shards.
+
+
+def numbered_shards(folder: Path, first: int, count: int = 20, **options: Any) -> Path:
+    rows = [{"tokens": [i], "labels": [i]} for i in range(first, first + count)]
+    return tokenize(rows, out=folder, progress=False, **{"lanes": 2, **options})
+
+
+def test_several_folders_are_one_corpus(tmp_path: Path) -> None:
+    one, two = numbered_shards(tmp_path / "one", 0), numbered_shards(tmp_path / "two", 20)
+    source = TokenShardSource([one, str(two)])
+    for num_lanes in (1, 3):
+        found = [tokens for tokens, _ in pairs(source, num_lanes=num_lanes)]
+        assert sorted(found) == [[i] for i in range(40)]
+    assert source.num_rows() == source.tokens == 40
+    assert source.locate((2, 5)) == f"{two}/tokens-00000-00000.bin, document 5"
+    assert source.fetch((2, 5))["tokens"].tolist() == [30]
+    alone, rows = TokenShardSource(one).fingerprint(), pairs(source)
+    one.rename(tmp_path / "moved")
+    assert TokenShardSource([tmp_path / "moved", two]).fingerprint() == source.fingerprint() != alone
+    remote = TokenShardSource([in_memory(tmp_path / "moved"), in_memory(two)])
+    assert remote.fingerprint() == source.fingerprint()
+    assert pairs(remote) == rows
+
+
+def test_folders_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    one, two = numbered_shards(tmp_path / "one", 0), numbered_shards(tmp_path / "two", 20)
+    shutil.copytree(one, copy := tmp_path / "copy")
+    same = "tokens-00000-00000.bin are the same shard; name each folder once"
+    for folders, message in (
+        ([], "no folders given; name at least one"),
+        ([one, one], f"one/{same}"),
+        ([one, two, copy], f"copy/{same}"),
+        ([one, in_memory(two)], "lie in several places; make a source of each"),
+        ([one, tmp_path / "nothing"], "there is no .*nothing/index.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TokenShardSource(folders)
+
+
+@pytest.mark.parametrize(
+    ("name", "remote"), [("./{}", False), ("./{}", True), ("link.bin", False), ("linked.bin", False)]
+)
+def test_a_shard_by_two_names_is_refused(tmp_path: Path, name: str, remote: bool) -> None:
+    """Otherwise all of its documents would be trained twice in each epoch."""
+    folder = numbered_shards(tmp_path / "shards", 0, lanes=1)
+    index = json.loads((folder / "index.json").read_text())
+    [entry] = index["shards"]
+    (folder / "link.bin").symlink_to(folder / entry["name"])
+    os.link(folder / entry["name"], folder / "linked.bin")
+    index["shards"].append({**entry, "name": name.format(entry["name"])})
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
+        TokenShardSource(in_memory(folder) if remote else folder)
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, remote: bool) -> None:
+    """The new shard has the same size, and the index is unchanged."""
+    folders = [numbered_shards(tmp_path / name, first, 60, lanes=1) for name, first in (("a", 0), ("b", 60))]
+    [path], [other] = (list(folder.glob("*.bin")) for folder in folders)
+    assert path.stat().st_size == other.stat().st_size
+
+    def opened() -> tuple[Any, IterablePackedDataset]:
+        source = TokenShardSource(in_memory(folders[0]) if remote else folders[0])
+        return source, IterablePackedDataset(source, max_seq_len=16, num_lanes=1)
+
+    _, running = opened()
+    next(iter(running))
+    state = running.state_dict()
+    crc32, now = header_of(path)["crc32"], header_of(other)["crc32"]
+    path.write_bytes(other.read_bytes())
+    source, resumed = opened()
+    resumed.load_state_dict(state)
+    message = (
+        f"it is not the shard that its index describes: its header says crc32 {now}, the index crc32 {crc32}; one of "
+        "them was replaced: copy the folder anew"
+    )
+    for read in (
+        lambda: next(iter(resumed)),
+        lambda: source.fetch((0, 3)),
+    ) * 2:  # asked again, it looks again
+        with pytest.raises(ValueError, match=message):
+            read()
+    path.write_bytes(bytes(4096) + other.read_bytes()[4096:])
+    with pytest.raises(
+        ValueError, match=r"document 0: the shard is no token shard: it does not begin with a"
+    ):
+        next(iter(opened()[1]))
+
+
+# MDS.
+
+
+@pytest.mark.parametrize("compression", [None, "gz", "zstd:3"])
+def test_every_encoding_of_mds(tmp_path: Path, compression: str | None) -> None:
+    row = {
+        "str": "naïve 漢字",
+        "bytes": b"\x00\xff",
+        "json": {"a": [1, None, "x"]},
+        "int": -(2**62),
+        "uint16": 65535,
+        "float32": 0.5,
+        "str_int": 10**30,
+        "str_float": 0.1,
+        "ndarray": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "ndarray:uint16": np.array([1, 2, 3], np.uint16),
+        "ndarray:uint16:2,3": np.arange(6, dtype=np.uint16).reshape(2, 3),
+    }
+    write_mds(tmp_path, [row] * 35, {name: name for name in row}, compression=compression)
+    source = pickle.loads(pickle.dumps(MDSSource(tmp_path)))  # as for a worker that is spawned
+    found = list(source.read(Reading()))
+    assert len(found) == 35
+    for got in (each.data for each in found):
+        assert list(got) == list(row)
+        assert lists(got) == lists(row)
+        assert isinstance(got["uint16"], int)
+        assert got["ndarray"].dtype == np.int64
+    ending = {None: "", "gz": ".gz", "zstd:3": ".zstd"}[compression]
+    assert source.locate((1, 2)) == f"{tmp_path}/shard.00001.mds{ending}, sample 2"
+    assert source.natural_lanes() == (4 if compression else 1)
+
+
+def test_only_the_named_columns_of_mds_are_read(tmp_path: Path) -> None:
+    """Also where another one is pickled, which is never read."""
+    folder = write_mds(tmp_path, [{"text": "a", "id": i} for i in range(3)], {"text": "str", "id": "int"})
+    assert read_all(MDSSource(folder, columns=["id"])) == [{"id": i} for i in range(3)]
+    with pytest.raises(ValueError, match="shard.00000.mds: it has no column 'ids'; it has 'text', 'id'"):
+        MDSSource(folder, columns=["ids"])
+    index = folder / "index.json"
+    index.write_text(index.read_text().replace('["str", "int"]', '["pkl", "int"]'))
+    assert read_all(MDSSource(folder, columns=["id"])) == [{"id": i} for i in range(3)]
+    with pytest.raises(ValueError, match="column 'text' is pickled"):
+        MDSSource(folder)

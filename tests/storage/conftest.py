@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.web import Web
+from tests.harness.stores import Web
 
 
 @pytest.fixture

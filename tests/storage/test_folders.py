@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+# private: the seams of all that writes to folders, which are token shards, scores, lists of files and runs
 from streampack.storage import whole_files
-from streampack.storage.folders import Folder, LocalFolder, RemoteFolder, folder_at, write_file
+from streampack.storage.folders import Folder, RemoteFolder, folder_at, write_file
 from streampack.storage.locks import LOCK_FILE, lock_folder
-from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries
 from streampack.storage.whole_files import write_whole
 from tests.harness.stores import lacking, running
@@ -55,13 +55,6 @@ def test_a_file_has_its_name_when_it_is_complete(folder: Folder) -> None:
     assert folder.written(".bin") == [3]
 
 
-def test_what_a_killed_process_left_is_removed(folder: Folder) -> None:
-    for name in ("lane-1-0.bin", "lane-1-1.bin", "lane-2-0.bin"):
-        folder.begin(name).write_bytes(b"left")
-    folder.clean("lane-1-")
-    assert folder.written(".bin") == [4]
-
-
 def test_locks_hold_among_processes_of_one_machine(folder: Folder) -> None:
     with folder.lock("7", way_out="wait"):
         child = os.fork()
@@ -75,22 +68,6 @@ def test_locks_hold_among_processes_of_one_machine(folder: Folder) -> None:
     folder.remove_locks()
     with folder.lock("7", way_out="wait", patience=0):
         pass
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing(
-    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object) -> None:
-        raise OSError("full")
-
-    monkeypatch.setattr(RemoteStorage, "store", fail)
-    monkeypatch.setattr("streampack.storage.folders.settle", fail)
-    if isinstance(folder, RemoteFolder):
-        folder.retries = Retries(attempts=0)
-    with pytest.raises(OSError, match="full"):
-        write_file(folder, "index.json", b"{}")
-    assert folder.whole("index.json") is None
-    assert not [*tmp_path.rglob(".index.json*")]
 
 
 def test_storing_is_tried_again_and_its_result_looked_at(
@@ -130,16 +107,6 @@ def test_the_scratch_folder_of_another_user_is_not_used(
     owned.rename(tmp_path / owned.name.replace("-0-", "-12345-"))
     with pytest.raises(ValueError, match="belongs to another user; set TMPDIR to a folder of your own"):
         folder.begin("a")
-
-
-def test_places() -> None:
-    assert isinstance(folder_at("a/b", options=None), LocalFolder)
-    assert folder_at("memory://me:secret@bucket/a/?key=1", options=None).shown == "memory://bucket/a"
-    for url in ("http://host/a", "hf://datasets/a/b", "file:///a"):
-        with pytest.raises(
-            ValueError, match="cannot be written to; name a folder|are refused: only plain ones of"
-        ):
-            folder_at(url, options=None)
 
 
 HOLDER = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,20 +13,20 @@ import pytest
 
 from streampack import PackedDataLoader, TokenShardSource
 from streampack.sources import Reading
-from streampack.storage.base import File
-from streampack.storage.hub import PINNED
-from streampack.storage.read_ahead import NO_READ_AHEAD
-from streampack.storage.remote import RemoteStorage
-from streampack.tokenize.tokenize import tokenize
+from streampack.tokenize import tokenize
 from tests.harness.conformance import content
-from tests.harness.hub import Hub
-from tests.harness.shards import packs, shards, source, stream, used
-from tests.harness.web import Web, random_faults
+from tests.harness.corpus import plain
+from tests.harness.files import shards, small_pieces, source, stream
+from tests.harness.stores import Hub, random_faults, short_waits
 
 TOKEN = "hf_canarytoken"
 
 
 DATA = "hf://datasets/org/name"
+
+
+def packs(data: Any, **settings: Any) -> list[Any]:
+    return [plain(pack) for pack in stream(data, **settings).stream()]
 
 
 @pytest.fixture
@@ -64,12 +63,13 @@ def test_little_more_than_the_ranges_is_read_while_requests_fail(
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(raw)
     assert whole == packs(source(kind, [str(tmp_path / path) for path in files])), "as here"
-    assert hub.bytes <= 1.05 * used(kind, files)
+    assert hub.bytes <= 1.05 * sum(map(len, files.values()))
     assert about < 5000, "commit and listing"
     read = [request for request in hub.web.requests if "/resolve/" in request[0]]
     assert all(ranged for _, ranged in [*read, *hub.store.requests])
     assert bool(hub.store.requests) == (kind == "parquet"), "large files lie elsewhere"
-    monkeypatch.setattr(RemoteStorage, "block", 8192)
+    small_pieces(monkeypatch, block=8192)
+    short_waits(monkeypatch)
     made = data(hub, kind, timeout=0.6)
     hub.web.fault, hub.store.fault = random_faults(1, 0.03), random_faults(2, 0.03)
     assert packs(made) == whole
@@ -85,28 +85,12 @@ def test_a_path_is_pinned_to_a_commit(hub: Hub, revision: str, caplog: pytest.Lo
         hub.branches[branch] = head
     named = source("jsonl", [f"{DATA}{revision}/{path}" for path in files], storage_options=hub.options)
     assert [file.path for file in named.files] == [f"{DATA}@{head}/{path}" for path in files]
-    assert all(PINNED.fullmatch(file.path) for file in named.files)
     commits = [path for path, _ in hub.web.requests if "expand=sha" in path]
     assert len(commits) == 1, "asked once for all"
     assert len([path for path, _ in hub.web.requests if "/tree/" in path]) == 1, "and listed once"
     assert next(r.getMessage() for r in caplog.records).endswith(f" is read at commit {head}")
     assert named.files == data(hub, "jsonl", revision=f"@{head}").files, "which names it already"
     assert len(list(named.read(Reading()))) == 160
-
-
-@pytest.mark.parametrize(
-    ("kind", "repo", "name"),
-    [("", "gpt2", "a.jsonl"), ("datasets/", "org/name", "c/d/a@b.jsonl"), ("spaces/", "org/name", "a.jsonl")],
-)
-def test_a_pinned_path_is_parsed(web: Web, kind: str, repo: str, name: str) -> None:
-    """Repositories have a namespace or none; the range is read from the Hub's URL."""
-    commit = "0123456789" * 4
-    found = PINNED.fullmatch(f"hf://{kind}{repo}@{commit}/{name}")
-    assert found is not None
-    assert found.groups() == (kind, repo, commit, name)
-    web.files[f"/{kind}{repo}/resolve/{commit}/{name}"] = b"words"
-    storage = RemoteStorage("hf", options={"endpoint": web.url, "token": False}, patience=5)
-    assert storage.fetch(File(found[0], name, 5), 1, 4) == b"ord"
 
 
 def test_a_manifest_and_token_shards(hub: Hub, tmp_path: Path) -> None:
@@ -186,55 +170,38 @@ def test_missing_repositories_and_files(hub: Hub) -> None:
         source("jsonl", f"{DATA}/c/*.jsonl", storage_options={**hub.options, "token": False})
 
 
-def test_an_outage_is_retried_as_often_as_set(hub: Hub) -> None:
+def test_an_outage_is_retried_as_often_as_set(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub's own file system would multiply the retries by five."""
+    short_waits(monkeypatch)
     committed(hub, "jsonl", 1)
     made = data(hub, "jsonl", retries=2)
     hub.web.fault = lambda path: "503"
     before = len(hub.web.requests)
     with pytest.raises(OSError, match=r"c/000.jsonl: HTTP 503"):
-        list(made.read(Reading(read_ahead=NO_READ_AHEAD)))
+        packs(made, read_ahead=0)
     assert len(hub.web.requests) - before == 3
-
-
-def test_an_answer_that_trickles_times_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk is in time, and all together are too late."""
-    committed(hub, "jsonl", 1, 400)
-    made = data(hub, "jsonl", retries=0, timeout=0.5)
-
-    def trickle(handler: Any, status: int, body: bytes, headers: Any, promised: int) -> None:
-        assert (status, promised) == (206, len(body))
-        handler.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        for start in range(0, len(body), step := len(body) // 20):
-            handler.wfile.write(body[start : start + step])
-            handler.wfile.flush()
-            time.sleep(0.1)  # 20 times, so that the whole takes far longer than the limit
-
-    monkeypatch.setattr(hub.web.server.RequestHandlerClass, "_send", trickle)
-    with pytest.raises(TimeoutError, match=r"c/000.jsonl: no answer within 0.5 s"):
-        made.corpus.storage.fetch(made.files[0], 0, made.files[0].size)
 
 
 # What is never said.
 
 
-def test_the_token_appears_nowhere(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_token_appears_nowhere(
+    hub: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_waits(monkeypatch)
     files = committed(hub, "parquet")
     caplog.set_level(logging.DEBUG, "streampack")
     hub.web.fault = hub.store.fault = random_faults(1, kinds=("503", "429", "reset", "short"))
     loader = PackedDataLoader(stream(data(hub, "parquet"), num_lanes=2), num_workers=2)
     assert sum(len(batch.tokens) for batch in loader) == len(packs(data(hub, "parquet")))
-    said = [repr(loader.state_dict()), repr(loader.dataset), repr(loader.dataset.lane_config)]
+    said = [repr(loader.state_dict()), repr(loader.dataset)]
     hub.web.fault = hub.store.fault = lambda path: None
     made = data(hub, "parquet", retries=1)
     said += [repr(made.files), made.locate((0, 0))]
     for fault in ("503", "reset", "403", "404"):
         hub.web.fault = hub.store.fault = lambda path, fault=fault: fault  # type: ignore[misc]
         with pytest.raises(OSError) as error:
-            list(made.read(Reading(read_ahead=NO_READ_AHEAD)))
+            packs(made, read_ahead=0)
         said.append("".join(traceback.format_exception(error.value)))
         with pytest.raises((OSError, ValueError)) as error:
             data(hub, "parquet", retries=0)

@@ -1,7 +1,8 @@
-"""Paths as users write them, listings, manifests, look-ups, and the marks by which a changed file is named."""
+"""Paths as users write them, listings, manifests, look-ups, and how a changed file is named."""
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pickle
@@ -9,10 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from streampack import (
     DatatroveSource,
@@ -23,15 +21,11 @@ from streampack import (
     ParquetSource,
     TokenShardSource,
 )
-from streampack.sources import Reading
-from streampack.sources.as_source import as_source
-from streampack.storage.base import File, redact
-from streampack.storage.file_marks import FileMarks
-from streampack.tokenize.tokenize import tokenize
+from streampack.sources import Reading, as_source
+from streampack.tokenize import tokenize
 from tests.harness.corpus import Numbers, numbered, read_all, rows, write
-from tests.harness.foreign_tokens import write_datatrove, write_flat, write_megatron
-from tests.harness.shards import shards, source, urls
-from tests.harness.web import Web
+from tests.harness.files import shards, source, write_datatrove, write_flat, write_megatron
+from tests.harness.stores import Web
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
 
@@ -54,6 +48,60 @@ def test_a_folder_of_json_lines(tmp_path: Path) -> None:
     assert [file.name for file in JSONLSource(tmp_path).files] == ["b.ndjson", "en/a.jsonl"]
     for paths in (tmp_path, str(tmp_path), JSONLSource([tmp_path])):
         assert tokens_of(paths) == [[4, 5, 6, 1, 2, 3]]
+
+
+def test_paths_globs_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    a, b = write(tmp_path / "a.jsonl", [{"i": 1}]), write(tmp_path / "deep" / "b.jsonl", [{"i": 2}])
+    c = write(tmp_path / "deep" / "er" / "c.jsonl", [{"i": 3}])
+
+    def names(paths: Any) -> list[str]:
+        return [file.name for file in JSONLSource(paths).files]
+
+    assert names(a) == names(str(a)) == names([str(a)]) == ["a.jsonl"]
+    assert names([b, a]) == names((a, str(b))) == names(path for path in (a, b)) == ["a.jsonl", "b.jsonl"]
+    assert names(str(tmp_path / "**" / "*.jsonl")) == ["a.jsonl", "deep/b.jsonl", "deep/er/c.jsonl"]
+    assert names([str(tmp_path / "*.jsonl"), c]) == ["a.jsonl", "c.jsonl"]
+    assert names([tmp_path / "deep", a]) == ["a.jsonl", "b.jsonl", "er/c.jsonl"]
+    assert names(f"{glob.escape(str(tmp_path))}/d*/**/*.jsonl") == ["deep/b.jsonl", "deep/er/c.jsonl"]
+    odd = write(tmp_path / "a[1]*.jsonl", [{"i": 1}])
+    write(tmp_path / "a1x.jsonl", [{"i": 2}])
+    assert read_all(JSONLSource(odd)) == [{"i": 1}], "a name that looks like a glob"
+    monkeypatch.chdir(tmp_path / "deep")
+    assert names("*.jsonl") == ["b.jsonl"]
+    relative = JSONLSource("b.jsonl")
+    monkeypatch.chdir("/")
+    assert read_all(relative) == [{"i": 2}], "the path holds wherever the process goes"
+
+
+REFUSED = {
+    "none": "no file matches '{d}/none' (looked in {cwd}); check the path or the glob",
+    "sub": "the folder {d}/sub holds no .jsonl or",
+    "empty": "{d}/empty: it is empty",
+    "blank": "{d}/blank: it holds blank lines only",
+    "a.jsonl.bz2": "{d}/a.jsonl.bz2: it is a binary file, judging by its name and would be read as plain text; make it",
+    "a.XZ": "{d}/a.XZ: it is a binary file, judging by its name",
+    "a.tar.gz": "{d}/a.tar.gz: it is a binary file, judging by its name",
+    "a.parquet": "{d}/a.parquet: it is a Parquet file and would be read as plain text; read it with ParquetSource",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "empty").touch()
+    (tmp_path / "blank").write_text(" \r\n\t\n")
+    for other in ("a.jsonl.bz2", "a.XZ", "a.tar.gz", "a.parquet"):
+        (tmp_path / other).write_bytes(b"x")
+    with pytest.raises(ValueError) as error:
+        JSONLSource(tmp_path / name)
+    assert str(error.value).startswith(REFUSED[name].format(d=tmp_path, cwd=Path.cwd()))
+    path = write(tmp_path / "a.jsonl", [{"i": 1}])
+    for paths in ([], "", [path, path], [path, tmp_path / "sub" / ".." / "a.jsonl"]):
+        with pytest.raises(
+            ValueError, match="no files given; name at least|no file matches ''|is named twice"
+        ):
+            JSONLSource(paths)
 
 
 def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,22 +174,6 @@ def test_formats_that_datasets_reads(tmp_path: Path, ending: str, separator: str
     assert [row.data for row in source.read(Reading())] == [{"text": "red dog", "n": 1}]
 
 
-def test_a_listing_asks_once_for_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata servers are the first bottleneck of 1,024 ranks."""
-    names = [write(tmp_path / f"{i:03}.jsonl", [{"text": "x" * 5000}]) for i in range(100)]
-    asked, look = [], os.stat
-
-    def watched(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        asked.append(str(path))
-        return look(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "stat", watched)
-    for paths in (names, str(tmp_path / "*.jsonl")):
-        asked.clear()
-        assert len(JSONLSource(paths).files) == 100
-        assert sorted(path for path in asked if path.endswith("0.jsonl")) == sorted(map(str, names[::10]))
-
-
 def twice(folder: Path, how: str) -> dict[str, Any]:
     """Return arguments of a file source that name ``data`` twice."""
     folder.mkdir(exist_ok=True)
@@ -172,13 +204,6 @@ def test_a_file_by_two_names_is_refused(tmp_path: Path, how: str) -> None:
         JSONLSource(**arguments)
 
 
-def test_a_url_by_two_names_is_refused() -> None:
-    lines = b'{"name": "./a b.jsonl", "size": 9}\n{"name": "a b.jsonl", "size": 9}\n'
-    fsspec.filesystem("memory").pipe("/twice/names.txt", lines)
-    with pytest.raises(ValueError, match="are one file; name every file once"):
-        JSONLSource(manifest="memory://twice/names.txt")
-
-
 OUTSIDE = (
     "../a.jsonl", "sub/../../a.jsonl", "..", "/etc/passwd", "~/a.jsonl", "file:///etc/passwd", "https://elsewhere/a",
     "pipe:cat /etc/passwd", "zip::a.jsonl", "simplecache::https://elsewhere/a.jsonl", "a\\..\\b.jsonl", "C:\\a.jsonl",
@@ -194,7 +219,10 @@ def test_a_manifest_with_sizes_saves_a_request_each(web: Web) -> None:
     assert {path.partition("?")[0] for path, _ in web.requests} == {"/c/shards.txt"}
     assert len(list(data.read(Reading()))) == 160
     assert {path.partition("?")[2] for path, _ in web.requests} == {"key=1"}, "the query goes with every name"
-    assert data.fingerprint() == source("jsonl", [url for url in urls(web) if "jsonl" in url]).fingerprint()
+    assert (
+        data.fingerprint()
+        == source("jsonl", [web.url + path for path in web.files if "jsonl" in path]).fingerprint()
+    )
     web.files["/c/shards.txt"] = b"000.jsonl\n\n003.jsonl\n"
     assert len(list(source("jsonl", manifest=f"{web.url}/c/shards.txt").read(Reading()))) == 80
 
@@ -267,14 +295,6 @@ def test_settings_are_checked(web: Web, tmp_path: Path) -> None:
         JSONLSource(f"{web.url}/a.jsonl")
 
 
-def test_redact_removes_user_query_and_fragment() -> None:
-    assert redact("https://u:p@host:1/a/b.jsonl?x=1#y") == "https://host:1/a/b.jsonl"
-    assert redact("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
-    assert redact("/a/b?c") == "/a/b?c"
-    assert redact("hf://gpt2@main/a.jsonl") == "hf://gpt2@main/a.jsonl"
-    assert redact("hf://u:p@gpt2/a.jsonl") == "hf://gpt2/a.jsonl"
-
-
 DOCUMENTS = [[i] * (1 + i % 5) for i in range(1, 40)]
 
 
@@ -316,54 +336,6 @@ def test_one_rank_looks_files_up_for_all(served: Web, kind: str) -> None:
     assert not left
     again = read_all(source)
     assert [row["tokens"].tolist() for row in again] == [row["tokens"].tolist() for row in expected]
-
-
-def test_a_storage_that_refuses_an_index_is_an_error_that_names_it(served: Web) -> None:
-    served.fault = lambda path: "403" if path.endswith(".idx") else None
-    with pytest.raises(PermissionError, match=r"/c/text_document_0.idx: HTTP 403, access is denied") as error:
-        opened("megatron", served)
-    assert "canary" not in str(error.value)
-
-
-def marks(files: dict[str, tuple[int, str]]) -> FileMarks:
-    """Make marks of files, given as (size, tag) by name."""
-    listed = [File(f"/c/{name}", name, size) for name, (size, _) in files.items()]
-    return FileMarks(listed, [tag for _, tag in files.values()])
-
-
-def many(count: int) -> dict[str, tuple[int, str]]:
-    return {f"{number:06}.jsonl": (1000 + number % 7, f"{number:016x}") for number in range(count)}
-
-
-def test_a_new_a_missing_and_a_renamed_file() -> None:
-    files = many(count := 7)
-    more = {**files, "zz.jsonl": (5, "new")}
-    assert str(marks(more).difference(marks(files).state())).startswith("/c/zz.jsonl is new; it had ")
-    words = str(marks(files).difference(marks(more).state()))
-    assert words.startswith("files in 1 of ")
-    assert words.endswith(f"and now there are {count:,} of {sum(size for size, _ in files.values()):,}")
-    first, *others = files
-    renamed = {**{name: files[name] for name in others}, "zz.jsonl": files[first]}
-    assert "/c/zz.jsonl is new" in str(marks(renamed).difference(marks(files).state()))
-
-
-@given(st.integers(1, 300), st.sets(st.integers(0, 299), min_size=1))
-def test_only_changed_files_are_named(count: int, changed: set[int]) -> None:
-    files = many(count)
-    names = {f"{number:06}.jsonl" for number in changed if number < count}
-    after = marks({name: (size, "other" if name in names else tag) for name, (size, tag) in files.items()})
-    words = after.difference(marks(files).state())
-    assert (words is None) == (not names)
-    if words is not None and words.startswith("/c/"):
-        assert words.split()[0].removeprefix("/c/") in names
-
-
-@pytest.mark.parametrize("sums", [b"", b"x", b"x" * 16, b"x" * 48, b"\xff" * 16 * 4096, "text", None])
-def test_damaged_marks_are_no_error(sums: Any) -> None:
-    state = {**marks(many(9)).state(), "content": "0" * 16, "sums": sums}
-    assert isinstance(marks(many(9)).difference(state), str)
-    for odd in (None, 3, {}, [], "x"):
-        assert marks(many(9)).difference(odd) == "nothing is known of the files it was made with"
 
 
 def test_a_refused_state_names_the_changed_file(tmp_path: Path) -> None:

@@ -1,33 +1,62 @@
-"""Object stores that fsspec reaches: a memory file system with ETags; GCS and Azure on loopback, if installed."""
+"""Shards behind HTTP and in object stores: what is read of them and how much, by what names, and what is never said.
+
+A memory file system with versions stands for the stores; GCS and Azure on loopback, where they are installed.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import gzip
+import hashlib
+import io
+import json
+import logging
+import multiprocessing
+import pickle
+import threading
+import traceback
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from fsspec.asyn import AsyncFileSystem
 
-from streampack import JSONLSource, MegatronSource, ParquetSource
+from streampack import (
+    DatatroveSource,
+    FlatTokensSource,
+    JSONLSource,
+    MDSSource,
+    MegatronSource,
+    PackedDataLoader,
+    TokenShardSource,
+)
 from streampack.sources import Reading
-from streampack.storage.base import File
-from streampack.storage.remote import RemoteStorage, scheme_of
-from streampack.storage.retries import Refused, Retries
-from tests.harness.conformance import check_resume_everywhere
-from tests.harness.corpus import read_all
-from tests.harness.foreign_tokens import write_megatron
-from tests.harness.shards import shards, stream
-from tests.harness.stores import Store, Versioned, lacking, running
+from streampack.tokenize import tokenize
+from tests.harness.conformance import check_resume_everywhere, lists
+from tests.harness.corpus import plain, read_all
+from tests.harness.files import (
+    COLUMNS,
+    shards,
+    small_pieces,
+    source,
+    stream,
+    write_datatrove,
+    write_flat,
+    write_mds,
+    write_megatron,
+)
+from tests.harness.stores import Store, Web, lacking, random_faults, running, short_waits
 
-KINDS = ("versioned", "gs", "az")
+KINDS = ("jsonl", "gz", "parquet")
+S3 = {"key": "canary-key", "secret": "canary-secret"}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["versioned", "gs", "az"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if (what := lacking(request.param)) is not None:
         pytest.skip(what)
@@ -35,181 +64,334 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield found
 
 
-@pytest.fixture
-def versioned(tmp_path: Path) -> Iterator[Store]:
-    with running("versioned", tmp_path) as found:
-        yield found
+def urls(web: Web) -> list[str]:
+    return [web.url + path for path in web.files]
 
 
-def filled(store: Store, kind: str = "jsonl", *, rows: int = 40) -> Any:
-    """Put three shards into a store, and return a source of them with short waits between retries."""
-    for name, content in shards(kind, 3, rows).items():
-        store.put(name.rpartition("/")[2], content)
-    make: Any = {"jsonl": JSONLSource, "parquet": ParquetSource}[kind]
-    source = make(f"{store.url}/*.{kind}", storage_options=store.options, timeout=10.0)
-    source.corpus = replace(source.corpus, retries=Retries(attempts=3, first=0.01, longest=0.05))
-    return source
+def packs(data: Any, **settings: Any) -> list[Any]:
+    return [plain(pack) for pack in stream(data, **settings).stream()]
 
 
-def numbers(source: Any) -> list[int]:
-    return sorted(row["i"] for row in read_all(source, num_lanes=2))
+def used(kind: str, files: dict[str, bytes]) -> int:
+    """Bytes that a reader needs: whole files; of Parquet the footers and the columns that are read."""
+    if kind != "parquet":
+        return sum(map(len, files.values()))
+    total = 0
+    for raw in files.values():
+        footer = pq.read_metadata(io.BytesIO(raw))
+        total += footer.serialized_size + 8
+        for group in map(footer.row_group, range(footer.num_row_groups)):
+            columns = map(group.column, range(group.num_columns))
+            total += sum(c.total_compressed_size for c in columns if c.path_in_schema in COLUMNS)
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lane_reads_little_more_than_its_ranges(web: Web, kind: str) -> None:
+    web.files = shards(kind, 6, 400)
+    found = []
+    data = source(kind, urls(web))
+    assert len(web.requests) == 6, "one byte of each, for its size"
+    for lane in range(2):
+        found += list(data.read(Reading(lane, num_lanes=2)))
+    assert sorted(row.data["i"] for row in found) == list(range(2400))
+    assert web.bytes <= 1.05 * used(kind, web.files)
+    assert all(ranged for _, ranged in web.requests)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seek_reads_only_from_there(web: Web, kind: str) -> None:
+    web.files = shards(kind, 1, 2000)
+    data = source(kind, urls(web))
+    found = list(data.read(Reading()))
+    whole, web.bytes = web.bytes, 0
+    row = next(data.read(Reading(start=found[1990].cursor)))
+    assert row == found[1990]
+    assert web.bytes < {"jsonl": 0.1, "parquet": 0.35, "gz": 1}[kind] * whole, (
+        "of Parquet, a row group of four"
+    )
+    web.bytes = 0
+    assert data.fetch(row.row_id) == row.data
+    assert kind != "jsonl" or web.bytes <= 4096
+    assert data.locate(row.row_id).startswith(web.url)
+
+
+def test_forked_workers_read_after_their_parent_has_read(web: Web) -> None:
+    """A forked child has none of its parent's threads, and must not wait for them. A spawned one gets a copy."""
+    web.files = shards("jsonl", 4)
+    data = source("jsonl", urls(web))
+    expected = packs(data)
+    loader = PackedDataLoader(stream(data), num_workers=2)
+    assert sum(len(batch.tokens) for batch in loader) == len(expected)
+    assert packs(pickle.loads(pickle.dumps(data))) == expected, "and a spawned one gets its own"
+
+
+def test_threads_that_read_ahead_do_not_keep_a_process_alive(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_pieces(monkeypatch, block=10_000)
+    web.files = shards("jsonl", 2, 1000)
+    web.fault = lambda path: None if len(web.requests) < 8 else "stall"
+    next(source("jsonl", urls(web)).read(Reading()))
+    reading = [thread for thread in threading.enumerate() if thread.name.startswith("read ahead")]
+    assert reading
+    assert all(thread.daemon for thread in reading)
+
+
+def test_a_weak_tag_names_the_same_version(web: Web) -> None:
+    """One of several proxies may mark tags as weak, and a manifest may hold such a tag."""
+    web.files = shards("jsonl", 2)
+    strong = source("jsonl", urls(web)).fingerprint()
+    marks = cycle(["W/", ""])
+    web.bend["ETag"] = lambda tag: next(marks) + tag
+    data = source("jsonl", urls(web))
+    assert data.fingerprint() == strong
+    assert len(read_all(data, num_lanes=4)) == 80
+    assert len(web.requests) > 6, "of each file, both were seen"
+    tags = [f'W/"{hashlib.md5(content).hexdigest()}"' for content in web.files.values()]
+    lines = [
+        json.dumps({"name": path[3:], "size": len(content), "tag": tag})
+        for (path, content), tag in zip(web.files.items(), tags, strict=True)
+    ]
+    web.files["/c/shards.txt"] = "\n".join(lines).encode()
+    listed = source("jsonl", manifest=f"{web.url}/c/shards.txt")
+    assert listed.fingerprint() == strong
+    assert len(list(listed.read(Reading()))) == 80
+
+
+def test_the_fingerprint_has_the_servers_tag_and_not_its_address(web: Web) -> None:
+    web.files = shards("jsonl", 3)
+    before = source("jsonl", urls(web)).fingerprint()
+    web.files = {f"/moved{path}": content for path, content in web.files.items()}
+    assert source("jsonl", urls(web)).fingerprint() == before
+    web.files["/moved/c/001.jsonl"] = web.files["/moved/c/001.jsonl"].replace(b"a", b"b")
+    assert source("jsonl", urls(web)).fingerprint() != before
+
+
+def test_s3_through_a_listing(web: Web) -> None:
+    pytest.importorskip("s3fs")
+    kind, pattern = "parquet", "s3://bucket/c/*.parquet"
+    web.files = {f"/bucket{path}": content for path, content in shards(kind, 6, 80).items()}
+    options = {**S3, "endpoint_url": web.url}
+    data = source(kind, pattern, storage_options=options)
+    assert len(web.requests) <= 2, "the listing is enough"
+    assert len(data.files) == 6
+    packs(data)
+    assert web.bytes <= 1.05 * used(kind, web.files) + 4000  # the listing
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
+def test_names_may_hold_the_marks_of_urls(tmp_path: Path, kind: str) -> None:
+    """On this machine and in an object store, where no ``#`` begins a fragment."""
+    names = [f"part#1.{kind}", f"part.{kind}#2", f"part?a=1.{kind}", f"a%20b.{kind}", f"a b.{kind}"]
+    pack = gzip.compress if kind.endswith("gz") else bytes
+    stored = {name: i for i, name in enumerate(names) if not name.endswith("#2")}
+    memory = fsspec.filesystem("memory")
+    for i, name in enumerate(names):
+        (tmp_path / name).write_bytes(pack(b'{"i": %d}\n' % i))
+        memory.pipe(f"/m/{name}", pack(b'{"i": %d}\n' % i))
+    try:
+        data = JSONLSource(tmp_path)
+        assert sorted(row.data["i"] for row in data.read(Reading())) == [0, 2, 3, 4]
+        there = JSONLSource(f"memory://m/*.{kind}")
+        assert {
+            file.name: row.data["i"] for row in there.read(Reading()) for file in [there.files[row.row_id[0]]]
+        } == stored
+        assert any("part#1" in file.shown for file in there.files)
+        both = JSONLSource(f"memory://m/part?*1.{kind}")
+        assert [file.name for file in both.files] == [names[0], names[2]], "and it is a wildcard"
+        assert both.files[1].shown == "memory://m/part", "it may begin a signature"
+    finally:
+        memory.rm("/m", recursive=True)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_of_a_listing_and_resume_at_every_pack(store: Store, kind: str) -> None:
-    source = filled(store, kind)
-    assert [file.name for file in source.files] == [f"00{i}.{kind}" for i in range(3)]
-    assert all(file.tag for file in source.files), "the listing has versions"
-    assert numbers(source) == list(range(120))
-    again = type(source)([f"{store.url}/{file.name}" for file in source.files], storage_options=store.options)
-    assert again.fingerprint() == source.fingerprint()
-    assert len(check_resume_everywhere(lambda: stream(source, num_lanes=2), packs=4)) > 4
+    for name, raw in shards(kind, 3).items():
+        store.put(name.rpartition("/")[2], raw)
+    data = source(kind, f"{store.url}/*.{kind}", storage_options=store.options)
+    assert [file.name for file in data.files] == [f"00{i}.{kind}" for i in range(3)]
+    assert all(file.tag for file in data.files), "the listing has versions"
+    assert sorted(row["i"] for row in read_all(data, num_lanes=2)) == list(range(120))
+    named = source(kind, [f"{store.url}/{file.name}" for file in data.files], storage_options=store.options)
+    assert named.fingerprint() == data.fingerprint()
+    assert len(check_resume_everywhere(lambda: stream(data), packs=4)) > 4
+    with pytest.raises(ValueError, match="no file matches"):
+        source(kind, f"{store.url}/*.txt", storage_options=store.options)
 
 
-def test_tokens_are_read_in_place(store: Store, tmp_path: Path) -> None:
-    documents = [[i] * (1 + i % 9) for i in range(60)]
-    for path in write_megatron(tmp_path / "tokens", documents, per_file=20).iterdir():
-        store.put(path.name, path.read_bytes())
-    source = MegatronSource(f"{store.url}/*.bin", storage_options=store.options)
-    assert [row["tokens"].tolist() for row in read_all(source)] == documents
+# Files with an index.
+
+INDEXED = ("tokens", "masked tokens", "mds", "mds.gz", "megatron", "datatrove", "flat")
 
 
-def test_a_file_that_changes_during_a_run_is_refused(store: Store) -> None:
-    """Another content of the same size, a shorter file, and one that is gone."""
-    source = filled(store)
-    content = shards("jsonl", 3)["/c/001.jsonl"]
-    reader = source.read(Reading())
-    next(reader)
-    store.put("001.jsonl", content.replace(b"1", b"2"))
-    with pytest.raises(ValueError, match=r"001.jsonl is version \S+ and was \S+ when it was listed"):
-        list(reader)
-    store.put("001.jsonl", content[:90])
-    with pytest.raises(ValueError, match="001.jsonl has 90 bytes and had .* when it was listed"):
-        list(source.read(Reading()))
-    store.remove("001.jsonl")
-    with pytest.raises(ValueError, match=r"001.jsonl from byte \d+ on: there is no such file"):
-        list(source.read(Reading()))
+def written(kind: str, folder: Path, rows: int, *, longest: int = 250) -> Path:
+    """Write ``rows`` documents to three shards or more."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, 60_000, rng.integers(1, longest)) for _ in range(rows)]
+    total = sum(map(len, documents))
+    if "tokens" in kind:
+        labels = [d if kind == "tokens" else np.where(rng.random(d.size) < 0.5, d, -100) for d in documents]
+        data = [{"tokens": d, "labels": own} for d, own in zip(documents, labels, strict=True)]
+        return tokenize(data, out=folder, lanes=1, shard_tokens=total // 3, dtype="uint16", progress=False)
+    if kind == "megatron":
+        return write_megatron(folder, [d.tolist() for d in documents], per_file=-(-rows // 3), dtype="uint16")
+    if kind == "flat":
+        for number in range(3):
+            own = documents[number * rows // 3 : (number + 1) * rows // 3]
+            write_flat(folder / f"{number}.bin", [token for d in own for token in (*d.tolist(), 0)])
+        return folder
+    if kind == "datatrove":
+        losses = [rng.integers(0, 2, d.size).tolist() for d in documents]
+        return write_datatrove(folder, [d.tolist() for d in documents], losses=losses, per_file=-(-rows // 3))
+    data = [{"tokens": d.astype(np.uint16)} for d in documents]
+    compression = "gz" if kind == "mds.gz" else None
+    return write_mds(
+        folder, data, {"tokens": "ndarray:uint16"}, per_shard=-(-rows // 3), compression=compression
+    )
 
 
-def test_a_file_that_is_replaced_just_before_its_bytes_come_is_refused(versioned: Store) -> None:
-    """A version that was looked up before the bytes would not be theirs."""
-    source = filled(versioned)
-    content = shards("jsonl", 3)["/c/001.jsonl"]
-    file = source.files[1]
-
-    def replaced(path: str, start: int, stop: int) -> bytes | None:
-        versioned.put("001.jsonl", content.replace(b"1", b"2"))
-        return None
-
-    Versioned.fault = staticmethod(replaced)
-    with pytest.raises(ValueError, match="001.jsonl is version"):
-        source.corpus.storage.fetch(file, 0, 100)
+def published(folder: Path) -> dict[str, bytes]:
+    return {f"/bucket/a/{path.name}": path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_store_that_refuses_a_range_behind_the_end_does_not_hide_that_the_file_is_shorter(
-    versioned: Store,
+def maker(kind: str) -> Any:
+    flat = partial(FlatTokensSource, eos_token_id=0, dtype="uint16")
+    others: dict[str, Any] = {"megatron": MegatronSource, "datatrove": DatatroveSource, "flat": flat}
+    return others.get(kind, TokenShardSource if "tokens" in kind else MDSSource)
+
+
+def indexed(kind: str, place: str, web: Web, **settings: Any) -> Any:
+    """Make a source of that kind, that is patient."""
+    url, options = f"{web.url}/bucket/a", None
+    if place == "s3":
+        pytest.importorskip("s3fs")
+        url, options = "s3://bucket/a", {**S3, "endpoint_url": web.url}
+    paths: Any = url
+    if ending := {"megatron": ".bin", "datatrove": ".ds", "flat": ".bin"}.get(kind):
+        names = sorted(Path(path).name for path in web.files if path.endswith(ending))
+        paths = [f"{url}/{name}" for name in names]
+    return maker(kind)(paths, storage_options=options, **{"retries": 9, **settings})
+
+
+@pytest.mark.parametrize(("kind", "place"), [*((kind, "http") for kind in INDEXED[1:-1]), ("tokens", "s3")])
+def test_little_more_than_the_ranges_is_read_while_requests_fail(
+    web: Web, tmp_path: Path, kind: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = filled(versioned)
-    versioned.put("001.jsonl", b"{}\n")
-
-    def refuse(path: str, start: int, stop: int) -> bytes | None:
-        raise OSError("416")
-
-    Versioned.fault = staticmethod(refuse)
-    with pytest.raises(ValueError, match="001.jsonl has 3 bytes and had"):
-        source.corpus.storage.fetch(source.files[1], 10, 100)
-    with pytest.raises(ConnectionError, match=r"000.jsonl: OSError"):
-        source.corpus.storage.fetch(source.files[0], 10, 100)
-
-
-def test_reads_that_fail_for_a_while_are_tried_again(versioned: Store) -> None:
-    source = filled(versioned)
-    turns = cycle(["error", "short", None, "timeout", None])
-
-    def fail(path: str, start: int, stop: int) -> bytes | None:
-        kind = next(turns)
-        if kind == "error":
-            raise OSError("canary: reset")
-        if kind == "timeout":
-            raise TimeoutError
-        return b"{" if kind == "short" else None
-
-    Versioned.fault = staticmethod(fail)
-    assert numbers(source) == list(range(120))
-
-    def always(path: str, start: int, stop: int) -> bytes | None:
-        raise OSError("canary: reset")
-
-    Versioned.fault = staticmethod(always)
-    with pytest.raises(ConnectionError, match=r"versioned://bucket/000.jsonl: OSError") as error:
-        numbers(source)
-    assert "canary" not in str(error.value)
+    short_waits(monkeypatch)
+    small_pieces(monkeypatch, block=4096)
+    reading: dict[str, Any] = {"num_lanes": 2, "shuffle_window": 16}
+    expected = lists(read_all(maker(kind)(written(kind, tmp_path, 300)), **reading))
+    web.files = published(tmp_path)
+    data = indexed(kind, place, web)
+    assert lists(read_all(data, **reading)) == expected
+    assert web.bytes <= 1.05 * sum(map(len, web.files.values()))
+    assert all(ranged for _, ranged in web.requests)
+    web.fault = random_faults(1, 0.03)
+    assert lists(read_all(indexed(kind, place, web, timeout=0.3), **reading)) == expected
+    assert len(set(web.faults)) >= 3, web.faults
 
 
-class Failing(AsyncFileSystem):  # type: ignore[misc]
-    """A file system that raises, or does not answer."""
-
-    protocol = "failing"
-    error: Exception | None = None
-
-    async def _cat_file(self, path: str, start: Any = None, end: Any = None, **settings: Any) -> bytes:
-        if self.error is None:
-            await asyncio.sleep(60)
-        raise self.error or OSError
-
-    async def _info(self, path: str, **settings: Any) -> dict[str, Any]:
-        return {"name": path, "size": 9, "type": "file"}
-
-
-class HttpError(Exception):
-    """An error as gcsfs raises it."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__("canary")
-        self.code = code
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (None, TimeoutError, "failing://b/a: no answer within 0.2 s"),
-        (HttpError(403), PermissionError, "failing://b/a: HTTP 403, access is denied"),
-        (HttpError(503), OSError, "failing://b/a: HTTP 503"),
-        (HttpError(400), Refused, "failing://b/a: HTTP 400"),
-        (OSError("Forbidden: canary"), PermissionError, "failing://b/a: access is denied"),
-        (FileNotFoundError("canary"), FileNotFoundError, "failing://b/a: there is no such file"),
-        (RuntimeError("canary"), ConnectionError, "failing://b/a: RuntimeError"),
-    ],
-)
-def test_errors_of_file_systems_tell_whether_another_try_may_help_and_no_secrets(
-    error: Exception | None, kind: type[Exception], message: str
+@pytest.mark.parametrize("kind", ["masked tokens", "mds", "megatron", "datatrove", "flat"])
+def test_a_seek_into_an_indexed_file_reads_only_from_there(
+    web: Web, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fsspec.register_implementation("failing", Failing, clobber=True)
-    Failing.error = error
-    storage = RemoteStorage("failing", options={}, patience=0.2)
-    with pytest.raises(kind) as caught:
-        storage.fetch(File("failing://b/a?key=canary", "a", 9), 0, 9)
-    assert str(caught.value) == message
+    small_pieces(monkeypatch)
+    web.files = published(written(kind, tmp_path, 900))
+    data = indexed(kind, "http", web)
+    found = list(data.read(Reading()))
+    whole, web.bytes = web.bytes, 0
+    row = next(data.read(Reading(start=found[895].cursor)))
+    assert lists(row.data) == lists(found[895].data)
+    assert web.bytes < 0.02 * whole, "the last five documents of the last part"
+    web.bytes = 0
+    assert lists(data.fetch(row.row_id)) == lists(row.data)
+    assert web.bytes < 1000
+
+
+# Secrets, and what is not read.
+
+
+@pytest.mark.parametrize("place", ["url", "s3"])
+def test_a_secret_appears_nowhere(
+    web: Web, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in logs, errors, states and lists nor in a process's command line, whatever fails."""
+    short_waits(monkeypatch)
+    said: list[str] = []
+    files = shards("jsonl", 3, 20)
+    files["/c/001.jsonl"] += b"{broken\n"
+    web.files = {f"/bucket{path}": content for path, content in files.items()}
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "canary-token")
+    if place == "url":
+        host = web.url.removeprefix("http://")
+        paths = [f"http://user:canary-password@{host}{path}?sig=canary-query" for path in web.files]
+        options: dict[str, Any] = {"headers": {"X-Token": "canary-header"}}
+    else:
+        pytest.importorskip("s3fs")
+        paths = [f"s3:/{path}" for path in web.files]
+        options = {**S3, "endpoint_url": web.url}
+
+    def data(**settings: Any) -> Any:
+        return source("jsonl", paths, storage_options=options, timeout=1.0, **settings)
+
+    def run(**settings: Any) -> PackedDataLoader:
+        quarantine = (
+            {"on_bad_record": "skip", "quarantine": tmp_path / "bad"} if "retries" not in settings else {}
+        )
+        workers = 0 if "retries" in settings or place == "s3" else 2  # each makes a client, in a second
+        return PackedDataLoader(stream(data(**settings), num_lanes=2, **quarantine), num_workers=workers)
+
+    caplog.set_level(logging.DEBUG, "streampack")
+    web.fault = random_faults(1, kinds=("503", "429", "reset", "short"))
+    loader = run()
+    for _ in loader:
+        for child in (each.pid for each in multiprocessing.active_children()):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                said.append(Path(f"/proc/{child}/cmdline").read_text())
+    said += [
+        repr(loader.state_dict()),
+        repr(loader.dataset),
+        repr(data().files),
+    ]
+    said += [path.read_text() for path in (tmp_path / "bad").iterdir()]
+    assert "broken" not in said[-1]
+    assert any("not a line of JSON" in line for line in said)
+    for fault in ("503", "reset", "stall", "404", "403") if place == "url" else ("403",):
+        web.fault = lambda path: None
+        loader = run(retries=1)
+        web.fault = lambda path, fault=fault: fault  # type: ignore[misc]
+        with pytest.raises((OSError, RuntimeError, ValueError)) as error:
+            list(loader)
+        said.append("".join(traceback.format_exception(error.value)))
+    web.fault = lambda path: None
+    with pytest.raises(ValueError) as broken:
+        list(PackedDataLoader(stream(data())))
+    said += ["".join(traceback.format_exception(broken.value)), caplog.text]
+    assert "trying again" in caplog.text
+    sent = json.dumps([web.requests, web.headers])
+    assert "canary" in sent, "it is used, or this test says nothing"
+    assert "canary" not in "\n".join(said)
+
+
+@pytest.mark.parametrize("index", ["[]", "{", '{"shards": []}', '{"shards": [{"name": "../x", "size": 9}]}'])
+def test_errors_of_an_index_hold_no_secret(index: str, tmp_path: Path) -> None:
+    """Neither those of broken indexes nor those of missing shards."""
+    with running("versioned", tmp_path):
+        fsspec.filesystem("versioned").pipe("/host/folder/index.json?key=canary", index.encode())
+        for make_source in (TokenShardSource, MDSSource):
+            with pytest.raises(ValueError) as caught:
+                make_source("versioned://host/folder?key=canary", retries=0)
+            assert "canary" not in str(caught.value)
 
 
 def test_only_stores_and_registered_file_systems_are_read() -> None:
-    for scheme in ("gs", "gcs", "az", "abfs", "abfss", "memory"):
-        assert scheme_of(f"{scheme}://bucket/a.jsonl") == scheme
-    fsspec.register_implementation("versioned", Versioned, clobber=True)
-    assert scheme_of("versioned://a") == "versioned"
-    fsspec.filesystem("file")  # a file system that fsspec knows is not one that a user has registered
-    for scheme in (
-        "file",
-        "zip",
-        "reference",
-        "simplecache",
-        "unheard",
-        "gs::file",
-        "gs://a::zip",
-        "zip://a::https://me:canary@host",
-    ):
+    """A file system that fsspec knows is not one that a user has registered, and chains of them are none."""
+    fsspec.filesystem("file")
+    for scheme in ("file", "zip", "reference", "simplecache", "unheard", "gs::file", "gs://a::zip",
+                   "zip://a::https://me:canary@host"):  # fmt: skip
         with pytest.raises(ValueError, match="are refused: only plain ones of .* and no chains") as error:
-            scheme_of(f"{scheme}://a")
+            JSONLSource(f"{scheme}://a")
         assert "canary" not in str(error.value)
 
 
@@ -233,7 +415,7 @@ def test_options_that_do_not_fit_are_refused_at_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fsspec, "filesystem", refuse)
     with pytest.raises(
-        Refused, match=r"storage_options do not fit az:// \(ValueError\): it may lack the account"
+        OSError, match=r"storage_options do not fit az:// \(ValueError\): it may lack the account"
     ) as e:
         JSONLSource("az://bucket/a.jsonl", storage_options={"sas_token": "canary"})
     assert "canary" not in str(e.value)

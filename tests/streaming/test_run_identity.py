@@ -28,7 +28,7 @@ from streampack import (
 )
 from streampack.sources import Reading, Source
 from tests.harness.corpus import Numbers, rows, write
-from tests.harness.mds import write_mds
+from tests.harness.files import write_mds
 
 ENDING = "; resume with what the run began with, or start a new run"
 

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +14,7 @@ from typing import Any
 import pytest
 
 from streampack import JSONLSource
-from streampack.tokenize.tokenize import tokenize
-from tests.harness.stores import lacking, running
-from tests.harness.tokenizing import Logged, content, corpus, run, stored
+from tests.harness.tokenizing import Logged, content, corpus, run
 
 ray = pytest.importorskip("ray", reason="needs Ray: make test-ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -74,66 +69,6 @@ def test_a_node_dies_in_the_middle(cluster: Any, tmp_path: Path) -> None:
     assert log.read_text().count("\n") > 300, "rows of the dead node were encoded again"
 
 
-def test_a_node_dies_while_shards_are_stored_in_s3(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if (what := lacking("s3")) is not None:
-        pytest.skip(what)
-    source = corpus(tmp_path / "corpus")
-    wanted = expected(source, tmp_path)
-    with running("s3", tmp_path) as store:
-        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-        cluster.wait_for_nodes()
-        place, killed = f"{store.url}/tokens", []
-
-        def kill() -> None:
-            while len(before := stored(store, place)) < 4:
-                time.sleep(0.1)
-            cluster.remove_node(nodes[0], allow_graceful=False)  # SIGKILL
-            killed.append(before)
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        options: Any = {
-            "encoder": Logged(tmp_path / "rows", seconds=0.05),
-            "lanes": 12,
-            "storage_options": store.options,
-        }
-        run(source, place, engine="ray", address=cluster.address, **options)  # type: ignore[arg-type]
-        thread.join()
-        assert killed[0].items() < wanted.items(), "it came in the middle"
-        assert stored(store, place) == wanted
-
-
-def test_workers_are_killed_twenty_times(cluster: Any, tmp_path: Path) -> None:
-    source = corpus(tmp_path / "corpus", 600)
-    wanted = expected(source, tmp_path)
-    cluster.add_node(num_cpus=3)
-    cluster.wait_for_nodes()
-    out, log, draw, kills = tmp_path / "ray", tmp_path / "rows", random.Random(0), []
-    over = threading.Event()
-
-    def kill() -> None:
-        while len(kills) < 20 and not over.is_set():
-            time.sleep(draw.uniform(0.2, 0.5))
-            recent = log.read_text().split()[-3:] if log.exists() else []
-            for pid in {int(word) for word in recent} - {os.getpid()}:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-                kills.append(pid)
-                break
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    on_ray(cluster, source, out, log, seconds=0.01)
-    over.set()
-    thread.join()
-    assert len(kills) == 20
-    assert content(out) == wanted
-
-
 def test_errors_of_a_task_are_those_of_a_local_run(cluster: Any, tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     (tmp_path / "corpus" / "1.jsonl").write_text('{"text": "good"}\n{"words": "bad"}\n')
@@ -143,14 +78,3 @@ def test_errors_of_a_task_are_those_of_a_local_run(cluster: Any, tmp_path: Path)
     with pytest.raises(ValueError, match="1.jsonl:2.*column 'text' is missing") as caught:
         on_ray(cluster, source, tmp_path / "ray", tmp_path / "rows")
     assert type(caught.value) is ValueError
-
-
-def test_settings_that_do_not_fit(tmp_path: Path) -> None:
-    rows = [{"tokens": [1, 2], "labels": [1, 2]}]
-    for settings, message in (
-        ({"engine": "spark"}, "engine='spark' is unknown; choose one of 'processes', 'ray'"),
-        ({"engine": "ray", "workers": 2}, "workers=2 are processes of this machine"),
-        ({"address": "auto"}, "address='auto' is that of a Ray cluster"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tokenize(rows, out=tmp_path / "out", progress=False, **settings)  # type: ignore[arg-type]

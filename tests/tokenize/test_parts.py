@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import multiprocessing as mp
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,8 @@ import pytest
 
 from streampack import TextEncoder, TokenShardSource, cli
 from streampack.sources import Reading
-from streampack.storage.folders import RemoteFolder
-from streampack.storage.remote import RemoteStorage
-from streampack.storage.retries import Retries
-from streampack.tokenize.lane_shards import write_lane
 from streampack.types import Sample
-from tests.harness.stores import Store, lacking, running
+from tests.harness.stores import Store, Versioned, lacking, running, short_waits
 from tests.harness.tokenizing import (
     Dies,
     Killed,
@@ -50,21 +46,6 @@ def test_shards_of_the_work_make_the_same_bytes(tmp_path: Path, count: int) -> N
     assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == sorted(expected)
 
 
-def test_shards_at_the_same_time(tmp_path: Path) -> None:
-    source = corpus(tmp_path / "corpus")
-    expected = content(run(source, tmp_path / "whole"))
-    out = tmp_path / "parts"
-    context = mp.get_context("fork")
-    processes = [context.Process(target=run, args=(source, out), kwargs={"shard": (i, 3)}) for i in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    run(source, out, finish=True)
-    assert content(out) == expected
-
-
 def sleepy(source: Any, out: Path, log: Path) -> None:
     run(source, out, shard=(1, 2), encoder=Logged(log, seconds=0.005))
 
@@ -77,12 +58,12 @@ def test_a_shard_that_was_killed_is_run_again(tmp_path: Path, monkeypatch: pytes
     process.start()
     while not list(out.glob("tokens-00001-00000.bin")):
         time.sleep(0.005)
-    with (
-        pytest.raises(ValueError, match=r"in use by process \d+ on .*; wait until it has ended, or stop it"),
-        monkeypatch.context() as impatient,
-    ):
-        impatient.setitem(write_lane.__kwdefaults__, "patience", 0)
-        run(source, out, shard=(1, 2), encoder=Logged(log))
+    with monkeypatch.context() as impatient:
+        impatient.setattr(time, "monotonic", itertools.count(0, 1000).__next__)
+        with pytest.raises(
+            ValueError, match=r"in use by process \d+ on .*; wait until it has ended, or stop it"
+        ):
+            run(source, out, shard=(1, 2), encoder=Logged(log))
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     with pytest.raises(ValueError, match=r"is not complete: [12] of 5 lanes are missing or end early \([13]"):
@@ -91,12 +72,6 @@ def test_a_shard_that_was_killed_is_run_again(tmp_path: Path, monkeypatch: pytes
     run(source, out, finish=True, encoder=Logged(log))
     assert content(out) == content(run(source, tmp_path / "whole", encoder=Logged(log)))
     assert not list(out.glob(".tokens-*"))
-
-
-def test_a_whole_run_writes_what_shards_left_out(tmp_path: Path) -> None:
-    source = corpus(tmp_path / "corpus")
-    run(source, tmp_path / "parts", shard=(2, 5))
-    assert content(run(source, tmp_path / "parts")) == content(run(source, tmp_path / "whole"))
 
 
 def test_shards_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,9 +108,8 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setitem(RemoteFolder.__init__.__kwdefaults__, "retries", Retries(attempts=3, first=0.01))  # type: ignore[index]
 
 
 def scratch(folder: Path, name: str = "scratch") -> Path:
@@ -143,30 +117,34 @@ def scratch(folder: Path, name: str = "scratch") -> Path:
     return folder / name
 
 
-def test_the_bytes_in_memory_are_those_of_a_local_run(memory: Store, tmp_path: Path) -> None:
-    source, place = corpus(tmp_path / "corpus"), f"{memory.url}/tokens/"
+def watched(monkeypatch: pytest.MonkeyPatch, act: Callable[[str, str], Any]) -> None:
+    """Let ``act`` look at each file that is stored, by its place here and its name there."""
+    put = Versioned.put_file
+
+    def put_file(self: Versioned, local: str, path: str, **settings: Any) -> None:
+        if act(local, path.rpartition("/")[2]) is None:
+            put(self, local, path, **settings)
+
+    monkeypatch.setattr(Versioned, "put_file", put_file)
+
+
+def test_the_bytes_in_a_store_are_those_of_a_local_run(
+    memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And shards that are stored are not made again."""
+    source, place, made = corpus(tmp_path / "corpus"), f"{memory.url}/tokens/", []
+    watched(monkeypatch, lambda local, name: made.append(name))
     expected = content(run(source, tmp_path / "local"))
     assert into(memory, source, place) == expected
+    assert sorted(made) == sorted(expected)
     found = TokenShardSource(place, storage_options=memory.options)
     assert sum(1 for _ in found.read(Reading())) == 300
     assert list((tmp_path / "scratch").iterdir()) == [], "nothing is left on this machine"
-
-
-def test_shards_that_are_stored_are_not_made_again(
-    memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, place, made = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", []
-    store = RemoteStorage.store
-    monkeypatch.setattr(
-        RemoteStorage, "store", lambda self, local, path: [made.append(path), store(self, local, path)]
-    )
-    expected = into(memory, source, place)
-    assert sorted(path.rpartition("/")[2] for path in made) == sorted(expected)
     made.clear()
     memory.remove("tokens/tokens-00002-00001.bin")
     assert into(memory, source, place) == expected
     later = [name for name in expected if name.startswith("tokens-00002") and name > "tokens-00002-00000.bin"]
-    assert [path.rpartition("/")[2] for path in made] == [*later, "index.json"]
+    assert made == [*later, "index.json"]
 
 
 @pytest.mark.parametrize("after", [40, 250])
@@ -183,30 +161,23 @@ def test_a_stopped_call_goes_on(memory: Store, tmp_path: Path, after: int) -> No
 
 def test_a_part_of_a_file_is_no_shard(memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storing fails: each second time it leaves a part of the file, as file systems that are no object stores may."""
-    source, place, calls = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", [0]
+    source, place, calls = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", []
     expected = content(run(source, tmp_path / "local"))
 
-    store = RemoteStorage.store
-
-    def fails(self: RemoteStorage, local: Path, path: str) -> None:
-        if not path.endswith(".bin"):
-            return store(self, local, path)
-        calls[0] += 1
-        if calls[0] % 2:
-            name = path.removeprefix("versioned://bucket/")
-            memory.put(name, local.read_bytes()[: 100 if calls[0] % 4 == 1 else 5000])
-        raise ConnectionError("reset")
+    def fails(local: str, name: str) -> None:
+        if name.endswith(".bin"):
+            calls.append(name)
+            if len(calls) % 2:
+                memory.put(f"tokens/{name}", Path(local).read_bytes()[: 100 if len(calls) % 4 == 1 else 5000])
+            raise OSError("reset")
 
     with monkeypatch.context() as broken:
-        broken.setattr(RemoteStorage, "store", fails)
-        for lanes in (0, 1):
-            with pytest.raises(ConnectionError, match="reset"):
-                into(memory, source, place, shard=(lanes, 5))
-    assert calls[0] == 8, "each is tried three times more"
-    assert [len(data) for name, data in stored(memory, place).items() if name.endswith(".bin")] == [
-        5000,
-        5000,
-    ]
+        short_waits(broken)
+        watched(broken, fails)
+        for lane in (0, 1):
+            with pytest.raises(OSError, match="tokens-0000"):
+                into(memory, source, place, shard=(lane, 5))
+    assert len(calls) == 12, "each is tried five times more"
     assert into(memory, source, place) == expected
 
 
@@ -232,26 +203,22 @@ def test_another_call_that_replaces_shards_is_noticed(
     assert "index.json" not in stored(memory, place)
 
 
-def test_places_that_cannot_be_written_to(memory: Store, moto: Store, tmp_path: Path) -> None:
-    source = corpus(tmp_path / "corpus")
+def test_places_that_cannot_be_written_to(memory: Store, tmp_path: Path) -> None:
+    source, here = corpus(tmp_path / "corpus"), str(tmp_path / "x")
+    refused = "cannot be written to; name a folder|are refused: only plain ones of"
     for place, options, message in (
         (
-            "https://me:secret@host/tokens",
+            "https://me:canary@host/tokens",
             {},
             "https://host/tokens cannot be written to; name a folder of this",
         ),
-        (
-            str(tmp_path / "x"),
-            {"key": 1},
-            "storage_options are for URLs, and '.*x' is a folder of this machine",
-        ),
+        ("hf://datasets/a/b", {}, refused),
+        ("file:///a", {}, refused),
+        (here, {"key": 1}, "storage_options are for URLs, and '.*x' is a folder of this machine"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as error:
             run(source, place, storage_options=options)  # type: ignore[arg-type]
-    with pytest.raises(
-        FileNotFoundError, match="s3://nowhere/tokens/.*: there is no such bucket, or container"
-    ):
-        into(moto, source, "s3://nowhere/tokens")
+        assert "canary" not in str(error.value)
 
 
 def write_all_lanes(store: Store, source: Any, folder: Path, machine: str, seconds: float) -> None:
@@ -264,6 +231,10 @@ def write_all_lanes(store: Store, source: Any, folder: Path, machine: str, secon
 
 def test_s3_killed_in_the_middle_with_two_writers_of_every_lane(moto: Store, tmp_path: Path) -> None:
     source, place = corpus(tmp_path / "corpus"), f"{moto.url}/{tmp_path.name}"
+    with pytest.raises(
+        FileNotFoundError, match="s3://nowhere/tokens/.*: there is no such bucket, or container"
+    ):
+        into(moto, source, "s3://nowhere/tokens")
     expected = content(run(source, tmp_path / "local"))
 
     def start(machine: str, seconds: float) -> Any:
@@ -286,22 +257,3 @@ def test_s3_killed_in_the_middle_with_two_writers_of_every_lane(moto: Store, tmp
     assert into(moto, source, place, finish=True) == expected
     found = TokenShardSource(place, storage_options=moto.options)
     assert sum(1 for _ in found.read(Reading())) == 300
-
-
-CONFIG = """
-data:
-  source: {{_component_: streampack.JSONLSource, paths: {path}}}
-  encoder: {{_component_: streampack.TokensEncoder, labels: null}}
-  max_seq_len: 512
-"""
-
-
-def test_the_command_writes_to_s3(moto: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n')
-    config = tmp_path / "data.yaml"
-    config.write_text(CONFIG.format(path=tmp_path / "rows.jsonl"))
-    words = ["tokenize", "--config", str(config), "--out", f"{moto.url}/command"]
-    assert cli.main([*words, "--storage-options", json.dumps(moto.options)]) == 0
-    assert TokenShardSource(f"{moto.url}/command", storage_options=moto.options).tokens == 3
-    assert cli.main([*words, "--storage-options", "[1]"]) == 2
-    assert "it is no JSON object; write such as" in capsys.readouterr().err

@@ -20,8 +20,8 @@ from streampack.training.config import read_config
 from streampack.training.data import build_data
 from streampack.training.estimate import opening, total_steps
 from tests.harness.processes import RankError, run_ranks
+from tests.harness.stores import Web
 from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
-from tests.harness.web import Web
 
 INPUTS: Any = SimpleNamespace(attention="varlen", refused={})
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streampack import JSONLSource, MDSSource, ParquetSource, TextEncoder, TokenShardSource
-from streampack.sources import Holdout
+from streampack import JSONLSource, ParquetSource, TextEncoder, TokenShardSource
+from streampack.sources import Holdout, Reading
 from tests.harness.stores import running
 from tests.harness.tokenizing import (
     PROBED,
@@ -20,14 +20,37 @@ from tests.harness.tokenizing import (
     Killed,
     Letters,
     Logged,
-    add,
     content,
     into,
-    numbered,
-    rows,
-    small,
-    write_numbered,
+    run,
 )
+
+
+def write_numbered(path: Path, first: int, count: int) -> None:
+    """Write a file of numbered rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"text": f"{i} " * (1 + i % 7)}) for i in range(first, first + count)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def add(folder: Path, number: int) -> JSONLSource:
+    """Add a file of 40 rows to a folder; return the source of all."""
+    write_numbered(folder / f"{'bac'[number]}.jsonl", 100 * number, 40)  # the second comes before the first
+    return JSONLSource(str(folder / "*.jsonl"))
+
+
+def rows(*folders: Path | str, **options: Any) -> list[int]:
+    """Return the numbers of the rows of token shards, sorted."""
+    found = TokenShardSource(folders if len(folders) > 1 else folders[0], **options).read(Reading())
+    return sorted(int(bytes(row.data["tokens"][1:-1].tolist()).split()[0]) for row in found)
+
+
+def numbered(*files: int) -> list[int]:
+    return [100 * number + i for number in files for i in range(40)]
+
+
+def small(source: Any, out: Any, **options: Any) -> Any:
+    return run(source, out, **{"lanes": 2, "shard_tokens": 200, **options})
 
 
 @pytest.fixture
@@ -126,22 +149,6 @@ def test_parts_that_find_different_files(tmp_path: Path, caplog: pytest.LogCaptu
     assert rows(small(source, out)) == numbered(0, 1, 2)
 
 
-def test_several_folders_and_globs(tmp_path: Path) -> None:
-    """The names of files begin elsewhere when other folders are added; a file that has moved with them is the same."""
-    write_numbered(tmp_path / "corpus/en/web/a.jsonl", 0, 40)
-    small(JSONLSource(tmp_path / "corpus/en/web"), tmp_path / "out")
-    before = content(tmp_path / "out")
-    write_numbered(tmp_path / "corpus/en/books/a.jsonl", 100, 40)
-    write_numbered(tmp_path / "corpus/fr/a.jsonl", 200, 40)
-    source = JSONLSource([tmp_path / "corpus/fr", str(tmp_path / "corpus/en/*/*.jsonl")])
-    out = small(source, tmp_path / "out")
-    assert rows(out) == numbered(0, 1, 2)
-    now = content(out)
-    assert all(now[name] == before[name] for name in before if name != "index.json")
-    (tmp_path / "corpus").rename(tmp_path / "moved")
-    assert content(small(JSONLSource(tmp_path / "moved"), out)) == now
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -198,15 +205,3 @@ def test_parquet_and_a_holdout(tmp_path: Path) -> None:
     assert min(len(set(validation) & set(numbered(number))) for number in range(2)) > 3
     with pytest.raises(ValueError, match="was made with corpus="):
         small(Holdout(ParquetSource(folder), fraction=0.3, part="train"), tmp_path / "train")
-
-
-def test_sources_that_cannot_be_read_in_part(tmp_path: Path) -> None:
-    tokens = small(add(tmp_path / "corpus", 0), tmp_path / "tokens")
-    settings: dict[str, Any] = {"encoder": lambda row: row, "dtype": "uint16"}
-    small(TokenShardSource(tokens), tmp_path / "again", **settings)
-    small(add(tmp_path / "corpus", 1), tokens)
-    with pytest.raises(
-        ValueError, match="files were added, and TokenShardSource cannot be read without the others"
-    ):
-        small(TokenShardSource(tokens), tmp_path / "again", **settings)
-    assert MDSSource.of_files is TokenShardSource.of_files

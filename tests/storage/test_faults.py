@@ -1,0 +1,515 @@
+"""Storage that fails for a moment costs a moment; an outage costs its budget; what fails for good is named at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.asyn import AsyncFileSystem
+
+from streampack import Holdout, JSONLSource, Mix, PackedDataLoader
+from tests.harness.corpus import plain, rows, write
+from tests.harness.files import shards, small_pieces, source, stream
+from tests.harness.stores import Reply, Store, Versioned, Web, random_faults, running, short_waits
+
+WAITS = [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let waits pass at once, and list them."""
+    return short_waits(monkeypatch)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with running("versioned", tmp_path) as found:
+        yield found
+
+
+def filled(store: Store, kind: str = "jsonl", count: int = 1, per_shard: int = 40, **settings: Any) -> Any:
+    """Put shards into a store, and return a source of them."""
+    for name, content in shards(kind, count, per_shard).items():
+        store.put(name.rpartition("/")[2], content)
+    return source(kind, f"{store.url}/*.{'jsonl.gz' if kind == 'gz' else kind}", **settings)
+
+
+def fault(act: Callable[[str, int, int], bytes | None]) -> None:
+    """Let ``act`` look at each read of the store: it may raise, or return other bytes."""
+    Versioned.fault = staticmethod(act)
+
+
+def failing(times: int, error: Callable[[], BaseException]) -> None:
+    """Let so many reads fail."""
+    left = [times]
+
+    def read(path: str, start: int, stop: int) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error()
+
+    fault(read)
+
+
+def packs(data: Any, **settings: Any) -> list[Any]:
+    return [plain(pack) for pack in stream(data, **settings).stream()]
+
+
+# Trying again.
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, TimeoutError, RuntimeError])
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_read_is_tried_again_until_it_succeeds(
+    store: Store, waits: list[float], times: int, error: type[Exception]
+) -> None:
+    data = filled(store, retries=5)
+    failing(times, error)
+    assert len(packs(data, read_ahead=0)) > 5
+    assert len(waits) == times
+
+
+@pytest.mark.parametrize("retries", [0, 9])
+def test_waits_double_each_with_its_jitter_and_the_last_error_is_raised(
+    store: Store, waits: list[float], retries: int
+) -> None:
+    """The users' generators are not touched."""
+    data = filled(store, retries=retries)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 - the global one must not change
+    for _ in range(60):
+        failing(10**6, OSError)
+        with pytest.raises(OSError, match=r"versioned://bucket/000.jsonl: OSError"):
+            packs(data, read_ahead=0)
+    shares = np.array(waits).reshape(60, retries) / WAITS[:retries]
+    assert (shares >= 0.5).all()
+    assert (shares <= 1).all()
+    assert (np.ptp(shares, axis=0) > 0.3).all(), "a thousand ranks do not come back at once"
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "times", "expected"), [("3", 2, [3.0, 3.0]), ("10", 99, [10.0, 5.5]), ("0.1", 1, [0.5])]
+)
+def test_a_server_that_names_a_wait_is_waited_for_within_the_budget(
+    waits: list[float], asked_for: str, times: int, expected: list[float]
+) -> None:
+    """Our own wait, if that is longer; and one last try when the budget is used up."""
+    with Web(shards("jsonl", 1)) as web:
+        data = source("jsonl", web.url + next(iter(web.files)), retries=5)
+        busy = Reply(429, headers={"Retry-After": asked_for})
+        begun = len(web.requests)
+        web.route = lambda path, *_: busy if len(web.requests) - begun <= times else path
+        if times == 99:
+            with pytest.raises(OSError, match="HTTP 429"):
+                packs(data, read_ahead=0)
+            assert len(web.requests) - begun == 3
+        else:
+            assert packs(data, read_ahead=0)
+    assert waits == pytest.approx(expected, rel=0.5 if asked_for == "0.1" else 0)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz"])
+def test_each_single_read_may_fail(
+    store: Store, waits: list[float], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many reads end in the middle of a line, whose beginning is already in a buffer."""
+    small_pieces(monkeypatch, block=600)
+    data = filled(store, kind, per_shard=24)
+    calls = [0]
+    whole = packs(data, read_ahead=0)
+    fault(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    assert packs(data, read_ahead=0) == whole
+    total = calls[0]
+    assert total >= 8
+    for bad in range(total):
+        calls[0] = 0
+
+        def once(path: str, start: int, stop: int, bad: int = bad) -> None:
+            calls[0] += 1
+            if calls[0] == bad + 1:
+                raise OSError("reset")
+
+        fault(once)
+        assert packs(data, read_ahead=0) == whole, f"call {bad}"
+    assert len(waits) == total
+
+
+@pytest.mark.parametrize("kind", ["gz", "parquet"])
+def test_rows_stay_the_same_while_requests_fail_in_all_ways(
+    kind: str, waits: list[float], monkeypatch: pytest.MonkeyPatch, store: Store
+) -> None:
+    small_pieces(monkeypatch, block=8192)
+    with Web(shards(kind, 4, 60)) as web:
+        urls = [web.url + path for path in web.files]
+        whole = packs(source(kind, urls))
+        web.fault = random_faults(1)
+        assert packs(source(kind, urls, timeout=0.2)) == whole
+        assert len(set(web.faults)) >= 5, web.faults
+    data = filled(store, kind, 4, 60)
+    turns = cycle(["error", "short", None, "timeout", None])
+
+    def act(path: str, start: int, stop: int) -> bytes | None:
+        what = next(turns)
+        if what is not None and what != "short":
+            raise OSError("canary: reset") if what == "error" else TimeoutError
+        return b"{" if what == "short" else None
+
+    fault(act)
+    assert packs(data) == whole
+
+
+def test_a_failure_names_the_place_and_the_stream_goes_on_when_it_is_over(
+    store: Store, waits: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_pieces(monkeypatch, block=2048)
+    data = filled(store, retries=5)
+    settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "read_ahead": 0}
+    expected = packs(data, **settings)
+    running, found = stream(data, **settings).stream(), []
+
+    def behind(path: str, start: int, stop: int) -> None:
+        if start >= 6000:
+            raise OSError("reset")
+
+    fault(behind)
+    with caplog.at_level(logging.WARNING, "streampack"), pytest.raises(OSError) as error:
+        found.extend(map(plain, running))
+    [note] = error.value.__notes__
+    offset = int(
+        note.removeprefix("while reading versioned://bucket/000.jsonl from byte ").removesuffix(" on")
+    )
+    assert 4000 < offset < 8000
+    logged = [r.getMessage() for r in caplog.records if "trying again" in r.getMessage()]
+    assert len(logged) == len(waits) == 5
+    for line, wait in zip(logged, waits, strict=True):
+        assert "while reading versioned://bucket/000.jsonl, bytes " in line
+        assert line.endswith(f"; trying again in {wait:.1f} s")
+    fault(lambda *_: None)
+    found.extend(map(plain, running))
+    assert found == expected
+
+
+# What fails for good. Nothing of the libraries' own errors is shown, as they hold URLs and headers.
+
+
+class HttpError(Exception):
+    """An error as gcsfs raises it."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("canary")
+        self.code = code
+
+
+class NoCredentialsError(Exception):
+    """botocore's, which is known by its name."""
+
+
+class Failing(AsyncFileSystem):  # type: ignore[misc]
+    """A file system that raises, or does not answer."""
+
+    protocol = "failing"
+    error: Exception | None = None
+
+    async def _cat_file(self, path: str, start: Any = None, end: Any = None, **settings: Any) -> bytes:
+        if self.error is None:
+            await asyncio.sleep(60)
+        raise self.error or OSError
+
+    async def _info(self, path: str, **settings: Any) -> dict[str, Any]:
+        return {"name": path, "size": 9, "type": "file", "etag": '"1"'}
+
+
+ERRORS: dict[str, tuple[Exception | None, type[Exception], str, bool]] = {
+    "no answer": (None, TimeoutError, "no answer within 0.2 s", True),
+    "503": (HttpError(503), OSError, "HTTP 503", True),
+    "a bug that may pass": (RuntimeError("canary"), ConnectionError, "RuntimeError", True),
+    "403": (HttpError(403), PermissionError, "HTTP 403, access is denied", False),
+    "400": (HttpError(400), OSError, "HTTP 400", False),
+    "forbidden": (OSError("Forbidden: canary"), PermissionError, "access is denied", False),
+    "gone": (FileNotFoundError("canary"), FileNotFoundError, "there is no such file", False),
+    "credentials": (
+        NoCredentialsError("canary"),
+        OSError,
+        "NoCredentialsError; set AWS_ACCESS_KEY_ID",
+        False,
+    ),
+    "a bug": (AttributeError("canary"), OSError, "AttributeError", False),
+    "a wrong value": (ValueError("canary"), OSError, "ValueError", False),
+}
+"""What a library raises -> the error and what it says, and whether the read is tried again."""
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_of_libraries_tell_whether_another_try_may_help_and_no_secrets(
+    case: str, waits: list[float]
+) -> None:
+    error, kind, message, again = ERRORS[case]
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    Failing.error = error
+    data = JSONLSource("failing://b/a.jsonl?key=canary", retries=2, timeout=0.2)
+    with pytest.raises(kind) as caught:
+        packs(data, read_ahead=0)
+    assert str(caught.value).startswith("failing://b/a.jsonl")
+    assert message in str(caught.value)
+    assert len(waits) == 2 * again
+    said = "".join(traceback.format_exception(caught.value))
+    assert "canary" not in said
+
+
+SERVED: dict[str, tuple[str, str]] = {
+    "404": ("HTTP 404, there is no such file", "ValueError"),
+    "403": ("HTTP 403, access is denied", "PermissionError"),
+    "400": ("HTTP 400", "Refused"),
+    "whole": ("the server sends whole files only; serve them with range requests", "Refused"),
+    "no size": (
+        "the server does not tell the file's size, by which a file that was cut off or has",
+        "Refused",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_what_a_web_server_refuses_is_not_asked_for_again(case: str) -> None:
+    message, kind = SERVED[case]
+    with Web(shards("jsonl", 1)) as web:
+        if case == "whole":
+            web.ranges = False
+        elif case == "no size":
+            web.bend["Content-Range"] = lambda said: said.partition("/")[0] + "/*"
+        else:
+            web.fault = lambda path: case
+        [url] = [web.url + path for path in web.files]
+        with pytest.raises((OSError, ValueError)) as error:
+            source("jsonl", url)
+        assert str(error.value).startswith(f"{url}: ")
+        assert message in str(error.value)
+        assert type(error.value).__name__ == kind
+        assert len(web.requests) == 1
+
+
+# Outages.
+
+
+class Clock:
+    """Time that passes in waits, and in requests; the store does not answer in ``down`` (from, to)."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *down: tuple[float, float], request: float = 0
+    ) -> None:
+        self.now, self.down = 1000.0, [(1000 + start, 1000 + end) for start, end in down]
+        self.request, self.tries = request, 0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+        fault(self.read)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+    def read(self, path: str, start: int, stop: int) -> None:
+        self.tries += 1
+        if any(start <= self.now < end for start, end in self.down):
+            self.now += self.request
+            raise TimeoutError
+
+
+def test_without_max_outage_the_retries_are_all(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = filled(store, retries=3)
+    clock = Clock(monkeypatch, (0, 1e9))
+    with pytest.raises(TimeoutError) as error:
+        packs(data, read_ahead=0)
+    assert "max_outage" not in str(error.value.__notes__)
+    assert clock.tries == 4
+    assert 1001.75 <= clock.now <= 1003.5
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_run_outlives_an_outage_within_its_budget(
+    store: Store, monkeypatch: pytest.MonkeyPatch, mixed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = filled(store, per_shard=200, retries=3)
+    if mixed:
+        data = Mix([{"name": "a", "source": data, "weight": 1}])
+    expected = packs(data)
+    clock = Clock(monkeypatch, (0, 300))
+    with caplog.at_level(logging.WARNING, "streampack"):
+        assert packs(data, max_outage=10, read_ahead=0) == expected
+    assert 1300 <= clock.now <= 1330
+    lines = [r.getMessage() for r in caplog.records if "trying again" in r.getMessage()]
+    assert len(lines) >= 10
+    assert lines[3].endswith(" s, giving up in 10 min")
+    assert "the storage has not answered for " in lines[-1]
+
+
+def test_all_outages_of_a_process_share_the_budget(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget has 10 min, the outages have 6 each; a read still has its retries when it is used up."""
+    small_pieces(monkeypatch, block=2048)
+    data = filled(store, per_shard=100, retries=3)
+    expected = packs(data, read_ahead=0)
+    clock = Clock(monkeypatch, (0, 360))
+    running, found = stream(data, max_outage=10, read_ahead=0).stream(), []
+    found.append(plain(next(running)))
+    assert 1360 <= clock.now <= 1390
+    clock.down = [(clock.now, clock.now + 360)]
+    begun = clock.now
+    with pytest.raises(TimeoutError) as error:
+        found.extend(map(plain, running))
+    assert str(error.value.__notes__).count("10 min of max_outage are used up") == 1
+    assert 200 < clock.now - begun < 300
+    clock.down = [(clock.now, clock.now + 1)]
+    found.extend(map(plain, running))
+    assert found == expected, "so that a short failure ends no run"
+
+
+def test_requests_that_hang_count_as_well(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = filled(store, retries=3)
+    clock = Clock(monkeypatch, (0, 1e9), request=30)
+    with pytest.raises(TimeoutError):
+        packs(data, read_ahead=0, max_outage=2)
+    assert 120 <= clock.now - 1000 <= 120 + 5 * 30 + 3.5
+
+
+class Ranks:
+    """The ranks' agreement of a loader, as far as its start needs one of two ranks."""
+
+    alone, has_data_groups, rank, data_rank, world_size, data_world_size = False, True, 0, 0, 2, 2
+
+    def __init__(self, timeout: Any) -> None:
+        self.timeout = timeout
+
+    def lists_bad_records(self) -> bool:
+        return True
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def raise_on_all(self, error: Exception | None, *, doing: str) -> None:
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("retries", "timeout", "max_outage", "message"),
+    [
+        (
+            5,
+            15,
+            None,
+            "may be tried again for 16 s and the other ranks wait 0:00:15 at most; lower the source's ret",
+        ),
+        (5, 1800, 30, "for 1816 s and the other ranks wait 0:30:00 at most; lower max_outage or"),
+        (5, 16, None, None),
+        (4, 15, None, None),
+    ],
+)
+def test_a_budget_longer_than_the_other_ranks_wait_is_refused(
+    tmp_path: Path, retries: int, timeout: int, max_outage: float | None, message: str | None
+) -> None:
+    path = write(tmp_path / "a.jsonl", rows(60))
+    outage = {} if max_outage is None else {"max_outage": max_outage}
+    for held in (False, True):
+        data: Any = JSONLSource(path, retries=retries)
+        data = Holdout(data, fraction=0.1, part="train") if held else data
+        loader = PackedDataLoader(stream(data, **outage), timeout=timeout)
+        assert len(list(loader)) > 10, "alone, nobody waits"
+        loader.rank_sync = Ranks(loader.rank_sync.timeout)  # type: ignore[assignment]
+        if message is None:
+            iter(loader)
+        else:
+            with pytest.raises(ValueError, match=message):
+                iter(loader)
+
+
+# Files that change while they are read.
+
+CHANGES = [
+    ("local", "jsonl", "longer", "has .* bytes and had .* when it was listed; a corpus must not change"),
+    ("http", "jsonl", "longer", "has .* bytes and had .* when it was listed; a corpus must not change"),
+    ("http", "gz", "another", "is version .* and was .* when it was listed; a corpus must not change"),
+    ("http", "parquet", "another", "is version .* and was .* when it was listed"),
+    ("versioned", "jsonl", "another", r"is version \S+ and was \S+ when it was listed"),
+    ("versioned", "jsonl", "shorter", "has .* bytes and had .* when it was listed"),
+    ("versioned", "parquet", "gone", "there is no such file"),
+    ("s3", "parquet", "another", "is version .* and was .* when it was listed"),
+]
+
+
+@pytest.mark.parametrize(("place", "kind", "change", "message"), CHANGES)
+def test_a_file_that_changes_during_a_run_is_refused(
+    store: Store, tmp_path: Path, place: str, kind: str, change: str, message: str
+) -> None:
+    """At whichever door; and restored, it goes on."""
+    files = shards(kind, 2, 100)
+    last = list(files)[1]
+    changed: bytes | None = {
+        "longer": files[last] + b" ",
+        "another": b" " + files[last][1:],
+        "shorter": files[last][:90],
+        "gone": None,
+    }[change]
+    with Web({}) as web:
+
+        def put(name: str, content: bytes | None) -> None:
+            if place == "versioned":
+                bare = name.removeprefix("/c/")
+                store.put(bare, content) if content is not None else store.remove(bare)
+            elif place == "local":
+                (tmp_path / name.removeprefix("/c/")).write_bytes(content or b"")
+            else:
+                web.files[f"/bucket{name}" if place == "s3" else name] = content or b""
+
+        for name, content in files.items():
+            put(name, content)
+        ending = "jsonl.gz" if kind == "gz" else kind
+        options = None
+        paths: Any = {"versioned": f"{store.url}/*.{ending}", "local": f"{tmp_path}/*.{ending}"}.get(place)
+        if place == "http":
+            paths = [web.url + name for name in files]
+        if place == "s3":
+            pytest.importorskip("s3fs")
+            paths = f"s3://bucket/c/*.{ending}"
+            options = {"key": "k", "secret": "s", "endpoint_url": web.url}
+        data = source(kind, paths, storage_options=options)
+        settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "read_ahead": 0}
+        expected = packs(data, **settings)
+        running, found = stream(data, **settings).stream(), []
+        found.append(plain(next(running)))
+        put(last, changed)
+        for _ in range(2):
+            with pytest.raises(
+                (ValueError, FileNotFoundError), match=f"{last.rpartition('/')[2]}.*{message}"
+            ):
+                found.extend(map(plain, running))
+        assert 15 < len(found) < len(expected) - 15
+        put(last, files[last])
+        found.extend(map(plain, running))
+        assert found == expected
+
+
+def test_a_file_that_is_replaced_just_before_its_bytes_come_is_refused(store: Store) -> None:
+    """A version that was looked up before the bytes would not be theirs."""
+    data = filled(store)
+    content = shards("jsonl", 1)["/c/000.jsonl"]
+    fault(lambda *_: store.put("000.jsonl", content.replace(b"1", b"2")))
+    with pytest.raises(ValueError, match="000.jsonl is version"):
+        packs(data)
+
+
+def test_a_store_that_refuses_a_range_behind_the_end_does_not_hide_that_the_file_is_shorter(
+    store: Store, waits: list[float]
+) -> None:
+    data = filled(store)
+    store.put("000.jsonl", b"{}\n")
+    failing(10**6, lambda: OSError("416"))
+    with pytest.raises(ValueError, match="000.jsonl has 3 bytes and had"):
+        packs(data)

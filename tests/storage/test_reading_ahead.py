@@ -1,0 +1,170 @@
+"""Stretches of files, fetched ahead of need, by many lanes side by side, within one budget of memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import Mix
+from tests.harness.corpus import plain
+from tests.harness.files import shards, small_pieces, source, stream
+from tests.harness.stores import Versioned, running
+
+LANES = 24
+SOON = 16  # lanes whose turns a process prepares for
+
+
+class Network:
+    """Counts the requests to the store that are under way, and can make them wait for one another."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.under_way: dict[str, int] = {}  # path -> its requests that are not answered
+        self.together = 0  # a request is answered when those of so many files are under way
+        self.lonely: list[str] = []  # files whose request waited in vain
+        self.fails: set[str] = set()
+        self.requests: list[tuple[str, int]] = []  # path, and bytes
+
+    def __call__(self, path: str, start: int, stop: int) -> None:
+        with self.changed:
+            self.requests.append((path, stop - start))
+            self.under_way[path] = self.under_way.get(path, 0) + 1
+            self.changed.notify_all()
+            if self.together and not self.changed.wait_for(self._released, timeout=10):
+                self.lonely.append(path)
+            self.under_way[path] -= 1
+            if path in self.fails:
+                raise ConnectionError("out of reach")
+
+    def _released(self) -> bool:
+        if sum(map(bool, self.under_way.values())) >= self.together:
+            self.together = 0
+        return not self.together
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with running("versioned", tmp_path):
+        found = Network()
+        Versioned.fault = staticmethod(found)  # type: ignore[assignment]
+        yield found
+
+
+def filled(kind: str, count: int = LANES, *, place: str = "c", **how: Any) -> Any:
+    """Put files into the store, and return a source of them that does not try again."""
+    files = Versioned(skip_instance_cache=True)
+    for name, content in shards(kind, count, **how).items():
+        files.pipe_file(f"/bucket/{place}/{name.rpartition('/')[2]}", content)
+    return source(kind, f"versioned://bucket/{place}/*.{kind}", retries=0)
+
+
+def dataset(data: Any, **settings: Any) -> Any:
+    return stream(data, **{"num_lanes": LANES, **settings})
+
+
+def packs(data: Any, **settings: Any) -> list[Any]:
+    return [plain(pack) for pack in dataset(data, **settings).stream()]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_lanes_whose_turn_comes_soon_fetch_together(network: Network, kind: str) -> None:
+    """Each request waits until those of as many files are under way; one lane after the other would wait in vain."""
+    data = filled(kind)
+    expected = packs(data)
+    network.together = SOON
+    running = dataset(data).stream()
+    found = [plain(next(running)) for _ in range(2 * LANES)]
+    states = running.lane_states()
+    assert not network.lonely
+    network.requests.clear()
+    network.together = SOON
+    resumed = dataset(data).stream(lane_states=states)
+    assert not network.lonely, "a resume, too, before the first pack is asked for"
+    assert [*found, *map(plain, resumed)] == expected
+
+
+def test_without_read_ahead_one_request_is_made_at_a_time(network: Network) -> None:
+    data, threads = filled("jsonl", 4), set()
+
+    def watched(path: str, start: int, stop: int) -> None:
+        threads.add(threading.current_thread())
+        network(path, start, stop)
+
+    Versioned.fault = staticmethod(watched)  # type: ignore[assignment]
+    assert len(packs(data, num_lanes=4, read_ahead=0)) > 25
+    assert threads == {threading.main_thread()}
+
+
+def test_a_mixtures_sources_fetch_together(network: Network) -> None:
+    entries = [{"name": name, "source": filled("jsonl", 4, place=name), "weight": 1} for name in ("a", "b")]
+    network.together = 8
+    assert len(packs(Mix(entries, stop="first_exhausted"), num_lanes=4)) > 10
+    assert not network.lonely
+
+
+@pytest.mark.parametrize(
+    ("budget", "least", "most"), [(256 << 20, 20 << 20, 40 << 20), (6 << 20, 0, 13 << 20)]
+)
+def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
+    network: Network, budget: int, least: int, most: int
+) -> None:
+    """Of 25 MB, before the second packs are asked for; each lane may hold a block that it needs beside them."""
+    data = filled("jsonl", text=26_000)
+    network.requests.clear()
+    running = dataset(data, read_ahead=budget, shuffle_window=1).stream()
+    for _ in range(LANES):
+        next(running)
+    for _ in range(100):  # until nothing more is asked for
+        asked = len(network.requests)
+        time.sleep(0.02)
+        if asked == len(network.requests) and not any(network.under_way.values()):
+            break
+    assert least <= sum(size for _, size in network.requests) <= most
+
+
+def test_windows_that_fill_the_budget_are_warned_of_once(
+    network: Network, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert len(packs(filled("jsonl"), read_ahead=48 * 1000)) > LANES
+    [record] = [each for each in caplog.records if each.name.endswith("read_ahead")]
+    assert record.getMessage().startswith("a shuffle window holds 0.0 MB, and windows of 0.0 MB in each lane")
+
+
+def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
+    """A file of a later lane is fetched long before, in vain; the packs before its own come, and those after it."""
+    data = filled("jsonl")
+    expected = packs(data)
+    network.requests.clear()
+    needed: list[str] = []  # files, in the order of their need
+    for _ in zip(dataset(data, read_ahead=0).stream(), range(SOON), strict=False):
+        needed += [name for name, _ in network.requests if name not in needed]
+        network.requests.clear()
+    network.fails = {name := needed[-1]}
+    running = dataset(data).stream()
+    found = [plain(next(running))]
+    assert name in {each for each, _ in network.requests}
+    with pytest.raises(ConnectionError) as error:
+        found.extend(map(plain, running))
+    assert f"{name.rpartition('/')[2]} from byte " in error.value.__notes__[0]
+    assert found == expected[: len(found)]
+    network.fails.clear()
+    assert [*found, *map(plain, running)] == expected
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("read_ahead", [1000, 20_000])
+def test_no_byte_is_fetched_twice_whatever_is_fetched_ahead(
+    network: Network, kind: str, read_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_pieces(monkeypatch, block=3000)
+    data = filled(kind, 6, per_shard=120)
+    expected = packs(data, num_lanes=3, read_ahead=0)
+    sizes = sum(size for _, size in network.requests)
+    network.requests.clear()
+    assert packs(data, num_lanes=3, read_ahead=read_ahead) == expected
+    assert sum(size for _, size in network.requests) <= 1.05 * sizes
