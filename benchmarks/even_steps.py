@@ -19,7 +19,7 @@ from benchmarks.straggling import dataset, web_rows
 from streampack import PackedDataLoader, prepare_model_for_packing
 from streampack.losses import summed_cross_entropy
 from streampack.packing.attention_cost import AttentionCost
-from stress.ranks import Ranks
+from tests.harness.processes import Ranks
 
 CONTEXT, MEASURED_WINDOW, ROUND = 8_192, 64, 16
 HEADER = (

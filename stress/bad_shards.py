@@ -26,9 +26,9 @@ from streampack.storage.problems import GONE
 from stress.changes import EPOCHS, PER_FILE, SOURCES, Changing, Rows, found_in, tokens_of
 from stress.corpus import Numbers, RankResult, count_packs, global_steps, run_rank
 from stress.job import Run, job, require_failure
-from stress.ranks import RankPools
 from stress.servers import SlowWeb
 from tests.harness.bad_shards import CASES, HARM, listed
+from tests.harness.processes import RankPools
 
 COLUMNS = ["i", "n"]
 FILES = 14

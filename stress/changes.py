@@ -33,7 +33,7 @@ from stress.corpus import (
     run_rank,
 )
 from stress.job import Run, job
-from stress.ranks import RankPools
+from tests.harness.processes import RankPools
 
 EPOCHS = 3
 PER_FILE = 1000  # room for the numbers of a file's rows

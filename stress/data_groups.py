@@ -27,8 +27,8 @@ from stress.corpus import (
     run_rank,
 )
 from stress.job import Run, job, require_failure
-from stress.ranks import RankPools
 from stress.topology import check_steps, common_steps
+from tests.harness.processes import RankPools
 
 RANKS = 8
 PER_STEP = 8  # packs

@@ -9,8 +9,8 @@ from pathlib import Path
 from stress.corpus import Corpus, check_coverage, global_steps, load_state, run_rank
 from stress.job import Run, job
 from stress.kills import kill_and_resume
-from stress.ranks import RankPools, Ranks
 from stress.topology import check_steps, common_steps, resume_from_each, run_stages
+from tests.harness.processes import RankPools, Ranks
 
 CHAINS = ((0, 1, 2, 3), (2, 0, 3, 1), (1, 2, 0, 2))  # workers of each stage
 

@@ -19,8 +19,8 @@ from streampack.storage.read_ahead import SMALLEST_BLOCK, ReadAhead
 from stress.changes import SOURCES
 from stress.corpus import Numbers, record_packs
 from stress.job import Run, job, require_failure
-from stress.ranks import Ranks
 from stress.servers import Asked, SlowWeb
+from tests.harness.processes import Ranks
 from tests.harness.shards import shards
 
 DELAY = 0.05  # seconds a request

@@ -13,8 +13,8 @@ import numpy as np
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix
 from stress.corpus import Corpus, Numbers, count_packs, load_state
 from stress.job import Run, job
-from stress.ranks import RankPools
 from stress.topology import Stage, run_stages
+from tests.harness.processes import RankPools
 
 FIRST = 100_000  # number of the large source's first row
 

@@ -29,7 +29,7 @@ from stress.corpus import (
     save_state,
 )
 from stress.job import Run, job
-from stress.ranks import RankPools, Ranks
+from tests.harness.processes import RankPools, Ranks
 
 Stage = tuple[int, int, int | None]  # ranks, workers, steps (None: to the end)
 

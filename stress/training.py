@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stress.job import Run, job
-from stress.ranks import Ranks, free_port, kill_tree
+from tests.harness.processes import Ranks, free_port, kill_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS: dict[str, Any] = {"data.num_lanes": 4, "num_workers": 2, "batch_size": 1, "validation": None}

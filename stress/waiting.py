@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from streampack import PackedDataLoader
+from streampack.distributed.rank_sync import Agreement, combine_counts
 from stress.corpus import Corpus
 from stress.job import Run, job
-from stress.ranks import OwnAgreement, Ranks
+from tests.harness.processes import Ranks
 
 STEP = 0.020  # seconds
 MAX_COST = 0.005  # of a step
@@ -59,3 +61,19 @@ def time_steps(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], l
     for stream in iterator.rank_batches.streams:
         stream.close()
     return whole, in_loader
+
+
+class OwnAgreement(Agreement):
+    """An agreement that a rank reaches from its own number, without the other ranks."""
+
+    def __init__(self, count: int, *, failed: bool = False, notes: Sequence[int] = ()) -> None:
+        self.number = ~count if failed else count
+        self.noted = list(notes)
+
+    def wait(self) -> tuple[int, bool]:
+        """Return what follows from this rank's number."""
+        return combine_counts([self.number])
+
+    def notes(self) -> list[list[int]]:
+        """Return this rank's notes."""
+        return [self.noted]

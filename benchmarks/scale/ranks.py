@@ -24,7 +24,7 @@ from streampack.distributed.one_run import summarize_files
 from streampack.distributed.rank_sync import RankSync
 from streampack.sources.row_groups import Footers
 from streampack.streaming.lane_state import LaneState
-from stress.ranks import Ranks
+from tests.harness.processes import Ranks
 
 ROUNDS = 200
 LANES = 15  # of each rank

@@ -34,9 +34,9 @@ from streampack.storage import base as storage
 from streampack.storage.base import LocalStorage
 from streampack.tokenize.tokenize import tokenize
 from tests.harness.corpus import Numbers, rows, write
-from tests.harness.forked_ranks import run_ranks
 from tests.harness.hub import Hub
 from tests.harness.mds import write_mds
+from tests.harness.processes import run_forked
 from tests.harness.threads import Board, ThreadSync, on_ranks
 from tests.sources import test_parquet
 
@@ -386,7 +386,7 @@ def real(source: Source) -> Any:
 def test_real_ranks_split_the_reading_over_gloo(tmp_path: Path) -> None:
     source = mix(tmp_path / "a")
     data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
-    outcomes = run_ranks(3, real, source, folder=tmp_path)
+    outcomes = run_forked(real, 3, source)
     assert [identity for identity, _ in outcomes] == [data._identity.plain()] * 3
     shares = [
         sorted(f"{number}.{kind}" for number in range(rank, FILES, 3) for kind in ("jsonl", "parquet"))

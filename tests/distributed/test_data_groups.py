@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader
 from streampack.distributed.data_groups import DataPlace, data_place, is_first_of_data_rank
 from tests.harness.corpus import Numbers, rows
-from tests.harness.forked_ranks import run_ranks
+from tests.harness.processes import run_forked
 from tests.harness.threads import (
     Make,
     PackKey,
@@ -235,9 +235,9 @@ def on_a_mesh(shape: tuple[int, ...], names: tuple[str, ...], dims: Any, workers
     ],
 )
 def test_a_device_mesh_says_which_ranks_share_batches(
-    tmp_path: Path, shape: tuple[int, ...], names: tuple[str, ...], dims: Any, workers: int, groups: list[int]
+    shape: tuple[int, ...], names: tuple[str, ...], dims: Any, workers: int, groups: list[int]
 ) -> None:
-    outcomes = run_ranks(4, on_a_mesh, shape, names, dims, workers, folder=tmp_path)
+    outcomes = run_forked(on_a_mesh, 4, shape, names, dims, workers)
     assert [outcome["place"] for outcome in outcomes] == [(group, 2) for group in groups]
     places = [outcome["place"] for outcome in outcomes]
     steps = steps_of(by_group([(o["batches"], o["state"]) for o in outcomes], places), 3)
@@ -270,8 +270,8 @@ def whole(group: dist.ProcessGroup) -> dict[str, int]:
     return {"data_rank": dist.get_rank(group), "data_world_size": dist.get_world_size(group)}
 
 
-def test_hybrid_sharding_and_a_group_of_some_ranks(tmp_path: Path) -> None:
-    outcomes = run_ranks(8, hybrid_sharded, folder=tmp_path)
+def test_hybrid_sharding_and_a_group_of_some_ranks() -> None:
+    outcomes = run_forked(hybrid_sharded, 8)
     assert [place for place, _ in outcomes] == [(rank // 2, 4) for rank in range(8)]
     assert [groups for _, groups in outcomes if groups] == [[(0, 3)], [(1, 3)], [(2, 3)]]
 
@@ -285,8 +285,8 @@ def a_rank_of_its_own() -> list[PackKey]:
     return packs + [key for batch in again for key in packs_of(batch)]
 
 
-def test_a_group_of_one_rank_reads_all_the_data(tmp_path: Path) -> None:
-    for packs in run_ranks(2, a_rank_of_its_own, folder=tmp_path):
+def test_a_group_of_one_rank_reads_all_the_data() -> None:
+    for packs in run_forked(a_rank_of_its_own, 2):
         check_whole(packs, rows(40), 2)
 
 
@@ -297,8 +297,8 @@ def without_names() -> str:
     return str(caught[0].message)
 
 
-def test_a_mesh_with_unknown_dimension_names_warns(tmp_path: Path) -> None:
-    assert all("data_dims" in message for message in run_ranks(4, without_names, folder=tmp_path))
+def test_a_mesh_with_unknown_dimension_names_warns() -> None:
+    assert all("data_dims" in message for message in run_forked(without_names, 4))
 
 
 def test_a_step_counts_data_ranks() -> None:

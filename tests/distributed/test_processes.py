@@ -22,7 +22,7 @@ import torch.distributed as dist
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync, combine_counts
 from tests.harness.corpus import Numbers, rows, write
-from tests.harness.forked_ranks import run_ranks
+from tests.harness.processes import run_forked
 from tests.harness.threads import (
     CORPORA,
     Fails,
@@ -107,10 +107,10 @@ def every_corpus(workers: int) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*do not divide .* evenly")
-def test_finite_data_ends_on_all_ranks_at_once(tmp_path: Path) -> None:
+def test_finite_data_ends_on_all_ranks_at_once() -> None:
     """Skewed lanes, lanes without a row, one document: no rank waits for ever; each sample comes once an epoch."""
     size, workers = 2, 2
-    outcomes = run_ranks(size, every_corpus, workers, folder=tmp_path)
+    outcomes = run_forked(every_corpus, size, workers)
     for name in outcomes[0]:
         data, num_lanes = CORPORA[name]
         topology = Topology(size, workers, 3, 2)
@@ -127,7 +127,7 @@ def test_finite_data_ends_on_all_ranks_at_once(tmp_path: Path) -> None:
 ELASTIC = make(rows(500, longest=10), num_lanes=12, epochs=2)
 
 
-def test_a_run_moves_from_4_to_2_to_3_to_1_ranks(tmp_path: Path) -> None:
+def test_a_run_moves_from_4_to_2_to_3_to_1_ranks() -> None:
     steps: list[list[PackKey]] = []
     state: dict[str, Any] | None = None
     chain = [
@@ -139,7 +139,7 @@ def test_a_run_moves_from_4_to_2_to_3_to_1_ranks(tmp_path: Path) -> None:
     chain += [(Topology(4, 0, 3, 2), 1), (Topology(2, 1, 12, 1), None)]
     for topology, count in chain:
         limit = count and count * topology.batches_per_step
-        outcomes = run_ranks(topology.ranks, drive, ELASTIC, topology, state, limit, folder=tmp_path)
+        outcomes = run_forked(drive, topology.ranks, ELASTIC, topology, state, limit)
         steps += joined(outcomes, topology)
         state = outcomes[0][1]
         assert all(outcome[1] == state for outcome in outcomes)
@@ -164,8 +164,8 @@ def agree_many_times() -> Any:
     return words, [answer.wait() for answer in answers], merged, rank_sync.gather(rank)
 
 
-def test_agreements_are_asynchronous_and_arrive_on_all_ranks(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, agree_many_times, folder=tmp_path)
+def test_agreements_are_asynchronous_and_arrive_on_all_ranks() -> None:
+    outcomes = run_forked(agree_many_times, 3)
     said = [outcome[0] for outcome in outcomes]
     for _, heard, merged, gathered in outcomes:
         assert heard == [combine_counts(words) for words in zip(*said, strict=True)]
@@ -233,7 +233,7 @@ class Unpicklable(Exception):
 def test_one_ranks_error_is_raised_on_all(
     tmp_path: Path, kind: str, workers: int, raised: str, told: str
 ) -> None:
-    outcomes = run_ranks(3, one_fails, kind, workers, tmp_path, folder=tmp_path)
+    outcomes = run_forked(one_fails, 3, kind, workers, tmp_path)
     for rank, ((name, message), took, count, state, processes) in enumerate(outcomes):
         if rank == 2:
             assert name == raised
@@ -266,9 +266,9 @@ def heal(kills: int) -> Any:
     return batches, [stream.restarts for stream in iterator.rank_batches.streams]
 
 
-def test_killed_workers_are_restarted_on_every_rank(tmp_path: Path) -> None:
-    healed = run_ranks(2, heal, 4, folder=tmp_path)
-    whole = run_ranks(2, heal, 0, folder=tmp_path)
+def test_killed_workers_are_restarted_on_every_rank() -> None:
+    healed = run_forked(heal, 2, 4)
+    whole = run_forked(heal, 2, 0)
     for (batches, restarts), (expected, none) in zip(healed, whole, strict=True):
         assert none == [0, 0]
         assert restarts == [4, 4]
@@ -307,7 +307,7 @@ def one_dies(workers: int, at: int, pids: Path) -> Any:
 )
 def test_a_killed_rank_is_noticed_in_seconds(tmp_path: Path, size: int, workers: int, at: int) -> None:
     """Not after the collective's timeout of ten minutes; also by ranks that are not its neighbours."""
-    outcomes = run_ranks(size, one_dies, workers, at, tmp_path, folder=tmp_path, dies=1)
+    outcomes = run_forked(one_dies, size, workers, at, tmp_path, dies=1)
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
             told, took, leaving, number, left = outcome
@@ -332,8 +332,8 @@ def leave_early() -> Any:
     return found, before == held() | {"descriptors": None}
 
 
-def test_leaving_early_and_beginning_again(tmp_path: Path) -> None:
-    for found, clean in run_ranks(2, leave_early, folder=tmp_path):
+def test_leaving_early_and_beginning_again() -> None:
+    for found, clean in run_forked(leave_early, 2):
         assert found[3] == found[2]
         assert found[0] == found[2][:3]
         assert found[1] == found[2][:1]

@@ -21,8 +21,8 @@ from streampack import Group, IterablePackedDataset, collate_packed, prepare_mod
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.scoring import Score
 from tests.harness import hf_models, tiny_torchtune
-from tests.harness.forked_ranks import run_ranks
 from tests.harness.hybrid_models import HYBRIDS
+from tests.harness.processes import run_forked
 
 VOCAB = hf_models.VOCAB
 Pair = tuple[list[int], list[int]]
@@ -269,10 +269,10 @@ def on_ranks(model: nn.Module, pairs: list[Pair], look_ahead: int) -> list[Score
 
 
 @pytest.mark.parametrize("look_ahead", [3, 30, 100])
-def test_ranks_share_the_work(llama: Any, tmp_path: Path, look_ahead: int) -> None:
+def test_ranks_share_the_work(llama: Any, look_ahead: int) -> None:
     pairs = requests()
     expected = [alone(llama, pair) for pair in pairs]
-    for found in run_ranks(2, on_ranks, llama, pairs, look_ahead, folder=tmp_path):
+    for found in run_forked(on_ranks, 2, llama, pairs, look_ahead):
         check(found, expected)
 
 
@@ -284,9 +284,9 @@ def many_times(model: nn.Module) -> list[int]:
     return opened
 
 
-def test_ranks_connect_once_for_all_calls(llama: Any, tmp_path: Path) -> None:
+def test_ranks_connect_once_for_all_calls(llama: Any) -> None:
     """An evaluation harness calls it for each of its tasks, and a training for each evaluation."""
-    for first, *later in run_ranks(2, many_times, llama, folder=tmp_path):
+    for first, *later in run_forked(many_times, 2, llama):
         assert set(later) == {first}
 
 
@@ -297,11 +297,11 @@ def sharded(model: nn.Module, pairs: list[Pair]) -> list[Score]:
     return scored(model, pairs, look_ahead=9)
 
 
-def test_ranks_of_a_sharded_model(tmp_path: Path) -> None:
+def test_ranks_of_a_sharded_model() -> None:
     model = hf_models.build("llama").eval()
     pairs = requests()[:23]
     expected = [alone(model, pair) for pair in pairs]
-    for found in run_ranks(2, sharded, model, pairs, folder=tmp_path):
+    for found in run_forked(sharded, 2, model, pairs):
         check(found, expected)
 
 
@@ -314,8 +314,8 @@ def with_other_samples(model: nn.Module) -> tuple[str, list[Score]]:
     return str(caught.value), scored(model, pairs, across_ranks=False)
 
 
-def test_ranks_with_samples_of_their_own(llama: Any, tmp_path: Path) -> None:
-    for rank, (_, found) in enumerate(run_ranks(2, with_other_samples, llama, folder=tmp_path)):
+def test_ranks_with_samples_of_their_own(llama: Any) -> None:
+    for rank, (_, found) in enumerate(run_forked(with_other_samples, 2, llama)):
         check(found, [alone(llama, pair) for pair in requests(seed=rank)])
 
 
@@ -330,8 +330,8 @@ def with_a_failure(model: nn.Module) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    messages = run_ranks(2, with_a_failure, hf_models.build("llama"), folder=tmp_path)
+def test_a_rank_that_fails_ends_the_others() -> None:
+    messages = run_forked(with_a_failure, 2, hf_models.build("llama"))
     assert messages == ["rank 1 failed while scoring: MemoryError: full", "full"]
 
 
@@ -344,8 +344,8 @@ def with_tensor_parallelism(model: Any) -> list[Score]:
     return scored(model, requests()[:5], across_ranks=False)
 
 
-def test_ranks_that_must_compute_the_same(llama: Any, tmp_path: Path) -> None:
-    for found in run_ranks(2, with_tensor_parallelism, llama, folder=tmp_path):
+def test_ranks_that_must_compute_the_same(llama: Any) -> None:
+    for found in run_forked(with_tensor_parallelism, 2, llama):
         check(found, [alone(llama, pair) for pair in requests()[:5]])
 
 
@@ -365,13 +365,13 @@ def five_thousand() -> tuple[Any, list[Pair], list[Score]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_seq_len", [150, 1024, 4096])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_five_thousand_requests(five_thousand: Any, tmp_path: Path, max_seq_len: int, ranks: int) -> None:
+def test_five_thousand_requests(five_thousand: Any, max_seq_len: int, ranks: int) -> None:
     model, pairs, expected = five_thousand
     settings = {"max_seq_len": max_seq_len, "look_ahead": 700}
     if ranks == 1:
         check(scored(model, pairs, **settings), expected)
         return
-    for found in run_ranks(ranks, with_settings, model, pairs, settings, folder=tmp_path, timeout=300):
+    for found in run_forked(with_settings, ranks, model, pairs, settings, timeout=300):
         check(found, expected)
 
 
