@@ -16,10 +16,11 @@ from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.sources.scan import scan
 from streampack.storage.ranges import Fetcher
 from streampack.storage.read_ahead import SMALLEST_BLOCK, ReadAhead
-from stress.changes import SOURCES
-from stress.corpus import Numbers, record_packs
+from stress.corpus import record_packs
+from stress.files import SOURCES
 from stress.job import Run, job, require_failure
 from stress.servers import Asked, SlowWeb
+from tests.harness.corpus import Numbers
 from tests.harness.processes import Ranks
 from tests.harness.shards import shards
 

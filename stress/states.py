@@ -25,8 +25,9 @@ import torch
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, Sample
 from streampack.accounting import Ledger
 from streampack.streaming.lane_state import LaneState
-from stress.corpus import Corpus, Numbers, load_state, save_state
+from stress.corpus import Corpus, load_state, save_state
 from stress.job import Run, job
+from tests.harness.corpus import Numbers
 
 LANES = 8
 
