@@ -1,5 +1,4 @@
 import errno
-import io
 import itertools
 import os
 import resource
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from streampack.distributed.world import join_world
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.checkpoint_errors import CheckpointError
+from tests.harness.dying import die_at
 from tests.harness.processes import run_ranks
 
 
@@ -202,52 +202,6 @@ def test_the_error_names_a_checkpoint_that_does_not_load(tmp_path, change, messa
 
 
 # Kills. The process really ends, so that no handler can clean up.
-
-
-class DyingFile(io.FileIO):
-    """Writes half of the data before a kill point: at every 40th write, because torch.save makes hundreds."""
-
-    point = None
-    writes = 0
-
-    def write(self, data):
-        data = bytes(data)
-        super().write(data[: len(data) // 2])
-        if self.writes % 40 == 0:
-            DyingFile.point("write")
-        self.writes += 1
-        super().write(data[len(data) // 2 :])
-        return len(data)
-
-
-def die_at(number, journal):
-    """Let this process end at the ``number``-th write, sync, rename or removal from now on."""
-    passed = 0
-
-    def point(kind):
-        nonlocal passed
-        passed += 1
-        os.write(journal, f"{kind}\n".encode())
-        if passed == number:
-            os._exit(9)
-
-    def watched(kind, function):
-        def call(*args, **kwargs):
-            point(kind)
-            return function(*args, **kwargs)
-
-        return call
-
-    def open_file(path, mode="r", *args, **kwargs):
-        return DyingFile(path, "w") if "w" in mode else opened(path, mode, *args, **kwargs)
-
-    opened = Path.open
-    DyingFile.point = staticmethod(point)
-    Path.open = open_file
-    os.fsync = watched("fsync", os.fsync)
-    for name in ("rename", "mkdir", "unlink", "rmdir"):
-        setattr(os, name, watched(name, getattr(os, name)))
-    Path.rename = lambda path, target: os.rename(path, target)  # noqa: PTH104
 
 
 def crash_everywhere(folder, every):
