@@ -308,36 +308,26 @@ def forged_numbers(state: dict[str, Any], rng: random.Random, folder: Path) -> N
     lane = random_lane(state, rng)
     forged = LaneState.from_dict(state["lanes"][lane])
     number = rng.choice([0, 1, 2, 7, 500, 10**6, 2**31, 2**32, 2**53, 2**63 - 1])
-    field = rng.choice(
-        ["packs", "done", "epoch", "cursor", "first", "offset", "next_piece", "consumed", "ledger"]
-    )
-    if field == "cursor":
-        cursor = list(forged.cursor) or [0]
-        change = rng.randrange(3)
-        if change == 0:
-            cursor[rng.randrange(len(cursor))] = number
-        elif change == 1:
-            cursor += [number] * rng.randint(1, 3)
-        else:
-            cursor = cursor[: rng.randrange(len(cursor))]
-        forged.cursor = tuple(cursor)
-    elif field == "next_piece":
-        forged.next_piece = forged.first + number
-    elif field == "consumed":
-        span = rng.choice([8, 100, 10_000])
-        forged.consumed = rng.getrandbits(span)
-        forged.next_piece = forged.first + rng.choice([span, number + span])
-    elif field == "ledger":
-        numbers = forged.ledger.numbers()
-        numbers[rng.randrange(len(numbers))] = number
-        forged.ledger = Ledger.from_numbers(numbers)
-    elif field == "first":
-        forged.next_piece += number - forged.first
-        forged.first = number
-    elif field == "done":
-        forged.done = not forged.done
-    else:
-        setattr(forged, field, number)
+    span = rng.choice([8, 100, 10_000])
+    cursor = list(forged.cursor) or [0]
+    at = rng.randrange(len(cursor))
+    ledger = forged.ledger.numbers()
+    ledger[rng.randrange(len(ledger))] = number
+    changes: list[dict[str, Any]] = [
+        {"packs": number},
+        {"epoch": number},
+        {"offset": number},
+        {"done": not forged.done},
+        {"cursor": (*cursor[:at], number, *cursor[at + 1 :])},
+        {"cursor": (*cursor, *[number] * rng.randint(1, 3))},
+        {"cursor": tuple(cursor[:at])},
+        {"next_piece": forged.first + number},
+        {"consumed": rng.getrandbits(span), "next_piece": forged.first + rng.choice([span, number + span])},
+        {"first": number, "next_piece": forged.next_piece + number - forged.first},
+        {"ledger": Ledger.from_numbers(ledger)},
+    ]
+    for field, value in rng.choice(changes).items():
+        setattr(forged, field, value)
     state["lanes"][lane] = forged.as_dict()
 
 

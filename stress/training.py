@@ -127,6 +127,7 @@ def sigterm(run: Run) -> str:
     rng = random.Random(17)
     slowest, worst, stops = 0.0, 0.0, []
     for size in (1, 2):
+        launched = ["--nproc_per_node", str(size)] * (size > 1)
         with tempfile.TemporaryDirectory() as name:
             whole, broken = Path(name) / "whole", Path(name) / "broken"
             steps = 60 * (signals + 1)
@@ -137,7 +138,7 @@ def sigterm(run: Run) -> str:
             for number in range(signals + 1):
                 run.progress((size - 1) * (signals + 1) + number, 2 * (signals + 1), "runs")
                 before = newest_checkpoint(broken)
-                process = start_run(broken, size)
+                process = start(broken, "streampack", "run", *launched, "full_finetune")
                 try:
                     if number < signals:
                         target = before + rng.randint(1, 40)
@@ -164,12 +165,11 @@ def sigterm(run: Run) -> str:
     )
 
 
-def start_run(folder: Path, size: int) -> subprocess.Popen[bytes]:
-    """Start `streampack run` with one process, or with torchrun and several, in a process group of its own."""
-    words = ["--nproc_per_node", str(size)] * (size > 1) + ["full_finetune", "--config"]
-    command = [sys.executable, "-m", "streampack", "run", *words, str(folder / "run.yaml")]
+def start(folder: Path, *words: str, number: int = 0) -> subprocess.Popen[bytes]:
+    """Start a module of Python in a process group of its own, whose log is in ``folder``."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with (folder / "agent-0").open("wb") as log:
+    command = [sys.executable, "-m", *words, "--config", str(folder / "run.yaml")]
+    with (folder / f"agent-{number}").open("wb") as log:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, process_group=0)
 
 
@@ -360,22 +360,11 @@ def log_end(folder: Path) -> str:
 
 def start_agent(endpoint: str, folder: Path, number: int) -> subprocess.Popen[bytes]:
     """Start torchrun as on a node of its own; number 0 also hosts the rendezvous."""
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=1:2",
-            "--nproc-per-node=1",
-            "--max-restarts=3",
-        ),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=stress", "--local-addr=localhost"),
-        f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
-        *("-m", "streampack_recipes.full_finetune", "--config", str(folder / "run.yaml")),
-    ]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    with (folder / f"agent-{number}").open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, process_group=0)
+    words = f"""torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d
+        --rdzv-endpoint={endpoint} --rdzv-id=stress --local-addr=localhost
+        --rdzv-conf=is_host={int(number == 0)},last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3
+        -m streampack_recipes.full_finetune"""
+    return start(folder, *words.split(), number=number)
 
 
 def end_agent(process: subprocess.Popen[bytes]) -> None:
