@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from stress.job import JOBS, NotRun, Run, load_jobs
-from stress.ranks import processes
 from stress.report import RESULTS, machine_info, read, render, write
+from tests.harness.processes import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,29 +18,7 @@ import torch.distributed as dist
 
 from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, JSONLSource, PackedDataLoader, Sample
 from streampack.packing.groups import Group
-
-STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
-
-
-class Numbers:
-    """Encode ``{"i": 3, "n": 4}`` as the tokens 3001 to 3004, the first third of them not trained."""
-
-    def __init__(self, *, bad: int = -1) -> None:
-        self.bad = bad  # number of a row that raises
-        self.calls = 0
-
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
-        self.calls += 1
-        if row["i"] == self.bad:
-            raise ValueError("cannot be encoded")
-        tokens = STRIDE * row["i"] + 1 + np.arange(row["n"], dtype=np.int64)
-        labels = tokens.copy()
-        labels[: row["n"] // 3] = IGNORE_INDEX
-        return Sample(tokens, labels)
-
-    def fingerprint(self) -> str:
-        """Return a constant: a corpus with a bad row is the same corpus."""
-        return "numbers"
+from tests.harness.corpus import STRIDE, Numbers, write
 
 
 class Trees(Numbers):
@@ -61,10 +38,6 @@ class Trees(Numbers):
             token_fields={"id": sample.tokens},
         )
 
-    def fingerprint(self) -> str:
-        """Return another constant."""
-        return "trees"
-
 
 def tree_of(tokens: int) -> tuple[list[int], list[int]]:
     """Return the lengths and parents of the segments of a row with so many tokens."""
@@ -81,7 +54,7 @@ class Corpus:
     lengths: Sequence[int]
     folder: str | None = None  # holds the rows as three JSONL files; None: the rows are a map-style dataset
     settings: Mapping[str, Any] = field(default_factory=dict)
-    bad: int = -1
+    bad: int | None = None  # row that cannot be encoded
     grouped: bool = False  # rows become groups
 
     @classmethod
@@ -127,14 +100,15 @@ class Corpus:
             path = Path(self.folder) / f"{number}.jsonl"
             path.unlink(missing_ok=True)
             if start < stop:
-                path.write_text("".join(json.dumps(row) + "\n" for row in rows[start:stop]))
+                write(path, rows[start:stop])
 
     def dataset(self) -> IterablePackedDataset:
         """Build a new dataset, as a new process would."""
         source: Any = self.rows()
         if self.folder:
             source = JSONLSource(sorted(Path(self.folder).glob("*.jsonl")))
-        encoder = Trees(bad=self.bad) if self.grouped else Numbers(bad=self.bad)
+        encoder = Trees("trees") if self.grouped else Numbers()
+        encoder.bad = self.bad
         return IterablePackedDataset(source, encoder=encoder, **{"untrained": "keep", **self.settings})
 
     def expected_tokens(self, epochs: int = 1) -> Counter[int]:
@@ -238,6 +212,7 @@ def run_rank(
         groups: returns arguments of `PackedDataLoader` that say which ranks get the same batches.
         after_step: called with the number of steps done.
     """
+    warnings.filterwarnings("ignore", message="the corpus changed|.* cannot be read and are left out")
     loader = PackedDataLoader(
         corpus.dataset(), batch_size=batch_size, num_workers=workers, timeout=60, **groups()
     )

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from streampack import IterablePackedDataset, PackedDataLoader, Sample
 from stress.job import Run, job
-from stress.ranks import Ranks
 from stress.states import Documents, size_of
+from tests.harness.processes import Ranks
 
 MAX_SEQ_LEN, BATCH = 256, 64
 KIB = 1024

@@ -27,7 +27,7 @@ from stress.corpus import (
     save_state,
 )
 from stress.job import Run, job
-from stress.ranks import ExitWith, Ranks
+from tests.harness.processes import ExitWith, Ranks
 
 SAVE_EVERY = 4  # steps
 MAX_DELAY = 10.0  # seconds within which every rank must raise

@@ -16,11 +16,12 @@ import numpy as np
 
 from streampack import IterablePackedDataset, JSONLSource
 from streampack.sources import ParquetSource
-from stress.corpus import Numbers, RankResult, global_steps, run_rank
+from stress.corpus import RankResult, global_steps, run_rank
 from stress.job import Run, job
 from stress.kills import check_log, last_logged_step, saved_step, train_and_save
-from stress.ranks import Ranks
 from stress.servers import Moto, Nginx
+from tests.harness.corpus import Numbers
+from tests.harness.processes import Ranks
 
 KINDS = ("parquet", "jsonl")
 COLUMNS = ["i", "n", "text"]  # the Parquet files also have "other", which is not read

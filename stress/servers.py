@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stress.job import NotRun
-from stress.ranks import Ranks, free_port
+from tests.harness.processes import Ranks, free_port
 
 CONFIG = """
 daemon off;

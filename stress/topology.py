@@ -1,4 +1,4 @@
-"""Resumes at every step, many in a row, on other ranks and workers, at the ends of epochs, and of odd corpora."""
+"""Runs of drawn corpora on several topologies, with resumes between them, compared with a run of one process."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import pickle
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streampack import IterablePackedDataset, PackedDataLoader
+from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
 from stress.corpus import (
     Corpus,
-    Numbers,
+    RankResult,
     Step,
     check_coverage,
     count_packs,
@@ -29,17 +30,84 @@ from stress.corpus import (
     save_state,
 )
 from stress.job import Run, job
-from stress.ranks import RankPools, Ranks
-
-Stage = tuple[int, int, int | None]  # ranks, workers, steps (None: to the end)
+from stress.kills import kill_and_resume
+from tests.harness.corpus import Numbers, write
+from tests.harness.processes import RankPools, Ranks
 
 EXACT: dict[str, Any] = {"strategy": "exact_fit"}
 SPLIT: dict[str, Any] = {"split_across_pack": True}
 FILLING = (EXACT, EXACT, *({"strategy": name} for name in ("best_fit", "first_fit", "next_fit")), SPLIT)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How 8 ranks are grouped: by a mesh, or without names by numbers.
+
+    Attributes:
+        shape: of the mesh.
+        dims: names of the mesh's dimensions.
+        data: those along which batches differ.
+        by_number: give the data rank and the number of data ranks instead of the mesh.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    data: tuple[str, ...]
+    by_number: bool = False
+
+    def data_ranks(self) -> list[int]:
+        """Return each rank's group, from the definition: ranks differ where their places along ``data`` do."""
+        along = [number for number, name in enumerate(self.dims) if name in self.data]
+        data = [tuple(place[number] for number in along) for place in np.ndindex(*self.shape)]
+        return [sorted(set(data)).index(place) for place in data]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `PackedDataLoader`. Called in a rank."""
+        if self.by_number:
+            groups = self.data_ranks()
+            return {"data_rank": groups[dist.get_rank()], "data_world_size": len(set(groups))}
+        return {"mesh": mesh(self.shape, self.dims), "data_dims": self.data}
+
+
+@cache
+def mesh(shape: tuple[int, ...], dims: tuple[str, ...]) -> DeviceMesh:
+    """Make a mesh, once, because its process groups stay. Called in a rank."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=dims)
+
+
+class Stage(NamedTuple):
+    """A part of a run: from the state of the stage before, for so many steps (None: to the end)."""
+
+    ranks: int  # with a layout: groups of ranks
+    workers: int = 0
+    steps: int | None = None
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A corpus and a run over it.
+
+    Attributes:
+        corpus: the samples and settings.
+        stages: of the run, each on a topology of its own.
+        per_step: packs that all ranks have together in a step.
+        endless: the number of steps of an endless corpus, of whose lanes none ends.
+        judge: another check, of the corpus and the state after the run. Called in a rank.
+    """
+
+    corpus: Corpus
+    stages: Sequence[Stage]
+    per_step: int = 6
+    endless: int | None = None
+    judge: Callable[[Any, bytes], None] | None = None
+
+
+Draw = Callable[[int, Path], Case]
+
+
 def run_stages(
-    pools: RankPools, corpus: Corpus, stages: Sequence[Stage], *, per_step: int, state: bytes | None = None
+    pools: RankPools, corpus: Corpus, stages: Sequence[Stage], per_step: int, state: bytes | None = None
 ) -> tuple[list[Step], list[bool], bytes]:
     """Run stage after stage, each resuming the one before.
 
@@ -48,23 +116,32 @@ def run_stages(
     """
     steps: list[Step] = []
     warned = []
-    for ranks, workers, count in stages:
+    for ranks, workers, count, layout in stages:
         part = partial(run_rank, workers=workers, batch_size=per_step // ranks, steps=count)
-        results = pools[ranks].run(part, corpus, state)
-        steps += global_steps(results)
+        if layout is None:
+            results = pools[ranks].run(part, corpus, state)
+        else:
+            size = len(layout.data_ranks())
+            results = pools[size].run(partial(part, groups=layout.arguments), corpus, state)
         warned.append(any(result.warned for result in results))
         states = {result.states[-1] for result in results}
         assert len(states) == 1, "the ranks' states differ"
         [state] = states
+        steps += global_steps(results if layout is None else one_of_each(layout, results))
     assert state is not None
     return steps, warned, state
 
 
-def check_steps(steps: list[Step], reference: list[Step], *, same: int = 0) -> None:
-    """Check that a run made the packs of another, and each of its first ``same`` steps those of the other's step."""
-    for step in range(same):
-        assert count_packs([steps[step]]) == count_packs([reference[step]]), f"other packs in step {step}"
-    assert count_packs(steps) == count_packs(reference), "other packs"
+def one_of_each(layout: Layout, results: Sequence[RankResult]) -> list[RankResult]:
+    """Check that batches are equal within groups and disjoint across; return a result of each group, by data rank."""
+    groups: dict[int, RankResult] = {}
+    for rank, (data_rank, result) in enumerate(zip(layout.data_ranks(), results, strict=True)):
+        first = groups.setdefault(data_rank, result)
+        assert result.steps == first.steps, f"{layout}: rank {rank} has other batches than its group"
+    found = [groups[data_rank] for data_rank in sorted(groups)]
+    seen = [set(count_packs(result.steps)) for result in found]
+    assert len(set().union(*seen)) == sum(map(len, seen)), f"{layout}: groups have the same packs"
+    return found
 
 
 def common_steps(corpus: Corpus, per_step: int) -> int:
@@ -76,211 +153,75 @@ def common_steps(corpus: Corpus, per_step: int) -> int:
     return min(counts.values()) * num_lanes // per_step
 
 
-@job("every-step", "restored at every step of a 500-pack run, and 20 times in a row: identical", limit=240)
-def every_step(run: Run) -> str:
-    """Resume 2 ranks x 2 workers from every state: the same packs, and the same bytes of the states that follow."""
-    packs = run.count(500, 60)
-    with tempfile.TemporaryDirectory() as name:
-        corpus = Corpus.make(packs * 3, folder=Path(name), epochs=2)
-        with Ranks(2) as ranks:
-            whole = ranks.run(partial(run_rank, workers=2, every_state=True), corpus)
-            steps = global_steps(whole)
-            check_coverage(steps, corpus, epochs=2)
-            assert sum(map(len, steps)) >= packs
-            restored = ranks.run(resume_from_each, corpus, whole[0].states, 3, timeout=220)
-            for rank, found in enumerate(restored):
-                for k, (rest, after) in enumerate(found):
-                    assert rest == whole[rank].steps[k : k + 3], f"rank {rank}: other packs after step {k}"
-                    if k + 3 <= len(steps):
-                        assert after == whole[0].states[k + 3], f"another state 3 steps after {k}"
-            # 20 in a row, each in new processes.
-            done, state = 0, None
-            leap = max(1, len(steps) // 20)
-            for number in range(20):
-                run.progress(number, 20, "resumes in a row")
-                with Ranks(2) as fresh:
-                    results = fresh.run(partial(run_rank, workers=2, steps=leap), corpus, state)
-                assert global_steps(results) == steps[done : done + leap]
-                done, state = done + leap, results[0].states[-1]
-                assert state == whole[0].states[done], f"the state grew or changed by resume {number}"
-    size = max(
-        len(pickle.dumps(lane)) for state in whole[0].states for lane in load_state(state)["lanes"].values()
-    )
-    return (
-        f"{len(steps)} steps of {sum(map(len, steps))} packs, restored after each; 20 resumes in a row, each state "
-        f"equal to that of the run without; the largest of a lane {size} bytes"
+def check_case(pools: RankPools, case: Case) -> Counter[str]:
+    """Compare a case's run with one process: the packs of the first steps, all packs, the last state; and count tokens.
+
+    Every sample must come once an epoch, and a warning where the ranks of a stage do not divide the lanes.
+    """
+    corpus, per_step = case.corpus, case.per_step
+    steps, warned, state = run_stages(pools, corpus, case.stages, per_step)
+    reference, _, end = run_stages(pools, corpus, [Stage(1, 0, case.endless)], per_step)
+    uneven = any(corpus.settings["num_lanes"] % stage.ranks for stage in case.stages)  # whatever the workers
+    assert any(warned) == uneven, f"warned of lanes that do not divide evenly: {warned}"
+    if case.endless is None:
+        check_coverage(reference, corpus, epochs=corpus.settings["epochs"])
+        same = 0 if uneven else pools[1].run(common_steps, corpus, per_step)[0]
+    else:
+        same = case.endless
+        assert [len(step) for step in steps] == [per_step] * same, "null packs: a lane has ended"
+    for step in range(min(same, len(reference))):
+        assert count_packs([steps[step]]) == count_packs([reference[step]]), f"other packs in step {step}"
+    assert count_packs(steps) == count_packs(reference), "other packs"
+    assert load_state(state)["lanes"] == load_state(end)["lanes"], "the lanes end in another state"
+    if case.judge is not None:
+        pools[1].run(case.judge, corpus, state)
+    return Counter(
+        resumes=len(case.stages) - 1,
+        packs=sum(map(len, steps)),
+        steps=len(reference),
+        **{"equal steps": same},
     )
 
 
-def resume_from_each(corpus: Corpus, states: list[bytes], ahead: int) -> list[tuple[list[Step], bytes]]:
-    """Load each state; return the next ``ahead`` steps and the state after them. Called in a rank."""
-    found = []
-    loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2)
-    for state in states:
-        loader.load_state_dict(load_state(state))
-        iterator = iter(loader)
-        rest = [record_packs(batch) for _ in range(ahead) if (batch := next(iterator, None)) is not None]
-        live = loader.state_dict()
-        frozen = save_state(live)
-        next(iterator, None)
-        assert save_state(live) == frozen, "a state changed while the loader went on"
-        found.append((rest, frozen))
-        del iterator
-    return found
-
-
-@job(
-    "elastic",
-    "4 -> 2 -> 3 -> 1 ranks, 0 to 4 workers: the same packs in every step, every sample once",
-    limit=240,
-)
-def elastic(run: Run) -> str:
-    """Resume on other ranks and workers: the lanes are a multiple of all, and a step has 12 packs on each."""
-    lanes, per_step, stages = 144, 12, 0
-    with tempfile.TemporaryDirectory() as name, RankPools() as pools:
-        for shuffle_seed in range(run.count(3, 1)):
-            size = lanes * 30
-            corpus = Corpus.make(size, folder=Path(name), epochs=2, num_lanes=lanes, seed=shuffle_seed)
-            reference, _, end = run_stages(pools, corpus, [(1, 0, None)], per_step=per_step)
-            check_coverage(reference, corpus, epochs=2)
-            same = common_steps(corpus, per_step)
-            assert same > 10, f"only {same} steps before a lane ends"
-            for first in range(5 if not run.quick else 2):
-                workers = [(first + i) % 5 for i in range(4)]
-                counts = [same // 4 + 1, same // 4, same // 3, None]
-                chain = list(zip((4, 2, 3, 1), workers, counts, strict=True))
-                steps, warned, state = run_stages(pools, corpus, chain, per_step=per_step)
-                stages += len(chain)
-                run.progress(stages, 60, "stages")
-                assert not any(warned)
-                check_steps(steps, reference, same=same)
-                assert load_state(state) == load_state(end)
-                check_coverage(steps, corpus, epochs=2)
-    return (
-        f"{stages} stages of {stages // 4} runs, {lanes} lanes; the first {same} steps of "
-        f"{len(reference)} hold the same packs; every sample once in each of 2 epochs"
-    )
-
-
-@job(
-    "same-order",
-    "the same topology, batch sizes that do not divide the workers, cut anywhere: the same order",
-    limit=240,
-)
-def same_order(run: Run) -> str:
-    """Resume 2 ranks x 3 workers with 7 packs a batch, and others like it, after random steps."""
-    cuts = 0
-    rng = random.Random(4)
-    with tempfile.TemporaryDirectory() as name, Ranks(2) as ranks:
-        corpus = Corpus.make(1500, folder=Path(name), epochs=2)
-        for workers, batch_size in [(3, 7), (2, 5), (2, 1), (3, 2)][: run.count(4, 2)]:
-            part = partial(run_rank, workers=workers, batch_size=batch_size)
-            whole = ranks.run(partial(part, every_state=True), corpus)
-            check_coverage(global_steps(whole), corpus, epochs=2)
-            total = len(whole[0].steps)
-            for cut in rng.sample(range(total), min(total, run.count(40, 4))):
-                results = ranks.run(part, corpus, whole[0].states[cut])
-                for rank, result in enumerate(results):
-                    assert result.steps == whole[rank].steps[cut:], (
-                        f"rank {rank}: other packs after step {cut}"
-                    )
-                cuts += 1
-                run.progress(cuts, 160, "cuts")
-    return f"{cuts} cuts at random steps, run to the end: every rank returns the same packs in the same order"
-
-
-@job("uneven", "lanes that do not divide evenly: warned, every sample exactly once", limit=180)
-def uneven(run: Run) -> str:
-    """Run 7, 13 and 19 lanes on 1 to 3 ranks with 0 to 2 workers."""
-    stages = 0
-    with tempfile.TemporaryDirectory() as name, RankPools() as pools:
-        for lanes in (7, 13, 19)[: run.count(3, 1)]:
-            for seed in range(run.count(5, 1)):
-                corpus = Corpus.make(900, folder=Path(name), epochs=2, num_lanes=lanes, seed=seed)
-                chain: list[Stage] = [(2, 2, 9), (3, 0, 11), (3, 2, 13), (1, 2, 8), (2, 2, None)]
-                steps, warned, _ = run_stages(pools, corpus, chain, per_step=6)
-                assert warned == [lanes % ranks > 0 for ranks, _, _ in chain]
-                check_coverage(steps, corpus, epochs=2)
-                reference, _, _ = run_stages(pools, corpus, [(1, 0, None)], per_step=6)
-                check_steps(steps, reference)
-                stages += len(chain)
-    return f"{stages} stages, warned unless alone; every sample once in each of 2 epochs, in the packs of one process"
-
-
-@job(
-    "epoch-edges",
-    "resumed at the end of an epoch, after the end of a lane, on the first pack of epoch 2",
-    limit=240,
-)
-def epoch_edges(run: Run) -> str:
-    """Resume after every step from the first lane's end to the next epoch, on the same and other topologies."""
-    resumes = 0
+def check_cases(run: Run, draw: Draw, full: int, quick: int) -> str:
+    """Draw and check so many cases, by number; return what was done."""
+    count, done = run.count(full, quick), Counter[str]()
     with RankPools() as pools:
-        for seed in range(run.count(2, 1)):
-            corpus = Corpus.make(360, epochs=3, num_lanes=12, seed=seed)
-            per_step = 6
-            part = partial(run_rank, workers=2, batch_size=per_step // 2, every_state=True)
-            whole = pools[2].run(part, corpus)
-            steps = global_steps(whole)
-            check_coverage(steps, corpus, epochs=3)
-            single = replace(corpus, settings={**corpus.settings, "epochs": 1})
-            one_epoch = len(run_stages(pools, single, [(2, 2, None)], per_step=per_step)[0])
-            same = common_steps(corpus, per_step)
-            assert same < one_epoch
-            for epoch in (1, 2, 3):
-                end = epoch * one_epoch
-                for k in range(end - one_epoch + same - 1, min(end + 4, len(steps)) + 1):
-                    for ranks, workers in ((2, 2), (1, 0), (3, 2))[: run.count(3, 2)]:
-                        rest, _, _ = run_stages(
-                            pools,
-                            corpus,
-                            [(ranks, workers, None)],
-                            per_step=per_step,
-                            state=whole[0].states[k],
-                        )
-                        assert count_packs(steps[:k] + rest) == count_packs(steps), (
-                            f"step {k} to {ranks} x {workers}"
-                        )
-                        if ranks == 2:
-                            assert rest == steps[k:]
-                        resumes += 1
-                        run.progress(resumes, 300, "resumes")
-    return f"{resumes} resumes around the ends of 3 epochs: 0 lost, 0 twice"
+        for number in range(count):
+            run.progress(number, count, "cases")
+            with tempfile.TemporaryDirectory() as name:
+                case = draw(number, Path(name))
+                try:
+                    done += check_case(pools, case)
+                except AssertionError as error:
+                    raise AssertionError(f"case {number}: {error}; {case}") from error
+    return (
+        f"{count:,} cases, {done['resumes']:,} resumes, {done['packs']:,} packs: those of one process, in "
+        f"{done['equal steps']:,} of {done['steps']:,} steps, until a lane ends, also step by step; 0 counterexamples"
+    )
 
 
-@job("generated", "1,000 generated cases (lengths, lanes, buffer, policies, cuts, topologies)", limit=420)
-def generated(run: Run) -> str:
-    """Run generated corpora on three topologies each, and compare with one process."""
-    cases = run.count(1000, 25)
-    kinds: Counter[str] = Counter()
-    packs = 0
-    with RankPools() as pools:
-        for number in range(cases):
-            run.progress(number, cases, "cases")
-            rng = random.Random(number)
-            corpus, chain = generate(rng)
-            try:
-                steps, warned, state = run_stages(pools, corpus, chain, per_step=6)
-                reference, _, end = run_stages(pools, corpus, [(1, 0, None)], per_step=6)
-                times = corpus.settings["epochs"]
-                check_coverage(reference, corpus, epochs=times)
-                ours, theirs = load_state(state), load_state(end)
-                assert ours["lanes"] == theirs["lanes"], "the lanes end in another state"
-                lanes = corpus.settings["num_lanes"]
-                even = all(lanes % ranks == 0 for ranks, _, _ in chain)  # whatever the workers
-                assert even == (not any(warned))
-                check_steps(steps, reference, same=common_steps(corpus, 6) if even else 0)
-            except AssertionError as error:
-                raise AssertionError(f"case {number}: {error}; {corpus}; {chain}") from error
-            kinds[corpus.settings.get("strategy", "split_across_pack")] += 1
-            kinds["even" if even else "uneven"] += 1
-            packs += sum(map(len, steps))
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    return f"{cases:,} cases ({counts}), {packs:,} packs; 0 counterexamples"
+def cases(name: str, shows: str, *, full: int, quick: int, limit: int) -> Callable[[Draw], Draw]:
+    """Make a job of a function that draws a case by its number, in a folder."""
+
+    def register(draw: Draw) -> Draw:
+        job(name, shows, limit=limit)(partial(check_cases, draw=draw, full=full, quick=quick))
+        return draw
+
+    return register
 
 
-def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
+# Kinds of cases.
+
+
+@cases(
+    "generated",
+    "1,000 generated cases (lengths, lanes, buffer, policies, cuts, topologies)",
+    full=1000, quick=25, limit=420,
+)  # fmt: skip
+def generate(number: int, folder: Path) -> Case:
     """Draw a small corpus and a run over it on three topologies."""
+    rng = random.Random(number)
     limit = rng.choice([1, 4, 16, 24, 64])
     overlong = rng.choice(["split", "drop", "truncate"])
     longest = rng.choice([limit, 2 * limit, 4 * limit])
@@ -292,11 +233,11 @@ def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
         "skewed": lambda: longest if rng.random() < 0.1 else 1,
         "equal": lambda: max(1, limit // 2),
     }[shape]
-    stages: list[Stage] = []
-    for last in (False, False, True):
-        workers = rng.choice([0, 0, 0, 1, 2])
-        stages.append((rng.choice([1, 2, 3]), workers, None if last else rng.randint(0, 12)))
-    most = max(ranks * max(1, workers) for ranks, workers, _ in stages)
+    stages = [
+        Stage(rng.choice([1, 2, 3]), rng.choice([0, 0, 0, 1, 2]), None if last else rng.randint(0, 12))
+        for last in (False, False, True)
+    ]
+    most = max(stage.ranks * max(1, stage.workers) for stage in stages)
     settings = {
         "max_seq_len": limit,
         **rng.choice(FILLING),
@@ -306,102 +247,261 @@ def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
         "shuffle_window": rng.choice([1, 3, 32]),
         "seed": rng.randrange(1000),
         "epochs": rng.choice([1, 1, 2, 3]),
-        "num_lanes": rng.choice([most, most + 1, 6, 12, 13]) if most <= 6 else most,
+        "num_lanes": max(most, rng.choice([most, most + 1, 6, 12, 13])),
+        "balance_window": rng.choice([0, 1, 5, 64]),
     }
-    settings["num_lanes"] = max(most, settings["num_lanes"])
-    settings["balance_window"] = rng.choice([0, 1, 5, 64])
     drawn = [lengths() for _ in range(count)]
     if overlong == "drop" and min(drawn) > limit:
         drawn[0] = limit  # a run without a pack is an error
-    return Corpus(drawn, None, settings), stages
+    return Case(Corpus(drawn, None, settings), stages)
 
 
-@job(
+@cases(
+    "elastic",
+    "4 -> 2 -> 3 -> 1 ranks, 0 to 4 workers: the same packs in every step, every sample once",
+    full=15, quick=2, limit=240,
+)  # fmt: skip
+def elastic(number: int, folder: Path, *, grouped: bool = False) -> Case:
+    """Draw a run on 4 -> 2 -> 3 -> 1 ranks, whose lanes are a multiple of all consumers."""
+    corpus = Corpus.make(144 * 30, folder=folder, epochs=2, num_lanes=144, seed=number // 5, grouped=grouped)
+    same = common_steps(corpus, 12)
+    assert same > 10, f"only {same} steps before a lane ends"
+    counts = [same // 4 + 1, same // 4, same // 3, None]
+    workers = [(number + i) % 5 for i in range(4)]
+    return Case(corpus, list(map(Stage, (4, 2, 3, 1), workers, counts)), per_step=12)
+
+
+@cases(
+    "uneven",
+    "lanes that do not divide evenly: warned, every sample exactly once",
+    full=15, quick=1, limit=180,
+)  # fmt: skip
+def uneven(number: int, folder: Path) -> Case:
+    """Draw 7, 13 and 19 lanes on 1 to 3 ranks with 0 to 2 workers."""
+    corpus = Corpus.make(900, folder=folder, epochs=2, num_lanes=(7, 13, 19)[number % 3], seed=number // 3)
+    return Case(corpus, [Stage(2, 2, 9), Stage(3, 0, 11), Stage(3, 2, 13), Stage(1, 2, 8), Stage(2, 2)])
+
+
+@cases(
+    "epoch-edges",
+    "resumed at the end of an epoch, after the end of a lane, on the first pack of epoch 2",
+    full=120, quick=20, limit=300,
+)  # fmt: skip
+def epoch_edge(number: int, folder: Path) -> Case:
+    """Cut three short epochs after any step: in most of an epoch's 11 steps, one of the 12 lanes has ended."""
+    corpus = Corpus.make(360, epochs=3, num_lanes=12, seed=0)
+    after = ((2, 2), (1, 0), (3, 2))[number // 40 % 3]
+    return Case(corpus, [Stage(2, 2, number % 40), Stage(*after)])
+
+
+@cases(
     "skewed",
     "lanes skewed 100:1, finite epoch, 4 ranks, 50 runs: equal steps, no hang, every sample once",
-    limit=300,
-)
-def skewed(run: Run) -> str:
+    full=50, quick=4, limit=300,
+)  # fmt: skip
+def skewed(number: int, folder: Path) -> Case:
     """Give one lane 100 packs and the others one each, every lane in turn."""
-    runs = run.count(50, 4)
-    with Ranks(4) as ranks:
-        for number in range(runs):
-            run.progress(number, runs, "runs")
-            lanes, workers = ((4, 0), (8, 2))[number % 2]
-            heavy = number // 2 % lanes
-            # Map-style rows: lane l owns l, l + lanes, ...; 100 samples of one token make one pack.
-            lengths = [100 if i % lanes == heavy else 1 for i in range(lanes * 100)]
-            epochs = 1 + number // 2 % 2
-            settings = {
-                "max_seq_len": 100,
-                "num_lanes": lanes,
-                "shuffle": True,
-                "seed": number,
-                "epochs": epochs,
-            }
-            corpus = Corpus(lengths, None, settings)
-            results = ranks.run(partial(run_rank, workers=workers), corpus, timeout=60)
-            check_coverage(global_steps(results), corpus, epochs=epochs)
-            packs = [sum(map(len, result.steps)) for result in results]
-            assert max(packs) == epochs * (99 + lanes // 4)
-            assert min(packs) == epochs * lanes // 4
-    return (
-        f"{runs} runs with 1 and 2 lanes a rank, 1 and 2 epochs; equal steps on all ranks, every sample once"
-    )
+    lanes, workers = ((4, 0), (8, 2))[number % 2]
+    # Map-style rows: lane l owns l, l + lanes, ...; 100 samples of one token make one pack.
+    lengths = [100 if i % lanes == number // 2 % lanes else 1 for i in range(lanes * 100)]
+    settings = {
+        "max_seq_len": 100,
+        "num_lanes": lanes,
+        "shuffle": True,
+        "seed": number,
+        "epochs": 1 + number // 2 % 2,
+    }
+    return Case(Corpus(lengths, None, settings), [Stage(4, workers)], per_step=8)
 
 
-@job(
+# One document, one of several packs, fewer than lanes, one larger than all others.
+ODD = [
+    (lengths, files, filling, stages)
+    for stages in ([Stage(4, 2)], [Stage(3, 0, 1), Stage(4, 0, 1), Stage(2, 2)], [Stage(1, 0)])
+    for filling in (EXACT, SPLIT)
+    for files in (False, True)
+    for lengths in ([5], [100], [7, 3, 20], [900, *[2] * 40])
+]
+
+
+@cases(
     "odd-corpora",
     "an empty lane, fewer documents than lanes, a one-document corpus: equal steps, every sample once",
-    limit=180,
+    full=len(ODD), quick=12, limit=180,
+)  # fmt: skip
+def odd(number: int, folder: Path) -> Case:
+    """Make odd corpora, as a dataset and as files, for 1 to 4 ranks."""
+    lengths, files, filling, stages = ODD[number]
+    settings = {
+        "max_seq_len": 24,
+        "num_lanes": 24,
+        "shuffle": True,
+        "overlong": "split",
+        "epochs": 2,
+        **filling,
+    }
+    corpus = Corpus(lengths, str(folder) if files else None, settings)
+    if files:
+        corpus.write()
+    return Case(corpus, stages, per_step=12)
+
+
+TWO = (
+    Layout((2, 4), ("dp", "tp"), ("dp",)),
+    Layout((2, 2, 2), ("pp", "dp", "cp"), ("dp",)),
+    Layout((4, 2), ("tp", "dp"), ("dp",), by_number=True),
 )
-def odd_corpora(run: Run) -> str:
-    """Run odd corpora on 1 to 4 ranks with 0 to 2 workers, and resume them in the middle."""
-    cases = 0
-    with tempfile.TemporaryDirectory() as name, RankPools() as pools:
-        corpora = (
-            [5],  # one document
-            [100],  # one document of several packs
-            [7, 3, 20],  # fewer documents than lanes
-            [900, *[2] * 40],  # one document larger than all others
-        )
-        for lengths in corpora:
-            for folder in (None, name):
-                for filling in (EXACT, SPLIT)[: run.count(2, 1)]:
-                    settings = {
-                        "max_seq_len": 24, "num_lanes": 24, "shuffle": True, "overlong": "split", "epochs": 2,
-                        **filling,
-                    }  # fmt: skip
-                    corpus = Corpus(lengths, folder, settings)
-                    if folder:
-                        corpus.write()
-                    for chain in ([(4, 2, None)], [(3, 0, 1), (4, 0, 1), (2, 2, None)], [(1, 0, None)]):
-                        steps, _, _ = run_stages(pools, corpus, chain, per_step=12)
-                        check_coverage(steps, corpus, epochs=2)
-                        cases += 1
-        for ranks, workers in ((2, 2), (2, 0), (1, 2)):
-            read = Counter(token for tokens in pools[ranks].run(iterate_unsplit, workers) for token in tokens)
-            wanted = Corpus([3] * 100, None, {"max_seq_len": 24}).expected_tokens()
-            assert read == wanted, f"{ranks} ranks x {workers} workers: not every sample once"
-            cases += 1
+FOUR = (
+    Layout((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), ("dp_replicate", "dp_shard")),
+    Layout((2, 4), ("tp", "dp"), ("dp",)),
+)
+ONE = (Layout((1, 8), ("dp", "tp"), ("dp",)), Layout((1, 2, 4), ("dp", "pp", "cp"), ("dp",), by_number=True))
+
+
+@cases(
+    "data-groups",
+    "8 ranks in 2 groups, dp x tp and dp x cp x pp: equal batches within, disjoint across, resumed on 2, 4, 1 groups",
+    full=12, quick=4, limit=300,
+)  # fmt: skip
+def data_groups(number: int, folder: Path) -> Case:
+    """Resume 8 ranks in groups on the same groups, and in chains on other numbers of groups."""
+    corpus = Corpus.make(1200, folder=folder, epochs=2, num_lanes=24)
+    n = number // 2
+    two, four, one = Stage(2, layout=TWO[n % 3]), Stage(4, layout=FOUR[n % 2]), Stage(1, layout=ONE[n % 2])
+    if number % 2:
+        first = (two, four, one)[n % 3]
+        return Case(corpus, [first._replace(steps=5 + n), first._replace(workers=n % 2)], per_step=8)
+    steps, workers = (4 + n, 3, 6, 2 + n, None), (n % 2, 0, 1 - n % 2, 0, 0)
+    chain = zip((two, four, one, four, two), workers, steps, strict=True)
+    return Case(corpus, [stage._replace(workers=w, steps=k) for stage, w, k in chain], per_step=8)
+
+
+FIRST = 100_000  # number of the large source's first row
+WEIGHT = 0.002  # of the small source
+
+
+@dataclass(frozen=True)
+class Mixture(Corpus):
+    """``folder`` holds compressed files of a few rows; the rows of ``lengths`` are beside them in memory."""
+
+    def dataset(self) -> IterablePackedDataset:
+        """See `Corpus.dataset`."""
+        assert self.folder is not None
+        small = JSONLSource(sorted(Path(self.folder).glob("*.gz")))
+        large = MapSource([{"i": FIRST + i, "n": n} for i, n in enumerate(self.lengths)])
+        entries = [
+            {"name": "small", "source": small, "weight": WEIGHT},
+            {"name": "large", "source": large, "weight": 1 - WEIGHT},
+        ]
+        mix = Mix(entries, stop="never")
+        return IterablePackedDataset(mix, encoder=Numbers(), epochs=None, untrained="keep", **self.settings)
+
+
+@cases(
+    "small-sources",
+    "2 compressed files of weight 0.002 beside a large source: no run ends, weights within 0.2 points, the same packs",
+    full=6, quick=2, limit=240,
+)  # fmt: skip
+def small_source(number: int, folder: Path) -> Case:
+    """Mix two files of 200, 5 or 1 rows with a large source, in 8 or 32 lanes."""
+    rows = (200, 5, 1)[number // 2]
+    rng = np.random.default_rng(rows)
+    for file in range(2):
+        lines = [{"i": rows * file + i, "n": int(rng.integers(4, 100))} for i in range(rows)]
+        write(folder / f"{file}.jsonl.gz", lines)
+    settings = {
+        "max_seq_len": 256, "buffer_size": 16, "num_lanes": (8, 32)[number % 2], "shuffle": True, "shuffle_window": 32
+    }  # fmt: skip
+    corpus = Mixture(rng.integers(4, 200, 20_000).tolist(), str(folder), settings)
+    stages = [Stage(4, 2, 62), Stage(2, 1, 31), Stage(1, 3, 32)]
+    return Case(corpus, stages, per_step=16, endless=125, judge=check_weight)
+
+
+def check_weight(corpus: Corpus, state: bytes) -> None:
+    """Check that the small source gave something, and not more than its weight says."""
+    dataset = corpus.dataset()
+    dataset.load_state_dict(load_state(state))
+    small, large = dataset.source_stats().values()
+    assert small.trained > 0, "the small source gave nothing"
+    off = abs(small.trained / (small.trained + large.trained) - WEIGHT)
+    assert off < 0.002, f"its fraction is {off:.4f} from its weight"
+
+
+# Jobs.
+
+
+@job("every-step", "restored at every step of a 500-pack run, and 20 times in a row: identical", limit=300)
+def every_step(run: Run) -> str:
+    """Resume 2 ranks from every state, also where batches do not divide the workers; then 20 times in new processes."""
+    with tempfile.TemporaryDirectory() as name:
+        corpus = Corpus.make(run.count(1500, 180), folder=Path(name), epochs=2)
+        for workers, batch_size in [(3, 7), (2, 5), (2, 1)][: run.count(3, 1)]:
+            restore_each(corpus, workers, batch_size)
+        whole = restore_each(corpus, 2, 2)
+        steps = global_steps(whole)
+        done, state = 0, None
+        leap = max(1, len(steps) // 20)
+        for number in range(20):
+            run.progress(number, 20, "resumes in a row")
+            with Ranks(2) as fresh:
+                results = fresh.run(partial(run_rank, workers=2, steps=leap), corpus, state)
+            assert global_steps(results) == steps[done : done + leap]
+            done, state = done + leap, results[0].states[-1]
+            assert state == whole[0].states[done], f"the state grew or changed by resume {number}"
+    size = max(
+        len(pickle.dumps(lane)) for state in whole[0].states for lane in load_state(state)["lanes"].values()
+    )
     return (
-        f"{cases} runs of {len(corpora)} corpora, map-style and JSONL, and of a dataset that gives every worker "
-        "everything; equal steps on all ranks, every sample once"
+        f"{len(steps)} steps of {sum(map(len, steps))} packs, restored after each, also with 7, 5 and 1 packs a batch "
+        f"on 3 and 2 workers; 20 resumes in a row, each state equal to that of the run without; the largest of a lane "
+        f"{size} bytes"
     )
 
 
-class UnsplitDataset(IterableDataset[dict[str, int]]):
-    """A user's dataset that gives all rows to every worker."""
+def restore_each(corpus: Corpus, workers: int, batch_size: int) -> list[RankResult]:
+    """Check that 2 ranks, restored after any step, have the same packs and state after 3 more; return the whole run."""
+    with Ranks(2) as ranks:
+        part = partial(run_rank, workers=workers, batch_size=batch_size, every_state=True)
+        whole: list[RankResult] = ranks.run(part, corpus)
+        check_coverage(global_steps(whole), corpus, epochs=2)
+        states = whole[0].states
+        restored = ranks.run(resume_from_each, corpus, states, workers, batch_size, timeout=220)
+    for rank, found in enumerate(restored):
+        for k, (rest, after) in enumerate(found):
+            assert rest == whole[rank].steps[k : k + 3], f"rank {rank}: other packs after step {k}"
+            if k + 3 < len(states):
+                assert after == states[k + 3], f"another state 3 steps after {k}"
+    return whole
 
-    def __iter__(self) -> Iterator[dict[str, int]]:
-        return ({"i": i, "n": 3} for i in range(100))
 
-
-def iterate_unsplit(workers: int) -> list[int]:
-    """Return the tokens that are read of a dataset that gives all rows to every worker. Called in a rank."""
-    dataset = IterablePackedDataset(UnsplitDataset(), encoder=Numbers(), max_seq_len=24)
-    loader = PackedDataLoader(dataset, num_workers=workers)
-    found = [token for batch in loader for pack in record_packs(batch) for token in pack.tokens]
-    if loader.rank_sync.group is not None:
-        dist.destroy_process_group(loader.rank_sync.group)
+def resume_from_each(
+    corpus: Corpus, states: list[bytes], workers: int, batch_size: int
+) -> list[tuple[list[Step], bytes]]:
+    """Load each state; return the next 3 steps and the state after them. Called in a rank."""
+    found = []
+    loader = PackedDataLoader(corpus.dataset(), batch_size=batch_size, num_workers=workers)
+    for state in states:
+        loader.load_state_dict(load_state(state))
+        iterator = iter(loader)
+        rest = [record_packs(batch) for _ in range(3) if (batch := next(iterator, None)) is not None]
+        live = loader.state_dict()
+        frozen = save_state(live)
+        next(iterator, None)
+        assert save_state(live) == frozen, "a state changed while the loader went on"
+        found.append((rest, frozen))
+        del iterator
     return found
+
+
+@job("groups", "groups: killed at 50 points, resumed at every step and on 4 -> 2 -> 3 -> 1 ranks", limit=600)
+def groups(run: Run) -> str:
+    """Every pack is checked as it is recorded: groups are whole, and their fields are at their tokens."""
+    kills = run.count(50, 2)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3, balance_window=64, grouped=True)
+        killed = kill_and_resume(run, corpus, folder, kills=kills)
+    with tempfile.TemporaryDirectory() as name:
+        corpus = Corpus.make(run.count(900, 200), folder=Path(name), epochs=2, grouped=True)
+        steps = len(restore_each(corpus, 2, 2)[0].steps)
+    return f"{killed}; restored after each of {steps} steps; {check_cases(run, partial(elastic, grouped=True), 3, 1)}"

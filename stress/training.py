@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from stress.job import Run, job
-from stress.ranks import Ranks, free_port, kill_tree
+from tests.harness.processes import Ranks, free_port, kill_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS: dict[str, Any] = {"data.num_lanes": 4, "num_workers": 2, "batch_size": 1, "validation": None}
@@ -63,34 +67,6 @@ def max_relative_difference(left: dict[int, float], right: dict[int, float]) -> 
     """Return the largest relative difference of two runs' losses; both must have the same steps."""
     assert left.keys() == right.keys(), f"steps {sorted(left.keys() ^ right.keys())} are on one side only"
     return max(abs(left[step] / right[step] - 1) for step in left)
-
-
-@job(
-    "same-losses",
-    "2 ranks against 1 rank with the same global batch, 20 steps: the same losses to 1e-5",
-    limit=180,
-)
-def same_losses(run: Run) -> str:
-    """Train full_finetune with FSDP2 over gloo on 1, 2 and 4 ranks."""
-    import_recipe()
-    worst = 0.0
-    with tempfile.TemporaryDirectory() as name:
-        found = {}
-        for size in (1, 2, 4)[: run.count(3, 2)]:
-            folder = Path(name) / str(size)
-            with Ranks(size, join=False) as ranks:
-                workers = 2 if size < 4 else 1
-                steps = ranks.run(
-                    train, config_of(folder, max_steps=20, num_workers=workers, checkpoint_every=None)
-                )
-                assert steps == [20] * size
-            found[size] = losses_of(folder)
-            assert len(found[size]) == 20
-            worst = max(worst, max_relative_difference(found[1], found[size]))
-        assert worst < 1e-5, f"{worst:.1e}"
-        first, last = found[1][1], found[1][20]
-    sizes = ", ".join(map(str, found))
-    return f"{sizes} ranks, loss {first:.3f} to {last:.3f}; largest relative difference {worst:.1e}"
 
 
 @job(
@@ -151,6 +127,7 @@ def sigterm(run: Run) -> str:
     rng = random.Random(17)
     slowest, worst, stops = 0.0, 0.0, []
     for size in (1, 2):
+        launched = ["--nproc_per_node", str(size)] * (size > 1)
         with tempfile.TemporaryDirectory() as name:
             whole, broken = Path(name) / "whole", Path(name) / "broken"
             steps = 60 * (signals + 1)
@@ -161,7 +138,7 @@ def sigterm(run: Run) -> str:
             for number in range(signals + 1):
                 run.progress((size - 1) * (signals + 1) + number, 2 * (signals + 1), "runs")
                 before = newest_checkpoint(broken)
-                process = start_run(broken, size)
+                process = start(broken, "streampack", "run", *launched, "full_finetune")
                 try:
                     if number < signals:
                         target = before + rng.randint(1, 40)
@@ -188,12 +165,11 @@ def sigterm(run: Run) -> str:
     )
 
 
-def start_run(folder: Path, size: int) -> subprocess.Popen[bytes]:
-    """Start `streampack run` with one process, or with torchrun and several, in a process group of its own."""
-    words = ["--nproc_per_node", str(size)] * (size > 1) + ["full_finetune", "--config"]
-    command = [sys.executable, "-m", "streampack", "run", *words, str(folder / "run.yaml")]
+def start(folder: Path, *words: str, number: int = 0) -> subprocess.Popen[bytes]:
+    """Start a module of Python in a process group of its own, whose log is in ``folder``."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with (folder / "agent-0").open("wb") as log:
+    command = [sys.executable, "-m", *words, "--config", str(folder / "run.yaml")]
+    with (folder / f"agent-{number}").open("wb") as log:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, process_group=0)
 
 
@@ -275,7 +251,7 @@ def save_and_exit(folder: Path, victim: int, number: int) -> dict[int, list[Any]
 
     weights = {}
     with join_world(torch.device("cpu"), timeout=60) as world:
-        model, optimizer = small_model(world)
+        model, optimizer = small_model()
         folder.mkdir(exist_ok=True)
         checkpoints = Checkpoints(folder / "checkpoints", keep=1, world=world)
         for step in (5, 10):
@@ -293,7 +269,7 @@ def load_newest_checkpoint(folder: Path) -> tuple[int, list[Any]]:
     from streampack.training.checkpoint import Checkpoints
 
     with join_world(torch.device("cpu"), timeout=60) as world:
-        model, optimizer = small_model(world)
+        model, optimizer = small_model()
         train_step(model, optimizer)  # so that the optimizer has a state, which loading overwrites
         checkpoints = Checkpoints(folder / "checkpoints", keep=1, world=world)
         step = checkpoints.newest()
@@ -303,42 +279,28 @@ def load_newest_checkpoint(folder: Path) -> tuple[int, list[Any]]:
         return step, full_weights(model)
 
 
-def small_model(world: Any) -> tuple[Any, Any]:
-    """Build a model of two layers, sharded if there are several ranks, and its optimizer."""
-    from torchtune.models.llama3 import llama3
-
-    from streampack.training.config import RunConfig
-    from streampack.training.model import build_model
-
-    shape = {
-        "vocab_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "max_seq_len": 12,
-        "intermediate_dim": 32,
-    }  # fmt: skip
+def small_model() -> tuple[Any, Any]:
+    """Build a model of two layers, sharded over the ranks, and its optimizer."""
     torch.manual_seed(0)
-    config = RunConfig(
-        model={"_component_": "torchtune.models.llama3.llama3", **shape}, dtype="fp32", data={"max_seq_len": 12},
-        max_steps=1, output_dir="", tokenizer={}, checkpointer={}, optimizer={}, metric_logger={},
-    )  # fmt: skip
-    model = build_model(config, weights=llama3(**shape).state_dict(), device=torch.device("cpu"), world=world)
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 16), torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
+    if dist.is_initialized():  # not by a rank that is alone
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def train_step(model: Any, optimizer: Any) -> None:
     """Make an optimizer step on fixed tokens."""
     optimizer.zero_grad()
-    logits = model(torch.arange(12)[None])
-    logits = torch.cat(logits, 1) if isinstance(logits, list) else logits
-    logits.float().square().mean().backward()
+    model(torch.arange(12)).square().mean().backward()
     optimizer.step()
 
 
 def full_weights(model: Any) -> list[Any]:
     """Return all weights, unsharded, in the order of their names."""
-    values = {name: value.detach() for name, value in model.named_parameters()}
-    return [
-        (getattr(values[name], "full_tensor", lambda name=name: values[name])()).tolist()
-        for name in sorted(values)
-    ]
+    values = [value for _, value in sorted(model.state_dict().items())]
+    return [(value.full_tensor() if isinstance(value, DTensor) else value).tolist() for value in values]
 
 
 @job(
@@ -400,22 +362,11 @@ def log_end(folder: Path) -> str:
 
 def start_agent(endpoint: str, folder: Path, number: int) -> subprocess.Popen[bytes]:
     """Start torchrun as on a node of its own; number 0 also hosts the rendezvous."""
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=1:2",
-            "--nproc-per-node=1",
-            "--max-restarts=3",
-        ),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=stress", "--local-addr=localhost"),
-        f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
-        *("-m", "streampack_recipes.full_finetune", "--config", str(folder / "run.yaml")),
-    ]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    with (folder / f"agent-{number}").open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, process_group=0)
+    words = f"""torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d
+        --rdzv-endpoint={endpoint} --rdzv-id=stress --local-addr=localhost
+        --rdzv-conf=is_host={int(number == 0)},last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3
+        -m streampack_recipes.full_finetune"""
+    return start(folder, *words.split(), number=number)
 
 
 def end_agent(process: subprocess.Popen[bytes]) -> None:

@@ -17,9 +17,9 @@ import streampack
 from docs.drawings import FOLDER, PICTURES, SAMPLES, planned
 from docs.tables import DOCS, documented, put, tables
 from streampack.training.config import RunConfig
-from tests.harness.forked_ranks import run_ranks
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.models_table import BACKENDS, PAGE, read_page
+from tests.harness.processes import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -171,8 +171,8 @@ def test_plain_ddp_gives_the_same_weights_on_any_number_of_ranks(tmp_path: Path)
     pytest.importorskip("transformers")
     page = ROOT / "docs" / "guides" / "coming_from_trainer.md"
     [block] = [block for block in blocks(page) if "DistributedDataParallel" in block]
-    [alone] = run_ranks(1, weights_after, block, folder=tmp_path)
-    for weights in run_ranks(2, weights_after, block, folder=tmp_path):
+    [alone] = run_forked(weights_after, 1, block)
+    for weights in run_forked(weights_after, 2, block):
         assert weights != []
         for ours, theirs in zip(weights, alone, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)

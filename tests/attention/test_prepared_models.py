@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from streampack import Batch, find_leaks, prepare_model_for_packing
 from streampack.attention import varlen
 from tests.harness import tiny_torchtune
-from tests.harness.forked_ranks import run_ranks
 from tests.harness.groups import batch_of, trees
 from tests.harness.hf_models import MAX_SEQ_LEN, VOCAB, Wrapper, build, prepared
 from tests.harness.isolation import (
@@ -34,6 +33,7 @@ from tests.harness.isolation import (
     worst,
 )
 from tests.harness.other_families import sizes_of
+from tests.harness.processes import run_forked
 from tests.oracle.attention import attend, random_packs
 
 pytest.importorskip("transformers")
@@ -261,7 +261,7 @@ def sharded(batch: Batch) -> tuple[list[float], bool, bool]:
 
 def test_sharded_over_two_ranks(tmp_path: Path) -> None:
     _, batch = stream_and_batch("overlong")
-    for found, right, wrong in run_ranks(2, sharded, batch, folder=tmp_path):
+    for found, right, wrong in run_forked(sharded, 2, batch):
         assert max(found) < 1e-5, found
         assert (right, wrong) == (True, False)
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
 from tests.harness.corpus import Numbers, rows, write
-from tests.harness.forked_ranks import run_ranks
+from tests.harness.processes import run_forked
 from tests.harness.threads import (
     Fails,
     Make,
@@ -107,7 +107,7 @@ def test_a_run_moves_from_4_to_2_to_3_to_1_ranks(tmp_path: Path) -> None:
     chain += [(Topology(4, 0, 3, 2), 1), (Topology(2, 1, 12, 1), None)]
     for topology, count in chain:
         limit = count and count * topology.batches_per_step
-        outcomes = run_ranks(topology.ranks, drive, ELASTIC, topology, state, limit, folder=tmp_path)
+        outcomes = run_forked(drive, topology.ranks, ELASTIC, topology, state, limit)
         steps += joined(outcomes, topology)
         state = outcomes[0][1]
         assert all(outcome[1] == state for outcome in outcomes)
@@ -175,7 +175,7 @@ class Unpicklable(Exception):
 def test_one_ranks_error_is_raised_on_all(
     tmp_path: Path, kind: str, workers: int, raised: str, told: str
 ) -> None:
-    outcomes = run_ranks(3, one_fails, kind, workers, tmp_path, folder=tmp_path)
+    outcomes = run_forked(one_fails, 3, kind, workers, tmp_path)
     for rank, ((name, message), took, count, state, processes) in enumerate(outcomes):
         if rank == 2:
             assert name == raised
@@ -209,8 +209,8 @@ def heal(kills: int) -> Any:
 
 
 def test_killed_workers_are_restarted_on_every_rank(tmp_path: Path) -> None:
-    healed = run_ranks(2, heal, 4, folder=tmp_path)
-    whole = run_ranks(2, heal, 0, folder=tmp_path)
+    healed = run_forked(heal, 2, 4)
+    whole = run_forked(heal, 2, 0)
     for (batches, restarts), (expected, none) in zip(healed, whole, strict=True):
         assert none == [0, 0]
         assert restarts == [4, 4]
@@ -249,7 +249,7 @@ def one_dies(workers: int, at: int, pids: Path) -> Any:
 )
 def test_a_killed_rank_is_noticed_in_seconds(tmp_path: Path, size: int, workers: int, at: int) -> None:
     """Not after the collective's timeout of ten minutes; also by ranks that are not its neighbours."""
-    outcomes = run_ranks(size, one_dies, workers, at, tmp_path, folder=tmp_path, dies=1)
+    outcomes = run_forked(one_dies, size, workers, at, tmp_path, dies=1)
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
             told, took, leaving, number, left = outcome
@@ -278,7 +278,7 @@ def on_a_mesh() -> tuple[Any, ...]:
 
 
 def test_a_device_mesh_says_which_ranks_share_batches(tmp_path: Path) -> None:
-    (first, state), *others = run_ranks(4, on_a_mesh, folder=tmp_path)
+    (first, state), *others = run_forked(on_a_mesh, 4)
     assert [others[0], others[2]] == [(first, state), others[1]], "ranks 0 and 1, and 2 and 3, are one each"
     assert others[1][1] == state
     check_whole(
@@ -303,7 +303,7 @@ def hybrid_sharded() -> tuple[tuple[int, int], list[PackKey]]:
 
 
 def test_hybrid_sharding_and_a_group_of_some_ranks(tmp_path: Path) -> None:
-    outcomes = run_ranks(8, hybrid_sharded, folder=tmp_path)
+    outcomes = run_forked(hybrid_sharded, 8)
     assert [place for place, _ in outcomes] == [(rank // 2, 4) for rank in range(8)]
     assert [bool(packs) for _, packs in outcomes] == [rank in (1, 3, 4) for rank in range(8)]
     check_whole([key for _, packs in outcomes for key in packs], rows(40), 2)
@@ -324,5 +324,5 @@ def a_rank_of_its_own() -> list[PackKey]:
 
 
 def test_a_group_of_one_rank_reads_all_the_data(tmp_path: Path) -> None:
-    for packs in run_ranks(4, a_rank_of_its_own, folder=tmp_path):
+    for packs in run_forked(a_rank_of_its_own, 4):
         check_whole(packs, rows(40), 2)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from streampack import IterablePackedDataset, PackedDataLoader, RolloutEncoder
 from tests.harness.corpus import Numbers, rows
-from tests.harness.forked_ranks import run_ranks
 from tests.harness.hf_tokenizers import byte_level
+from tests.harness.processes import run_forked
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan and what it imports
@@ -172,7 +172,7 @@ def test_ranks_that_do_not_divide_the_lanes_are_refused(tmp_path: Path) -> None:
     made = config(settings={"num_lanes": 1})
     _run(1, tmp_path, made, 3, save="one")
     later = replace(made, settings={**made.settings, "num_lanes": None})
-    for outcome in run_ranks(2, refused, tmp_path, later, folder=tmp_path):
+    for outcome in run_forked(refused, 2, tmp_path, later):
         assert "2 data-parallel ranks do not divide the num_lanes=1 of the run" in outcome
 
 
@@ -185,7 +185,7 @@ def refused(folder: Path, made: StreampackDataLoader.Config) -> str:
 
 
 def _run(size: int, folder: Path, made: Any, steps: int | None, *, save: str = "", load: str = "") -> Any:
-    return run_ranks(size, read, folder, made, steps, save, load, folder=folder)
+    return run_forked(read, size, folder, made, steps, save, load)
 
 
 def grouped(made: StreampackDataLoader.Config) -> list[Any]:
@@ -193,8 +193,8 @@ def grouped(made: StreampackDataLoader.Config) -> list[Any]:
     return content(build(made, dp_rank=rank // 2, dp_world_size=2))
 
 
-def test_ranks_of_one_dp_rank_get_the_same_batches_and_all_make_as_many(tmp_path: Path) -> None:
-    one, same, two, also = run_ranks(4, grouped, config(70), folder=tmp_path)
+def test_ranks_of_one_dp_rank_get_the_same_batches_and_all_make_as_many() -> None:
+    one, same, two, also = run_forked(grouped, 4, config(70))
     assert one == same
     assert two == also
     assert len(one) == len(two)
@@ -212,10 +212,10 @@ def failing(made: StreampackDataLoader.Config) -> tuple[int, str]:
     return found, ""
 
 
-def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
     encoder = Numbers()
     encoder.bad = 90
-    outcomes = run_ranks(2, failing, config(encoder=encoder), folder=tmp_path)
+    outcomes = run_forked(failing, 2, config(encoder=encoder))
     (counts, messages) = zip(*outcomes, strict=True)
     assert counts[0] == counts[1]
     assert all("cannot be encoded" in message for message in messages)
@@ -238,9 +238,9 @@ def validations(made: StreampackDataLoader.Config, count: int) -> tuple[list[Any
 
 
 @pytest.mark.parametrize("infinite", [True, False])
-def test_each_validation_reads_the_same_and_keeps_no_more_connections(infinite: bool, tmp_path: Path) -> None:
-    ((once, groups), _) = run_ranks(2, validations, config(infinite=infinite), 1, folder=tmp_path)
-    ((found, same), _) = run_ranks(2, validations, config(infinite=infinite), 4, folder=tmp_path)
+def test_each_validation_reads_the_same_and_keeps_no_more_connections(infinite: bool) -> None:
+    ((once, groups), _) = run_forked(validations, 2, config(infinite=infinite), 1)
+    ((found, same), _) = run_forked(validations, 2, config(infinite=infinite), 4)
     assert [batches[:3] for batches in found] == once * 4
     assert same == groups
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import distribute_tensor
 
 from streampack import Group, Sample, Score, prepare_model_for_packing, score
 from tests.harness import hf_models, tiny_torchtune
-from tests.harness.forked_ranks import run_ranks
 from tests.harness.hybrid_models import HYBRIDS
+from tests.harness.processes import run_forked
 
 VOCAB = hf_models.VOCAB
 Pair = tuple[list[int], list[int]]
@@ -312,7 +312,7 @@ def on_ranks(model: nn.Module, pairs: list[Pair]) -> tuple[list[list[Score]], li
 def test_ranks_share_the_work_or_score_samples_of_their_own(llama: Any, tmp_path: Path) -> None:
     pairs = requests()
     expected = [alone(llama, pair) for pair in pairs]
-    for rank, (shared, own, opened) in enumerate(run_ranks(2, on_ranks, llama, pairs, folder=tmp_path)):
+    for rank, (shared, own, opened) in enumerate(run_forked(on_ranks, 2, llama, pairs)):
         for found in shared:
             check(found, expected)
         check(own, [alone(llama, pair) for pair in requests(seed=rank)])
@@ -336,7 +336,7 @@ def test_ranks_of_a_sharded_model(tmp_path: Path) -> None:
     model = hf_models.build("llama").eval()
     pairs = requests()[:23]
     expected = [alone(model, pair) for pair in pairs]
-    for found in run_ranks(2, sharded, model, pairs, folder=tmp_path):
+    for found in run_forked(sharded, 2, model, pairs):
         check(found, expected)
 
 
@@ -352,7 +352,7 @@ def with_a_failure(model: nn.Module) -> str:
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    messages = run_ranks(2, with_a_failure, hf_models.build("llama"), folder=tmp_path)
+    messages = run_forked(with_a_failure, 2, hf_models.build("llama"))
     assert messages == ["rank 1 failed while scoring: MemoryError: full", "full"]
 
 

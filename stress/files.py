@@ -1,0 +1,270 @@
+"""Files that come, go and change between the stages of a run, or that are empty, damaged, of another kind or gone."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tests.harness.bad_shards import CASES, HARM, listed
+
+from streampack import IGNORE_INDEX, IterablePackedDataset, JSONLSource, Mix, ParquetSource, TokenShardSource
+from streampack.sources.indexed import INDEX
+from streampack.sources.scan import scan
+from streampack.sources.token_files import FORMAT, VERSION, ShardWriter
+from streampack.storage.folders import LocalFolder
+from stress.corpus import Corpus, Step, count_packs, global_steps, load_state, run_rank
+from stress.job import Run, job
+from stress.topology import Case, Stage, cases
+from tests.harness.corpus import STRIDE, Numbers, write
+from tests.harness.processes import RankPools, Ranks
+
+EPOCHS = 3
+PER_FILE = 1000  # room for the numbers of a file's rows
+SOURCES: dict[str, Callable[..., Any]] = {
+    "jsonl": JSONLSource,
+    "parquet": ParquetSource,
+    "token shards": TokenShardSource,
+}
+Rows = dict[str, list[dict[str, int]]]  # of each file
+
+
+@dataclass(frozen=True)
+class Files(Corpus):
+    """Files of one kind in ``folder/a``, or with ``mixed`` in a mixture with those in ``folder/b``.
+
+    Attributes:
+        paths: in place of ``folder/a``: files of this machine or URLs; with a manifest, their folder.
+        manifest: of a scan.
+        quarantine: where what cannot be read is listed and left out.
+        good: the rows of the files that can be read.
+    """
+
+    kind: str = "jsonl"
+    mixed: bool = False
+    paths: str | tuple[str, ...] = ()
+    manifest: str | None = None
+    quarantine: str | None = None
+    good: Sequence[list[dict[str, int]]] = ()
+
+    def dataset(self) -> IterablePackedDataset:
+        """See `Corpus.dataset`."""
+        assert self.folder is not None
+        open_source = SOURCES[self.kind]
+        more: dict[str, Any] = {"corpus_changes": "allow", "corpus_lists": Path(self.folder, "lists")}
+        if self.paths:
+            options = {"manifest": self.manifest, "retries": 1, "timeout": 10.0, **columns_of(self.kind)}
+            source = open_source(self.paths, **options)
+            more = {"on_bad_record": "skip", "quarantine": self.quarantine}
+        elif self.mixed:
+            mix = [{"name": n, "source": open_source(Path(self.folder, n)), "weight": 1} for n in "ab"]
+            source = Mix(mix, stop="all_exhausted")
+        else:
+            source = open_source(Path(self.folder, "a"))
+        encoder = None if self.kind == "token shards" else Numbers()
+        return IterablePackedDataset(source, encoder=encoder, untrained="keep", **more, **self.settings)
+
+    def expected_tokens(self, epochs: int = 1) -> Counter[int]:
+        """See `Corpus.expected_tokens`; of bad files."""
+        return tokens_of(self.good, epochs)
+
+    def put(self, files: Rows, name: str) -> None:
+        """Write the files of a source, and nothing else, into its folder."""
+        assert self.folder is not None
+        folder = Path(self.folder, name)
+        folder.mkdir(exist_ok=True)
+        for path in folder.iterdir():
+            path.unlink()
+        if self.kind == "token shards":
+            write_token_shards(folder, files)
+        for file, rows in files.items():
+            if self.kind == "jsonl":
+                write(folder / f"{file}.jsonl", rows)
+            elif self.kind == "parquet":
+                pq.write_table(pa.Table.from_pylist(rows), folder / f"{file}.parquet", row_group_size=9)
+
+
+def columns_of(kind: str) -> dict[str, Any]:
+    """Return the argument that chooses columns, of kinds that have them."""
+    return {"columns": ["i", "n"]} if kind == "parquet" else {}
+
+
+def write_token_shards(folder: Path, files: Rows) -> None:
+    """Write a shard for each file, and the index of them in the order of their names."""
+    encode, shards = Numbers(), []
+    for file, rows in sorted(files.items()):
+        writer = ShardWriter(LocalFolder(folder), f"{file}.bin", dtype="uint32")
+        for row in rows:
+            sample = encode(row)
+            writer.append(sample.tokens, sample.labels != IGNORE_INDEX)
+        shards.append(asdict(writer.close({})))
+    index = {"format": FORMAT, "version": VERSION, "dtype": "uint32", "shards": shards}
+    Path(folder, INDEX).write_text(json.dumps(index))
+
+
+def draw_files(rng: random.Random, names: Iterable[str], fewest: int, first: Iterable[int]) -> Rows:
+    """Draw the rows of files, ``fewest`` to 60 each; ``first`` counts files."""
+    return {
+        name: [{"i": PER_FILE * number + k, "n": rng.randint(1, 24)} for k in range(rng.randint(fewest, 60))]
+        for name, number in zip(names, first, strict=False)
+    }
+
+
+def draw_settings(rng: random.Random, number: int, *, shuffle: bool) -> dict[str, Any]:
+    """Draw how files are read and packed."""
+    return {
+        "max_seq_len": 24, "buffer_size": rng.choice([4, 16]), "num_lanes": 12, "epochs": EPOCHS,
+        "shuffle": shuffle, "shuffle_window": rng.choice([8, 100]), "seed": number,
+    }  # fmt: skip
+
+
+def tokens_of(files: Iterable[list[dict[str, int]]], times: int = 1) -> Counter[int]:
+    """Count the tokens of all rows ``times`` times."""
+    rows = [row for of_file in files for row in of_file]
+    return Counter({STRIDE * row["i"] + 1 + k: times for row in rows for k in range(row["n"])})
+
+
+def found_in(steps: Iterable[Step]) -> Counter[int]:
+    """Count the tokens of packs."""
+    return Counter(token for step in steps for pack in step for token in pack.tokens)
+
+
+@job(
+    "changing-corpus",
+    "files added, removed and changed at 40 random points, 1 to 4 ranks; JSONL, Parquet, token shards, and mixtures",
+    limit=420,
+)
+def changing_corpus(run: Run) -> str:
+    """Change the files between two stages; compare the second on two topologies, and count what came."""
+    points, dropped, sizes = run.count(40, 6), 0, []
+    with RankPools() as pools:
+        for number in range(points):
+            run.progress(number, points, "points")
+            rng, numbers = random.Random(number), count()
+            with tempfile.TemporaryDirectory() as name:
+                settings = draw_settings(rng, number, shuffle=number % 5 > 1)
+                kind, mixed = list(SOURCES)[number % 3], number % 4 > 1
+                corpus = Files([], name, settings, kind=kind, mixed=mixed)
+                before = draw_files(rng, [f"f{i}" for i in range(8)], 5, numbers)
+                other = draw_files(rng, [f"g{i}" for i in range(4)], 5, numbers)
+                corpus.put(before, "a")
+                corpus.put(other, "b")
+                first, *others = (rng.randint(1, 4) for _ in range(3))
+                whole = global_steps(pools[first].run(run_rank, corpus))
+                options = {"workers": rng.randint(0, 1), "steps": rng.randrange(1, len(whole))}
+                begun = pools[first].run(partial(run_rank, **options), corpus)
+                state = begun[0].states[-1]
+                now = {file: kept for file, kept in before.items() if file not in ("f2", "f5")}
+                now |= draw_files(rng, ("f5", "e0", "z0"), 5, numbers)
+                corpus.put(now, "a")
+                ends = [
+                    pools[size].run(partial(run_rank, workers=rng.randint(0, 1)), corpus, state)
+                    for size in others
+                ]
+                check_change(corpus, before, now, other, global_steps(begun), global_steps(ends[0]), state)
+                assert count_packs(global_steps(ends[0])) == count_packs(global_steps(ends[1])), "other packs"
+                lanes = load_state(ends[0][0].states[-1])["lanes"]
+                dropped += sum(lane["ledger"][-1] for lane in lanes.values())
+                sizes.append(len(state))
+    assert dropped, "nothing waited of what was removed"
+    return (
+        f"{points} points, {dropped} samples dropped that waited; no token of a removed file after the resume, every "
+        f"other once an epoch; on two topologies the same packs; states of 12 lanes at most {max(sizes):,} bytes"
+    )
+
+
+def check_change(
+    corpus: Files, before: Rows, now: Rows, other: Rows, first: list[Step], rest: list[Step], state: bytes
+) -> None:
+    """Check what came before and after the change."""
+    kept = {file: rows for file, rows in before.items() if now.get(file) == rows}
+    gone = tokens_of(rows for file, rows in before.items() if file not in kept)
+    new = [rows for file, rows in now.items() if file not in kept]
+    early, late = found_in(first), found_in(rest)
+    assert not late & gone, "tokens of a removed file came after the resume"
+    assert not early & tokens_of(new)
+    if corpus.mixed:  # rows come at least once an epoch
+        missing = tokens_of([*kept.values(), *other.values()]) - early - late
+        assert not missing, f"{missing.total()} tokens lost"
+        return
+    epoch = max(lane["epoch"] for lane in load_state(state)["lanes"].values())
+    assert all(epoch <= early[token] <= epoch + 1 for token in gone), (
+        "a removed row came twice, or was missing"
+    )
+    total = early + late
+    for token in gone:
+        del total[token]
+    expected = tokens_of(kept.values(), EPOCHS) + tokens_of(new, EPOCHS - 1 - epoch)
+    lost, extra = expected - total, total - expected
+    assert lost == extra == Counter(), f"{lost.total()} tokens lost, {extra.total()} too many"
+
+
+def retype_column(path: Path) -> None:
+    """Make a column of numbers one of text."""
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(1, "n", table["n"].cast(pa.string())), path)
+
+
+HARMS: Mapping[str, tuple[str, ...]] = {
+    "jsonl": ("empty", "zeros", "gzip data", "gone"),
+    "parquet": ("empty", "zeros", "no column", "no footer", "gone"),
+}
+RETYPED = "another schema"  # only a scan compares the schemas of files
+DO: Mapping[str, Callable[[Path], Any]] = {**HARM, RETYPED: retype_column}
+REASONS = {(kind, harm): reason for kind, harm, reason in CASES} | {
+    ("parquet", RETYPED): "its column 'n' is string, and integer in most files"
+}
+
+
+@cases(
+    "bad-shards",
+    "files empty, zeros, of another schema, without column or footer, or gone: the rest comes, all are listed",
+    full=16, quick=4, limit=300,
+)  # fmt: skip
+def bad_shards(number: int, folder: Path) -> Case:
+    """Draw JSONL or Parquet files, of which some are bad, named one by one or by a scan."""
+    rng = random.Random(number)
+    kind, scanned = list(HARMS)[number % 2], number % 4 > 1
+    settings = draw_settings(rng, number, shuffle=rng.random() < 0.7)
+    corpus = Files([], str(folder), settings, kind=kind, quarantine=str(folder / "bad"))
+    files = draw_files(rng, [f"f{i:02}" for i in range(14)], 20, count())
+    corpus.put(files, "data")
+    harms = (*HARMS[kind], *[RETYPED] * (scanned and kind == "parquet"))
+    bad = dict(zip(rng.sample(sorted(files), len(harms)), harms, strict=True))
+    for file, harm in bad.items():
+        DO[harm](folder / "data" / f"{file}.{kind}")
+    corpus = replace(corpus, good=[rows for file, rows in files.items() if file not in bad])
+    paths = tuple(str(folder / "data" / f"{file}.{kind}") for file in files)
+    if scanned:
+        with Ranks(1, join=False) as process:  # a scan leaves threads behind
+            process.run(
+                partial(scan, out=str(folder / "manifest"), progress=False, **columns_of(kind)), paths
+            )
+        corpus = replace(corpus, paths=str(folder / "data"), manifest=str(folder / "manifest"))
+    else:
+        corpus = replace(corpus, paths=paths)
+    reasons = {f"{file}.{kind}": REASONS[kind, harm] for file, harm in bad.items()}
+    stages = [Stage(rng.randint(1, 3), rng.randint(0, 1), steps) for steps in (rng.randint(1, 60), 20, None)]
+    return Case(corpus, stages, judge=partial(check_list, reasons))
+
+
+def check_list(reasons: Mapping[str, str], corpus: Files, state: bytes) -> None:
+    """Check the list of the files that were left out: each with its reason, and once by each lane."""
+    assert corpus.quarantine is not None
+    entries = listed(Path(corpus.quarantine))
+    files = {entry["shard"] for entry in entries}
+    assert files == set(reasons), f"the list has {sorted(files)} and not {sorted(reasons)}"
+    wrong = [entry for entry in entries if reasons[entry["shard"]] not in entry["reason"]]
+    assert not wrong, f"the list has other reasons: {wrong}"
+    for path in Path(corpus.quarantine).iterdir():
+        lines = [json.loads(line)["shard"] for line in path.read_text().splitlines()]
+        assert len(set(lines)) == len(lines), "a lane lists a file twice"
