@@ -14,17 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from streampack import FlatteningCollator, MultipackBatchSampler
 from tests.oracle import multipack as published
+from tests.oracle.packing import lower_bound
 
 LIMIT = 24
 lengths_of = st.lists(st.integers(1, LIMIT), min_size=12, max_size=60)
 objectives = st.sampled_from(["quadratic", "linear"])
 
 Step = list[list[int]]
-
-
-def lower_bound(lengths: list[int], limit: int) -> int:
-    """The fewest packs or steps of so many tokens that any plan could need."""
-    return -(-sum(lengths) // limit)
 
 
 def plan(lengths: Any, *, packs_per_step: int = 2, max_tokens: int = 8, **changes: Any) -> list[Step]:

@@ -171,3 +171,26 @@ def ledger(
         "truncated": sum(n - k for n, k in zip(lengths, kept_of, strict=True) if 0 < k < n),
         "buffered": sum(kept_of) - packed,
     }
+
+
+def greedy_count(lengths: Iterable[int], limit: int) -> int:
+    """How many packs torchtune's ``PackedDataset`` makes without splitting."""
+    packs, used = 0, limit
+    for length in lengths:
+        if used + length > limit:
+            packs, used = packs + 1, 0
+        used += length
+    return packs
+
+
+def lower_bound(lengths: Iterable[int], limit: int) -> int:
+    """The fewest packs any packer could need."""
+    return -(-sum(lengths) // limit)
+
+
+def block_causal_mask(seq_lens: Iterable[int]) -> list[list[bool]]:
+    """Who sees whom: ``mask[query][key]``. Give the padding's length too if the row is padded."""
+    document = [number for number, length in enumerate(seq_lens) for _ in range(length)]
+    return [
+        [document[k] == document[q] and k <= q for k in range(len(document))] for q in range(len(document))
+    ]
