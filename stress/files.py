@@ -15,7 +15,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tests.harness.bad_shards import CASES, HARM, listed
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, JSONLSource, Mix, ParquetSource, TokenShardSource
 from streampack.sources.indexed import INDEX
@@ -26,6 +25,7 @@ from stress.corpus import Corpus, Step, count_packs, global_steps, load_state, r
 from stress.job import Run, job
 from stress.topology import Case, Stage, cases
 from tests.harness.corpus import STRIDE, Numbers, write
+from tests.harness.files import CASES, HARM, listed
 from tests.harness.processes import RankPools, Ranks
 
 EPOCHS = 3

@@ -319,7 +319,9 @@ def _serve(
     else:
         store, limit = dist.FileStore(f"{folder}/store", size), timedelta(minutes=10)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    going_on = True if job is None else _answer(pipe, *job)
+    # A rank like torchrun's ends with its job: its peers notice. Forked ones wait, as one that ends early resets the
+    # connections of those that still read.
+    going_on = job is None or (_answer(pipe, *job) and inherited is not None)
     with suppress(EOFError, OSError):  # the pipe is closed
         while going_on:
             function, args = pipe.recv()
