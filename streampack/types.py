@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,30 +29,12 @@ RowId = tuple[int, ...]
 """Which row of the corpus; ``source.locate(row_id)`` returns its place as text, such as file and line."""
 
 
-@dataclass(slots=True)
-class Window:
-    """Consecutive records of a lane, among which the order is permuted; without shuffling, those of a part.
-
-    A lane state keeps ``numbers`` until no row of the window can be read again: a resume then knows where the window
-    begins and how many records of each part it has, also if a file was removed since.
-
-    Attributes:
-        numbers: the epoch of the source, and the index of a part; of a shuffle window also the offset where it begins
-            and the number of records that it has of that part and of each following one.
-        finished: whether all rows have been returned.
-    """
-
-    numbers: tuple[int, ...]
-    finished: bool = field(default=False, compare=False)
-
-
 class Row(NamedTuple):
     """A row of a source: its data and place, and the cursor from which reading begins with this row again."""
 
     data: Mapping[str, Any]
     cursor: Cursor
     row_id: RowId
-    window: Window | None = None
 
 
 class Sample(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from streampack.accounting import trained_tokens
 from streampack.sources.bad_records import Quarantine, kind_of
-from streampack.sources.base import HELD_OUT, REMOVED, BadRecord, Reading
+from streampack.sources.base import BadRecord, Reading
 from streampack.sources.source import Source
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import Row, RowId, Sample
@@ -94,7 +94,6 @@ def lane_rows(config: LaneConfig, *, lane: int, num_lanes: int) -> Iterator[Seen
         shuffle_window=config.shuffle_window,
         stagger=config.packing.max_seq_len,
         use=config.use,
-        left_out=True,
     )
     reader = config.source.read(reading)
     while True:
@@ -106,9 +105,6 @@ def lane_rows(config: LaneConfig, *, lane: int, num_lanes: int) -> Iterator[Seen
             continue
         if row is None:
             return
-        if row.data is HELD_OUT or row.data is REMOVED:
-            reader.charge([])
-            continue
         seen, pieces = look(config, row)
         yield seen
         reader.charge(pieces)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.use import StorageUse
-from streampack.types import Cursor, Row, RowId, Sample, Window
-
-REMOVED: Mapping[str, Any] = MappingProxyType({})
-"""The data of a row whose file was removed after it had been read; compared by identity. It has a number, and makes no
-piece."""
-HELD_OUT: Mapping[str, Any] = MappingProxyType({})
-"""The data of a row that a hold-out leaves out; like `REMOVED`."""
+from streampack.types import Cursor, Row, RowId, Sample
 
 OTHER_RECORDS = (
     "other records are read than when the state was made: a shard that could not be read then can be read now, or the "
@@ -28,13 +20,6 @@ OTHER_RECORDS = (
 )
 
 IMMUTABLE = (str, int, float, bool, bytes, type(None))
-
-
-class KnownWindow(NamedTuple):
-    """A window that was read before a resume: its `Window.numbers`, and how many rows of it a resume reads again."""
-
-    numbers: tuple[int, ...]
-    rows: int
 
 
 class Division(NamedTuple):
@@ -62,11 +47,8 @@ class Reading:
             the length of the longest sample is enough. See `MixtureScheduler`.
         read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
         use: of storage by this process, to be counted and limited; None if nobody asks.
-        known: for each source of a mixture (otherwise one), the windows that a resume reads again. Readers take from
-            the left what they read.
         earlier: for each source of files, by its name in a mixture (otherwise an empty one), the divisions of the
             epochs that began before its files changed, in order.
-        left_out: whether rows that are held out are returned too, as rows with the data `HELD_OUT`.
     """
 
     lane: int = 0
@@ -79,9 +61,7 @@ class Reading:
     stagger: int = 0
     read_ahead: ReadAhead | None = None
     use: StorageUse | None = None
-    known: Sequence[deque[KnownWindow]] = ()
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)
-    left_out: bool = False
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -99,7 +79,6 @@ class BadRecord(ValueError):
         locate: turns the ``row_id`` into a place for the message. It is called only when the message is made, because
             it may read a file to count lines.
         lost: if it stands for the rest of a bad shard, what is known of that: a number of ``rows`` or ``bytes``.
-        window: the window that the record lies in.
     """
 
     def __init__(
@@ -110,7 +89,6 @@ class BadRecord(ValueError):
         row_id: RowId,
         locate: Callable[[RowId], str],
         lost: Mapping[str, int] | None = None,
-        window: Window | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -118,7 +96,6 @@ class BadRecord(ValueError):
         self.row_id = row_id
         self.locate = locate
         self.lost = lost
-        self.window = window
 
     def __str__(self) -> str:
         return f"{self.locate(self.row_id)}: {self.reason}"
@@ -135,6 +112,8 @@ class BadRecord(ValueError):
 class Reader(ABC):
     """An iterator over one lane's rows of one epoch. After an error, ``next()`` tries the same row again.
 
+    Its cursor is all that a resume needs to go on with the next row, at any row.
+
     A lane calls `charge` with the samples made of each row, before it reads the next row. A mixture chooses the source
     of the next row by their trained tokens; other readers ignore them.
     """
@@ -142,15 +121,13 @@ class Reader(ABC):
     passes_begun = 0
     """How many passes over its source in a mixture were begun since that source's row before the newest row."""
 
+    missed_files = False
+    """Whether it came by a part whose file was removed since the run began, so that other rows are read than before."""
+
     @property
     @abstractmethod
     def cursor(self) -> Cursor:
         """The cursor to resume at the next row."""
-
-    @property
-    def reached(self) -> tuple[int, ...]:
-        """Where reading stands, to which a resume must come by reading again; nothing where that cannot be compared."""
-        return ()
 
     def __iter__(self) -> Reader:
         return self
@@ -172,16 +149,8 @@ class Reader(ABC):
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
         """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""
 
-    def draw_from(self, source: int) -> None:  # noqa: B027  # only a mixture has a choice
-        """Take the next row from this source of a mixture: a resume reads again what was drawn before."""
-
-    @property
-    def front(self) -> tuple[int, ...]:
-        """The numbers that decide the source of the next row, besides the cursor; empty for all but a mixture."""
-        return ()
-
-    def restore_front(self, numbers: Sequence[int]) -> None:  # noqa: B027  # only a mixture has one
-        """Set `front` to that of a state, when all rows before it have been read again."""
+    def weigh(self, weights: Sequence[int]) -> None:  # noqa: B027  # only a mixture has any
+        """Draw the next rows of a mixture by these weights: a window that was planned by others is planned again."""
 
 
 def reason_of(error: Exception) -> str:

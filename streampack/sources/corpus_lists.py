@@ -85,6 +85,16 @@ class CorpusList:
         return [[part._replace(file=now[part.file]) for part in lane] for lane in self.lanes]
 
 
+def moves(before: Sequence[Entry], now: Sequence[Entry]) -> list[int | None]:
+    """Return the number in a newer list of each file of an older one; None if it is not there with the same content.
+
+    >>> moves([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("b", 1, "y"), Entry("c", 1, "z")])
+    [None, 0]
+    """
+    places = {key: number for number, key in enumerate(_distinct(now))}
+    return [places.get(key) for key in _distinct(before)]
+
+
 def changes(before: Sequence[Entry], now: Sequence[Entry], *, paths: Sequence[str] = ()) -> str:
     """Describe which files were added, removed and changed; those of ``now`` by their ``paths``, if these are given.
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from streampack.fingerprint import digest
-from streampack.sources.base import REMOVED, Reader, Reading, spread
+from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.corpus_lists import CorpusList, Entry
-from streampack.sources.parts import BadShard, Damage, FoundRecord, Part, Record
+from streampack.sources.parts import REMOVED, BadShard, Damage, FoundRecord, Part, Record
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Listable, Source
 from streampack.sources.turns import deal, share, sharing
@@ -23,6 +24,7 @@ from streampack.storage.listing import Corpus
 from streampack.storage.problems import Problem, gone
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.read_ahead import LONGEST_BURST, NO_READ_AHEAD, READ_AHEAD, ReadAhead
+from streampack.storage.use import StorageUse
 from streampack.types import RowId
 
 PARTS_PER_LANE = 16
@@ -43,6 +45,9 @@ class FileSource(Source):
 
     whole = "file"
     """The noun for what cannot be cut, and is shared by lanes if there are too few of it, for messages."""
+
+    near = 64
+    """What `fetch_many` reads behind a URL and does not need, rather than begin again: in the unit of offsets."""
 
     independent_files = False
     """Whether some of the files can be read without the others."""
@@ -215,14 +220,50 @@ class FileSource(Source):
 
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
-        file, offset = row_id
-        part = Part(file, offset, offset + 1)
+        return self.fetch_many([tuple(row_id)])[0]  # torch's DataLoader makes lists of tuples
+
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        """See `Source.fetch_many`. Rows that lie near one another are read in one go, and files side by side."""
+        runs: list[list[RowId]] = []
+        for row_id in sorted(set(row_ids)):
+            if runs and runs[-1][0][0] == row_id[0] and self.is_near(runs[-1][-1], row_id):
+                runs[-1].append(row_id)
+            else:
+                runs.append([row_id])
+        found: dict[RowId, Mapping[str, Any]] = {}
+        fetch_run = partial(self._fetch_run, use=use)
+        for rows in map_in_threads(fetch_run, runs) if len(runs) > 1 else map(fetch_run, runs):
+            found |= rows
+        return [found[row_id] for row_id in row_ids]
+
+    def is_near(self, row_id: RowId, later: RowId) -> bool:
+        """Return whether to read on from a row to a later one of its file costs less than to begin there."""
+        return not self.local and later[1] - row_id[1] < self.near
+
+    def _fetch_run(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None
+    ) -> dict[RowId, Mapping[str, Any]]:
+        """Read rows of one file, and those between them."""
+        file, first = row_ids[0]
+        part, left = Part(file, first, row_ids[-1][1] + 1), set(row_ids)
+        found: dict[RowId, Mapping[str, Any]] = {}
+        at = row_ids[0]
         try:
-            for _, raw, _ in self.records(part, offset, self.fetcher()):
-                return self.decode(part, offset, raw)
-            raise ValueError(f"the file has no such {self.unit}; it is another one")
+            for offset, raw, _ in self.records(part, first, self.fetcher(use)):
+                if (at := (file, offset)) in left:
+                    found[at] = self.decode(part, offset, raw)
+                    left.remove(at)
+            if left:
+                at = min(left)
+                raise ValueError(f"the file has no such {self.unit}; it is another one")
+        except FileNotFoundError as error:
+            error.add_note(f"while reading {self.place(part, at[1])}")
+            raise
         except ValueError as error:
-            raise ValueError(f"{self.locate(row_id)}: {error}") from None
+            raise ValueError(f"{self.locate(at)}: {error}") from None
+        return found
 
     @property
     def retry_budget(self) -> float:
@@ -247,9 +288,9 @@ class FileSource(Source):
             self.divide(num_lanes, map_in_threads)
         return self._divided[num_lanes]
 
-    def fetcher(self) -> Fetcher:
+    def fetcher(self, use: StorageUse | None = None) -> Fetcher:
         """Return a fetcher that reads nothing ahead."""
-        return Fetcher(self.corpus.storage, self.corpus.retries)
+        return Fetcher(self.corpus.storage, self.corpus.retries, use=use)
 
 
 class _LaneParts:

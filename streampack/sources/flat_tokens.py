@@ -70,6 +70,7 @@ class FlatTokensSource(FileSource):
     """
 
     unit = "token"
+    near = 1 << 16
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from streampack.fingerprint import digest, plain
 from streampack.sources.arrow_rows import column_of
-from streampack.sources.base import HELD_OUT, REMOVED, BadRecord, Reader, Reading
+from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import Example, MarkedRows, columns_of
 from streampack.sources.mixture import Mix
@@ -83,7 +83,7 @@ class Holdout(WrappedSource):
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
-        return _Kept(self.source.read(reading), self, left_out=reading.left_out)
+        return _Kept(self.source.read(reading), self)
 
     def probe(self, count: int) -> tuple[list[Example], float]:
         """See `Source.probe`. The sample loses the same fraction of rows as the source, so the scale stays."""
@@ -147,18 +147,14 @@ def _integers(value: Any) -> npt.NDArray[Any] | None:
 
 
 class _Kept(Reader):
-    """Reads the rows of one part; the others are passed over, or with ``left_out`` returned without data.
-
-    A lane numbers those, too. So when a file was removed within a shuffle window, its rows can be counted although
-    nobody knows any more which of them were held out.
+    """Reads the rows of one part, and passes over the others.
 
     A row whose content cannot be hashed is a bad record. It is kept in ``unhashed`` until it is skipped.
     """
 
-    def __init__(self, reader: Reader, part: Holdout, *, left_out: bool) -> None:
+    def __init__(self, reader: Reader, part: Holdout) -> None:
         self.reader = reader
         self.part = part
-        self.left_out = left_out
         self.unhashed: Row | None = None
 
     @property
@@ -166,27 +162,25 @@ class _Kept(Reader):
         return self.unhashed.cursor if self.unhashed else self.reader.cursor
 
     @property
-    def reached(self) -> tuple[int, ...]:
-        return self.unhashed.cursor if self.unhashed else self.reader.reached
+    def missed_files(self) -> bool:  # type: ignore[override]
+        return self.reader.missed_files
 
     def __next__(self) -> Row:
         while True:
             row = self.unhashed or next(self.reader)
             try:
-                kept = row.data is REMOVED or self.part.keeps(row.data)
+                kept = self.part.keeps(row.data)
             except Exception as error:
                 self.unhashed = row
                 if isinstance(error, OSError):  # of a value that is read late; the record is not to blame
                     raise
                 reason = f"its content, by which rows are held out, cannot be hashed: {type(error).__name__}: {error}"
                 raise BadRecord(
-                    reason, cursor=row.cursor, row_id=row.row_id, locate=self.part.locate, window=row.window
+                    reason, cursor=row.cursor, row_id=row.row_id, locate=self.part.locate
                 ) from error
             self.unhashed = None
             if kept:
                 return row
-            if self.left_out:
-                return row._replace(data=HELD_OUT)
 
     def skip(self) -> None:
         if self.unhashed is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.sources.arrow_dataset import has_plain_ids
 from streampack.sources.arrow_rows import ArrowBatch
-from streampack.sources.base import Reader, Reading
+from streampack.sources.base import Reader, Reading, own_row
 from streampack.sources.column_tables import by_rows
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
@@ -21,6 +22,7 @@ from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.sources.turns import deal, share, sharing
 from streampack.sources.wrapped import WrappedSource
+from streampack.storage.use import StorageUse
 from streampack.types import RowId
 
 ROW_WISE = frozenset(
@@ -191,6 +193,16 @@ class _Stream(Source):
 
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         return next(self._rows(*row_id))
+
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        found: dict[RowId, Mapping[str, Any]] = {}
+        for shard, ids in groupby(sorted(set(row_ids)), key=itemgetter(0)):
+            numbers = [number for _, number in ids]
+            rows = islice(self._rows(shard, numbers[0]), numbers[-1] - numbers[0] + 1)
+            found |= {(shard, n): own_row(row) for n, row in enumerate(rows, numbers[0]) if n in numbers}
+        return [found[row_id] for row_id in row_ids]
 
     def natural_lanes(self) -> int:
         return self.shards

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from streampack.fingerprint import digest
+from streampack.sources.base import own_row
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
 from streampack.sources.source import Source
 from streampack.sources.turns import sharing
+from streampack.storage.use import StorageUse
 from streampack.types import RowId
 
 Rows = Iterable[Mapping[str, Any]]
@@ -87,6 +90,17 @@ class IterableSource(Source):
         for number, row in enumerate(self._iterate()):
             if number >= start and (number - start) % step == 0:
                 yield row
+
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        """See `Source.fetch_many`. Reads the iterable once, up to the last of these rows."""
+        numbers = {row_id[-1] for row_id in row_ids}
+        rows = islice(enumerate(self._iterate()), max(numbers, default=-1) + 1)
+        found = {number: own_row(row) for number, row in rows if number in numbers}
+        if len(found) < len(numbers):
+            raise ValueError(f"the iterable ends before row {min(numbers - {*found})}; the data changed")
+        return [found[row_id[-1]] for row_id in row_ids]
 
     def shared(self, num_lanes: int) -> list[str]:
         """See `Source.shared`."""

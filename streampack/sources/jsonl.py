@@ -68,6 +68,7 @@ class JSONLSource(FileSource):
     """
 
     unit = "byte"
+    near = 1 << 18
     whole = "compressed file"
     independent_files = True
     probed_by_bytes = True
@@ -176,6 +177,10 @@ class JSONLSource(FileSource):
     def bytes_read(self) -> int:
         """Bytes of lines, decompressed, that this object has read in this process."""
         return self._count.total
+
+    def is_near(self, row_id: RowId, later: RowId) -> bool:
+        """See `FileSource.is_near`: a compressed file is always read from its beginning."""
+        return not self.files[row_id[0]].seekable or super().is_near(row_id, later)
 
     def natural_lanes(self) -> int:
         """Return one lane per 256 KiB of plain files, and one per compressed file."""

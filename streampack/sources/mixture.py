@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,12 +14,19 @@ from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.mixture_entries import Encode, Entry, entry_of
-from streampack.sources.mixture_scheduler import MOST_RESTARTS, STOPS, MixtureScheduler, restarts_in
+from streampack.sources.mixture_scheduler import (
+    MOST_RESTARTS,
+    STOPS,
+    MixtureScheduler,
+    SourceState,
+    states_at,
+)
 from streampack.sources.passes import lane_in_pass
 from streampack.sources.source import Divisible, Listable, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Once, alone
 from streampack.storage.problems import Problem
+from streampack.storage.use import StorageUse
 from streampack.types import Cursor, RowId
 from streampack.validation import require
 
@@ -149,13 +155,18 @@ class Mix(Source):
         """Target fraction of trained tokens of each source."""
         return {entry.name: round(entry.weight, 7) for entry in self.entries}
 
-    def changed(self, before: Any) -> str | None:
-        """Return the warning for a resume with other `target_fractions` than a state's; None where they are equal."""
-        ours = self.target_fractions
-        if not isinstance(before, Mapping) or before == ours:
+    def changed(self, before: Mapping[str, int]) -> str | None:
+        """Return the warning for a resume with other weights than a state's; None where they are equal."""
+        ours = dict(zip(self.names, self.weights, strict=True))
+        if not before or before == ours:
             return None
+        total, theirs = sum(ours.values()), sum(before.values())
         changes = [
-            f"{name} {before.get(name)} -> {ours[name]}" for name in ours if before.get(name) != ours[name]
+            f"{name} {before[name] / theirs:.7g} -> {weight / total:.7g}"
+            if name in before
+            else f"{name} is new, {weight / total:.7g}"
+            for name, weight in ours.items()
+            if before.get(name) != weight
         ]
         return (
             f"the mixture's weights changed since the state was written: {', '.join(changes)}. The rows that wait were "
@@ -207,9 +218,10 @@ class Mix(Source):
             entry.name: source for entry in self.entries for source in entry.source.file_sources().values()
         }
 
-    def epochs_read(self, epoch: int, front: Sequence[int]) -> dict[str, int]:
+    def epochs_read(self, epoch: int, cursor: Cursor = ()) -> dict[str, int]:
         """See `Source.epochs_read`. Each pass over a source is an epoch of it."""
-        restarts = dict(zip(self.names, restarts_in(front), strict=True))
+        states = states_at(cursor, len(self.names)) if cursor else [SourceState() for _ in self.names]
+        restarts = {name: state.restarts for name, state in zip(self.names, states, strict=True)}
         return {name: pass_number(epoch, restarts[name]) for name in self.file_sources()}
 
     def divisible(self) -> list[Divisible]:
@@ -236,13 +248,8 @@ class Mix(Source):
             ],
         )
 
-    def _open(
-        self, reading: Reading, source_index: int, restarts: int, start: Cursor | None, *, probe: bool = False
-    ) -> Reader:
-        """Open a source that was restarted ``restarts`` times in the epoch; ``start`` None is its beginning.
-
-        A ``probe`` only looks whether there is a row, and takes no window that is known from before a resume.
-        """
+    def _open(self, reading: Reading, source_index: int, restarts: int, start: Cursor | None) -> Reader:
+        """Open a source that was restarted ``restarts`` times in the epoch; ``start`` None is its beginning."""
         entry = self.entries[source_index]
         number = pass_number(reading.epoch, restarts)
         # Without a seed per source, two sources of equal size get the same permutation, and row i of one always meets
@@ -255,9 +262,6 @@ class Mix(Source):
             start=start,
             read_ahead=reading.read_ahead and reading.read_ahead.part(entry.weight),
             earlier={"": reading.earlier.get(entry.name, ())},
-            known=[
-                deque(known) if probe else known for known in reading.known[source_index : source_index + 1]
-            ],
         )
         return entry.source.read(own)
 
@@ -287,6 +291,17 @@ class Mix(Source):
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         return self.entries[row_id[0]].source.fetch(row_id[1:])
+
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        """See `Source.fetch_many`."""
+        found: dict[RowId, Mapping[str, Any]] = {}
+        for number, entry in enumerate(self.entries):
+            if own := [row_id for row_id in row_ids if row_id[0] == number]:
+                rows = entry.source.fetch_many([row_id[1:] for row_id in own], use=use)
+                found.update(zip(own, rows, strict=True))
+        return [found[row_id] for row_id in row_ids]
 
     @property
     def retry_budget(self) -> float:

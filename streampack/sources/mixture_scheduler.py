@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
 from streampack.accounting import trained_tokens
-from streampack.sources.base import HELD_OUT, BadRecord, Reader, Reading
+from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.passes import passes_by_all
 from streampack.types import Cursor, Row, RowId, Sample
 
@@ -23,14 +22,8 @@ UNTRAINED_ROWS = 1000
 fewer, a run could end late because of a small source of which few rows are trained."""
 
 
-class OpenSource(Protocol):
-    """Opens a source of a mixture; see `MixtureScheduler`."""
-
-    def __call__(
-        self, source_index: int, restarts: int, start: Cursor | None, *, probe: bool = False
-    ) -> Reader:
-        """Return a reader of one pass over the source."""
-        ...
+OpenSource = Callable[[int, int, Cursor | None], Reader]
+"""``(source_index, restarts, start)`` returns a reader of one pass over a source; see `MixtureScheduler`."""
 
 
 @dataclass(slots=True)
@@ -58,37 +51,58 @@ class SourceState:
         """Whether the source was read to its end at least once in this epoch."""
         return self.restarts > 0
 
-    def place(self) -> list[int]:
-        """Return where the source is read, as a part of the mixture's cursor."""
-        return [self.restarts, len(self.cursor), *self.cursor]
-
-    @classmethod
-    def at(cls, numbers: Iterator[int]) -> SourceState:
-        """Return the state of a source that is read from a `place` on."""
-        restarts, size = next(numbers), next(numbers)
-        cursor = tuple(islice(numbers, size))
-        return cls(restarts=restarts, begun=not cursor, cursor=cursor)
-
-    def front(self) -> tuple[int, ...]:
-        """Return what decides when the source is drawn and restarted."""
+    def numbers(self) -> tuple[int, ...]:
+        """Return the state as a part of the mixture's cursor."""
         # A lane state holds no negative numbers, so the sign becomes the lowest bit.
         zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
-        return zigzag, self.restarts, self.untrained, self.begun
-
-    def restore_front(self, zigzag: int, _: int, untrained: int, begun: int) -> None:
-        """Invert `front`, but for the restarts, which follow from reading again."""
-        self.deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
-        self.untrained, self.begun = untrained, begun
+        return (zigzag, self.restarts, self.untrained, self.begun, len(self.cursor), *self.cursor)
 
 
-FRONT = 4  # numbers of `SourceState.front`
+def states_at(cursor: Cursor, sources: int) -> list[SourceState]:
+    """Return the states of the sources that a mixture's cursor holds.
+
+    Raises:
+        ValueError: if it is not the cursor of so many sources.
+    """
+    numbers, found = iter(cursor), []
+    for _ in range(sources):
+        zigzag, restarts, untrained, begun, size = [*islice(numbers, 5), *[-1] * 5][:5]
+        own = tuple(islice(numbers, max(0, size)))
+        if len(own) != size or restarts >= MOST_RESTARTS:
+            raise ValueError(f"the cursor of a lane is not that of {sources} sources")
+        deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
+        found.append(SourceState(deficit, restarts, untrained, begun, own))
+    if next(numbers, None) is not None:
+        raise ValueError(f"the cursor of a lane is that of more than {sources} sources")
+    return found
+
+
+def cursor_of(states: Iterable[SourceState]) -> Cursor:
+    """Return the cursor that holds the states of sources; inverts `states_at`."""
+    return tuple(number for state in states for number in state.numbers())
+
+
+def translated(cursor: Cursor, before: Sequence[str], now: Sequence[str]) -> Cursor:
+    """Return the cursor for the sources ``now``, given by name, of one for the sources ``before``.
+
+    A source that is new begins with a deficit of 0. The deficits of those that are gone are divided among the others,
+    so that deficits still add up to 0.
+
+    >>> translated((4, 0, 0, 0, 1, 7, 3, 0, 0, 0, 1, 8), ["a", "b"], ["b", "c"])
+    (0, 0, 0, 0, 1, 8, 0, 0, 0, 1, 0)
+    """
+    states = dict(zip(before, states_at(cursor, len(before)), strict=True))
+    lost = sum(state.deficit for name, state in states.items() if name not in now)
+    kept = [state for name, state in states.items() if name in now]
+    for i, state in enumerate(kept):
+        state.deficit += lost // len(kept) + (i < lost % len(kept))
+    return cursor_of(states.get(name, SourceState()) for name in now)
 
 
 class MixtureScheduler(Reader):
     """One lane's rows of a mixture in one epoch, each from the source that is furthest behind its weight.
 
-    A cursor holds the restarts and the cursor of each source. A resume reads rows again from the sources that the lane
-    state names (`draw_from`), and then takes the deficits from the lane state (`restore_front`).
+    A cursor holds the deficit, the restarts and the cursor of each source.
 
     After each row, the lane that reads calls `charge` with the samples made of it, whose trained tokens are counted. A
     source's deficit is ``its weight * the trained tokens of all sources - the sum of weights * its own trained
@@ -110,7 +124,7 @@ class MixtureScheduler(Reader):
     Args:
         names: the sources' names, for errors.
         open_source: ``(source_index, restarts, start)`` opens a source that was restarted ``restarts`` times in this
-            epoch, at the cursor ``start``, or at its beginning if that is None; with ``probe``, only to look for a row.
+            epoch, at the cursor ``start``, or at its beginning if that is None.
         locate: the mixture's `Source.locate`.
         stop: when an epoch ends, one of `STOPS`.
         weights: the sources' weights. A source of weight 0 is not read.
@@ -136,9 +150,9 @@ class MixtureScheduler(Reader):
         self.open_source = open_source
         self.remote = remote
         self.begins = begins or [()] * len(names)
-        self.emptied: set[int] = (
-            set()
-        )  # sources that have no rows before the epoch ends, as their files were removed
+        # Sources that have no rows before the epoch ends, as their files were removed.
+        self.emptied: set[int] = set()
+        self.missed = False  # whether a reader of a pass that has ended missed files
         self.locate = locate
         self.stop = stop
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
@@ -151,40 +165,24 @@ class MixtureScheduler(Reader):
         self.weights = tuple(weights)
         self.states = self._first_states()
         if reading.start is not None:
-            numbers = iter(reading.start)
-            self.states = [SourceState.at(numbers) for _ in names]
-        self.held_out = False  # whether the newest row is
-        self.drawn: int | None = None  # the source of the next row, if it is read again
+            self.states = states_at(reading.start, len(names))
         self.current = 0  # index of the source that the newest row is from
         self.awaits_charge = False  # whether `charge` must still be called for the newest row
 
     @property
     def cursor(self) -> Cursor:
         """The cursor of the newest row until `charge` is called for it, then of the next row."""
-        return tuple(number for state in self.states for number in state.place())
+        return cursor_of(self.states)
 
     @property
-    def front(self) -> tuple[int, ...]:
-        """See `Reader.front`: those of the sources."""
-        return tuple(number for state in self.states for number in state.front())
+    def missed_files(self) -> bool:  # type: ignore[override]
+        """See `Reader.missed_files`; also whether a source has no rows left because its files were removed."""
+        readers = [state.reader for state in self.states if state.reader is not None]
+        return self.missed or bool(self.emptied) or any(reader.missed_files for reader in readers)
 
-    def restore_front(self, numbers: Sequence[int]) -> None:
-        """See `Reader.restore_front`."""
-        if len(numbers) != FRONT * len(self.states):
-            raise ValueError(
-                f"{self.place}: the state has {len(numbers)} numbers for {len(self.states)} sources"
-            )
-        for i, state in enumerate(self.states):
-            state.restore_front(*numbers[FRONT * i : FRONT * (i + 1)])
-
-    def draw_from(self, source: int) -> None:
-        """See `Reader.draw_from`."""
-        self.drawn = source
-
-    @property
-    def reached(self) -> tuple[int, ...]:
-        """See `Reader.reached`: the cursors of the sources. Weights may change at a resume."""
-        return tuple(number for state in self.states for number in (state.restarts, *(state.cursor or ())))
+    def weigh(self, weights: Sequence[int]) -> None:
+        """See `Reader.weigh`."""
+        self.weights = tuple(weights)
 
     def __next__(self) -> Row:
         if self.awaits_charge:
@@ -193,9 +191,8 @@ class MixtureScheduler(Reader):
                 f"{self.place}: a mixture was read on before the row of source {name!r} was charged; "
                 "read it by an IterablePackedDataset, and hold rows out of its sources, not of the whole"
             )
-        self.held_out = False
         while True:
-            self.current = self._furthest_behind() if self.drawn is None else self.drawn
+            self.current = self._furthest_behind()
             state = self.states[self.current]
             if state.reader is None:
                 state.reader = self.open_source(self.current, state.restarts, state.cursor or None)
@@ -209,18 +206,12 @@ class MixtureScheduler(Reader):
                     row_id=(self.current, *error.row_id),
                     locate=self.locate,
                     lost=error.lost,
-                    window=error.window,
                 ) from error.__cause__
             if row is not None:
                 break
             self._restart(self.current)
-        self.held_out = row.data is HELD_OUT
-        found = Row(row.data, self.cursor, (self.current, *row.row_id), row.window)
-        if self.drawn is None:
-            self.awaits_charge = True
-        else:
-            self._count_row(0)
-        return found
+        self.awaits_charge = True
+        return Row(row.data, self.cursor, (self.current, *row.row_id))
 
     def skip(self) -> None:
         """See `Reader.skip`. The record counts as a row without trained tokens."""
@@ -244,17 +235,16 @@ class MixtureScheduler(Reader):
         return tuple(None if state.reader is None else state.reader.consumed()[0] for state in self.states)
 
     def charge(self, parts: Sequence[Sample]) -> None:
-        """See `Reader.charge`. A row that is read again was charged when it was read first."""
-        if self.awaits_charge:
+        """See `Reader.charge`."""
+        if self.awaits_charge:  # a record that was skipped is counted already
             self.awaits_charge = False
             self._count_row(sum(map(trained_tokens, parts)))
 
     def _count_row(self, trained: int) -> None:
         state = self.states[self.current]
         assert state.reader is not None
-        state.cursor, self.drawn = state.reader.cursor, None
-        if not self.held_out:  # a pass with nothing but such rows has none
-            state.untrained, state.begun = 0 if trained else state.untrained + 1, 0
+        state.cursor = state.reader.cursor
+        state.untrained, state.begun = 0 if trained else state.untrained + 1, 0
         for other, weight in zip(self.states, self.weights, strict=True):
             other.deficit += weight * trained
         state.deficit -= sum(self.weights) * trained
@@ -294,16 +284,17 @@ class MixtureScheduler(Reader):
             if weight and other is not state
         ]
         ends = self.stop == "first_exhausted" or (self.stop == "all_exhausted" and all(others))
-        if self.drawn is None and ends:
+        if ends:
             raise StopIteration
         if skipped is None:
             self.emptied.add(source_index)
             return
-        if self.drawn is None and state.untrained >= UNTRAINED_ROWS:
+        if state.untrained >= UNTRAINED_ROWS:
             raise ValueError(
                 f"{self.place}: the last {state.untrained} rows of source {name!r} trained no token, so its weight "
                 "cannot be reached; look at what is dropped or masked, or leave the source out"
             )
+        self.missed |= state.reader is not None and state.reader.missed_files
         self.states[source_index] = SourceState(
             state.deficit,
             state.restarts + skipped + 1,
@@ -326,16 +317,11 @@ class MixtureScheduler(Reader):
                 return None
             for restarts in range(first, first + self.tries):
                 with suppress(BadRecord):  # is a row
-                    reader = self.open_source(source_index, restarts, None, probe=True)
-                    if all(row.data is HELD_OUT for row in reader):
+                    reader = self.open_source(source_index, restarts, None)
+                    if next(reader, None) is None:
                         continue
                 return restarts - following
         raise ValueError(
             f"{self.place}: source {self.names[source_index]!r} has no rows in {self.tries + 1} passes over it, so its "
             "weight cannot be reached; leave the source out"
         )
-
-
-def restarts_in(front: Sequence[int]) -> list[int]:
-    """Return how often each source was restarted, of `MixtureScheduler.front`."""
-    return list(front[1::FRONT])

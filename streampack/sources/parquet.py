@@ -156,6 +156,11 @@ class ParquetSource(FileSource):
             f" (row group {group_of(footer, row)})" if footer is not None else ""
         )
 
+    def is_near(self, row_id: RowId, later: RowId) -> bool:
+        """See `FileSource.is_near`: the bytes of a row group are read at once."""
+        footer = self.footers.get(row_id[0], self.fetcher().take)
+        return group_of(footer, row_id[1]) == group_of(footer, later[1])
+
     def problem_of(self, row_id: RowId) -> str | None:
         """See `Source.problem_of`: a column that it lacks or has of another type than most of up to 16 other files."""
         sound = [number for number in range(len(self.files)) if number not in {*self.bad, row_id[0]}]

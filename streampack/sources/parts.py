@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from streampack.sources.base import REMOVED, BadRecord, KnownWindow, Reader, Reading
-from streampack.types import Cursor, Row, RowId, Window
+from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.types import Cursor, Row, RowId
 
 Record = tuple[int, Any, int]
 """(offset, raw data, offset of the next record). An offset counts bytes or rows from the beginning of the file."""
 
 FoundRecord = tuple[int, int, Any]
-"""(index of the part, offset of the record in the part's file, raw data). In place of raw data there may be a `Damage`,
-or `REMOVED`."""
+"""(index of the part, offset of the record in the part's file, raw data, or a `Damage`, or `REMOVED`)."""
+
+REMOVED: Any = object()
+"""Stands for the raw data of a record whose file was removed since it was read first."""
 
 REMOVED_FILE = -1
 """The file of a part whose file is no longer in the corpus."""
@@ -73,8 +74,7 @@ class Preparation(Protocol):
 class BadShard(Damage):
     """A file of which no more can ever be read, from ``offset`` on: it is gone, or of another kind.
 
-    Each part of it counts as one bad record, which takes a place in the order of the rows. So a lane's rows have the
-    same numbers whether it met an earlier part of the file in this process or before a resume.
+    Each part of it counts as one bad record.
 
     ``lost`` is what is known of the rows that the lane loses: a number of ``rows`` or ``bytes``.
     """
@@ -104,8 +104,7 @@ class InOrder(Reader):
     error ``next()`` decodes the same record again. If no record is found, the cursor may still stand at the end of a
     part, while the position is at the beginning of a later one.
 
-    A part whose file was removed is left out. Those of its records that were read before the resume count as rows with
-    the data `REMOVED`, so that pieces keep their numbers.
+    A part whose file was removed is left out.
 
     A `WindowReader` uses `find`, `row_of`, `position` and `removed`, and keeps a cursor itself. `read_parts` in
     sources/shuffling.py makes both, and describes the arguments.
@@ -139,25 +138,13 @@ class InOrder(Reader):
         self.part_index = 0
         self.offset = parts[0].start if parts else 0
         if reading.start is not None:
-            self.part_index, self.offset, _ = reading.start
+            self.part_index, self.offset = reading.start[:2]
         # The iterator over the current part's records. It is made at the first read, not here, because the reader may
         # be made in one process and used in another.
         self.records: Iterator[Record] | None = None
         self.found: FoundRecord | None = None
         self.cursor = (*self.position, 0)
-        self.window, self.window_part = Window(()), -1  # of the newest row
-        # For a removed part, how many of its records still count as rows; and, without shuffling, what a resume knows
-        # of the parts that it reads again.
-        self.removed: dict[int, int] = {}
-        self.known: deque[KnownWindow] = deque()
-        if reading.known and not reading.shuffle_window:
-            self.known = reading.known[0]
-            self._begin_part()
-
-    @property
-    def reached(self) -> tuple[int, ...]:
-        """See `Reader.reached`."""
-        return self.cursor
+        self.removed: dict[int, int] = {}  # how many records of removed parts `find` still has to return
 
     @property
     def position(self) -> tuple[int, int]:
@@ -169,10 +156,7 @@ class InOrder(Reader):
             self.cursor = (*self.position, 0)  # behind the last part
             raise StopIteration
         self.found = found  # until the row is returned: decoding may fail
-        if found[0] != self.window_part:
-            # It counts as finished: a resume that reads no row of it again need not know it.
-            self.window, self.window_part = Window((self.reading.epoch, found[0]), finished=True), found[0]
-        row = self.row_of(found, self.cursor, self.window)
+        row = self.row_of(found, self.cursor)
         # This is `skip`, written out: as a call, it would make reading of JSON lines 4 % slower.
         self.found, self.cursor = None, (self.part_index, self.offset, 0)
         return row
@@ -204,8 +188,8 @@ class InOrder(Reader):
         within = 0.0 if part.stop is None else (self.offset - part.start) / max(1, part.stop - part.start)
         return ((self.part_index + min(1.0, within)) / len(self.parts),)
 
-    def row_of(self, found: FoundRecord, cursor: Cursor, window: Window) -> Row:
-        """Decode a record that `find` returned, as the row of ``window`` whose cursor is ``cursor``.
+    def row_of(self, found: FoundRecord, cursor: Cursor) -> Row:
+        """Decode a record that `find` returned, as the row whose cursor is ``cursor``.
 
         Raises:
             BadRecord: if the record is damaged or cannot be decoded.
@@ -213,29 +197,24 @@ class InOrder(Reader):
         part_index, offset, raw = found
         part = self.parts[part_index]
         row_id = (part.file, offset)
-        if raw is REMOVED:
-            return Row(REMOVED, cursor, row_id, window)
         try:
             if not isinstance(raw, Damage):
-                return Row(self.decode(part, offset, raw), cursor, row_id, window)
+                return Row(self.decode(part, offset, raw), cursor, row_id)
         except BadShard as error:
             raw = self.judge(error, [part]) or error
             raw.lost = self.lost.setdefault(part.file, raw.lost)
         except ValueError as error:
-            raise BadRecord(
-                str(error), cursor=cursor, row_id=row_id, locate=self.locate, window=window
-            ) from None
+            raise BadRecord(str(error), cursor=cursor, row_id=row_id, locate=self.locate) from None
         if isinstance(raw, BadShard) and not raw.lost:  # of a part that lanes share
             raw = self.judge(raw, [part]) or raw
         if not isinstance(raw, BadShard):
-            raise BadRecord(str(raw), cursor=cursor, row_id=row_id, locate=self.locate, window=window)
+            raise BadRecord(str(raw), cursor=cursor, row_id=row_id, locate=self.locate)
         raise BadRecord(
             str(raw),
             cursor=cursor,
             row_id=row_id,
             locate=lambda row_id: self.place(part, offset),  # lines of the file cannot be counted
             lost=raw.lost,
-            window=window,
         ) from raw.__cause__
 
     def find(self) -> FoundRecord | None:
@@ -243,6 +222,7 @@ class InOrder(Reader):
         while self.part_index < len(self.parts):
             part = self.parts[self.part_index]
             if part.file == REMOVED_FILE:
+                self.missed_files = True
                 if left := self.removed.get(self.part_index, 0):
                     self.removed[self.part_index] = left - 1
                     return self.part_index, self.offset, REMOVED
@@ -298,10 +278,3 @@ class InOrder(Reader):
     def _go_to_part(self, part_index: int) -> None:
         self.part_index, self.records = part_index, None
         self.offset = self.parts[part_index].start if part_index < len(self.parts) else 0
-        if self.known:
-            self._begin_part()
-
-    def _begin_part(self) -> None:
-        """Take what a resume knows of the part that is read next."""
-        if self.known and self.known[0].numbers == (self.reading.epoch, self.part_index):
-            self.removed[self.part_index] = self.known.popleft().rows

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from streampack.sources.base import OTHER_RECORDS, Reader, Reading, permutation
-from streampack.sources.parts import BadShard, FoundRecord, InOrder, Judge, Part, Preparation, Record
+from streampack.sources.parts import REMOVED, BadShard, FoundRecord, InOrder, Judge, Part, Preparation, Record
 from streampack.sources.turns import in_turns
-from streampack.types import Cursor, Row, RowId, Window
+from streampack.types import Cursor, Row, RowId
 
 HOLD_EVERY = 64
 """After so many rows of a window, the memory of those that were returned is given to read-ahead."""
@@ -19,15 +19,15 @@ HOLD_EVERY = 64
 class WindowReader(Reader):
     """Reads the records of ``ordered`` in a permuted order within windows of ``shuffle_window`` records.
 
-    A cursor is ``(part_index, offset, index)``: the window's first record is the one at byte or row number ``offset``
-    in the file of ``parts[part_index]``, and ``index`` rows of the window have been returned or skipped. That is all a
-    resume needs, because the order of the parts and of each window's records is a function of (seed, epoch, lane) and,
-    for a window, of where it begins. How many records a window has of each part is kept beside it (`Window`): if a
-    file is gone, or a shard can be read again or no longer, it would have other records.
+    Within a window the cursor is ``(part, offset, index, *counts)``: its first record is the one at ``offset`` (a byte
+    or row number) in the file of ``parts[part]``, ``index`` of its rows have been returned or skipped, and the counts
+    are those of its records of this part and of each following one. At its beginning it is ``(part, offset, 0)``. The
+    order of the parts and of each window's records is a function of (seed, epoch, lane) and, for a window, of where it
+    begins.
 
-    A resume must find all records of the window again before it can return one: besides the rows since the cursor, it
-    reads at most one window. (A compressed file is also decompressed from its beginning, as without shuffling.)
-    Records are held as they are stored, and each is decoded when its row is asked for.
+    A resume reads the window again, and no row before it. (A compressed file is also decompressed from its beginning,
+    as without shuffling.) If a file of it was removed since, its records keep their places in the order, by their
+    count, and are passed over. Records are held as they are stored, and each is decoded when its row is asked for.
     """
 
     cursor: Cursor = ()
@@ -38,35 +38,38 @@ class WindowReader(Reader):
         # The records of the current window, in permuted order; those that were returned or skipped are let go.
         self.window: list[FoundRecord | None] = []
         self.window_bytes = 0
-        self.window_start = ordered.position
+        self.counts: list[int] = []  # of the current window's records, see above
         self.before = 0.0  # what was consumed where the window begins
         self.index = 0  # how many rows of the window have been returned or skipped
-        self.current = Window(())
-        self.known = self.reading.known[0] if self.reading.known else deque()
-        # The counts of the window that is being read, if it was read before a resume.
-        self.expected: list[int] = []
         # The records of the next window while it is being read. An error in the middle leaves them here, so that the
         # next call goes on behind them.
         self.filling: list[FoundRecord] | None = None
+        self.start = ordered.position  # of the window that is read next
         start = self.reading.start
-        self.resumes_at = start[-1] if start is not None else 0  # of the first window, before it is read
-        self.cursor = (*self.window_start, self.resumes_at)
-
-    def __next__(self) -> Row:
-        while self.index >= len(self.window):
-            self._read_window()
-            if not self.window:
-                raise StopIteration
-        found = self.window[self.index]
-        assert found is not None
-        row = self.ordered.row_of(found, self.cursor, self.current)
-        self._go_to(self.index + 1)
-        return row
+        # Of the window in which reading resumes, until it is read.
+        self.resumes_at: int = start[2] if start is not None else 0
+        self.expected: list[int] = [] if start is None else list(start[3:])
+        ordered.removed = dict(enumerate(self.expected, self.start[0]))
+        self.cursor = (*self.start, self.resumes_at, *self.expected)
 
     @property
-    def reached(self) -> tuple[int, ...]:
-        """See `Reader.reached`."""
-        return self.cursor
+    def missed_files(self) -> bool:  # type: ignore[override]
+        """See `Reader.missed_files`."""
+        return self.ordered.missed_files
+
+    def __next__(self) -> Row:
+        while True:
+            while self.index >= len(self.window):
+                if not self._read_window():
+                    raise StopIteration
+            found = self.window[self.index]
+            assert found is not None
+            if found[2] is not REMOVED:
+                break
+            self._go_to(self.index + 1)
+        row = self.ordered.row_of(found, self.cursor)
+        self._go_to(self.index + 1)
+        return row
 
     def prepare(self) -> None:
         """See `Reader.prepare`: fetch the next window, if little of this one is left."""
@@ -91,26 +94,24 @@ class WindowReader(Reader):
         if self.window_bytes and not index % HOLD_EVERY and self.ordered.preparation is not None:
             self.ordered.preparation.hold(round((1 - index / len(self.window)) * self.window_bytes))
         # At a window's end, the cursor is that of the next window: a resume need not read the old one again.
-        self.current.finished = index >= len(self.window)
-        self.cursor = (*self.ordered.position, 0) if self.current.finished else (*self.window_start, index)
+        if index >= len(self.window):
+            self.cursor = (*self.ordered.position, 0)
+        else:  # as long as no row was returned, a resume may find other records
+            self.cursor = (*self.start, index, *self.counts) if index else (*self.start, 0)
 
-    def _read_window(self) -> None:
-        """Read and permute the next window, which is empty at the end of the parts.
+    def _read_window(self) -> bool:
+        """Read and permute the next window; return False at the end of the parts.
 
         Raises:
             ValueError: if it was read before a resume, and had other records then.
             FileNotFoundError: if that is so because a file is gone.
         """
+        ordered = self.ordered
         if self.filling is None:
             self.filling, self.window = [], []
-            self.window_start, self.before = self.ordered.position, self.ordered.consumed()[0] or 0.0
-            if self.known and self.known[0].numbers[0] == self.reading.epoch:
-                # Of a part that was removed since, this is the only way to know the offset and the number of records.
-                _, part_index, offset, *self.expected = self.known.popleft().numbers
-                self.window_start = part_index, offset
-                self.ordered.removed = dict(enumerate(self.expected, part_index))
-        self.ordered.prepare(self.reading.shuffle_window, now=True)
-        while len(self.filling) < self.reading.shuffle_window and (found := self.ordered.find()):
+            self.start, self.before = ordered.position, ordered.consumed()[0] or 0.0
+        ordered.prepare(self.reading.shuffle_window, now=True)
+        while len(self.filling) < self.reading.shuffle_window and (found := ordered.find()):
             self.filling.append(found)
         counts = self._counts(self.filling)
         if self.expected and self.expected != counts:
@@ -118,21 +119,20 @@ class WindowReader(Reader):
                 if isinstance(raw, BadShard) and isinstance(raw.__cause__, FileNotFoundError):
                     raise raw.__cause__
             raise ValueError(f"lane {self.reading.lane}: {OTHER_RECORDS}")
-        order = permutation(len(self.filling), *self.reading.key, *self.window_start)
-        if self.ordered.preparation is not None:
-            self.window_bytes = self.ordered.preparation.filled(self.filling)
+        order = permutation(len(self.filling), *self.reading.key, *self.start)
+        if ordered.preparation is not None:
+            self.window_bytes = ordered.preparation.filled(self.filling)
         self.window, self.filling = [self.filling[i] for i in order], None
-        self.current, self.expected = Window((self.reading.epoch, *self.window_start, *counts)), []
-        self.index = 0
-        if self.resumes_at:
-            self.window[: self.resumes_at] = [None] * min(self.resumes_at, len(self.window))
-        self._go_to(self.resumes_at)
-        self.resumes_at = 0
+        self.counts, self.expected = counts, []
+        index, self.resumes_at = min(self.resumes_at, len(self.window)), 0
+        self.window[:index] = [None] * index
+        self._go_to(index)
+        return bool(self.window)
 
     def _counts(self, found: list[FoundRecord]) -> list[int]:
         """Count the records of the part where the window begins, and of each following one up to the last."""
         counts = Counter(map(itemgetter(0), found))
-        return [counts[i] for i in range(self.window_start[0], max(counts, default=-1) + 1)]
+        return [counts[i] for i in range(self.start[0], max(counts, default=-1) + 1)]
 
 
 def never_bad(error: Exception, left: Sequence[Part]) -> BadShard | None:

@@ -15,7 +15,8 @@ from streampack.storage.base import File, ParallelMap
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Corpus
 from streampack.storage.problems import Problem
-from streampack.types import RowId
+from streampack.storage.use import StorageUse
+from streampack.types import Cursor, RowId
 
 
 class Source(ABC):
@@ -83,6 +84,16 @@ class Source(ABC):
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """Read one row again."""
         return next(iter(self.rows(row_id[-1], 1)))
+
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        """Read some rows again, in the order given: those that waited to be packed when a run was stopped.
+
+        By default one by one. A source overrides it that can read rows which lie near one another at once. ``use`` is
+        that of `Reading`.
+        """
+        return [own_row(self.fetch(row_id)) for row_id in row_ids]
 
     def shard(self, row_id: RowId) -> str:
         """Return the name of the file or other part of the corpus that a row is in, for the list of bad records."""
@@ -163,8 +174,8 @@ class Source(ABC):
             "another folder: TokenShardSource reads several folders as one corpus"
         )
 
-    def epochs_read(self, epoch: int, front: Sequence[int]) -> dict[str, int]:
-        """Return for each of `file_sources` the epoch that a lane reads; ``front`` is `Reader.front` in ``epoch``."""
+    def epochs_read(self, epoch: int, cursor: Cursor = ()) -> dict[str, int]:
+        """Return for each of `file_sources` the epoch of it that a lane reads at a cursor in ``epoch``."""
         return dict.fromkeys(self.file_sources(), epoch)
 
     def divisible(self) -> list[Divisible]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streampack.sources.base import Reader, Reading
@@ -11,6 +11,7 @@ from streampack.sources.source import Divisible, Listable, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus
 from streampack.storage.problems import Problem
+from streampack.storage.use import StorageUse
 from streampack.types import RowId
 
 
@@ -48,6 +49,12 @@ class WrappedSource(Source):
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         return self.source.fetch(row_id)
+
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        """See `Source.fetch_many`."""
+        return self.source.fetch_many(row_ids, use=use)
 
     def shard(self, row_id: RowId) -> str:
         """See `Source.shard`."""

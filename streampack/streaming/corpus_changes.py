@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from streampack.accounting import SourceStats
 from streampack.sources.base import Division
-from streampack.sources.corpus_lists import CorpusList, changes, renamed
+from streampack.sources.corpus_lists import CorpusList, changes, moves, renamed
+from streampack.sources.mixture_scheduler import translated
 from streampack.sources.source import Listable, Source
-from streampack.streaming.lane_state import LaneState
-from streampack.streaming.lane_translation import translated
+from streampack.streaming.lane_state import DAMAGED, LaneState
 from streampack.streaming.loaded_state import LoadedState
+from streampack.types import RowId
 from streampack.validation import require
 
 Histories = dict[str, list[tuple[int, str]]]
@@ -84,9 +86,7 @@ class CorpusChanges:
         histories = _checked(state.get("corpus"))
         changed = self._renamed(names)
         if changed and self.allowed and isinstance(names, list):
-            now = self.source.names
-            states = {lane: translated(each, names, now) for lane, each in loaded.lane_states.items()}
-            loaded = replace(loaded, lane_states=states)
+            loaded = _of_sources(loaded, names, self.source.names)
         for name, source in self.source.file_sources().items():
             digest = source.marks().content
             history = histories.setdefault(name, [(0, digest)])
@@ -96,6 +96,7 @@ class CorpusChanges:
                 changed[name] = self._described(name, source, history[-1][1], loaded)
                 if self.allowed:
                     self._require_all_lanes(name, loaded)
+                    loaded = self._of_files(name, source, history[-1][1], loaded)
                 begin = 1 + max(self._epochs(name, loaded.lane_states.values()), default=0)
                 history[:] = [(0, digest)] if loaded.nothing_read else [*history, (begin, digest)]
         if changed and not self.allowed:
@@ -110,13 +111,6 @@ class CorpusChanges:
             for name, source in self.source.file_sources().items()
         }
         self.histories = {name: histories[name] for name in earlier}
-        if changed:  # packs of a window cannot be planned again without the rows that are gone
-            states = {lane: each.closed() for lane, each in loaded.lane_states.items()}
-            loaded = replace(loaded, lane_states=states)
-        if changed or any(earlier.values()):
-            # Reading stands elsewhere where parts are left out.
-            states = {lane: replace(each, reached=0) for lane, each in loaded.lane_states.items()}
-            loaded = replace(loaded, lane_states=states)
         return Resumed(loaded, changed, earlier)
 
     def _renamed(self, names: Any) -> dict[str, str]:
@@ -147,14 +141,30 @@ class CorpusChanges:
         paths = [file.shown for file in source.marks().files]
         return changes(before, now, paths=paths) or "the files are in another order"
 
+    def _of_files(self, name: str, source: Listable, digest: str, loaded: LoadedState) -> LoadedState:
+        """Return the state with the ids that waiting rows have in a source's list of files of now."""
+        if self.folder is None or loaded.num_lanes is None or loaded.nothing_read:
+            return loaded
+        numbers = moves(CorpusList.load(self.folder, digest, loaded.num_lanes).files, source.listed())
+        index = self.source.names.index(name) if name else None
+
+        def row_id(found: RowId) -> RowId | None:
+            front, own = ((), found) if index is None else (found[:1], found[1:])
+            if index is not None and front != (index,):
+                return found
+            if own[0] >= len(numbers) or (number := numbers[own[0]]) is None:
+                return None
+            return (*front, number, *own[1:])
+
+        states = {
+            lane: each.moved(row_id, lambda cursor: cursor) for lane, each in loaded.lane_states.items()
+        }
+        return replace(loaded, lane_states=states)
+
     def _epochs(self, name: str, lane_states: Iterable[LaneState], *, least: bool = False) -> list[int]:
-        """Return the epoch of a source that each lane reads; with ``least``, one that is not above it."""
-        found = []
-        for state in lane_states:
-            epoch = state.epochs[-1][1] if state.epochs and not least else state.epoch
-            front = (0,) * len(state.front) if least else state.front
-            found.append(self.source.epochs_read(epoch, front)[name])
-        return found
+        """Return the epoch of a source that each lane reads; with ``least``, the one in which a resume begins."""
+        stands = [state.begin if least else state.stand for state in lane_states]
+        return [self.source.epochs_read(stand.epoch, stand.cursor)[name] for stand in stands]
 
     def _require_all_lanes(self, name: str, loaded: LoadedState) -> None:
         """Refuse a state without the lanes of other consumers, such as other workers of torch's DataLoader.
@@ -165,8 +175,8 @@ class CorpusChanges:
         states = loaded.lane_states.values()
         if not loaded.partial or len(states) == loaded.num_lanes:
             return
-        for state, epoch in zip(states, self._epochs(name, states), strict=True):
-            if epoch > self.source.epochs_read(loaded.epoch, (0,) * len(state.front))[name]:
+        for epoch in self._epochs(name, states):
+            if epoch > self.source.epochs_read(loaded.epoch)[name]:
                 raise ValueError(
                     f"the state has {len(states)} of {loaded.num_lanes} lanes, and the others decide, too, when a run "
                     "goes on with other files: merge the states of all consumers, or iterate a PackedDataLoader, whose "
@@ -192,6 +202,25 @@ class CorpusChanges:
         lists = [CorpusList.load(self.folder, digest, loaded.num_lanes) for _, digest in history[:-1]]
         entries = [*(each.files for each in lists), source.listed()]
         return [Division(history[i + 1][0], each.parts_in(entries[i + 1 :])) for i, each in enumerate(lists)]
+
+
+def _of_sources(loaded: LoadedState, before: Sequence[str], now: Sequence[str]) -> LoadedState:
+    """Return the state of a mixture of the sources ``before`` for one of the sources ``now``, given by name."""
+    to = {i: now.index(name) for i, name in enumerate(before) if name in now}
+
+    def row_id(found: RowId) -> RowId | None:
+        return (to[found[0]], *found[1:]) if found[0] in to else None
+
+    def of_lane(state: LaneState) -> LaneState:
+        if len(state.source_stats) != len(before):
+            raise ValueError(f"the state of a lane is not that of {len(before)} sources" + DAMAGED)
+        # Other packs would be planned of an open window.
+        state = state.closed().moved(row_id, lambda cursor: translated(cursor, before, now))
+        stats = dict(zip(before, state.source_stats, strict=True))
+        found = tuple(stats.get(name, SourceStats()) for name in now)
+        return replace(state, source_stats=found, bad_in_pass=())
+
+    return replace(loaded, lane_states={lane: of_lane(each) for lane, each in loaded.lane_states.items()})
 
 
 def what_happens(loaded: LoadedState) -> str:

@@ -24,6 +24,7 @@ from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
 from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration, refuse_dispatching
+from streampack.streaming.continuation import config_before, unplanned
 from streampack.streaming.corpus_changes import CorpusChanges, described, what_happens
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
@@ -434,8 +435,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
     ) -> dict[str, Any]:
         """Return a state that holds these lanes' states, of an iteration that began in ``epoch``."""
-        # For the warning when they change. What a replay goes by is in the lanes' states.
-        weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
+        # An open window of packs is planned again by these weights.
+        mix = self.mix
+        weights = {} if mix is None else {"weights": dict(zip(mix.names, mix.weights, strict=True))}
         return {
             "version": STATE_VERSION,
             "identity": self._identity.plain(),
@@ -455,7 +457,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
         loaded, _ = self._checked(state)
-        if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
+        if self.mix is not None and (changes := self.mix.changed(loaded.weights)):
             warn_user(changes)
         self._resume_from(loaded)
 
@@ -478,9 +480,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         >>> [pack["tokens"].tolist() for pack in long]
         [[2, 2, 2, 2, 3, 3, 3, 3], [4, 4, 4, 4, 5, 5, 5, 5]]
 
+        With another encoder, the packs of an open ``balance_window`` that were not handed out are left out, too.
+
         Raises:
-            ValueError: if the state is from another corpus or order, if all ``epochs`` are read, or if it is no state;
-                when packs are read, if more pieces wait than ``buffer_size`` allows.
+            ValueError: if the state is from another corpus or order, if all ``epochs`` are read, or if it is no state.
         """
         loaded, changed = self._checked(state, names=OF_READING)
         if self.epochs is not None and loaded.epochs_read >= self.epochs:
@@ -490,6 +493,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "anew"
             )
         other = self._identity.difference(state["identity"], names=("encoder",), changed=changed)
+        if other is None:
+            loaded = unplanned(loaded, config_before(self.lane_config, state["identity"]))
         self._resume_from(loaded.behind(same_tokens=other is None))
 
     def _checked(
@@ -506,7 +511,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             warn_user(
                 f"the corpus changed since the state was made: {described(changed)}. {what_happens(loaded)}"
             )
-        self.lane_config = replace(self.lane_config, earlier=earlier)
+        weights = (
+            tuple(loaded.weights.get(name, 0) for name in self.mix.names) if self.mix is not None else ()
+        )
+        self.lane_config = replace(self.lane_config, earlier=earlier, weights_before=weights)
         return loaded, changed
 
     def _resume_from(self, loaded: LoadedState) -> None:

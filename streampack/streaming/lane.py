@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens
 from streampack.packing.assemble import assemble
 from streampack.packing.groups import Group, pack_groups
-from streampack.packing.planner import Planner
+from streampack.packing.planner import Placed, Planner
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import DAMAGED, LaneEvent, LaneState, lowest_zero
-from streampack.streaming.pack_windows import PackWindows, consumed_pieces
+from streampack.streaming.lane_state import Address, LaneEvent, LaneState, Stand, joined
+from streampack.streaming.pack_window import PackWindow, plan_window
 from streampack.streaming.piece_reader import Piece, PieceReader
-from streampack.streaming.replay import Replay
-from streampack.types import Fragment, Pack
+from streampack.types import Fragment, Pack, RowId
+
+Rows = Mapping[RowId, Mapping[str, Any]]
 
 
 class Lane:
@@ -23,8 +27,8 @@ class Lane:
     The constructor reads nothing, so that `prepare` can be called for many lanes first. With a state, `restore` must be
     called before anything else.
 
-    The packs are a function of (config, seed, lane, state). An error (a broken row, a failing disk) consumes nothing:
-    the next call tries the same row again.
+    The packs are a function of (config, seed, lane, state). After an error (a broken row, a failing disk) a lane is of
+    no more use: whoever goes on makes it again from its last state.
 
     The lane asks its planner for the next pack, and the planner pulls pieces from the piece reader as it needs them:
 
@@ -51,13 +55,12 @@ class Lane:
         self.planner: Planner[Piece] = Planner(config.packing, self.piece_reader.next)
         self.done = False  # whether this epoch is used up
         self.packs = 0  # made in this epoch; with ``endless``, since the beginning
-        self.windows = PackWindows(config, self.planner, self.piece_reader)  # with ``balance_window``
-        self.replay: Replay | None = None  # of the state, until `restore`
+        self.window: PackWindow | None = None  # with ``balance_window``, the packs that wait to be handed out
+        self.resumes_from = state  # until `restore`
         if state is None:
             self.piece_reader.open(first_epoch)
         else:
-            self._require_bounded(state)
-            self.replay = Replay(self.piece_reader, state)
+            self.piece_reader.open(state.begin.epoch, state.begin.cursor)
 
     @property
     def epoch(self) -> int:
@@ -82,27 +85,34 @@ class Lane:
         """Begin to fetch what the lane reads next, if it is behind a URL. It changes no pack and raises no error."""
         self.piece_reader.reader.prepare()
 
-    def restore(self) -> None:
-        """Read again what waited in the state, if there is one; begin ``first_epoch`` if the lane has ended before.
+    def waiting_rows(self) -> list[RowId]:
+        """Return the ids of the rows that `restore` needs."""
+        state = self.resumes_from
+        return [] if state is None else [address.row_id for address in state.begin.waiting]
+
+    def restore(self, rows: Rows) -> None:
+        """Go on from the state, if there is one; begin ``first_epoch`` if the lane has ended before.
+
+        Args:
+            rows: at least the `waiting_rows`.
 
         Raises:
-            ValueError: if the state does not fit the data, or is damaged.
+            ValueError: if the state does not fit the data.
         """
-        if self.replay is not None:
-            self._restore(self.replay)
-            self.replay = None
+        state, self.resumes_from = self.resumes_from, None
+        if state is not None:
+            self._restore(state, rows)
         if self.epoch < self.first_epoch:
             self.start_epoch(self.first_epoch)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch. The one before must be used up."""
-        if self.planner.buffered or (self.piece_reader.epoch_has_rows and not self.done):
+        if self._held or (self.piece_reader.epoch_has_rows and not self.done):
             raise ValueError(
                 f"lane {self.lane} cannot begin epoch {epoch}: it is in the middle of epoch {self.epoch}, and "
-                f"{self.planner.buffered} tokens of it wait to be packed; the state does not fit together, or is of a "
+                f"{self._held} tokens of it wait to be packed; the state does not fit together, or is of a "
                 "run without an end (epochs=None)"
             )
-        # Before the line below: if it fails, the lane still stands at the old epoch's end.
         self.piece_reader.begin_epoch(epoch)
         self.packs, self.done = 0, False
 
@@ -110,7 +120,7 @@ class Lane:
         """Return the next pack, or the end of the epoch, with the state after it.
 
         Raises:
-            ValueError: for a bad row, with its place. Nothing is consumed.
+            ValueError: for a bad row, with its place.
         """
         pack = self.next_pack()
         return LaneEvent(self.lane, 0 if self.config.endless else self.epoch, pack, self.state())
@@ -119,14 +129,11 @@ class Lane:
         """Plan and assemble one pack; None at the end of the epoch.
 
         Raises:
-            ValueError: for a bad row, with its place. Nothing is consumed.
+            ValueError: for a bad row, with its place.
         """
         if self.done:
             return None
-        if self.config.balance_window:
-            placed = self.windows.next_pack(self.state)
-        else:
-            placed = self.planner.next_pack()
+        placed = self._take() if self.config.balance_window else self.planner.next_pack()
         if not placed:
             self.done = True
             return None
@@ -185,111 +192,141 @@ class Lane:
 
     def state(self) -> LaneState:
         """Return a snapshot to resume from. Call it between packs only."""
-        planner, reader = self.planner, self.piece_reader
-        assert not planner.placed, "a state is taken between packs"
+        reader, window = self.piece_reader, self.window
+        assert not self.planner.placed, "a state is taken between packs"
         if self.ledger.buffered != self._held:
             raise RuntimeError(
                 f"lane {self.lane} lost tokens: the ledger counts {self.ledger.buffered} buffered tokens "
                 f"and the lane holds {self._held}; this is a bug in streampack, do not trust this run"
             )
-        if self.windows.open is not None:
-            return self.windows.open.state(
-                packs=self.packs, ledger=self.ledger, source_stats=self.source_stats
-            )
-        if planner.waiting:
-            oldest = planner.waiting[0]
-            epoch, cursor, first = oldest.epoch, oldest.cursor, oldest.row_first
-        else:
-            epoch, cursor, first = reader.position()
-        log = reader.log
-        log.forget(first)
         return LaneState(
-            packs=self.packs,
-            done=self.done,
-            epoch=epoch,
-            cursor=cursor,
-            first=first,
-            offset=planner.offset,
-            next_piece=reader.next_number,
-            consumed=consumed_pieces(planner, reader, first=first),
+            stand=self._stand() if window is None else window.end,
             ledger=self.ledger.copy(),
-            rows=log.digits,
-            epochs=log.numbered_epochs(epoch),
-            windows=log.numbered_windows(),
-            front=reader.reader.front,
-            source_stats=tuple(stats.copy() for stats in self.source_stats),
-            reached=reader.reached,
+            done=self.done,
+            packs=self.packs,
+            handed_out=0 if window is None else window.handed_out,
+            window=None if window is None else window.begin,
+            source_stats=tuple([stats.copy() for stats in self.source_stats]),
             bad_shards=tuple(reader.bad_shards),
             bad_in_pass=reader.bad_of_state,
-            whole=reader.newest_is_whole,
         )
+
+    def state_without_window(self) -> LaneState:
+        """Return a state that plans nothing ahead: what was not handed out waits, if none of its piece was."""
+        state, planner, reader = self.state(), self.planner, self.piece_reader
+        placed = [each for pack in (self.window.packs if self.window else ()) for each in pack]
+        placed += [
+            (piece, 0 if i else planner.offset, piece.length) for i, piece in enumerate(planner.waiting)
+        ]
+        placed += [(piece, 0, piece.length) for piece in reader.pending]
+        left: Counter[Address] = Counter()
+        for piece, start, stop in placed:
+            left[piece.address] += stop - start
+        rows = {address.row_id: number for number, address in reversed([*enumerate(left)])}
+        whole = [address for address, tokens in left.items() if tokens == address.tokens]
+        whole.sort(key=lambda address: (rows[address.row_id], address.start))
+        stand = Stand(reader.epoch, reader.reader.cursor, tuple(whole))
+        return replace(state, stand=stand, handed_out=0, window=None)
+
+    def _stand(self) -> Stand:
+        """Return where the lane stands, leaving out packs that wait to be handed out."""
+        reader, planner = self.piece_reader, self.planner
+        waiting = [piece.address for piece in planner.waiting]
+        if reader.pending:
+            waiting += reader.addresses
+        return Stand(reader.epoch, reader.reader.cursor, tuple(waiting), planner.offset)
 
     @property
     def _held(self) -> int:
         """Tokens that were read and are in no pack that was handed out."""
-        return self.planner.buffered + self.windows.tokens + self.piece_reader.pending_tokens
+        window = 0 if self.window is None else self.window.tokens
+        return self.planner.buffered + window + self.piece_reader.pending_tokens
 
-    @property
-    def _most_waiting(self) -> int:
-        """The most pieces that can wait, those of a window of planned packs among them."""
-        packing = self.config.packing
-        in_window = self.config.balance_window * (packing.max_seqs_per_pack or packing.max_seq_len)
-        return packing.buffer_size + in_window
+    def _take(self) -> list[Placed[Piece]]:
+        """Return the next pack of the open window, and plan a window if none is open; empty at the epoch's end."""
+        window = self.window or self._plan()
+        placed = window.take()
+        self.window = window if window.packs else None
+        return placed
 
-    def _require_bounded(self, state: LaneState) -> None:
-        """Refuse a state by which more would be read again than a lane can have read."""
-        # All pieces after the last consumed one wait, and at most `buffer_size` can. Without this check, a damaged
-        # state could make the lane read the whole corpus.
-        packing, window = self.config.packing, self.config.balance_window
-        waiting, limit = state.next_piece - state.first - state.consumed.bit_length(), self._most_waiting
-        if waiting > limit and not state.anew:  # with other settings, more may have waited
-            raise ValueError(
-                f"lane {self.lane}: the state has {waiting} waiting pieces after the last consumed one, and "
-                f"buffer_size={packing.buffer_size} and balance_window={window} allow {limit}; it is damaged, resume "
-                "from another checkpoint"
-            )
-        if state.open_window is not None and not window:
-            raise ValueError(
-                f"lane {self.lane}: the state has an open window and balance_window is 0" + DAMAGED
-            )
+    def _plan(self) -> PackWindow:
+        """Plan the packs of a window that begins here."""
+        begin = self._stand()
+        planned = plan_window(self.config, self.planner, epoch=self.epoch, packs=self.packs)
+        return PackWindow(planned, begin=begin, end=self._stand())
 
-    def _restore(self, replay: Replay) -> None:
-        """Read again from the row of the oldest waiting piece, and skip what is consumed."""
-        state = replay.state
-        self.packs = state.packs
+    def _restore(self, state: LaneState, rows: Rows) -> None:
+        reader, begin = self.piece_reader, state.begin
         # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
         # end only if none of its rows makes a piece.
         self.done = state.done and not (self.config.endless and (state.ledger.packed or state.anew))
+        self.packs, self.planner.offset = state.packs - state.handed_out, begin.offset
+        if state.window is None:
+            reader.ledger = Ledger() if state.anew else state.ledger.copy()
+            reader.source_stats = [stats.copy() for stats in state.source_stats]
+        reader.bad_shards = list(state.bad_shards)
+        if len(state.bad_in_pass) == len(reader.bad_in_pass):
+            reader.bad_in_pass = list(state.bad_in_pass)
+        reader.restore(begin.waiting, [rows[address.row_id] for address in begin.waiting])
         if state.anew:
-            self._restore_anew(replay)
-            return
-        pieces, removed = replay.run()
-        window = state.open_window
-        behind = len(pieces) if window is None else sum(piece.number < window.next_piece for piece in pieces)
-        waiting, later = pieces[:behind], pieces[behind:]
-        # The offset is that of the piece that waited longest. If its row is gone, the next one has none.
-        oldest = state.first + lowest_zero(state.spared)
-        self.planner.restore(waiting, offset=state.offset if pieces and pieces[0].number == oldest else 0)
-        if window is not None:
-            self.windows.plan_again(state, window, deque(later))
-        lost = self.ledger.buffered - self._held
-        # A window that was closed where the corpus changed may have handed out parts of pieces.
-        if lost > 0 and (removed or (self.config.balance_window and self.config.packing.split_across_pack)):
-            self.ledger.drop("removed", lost, samples=removed)
-        elif lost:
+            self._count_left_out(state)
+        elif state.window is not None and not self._plan_again(state):
+            self._go_behind(state.closed())
+        elif self.ledger.buffered != self._held:
             raise ValueError(
                 f"lane {self.lane}: {self._held} tokens wait after reading again, the state says "
                 f"{self.ledger.buffered}; the data or the encoder changed since it was written"
             )
 
-    def _restore_anew(self, replay: Replay) -> None:
-        """Read again what waited with other settings, and let it wait as it is with these."""
-        pieces = replay.run_anew()
-        if len(pieces) > (limit := self._most_waiting):
-            packing, window = self.config.packing, self.config.balance_window
+    def _count_left_out(self, state: LaneState) -> None:
+        """Count what waited in a run with other settings and is not encoded anew."""
+        ledger, waited = self.ledger, state.ledger.tokens_in
+        if (lost := waited - ledger.tokens_in) > 0:
+            ledger.tokens_in = waited
+            ledger.drop("removed", lost)
+
+    def _plan_again(self, state: LaneState) -> bool:
+        """Plan the packs of a state's open window again; return False if a file of its rows was removed since.
+
+        Raises:
+            ValueError: if other rows were read than before.
+        """
+        reader, handed_out = self.piece_reader, state.handed_out
+        reader.planning_again = True
+        weights, before = self.config.weights, self.config.weights_before
+        reader.reader.weigh(before or weights)
+        bad = [*reader.bad_in_pass]
+        self.window = window = self._plan()
+        reader.reader.weigh(weights)
+        reader.planning_again = False
+        left = len(window.packs) - handed_out
+        for _ in range(handed_out):
+            window.take()
+        same = left > 0 and _places(window.end) == _places(state.stand)
+        if not same or self._held != state.ledger.buffered:
+            if reader.reader.missed_files:
+                return False
             raise ValueError(
-                f"lane {self.lane}: {len(pieces)} pieces of the rows that the earlier run had read wait, and "
-                f"buffer_size={packing.buffer_size} and balance_window={window} allow {limit}; set buffer_size to "
-                f"{len(pieces)} or more, or to what it was"
+                f"lane {self.lane}: other packs are planned than when the state was made; the data or the encoder "
+                "changed since it was written"
             )
-        self.planner.restore(pieces, offset=0)
+        self.packs = state.packs
+        reader.ledger, reader.bad_in_pass = state.ledger.copy(), bad
+        reader.source_stats = [stats.copy() for stats in state.source_stats]
+        return True
+
+    def _go_behind(self, state: LaneState) -> None:
+        """Begin again from a state without an open window."""
+        reader = self.piece_reader
+        reader.pending.clear()
+        self.window, self.planner = None, Planner(self.config.packing, reader.next)
+        reader.open(state.begin.epoch, state.begin.cursor)
+        ids = [address.row_id for address in state.begin.waiting]
+        self._restore(
+            state, dict(zip(ids, self.config.source.fetch_many(ids, use=self.config.use), strict=True))
+        )
+
+
+def _places(stand: Stand) -> tuple[int, Sequence[int], list[Address], int]:
+    """Return what is equal of two stands where the same rows were read and the same pieces wait."""
+    return stand.epoch, stand.cursor, joined(stand.waiting), stand.offset

@@ -48,6 +48,7 @@ class LaneConfig:
     balance_cost: AttentionCost = field(default_factory=AttentionCost)  # of a pack
     use: StorageUse = field(default_factory=StorageUse)  # of this process
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
+    weights_before: tuple[int, ...] = ()  # of a mixture's sources, in the run that made a state
     # For the files of which a row could not be encoded, why none of their rows can be; None if some may.
     _unfit: dict[RowId, str | None] = field(default_factory=dict, init=False, compare=False)
     eos_ids: frozenset[int | None] = field(init=False)  # of the encoders' tokenizers
@@ -69,6 +70,11 @@ class LaneConfig:
     def mix(self) -> Mix | None:
         """The source, if it is a mixture."""
         return self.source if isinstance(self.source, Mix) else None
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Weights of a mixture's sources; none without a mixture."""
+        return () if self.mix is None else self.mix.weights
 
     def check_shards(self) -> None:
         """Warn of the bad shards that are known so far.

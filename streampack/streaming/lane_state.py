@@ -1,125 +1,195 @@
-"""The state of a lane, from which it resumes: a few integers, a plain dict in a checkpoint."""
+"""The state of a lane, from which it resumes: where its reader stands, and what waits to be packed."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.types import Cursor, Pack
+from streampack.types import Cursor, Pack, RowId
 
-SELDOM = ("anew", "whole", "bad_in_pass")
-"""Fields of a lane state that its dict leaves out where they are False or empty."""
+SELDOM = ("anew", "bad_shards", "bad_in_pass", "window")
+"""Fields of a lane state that its dict leaves out where they are False, empty or None."""
+Moved = Callable[[RowId], RowId | None]
+"""The id that a row has in a corpus that has changed; None if it is gone."""
 DAMAGED = "; the state of this lane is damaged, resume from another checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class OpenWindow:
-    """Where a lane stood when it planned the packs of its open window, see `pack_windows.PackWindows`.
+class Address(NamedTuple):
+    """Where to find what waits: tokens ``[start, stop)`` of the sample that a row became, one piece of it or several.
 
-    A resume plans them again from there, and leaves out those that were handed out.
+    All pieces of the sample have ``total`` tokens. With 0, it is a row that waits to be encoded and cut with other
+    settings than those that it was read with.
     """
 
-    packs: int  # made in this epoch before the window
-    next_piece: int  # the number of the next piece to be read
-    consumed: int  # bit i is set if piece ``first + i`` was consumed
+    row_id: RowId
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens wait there."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where a lane stands between two packs: where its reader goes on, and what it has read and not packed.
+
+    >>> stand = Stand(epoch=0, cursor=(2, 512, 0), waiting=(Address((0, 7), 0, 5, 5),))
+    >>> Stand.from_list(stand.as_list()) == stand
+    True
+    """
+
+    epoch: int
+    cursor: Cursor
+    waiting: tuple[Address, ...] = ()  # in the order of reading
+    offset: int = 0  # how many tokens of the first one are packed; above 0 with split_across_pack only
+
+    @property
+    def buffered(self) -> int:
+        """Tokens that wait."""
+        return sum(address.tokens for address in self.waiting) - self.offset
 
     def as_list(self) -> list[Any]:
-        """Return plain values, for `LaneState.as_dict`."""
-        return [self.packs, self.next_piece, f"{self.consumed:x}"]
+        """Return plain values."""
+        addresses = [[*each.row_id, *each[1:]] for each in joined(self.waiting)]
+        return [self.epoch, list(self.cursor), addresses, self.offset]
+
+    @classmethod
+    def from_list(cls, found: Any) -> Stand:
+        """Make a stand from what `as_list` returned.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        if not isinstance(found, list) or len(found) != 4 or not isinstance(found[2], list):
+            raise ValueError("where a lane stands is four values" + DAMAGED)
+        epoch, cursor, waiting, offset = found
+        _require_counts([epoch, offset], "epoch or offset")
+        _require_counts(cursor, "cursor")
+        for numbers in waiting:
+            _require_counts(numbers, "waiting")
+            if len(numbers) < 4:
+                raise ValueError("an address has too few numbers" + DAMAGED)
+        addresses = tuple(Address(tuple(numbers[:-3]), *numbers[-3:]) for numbers in waiting)
+        if offset and (not addresses or offset >= addresses[0].tokens):
+            raise ValueError("more of a piece is packed than it has" + DAMAGED)
+        return cls(epoch, tuple(cursor), addresses, offset)
 
 
 @dataclass(slots=True)
 class LaneState:
     """State of a lane between two packs. It holds no tokens, only where to read them again.
 
-    A resume opens the source at ``cursor`` of ``epoch``, which is the row of the oldest waiting piece. It numbers the
-    pieces that it reads from ``first`` on, and skips those whose bit in ``consumed`` is set. When it reaches
-    ``next_piece``, the lane stands where it stood. ``rows`` and ``windows`` say which rows to read on this way, and
-    how many pieces each made, also where files or sources were removed since.
+    A resume opens the source at the cursor of ``stand``, and reads again the rows of what waits, by their ids. With
+    ``balance_window``, packs of the window that is open have been planned, and some of them were handed out: a resume
+    goes back to where the ``window`` begins, plans its packs again, and leaves out those that were ``handed_out``.
 
-    >>> state = LaneState(
-    ...     packs=3, done=False, epoch=0, cursor=(2, 512, 0), first=40, offset=0, next_piece=42, consumed=0b10,
-    ...     ledger=Ledger(),
-    ... )
+    >>> state = LaneState(Stand(epoch=0, cursor=(2, 512, 0)), ledger=Ledger())
     >>> LaneState.from_dict(state.as_dict()) == state
     True
     """
 
-    packs: int  # made in this epoch
-    done: bool  # whether the epoch is used up
-    epoch: int
-    cursor: Cursor
-    first: int  # the number of the first piece of the row at ``cursor``
-    offset: int  # how many tokens of the oldest waiting piece are packed; above 0 with split_across_pack only
-    next_piece: int  # the number that the next piece to be read will get
-    # Bit i is set if piece ``first + i`` is packed or dropped, of a piece in several packs if the first one of them is.
-    consumed: int
-    ledger: Ledger  # of all packs so far
-    rows: int = 0  # the digits of a `RowLog` of these pieces
-    # The later epochs of these pieces: (number of the first piece after ``first``, epoch).
-    epochs: tuple[tuple[int, int], ...] = ()
-    # The windows that these pieces were read from, and that are being read: (source, number of the first piece after
-    # ``first``, `Window.numbers`).
-    windows: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    front: tuple[int, ...] = ()  # see `Reader.front`; where the lane stands, not at ``cursor``
+    stand: Stand  # with a window, behind all of its packs
+    ledger: Ledger  # of all packs that were handed out, and of all rows that were read
+    done: bool = False  # whether the epoch is used up
+    packs: int = 0  # handed out in this epoch; with an endless stream, since the beginning
+    handed_out: int = 0  # of them, those of the open window
+    window: Stand | None = None  # where the open window begins
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
-    reached: int = 0  # a checksum of `Reader.reached` when the state was made; 0 at the end of an epoch
     bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
-    # Bad records of the newest pass over each source; empty if there are none.
-    bad_in_pass: tuple[int, ...] = ()
-    # With ``balance_window``, while a window is open. Then ``cursor``, ``epoch``, ``first`` and ``offset`` are those of
-    # its beginning, and all else is as it is now.
-    open_window: OpenWindow | None = None
-    # Whether the pieces are those of other settings, see `behind`. Then all but the ledger and ``packs`` count those.
-    anew: bool = False
-    # Whether the last row that was read has no piece that was not asked for. Where samples are never split, none has.
-    whole: bool = False
+    bad_in_pass: tuple[
+        int, ...
+    ] = ()  # bad records of the newest pass over each source; empty if there are none
+    anew: bool = (
+        False  # whether the lane reads on behind a run with other settings, and has made no pack since
+    )
 
     @property
-    def spared(self) -> int:
-        """The pieces that a resume need not make again: bit i stands for piece ``first + i``."""
-        return self.consumed if self.open_window is None else self.open_window.consumed
+    def begin(self) -> Stand:
+        """Where a resume begins to read."""
+        return self.stand if self.window is None else self.window
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the lane reads."""
+        return self.stand.epoch
 
     def closed(self) -> LaneState:
-        """Return the state without an open window: its packs that were not handed out are planned anew.
+        """Return the state behind an open window, of which the packs that were not handed out are dropped.
 
-        Of a piece that begins in one pack and ends in another, of which one was handed out, the rest is lost.
+        That is where they cannot be planned again, because rows of them are gone, or other settings decide.
         """
-        if self.open_window is None:
+        if self.window is None:
             return self
-        oldest = lowest_zero(self.open_window.consumed)
-        offset = 0 if self.consumed >> oldest & 1 else self.offset
-        return replace(self, offset=offset, open_window=None)
+        ledger = self.ledger.copy()
+        ledger.drop("removed", ledger.buffered - self.stand.buffered, samples=0)
+        return replace(self, ledger=ledger, handed_out=0, window=None)
 
     def behind(self, *, same_tokens: bool = True) -> LaneState:
         """Return the state of a lane that reads on behind this one with other settings, and counts from zero.
 
-        A resume makes new pieces of the rows of which nothing was packed. If the encoder makes the ``same_tokens``, the
-        ledger begins with those that wait, by which the resume knows how many are left out.
+        Of what waits, the rows of which nothing was packed or dropped are encoded anew; the rest of the others is left
+        out, and so are the packs of an open window. If the encoder makes the ``same_tokens``, the ledger begins with
+        all that waits, by which the resume knows how many are left out.
         """
-        ledger = Ledger(tokens_in=self.ledger.buffered if same_tokens else 0)
-        stats = tuple(SourceStats() for _ in self.source_stats)
-        return replace(self.closed(), packs=0, ledger=ledger, source_stats=stats, bad_in_pass=(), anew=True)
+        stand, waiting = self.stand, joined(self.stand.waiting)
+        whole = [
+            each for i, each in enumerate(waiting) if each.tokens == each.total and (i or not stand.offset)
+        ]
+        return LaneState(
+            Stand(stand.epoch, stand.cursor, tuple(Address(each.row_id, 0, 0, 0) for each in whole)),
+            Ledger(tokens_in=self.ledger.buffered if same_tokens else 0),
+            done=self.done,
+            source_stats=tuple(SourceStats() for _ in self.source_stats),
+            bad_shards=self.bad_shards,
+            anew=True,
+        )
+
+    def moved(self, row_id: Moved, cursor: Callable[[Cursor], Cursor]) -> LaneState:
+        """Return the state for a corpus in which rows have other ids, and reading goes on at other cursors.
+
+        What waited of rows that are gone, of which ``row_id`` returns None, is dropped and counted.
+        """
+        if self.window is not None and None in [row_id(each.row_id) for each in self.window.waiting]:
+            return self.closed().moved(row_id, cursor)
+        ledger, stand = self.ledger.copy(), self.stand
+        kept, offset = [], stand.offset
+        for i, each in enumerate(joined(stand.waiting)):
+            if (now := row_id(each.row_id)) is not None:
+                kept.append(each._replace(row_id=now))
+                continue
+            ledger.drop("removed", each.tokens - (0 if i else offset))
+            offset = offset if i else 0
+        stand = replace(stand, cursor=cursor(stand.cursor), waiting=tuple(kept), offset=offset)
+        window = self.window
+        if window is not None:
+            waiting = tuple(each._replace(row_id=row_id(each.row_id) or ()) for each in window.waiting)
+            window = replace(window, cursor=cursor(window.cursor), waiting=waiting)
+        return replace(self, stand=stand, ledger=ledger, window=window)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, which ``torch.load(weights_only=True)`` takes; long integers in hexadecimal digits.
-
-        (`torch.load` refuses integers of more than 2,040 bits.)
-        """
-        found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        found["cursor"] = [int(number) for number in self.cursor]
-        found["consumed"], found["rows"] = f"{self.consumed:x}", f"{self.rows:x}"
-        found["epochs"] = [list(pair) for pair in self.epochs]
-        found["windows"] = [[source, number, *numbers] for source, number, numbers in self.windows]
-        found["front"] = list(self.front)
-        found["ledger"] = self.ledger.numbers()
-        found["source_stats"] = [stats.numbers() for stats in self.source_stats]
-        found["bad_shards"] = list(self.bad_shards)
-        found["bad_in_pass"] = list(self.bad_in_pass)
-        found["open_window"] = [] if self.open_window is None else self.open_window.as_list()
+        """Return plain values, which ``torch.load(weights_only=True)`` takes."""
+        epoch, cursor, waiting, offset = self.stand.as_list()
+        found = {
+            "epoch": epoch,
+            "cursor": cursor,
+            "waiting": waiting,
+            "offset": offset,
+            "ledger": self.ledger.numbers(),
+            "done": self.done,
+            "packs": self.packs,
+            "handed_out": self.handed_out,
+            "window": None if self.window is None else self.window.as_list(),
+            "source_stats": [stats.numbers() for stats in self.source_stats],
+            "bad_shards": list(self.bad_shards),
+            "bad_in_pass": list(self.bad_in_pass),
+            "anew": self.anew,
+        }
         for name in SELDOM:
             if not found[name]:  # as in nearly all states, which shall be small
                 del found[name]
@@ -132,49 +202,41 @@ class LaneState:
         Raises:
             ValueError: if it is not the state of a lane, or a damaged one.
         """
-        names = {f.name for f in fields(cls)}
-        if isinstance(found, Mapping):
-            names -= {name for name in SELDOM if name not in found}
-        if not isinstance(found, Mapping) or set(found) != names | {"checksum"}:
+        stand = ("epoch", "cursor", "waiting", "offset")
+        names = {field.name for field in fields(cls)} - {"stand"} | {*stand}
+        if not isinstance(found, Mapping) or not names - {*SELDOM} <= {*found} - {"checksum"} <= names:
             raise ValueError(
                 f"a lane's state is a dict of {', '.join(sorted(names))}, and here it is not" + DAMAGED
             )
-        values: dict[str, Any] = {name: found[name] for name in names}
-        for name in ("packs", "epoch", "first", "offset", "next_piece", "reached", "checksum"):
-            _require_counts([found[name]], name, 1)
-        _require_counts(values["cursor"], "cursor")
-        _require_counts(values["bad_shards"], "bad_shards")
-        _require_counts(values.get("bad_in_pass", []), "bad_in_pass")
-        _require_counts(values["front"], "front")
-        _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
-        for name in ("done", "anew", "whole"):
-            if type(values.get(name, False)) is not bool:
-                raise ValueError(f"{name} is no bool" + DAMAGED)
-        for name, size in (("source_stats", len(fields(SourceStats))), ("epochs", 2), ("windows", None)):
-            if type(values[name]) is not list:
-                raise ValueError(f"{name} is no list" + DAMAGED)
-            for numbers in values[name]:
-                _require_counts(numbers, name, size)
-        consumed, rows = _hexadecimal(values, "consumed"), _hexadecimal(values, "rows")
-        if found["checksum"] != _checksum(values):
+        values: dict[str, Any] = {name: found[name] for name in names if name in found}
+        checksum = found.get("checksum")
+        if type(checksum) is not int or checksum != _checksum(values):
             raise ValueError("the checksum is wrong" + DAMAGED)
-        span = values["next_piece"] - values["first"]
-        if consumed.bit_length() > span:
-            raise ValueError(f"consumed marks {consumed.bit_length()} pieces of {span}" + DAMAGED)
-        values["open_window"] = _open_window(values)
-        if any(len(numbers) < 4 for numbers in values["windows"]):
-            raise ValueError("a window has too few numbers" + DAMAGED)
-        values |= {"cursor": tuple(values["cursor"]), "consumed": consumed, "rows": rows}
-        values["windows"] = tuple(
-            (source, number, tuple(numbers)) for source, number, *numbers in values["windows"]
+        _require_counts([values["packs"], values["handed_out"]], "packs or handed_out")
+        if values["handed_out"] > values["packs"]:
+            raise ValueError("a window has handed out more packs than the lane" + DAMAGED)
+        _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
+        for name in ("bad_shards", "bad_in_pass"):
+            _require_counts(values.get(name, []), name)
+        if type(values["source_stats"]) is not list:
+            raise ValueError("source_stats is no list" + DAMAGED)
+        for numbers in values["source_stats"]:
+            _require_counts(numbers, "source_stats", len(fields(SourceStats)))
+        if any(type(values.get(name, False)) is not bool for name in ("done", "anew")):
+            raise ValueError("done or anew is no bool" + DAMAGED)
+        window = values.get("window")
+        return cls(
+            Stand.from_list([values[name] for name in stand]),
+            Ledger.from_numbers(values["ledger"]),
+            values["done"],
+            values["packs"],
+            values["handed_out"],
+            None if window is None else Stand.from_list(window),
+            tuple(SourceStats(*numbers) for numbers in values["source_stats"]),
+            tuple(values.get("bad_shards", ())),
+            tuple(values.get("bad_in_pass", ())),
+            values.get("anew", False),
         )
-        values["epochs"] = tuple((number, epoch) for number, epoch in values["epochs"])
-        values["front"] = tuple(values["front"])
-        values["ledger"] = Ledger.from_numbers(values["ledger"])
-        values["bad_shards"] = tuple(values["bad_shards"])
-        values["bad_in_pass"] = tuple(values.get("bad_in_pass", ()))
-        values["source_stats"] = tuple(SourceStats(*stats) for stats in values["source_stats"])
-        return cls(**values)
 
 
 @dataclass(slots=True)
@@ -192,47 +254,25 @@ def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
     return {lane: state.as_dict() for lane, state in states.items()}
 
 
-def lowest_zero(bits: int) -> int:
-    """Return the place of the lowest bit that is not set.
+def joined(waiting: Iterable[Address]) -> list[Address]:
+    """Join the addresses of pieces that follow one another in their row.
 
-    >>> lowest_zero(0b1011)
-    2
+    >>> joined([Address((0,), 0, 4, 8), Address((0,), 4, 8, 8), Address((1,), 0, 2, 2)])
+    [Address(row_id=(0,), start=0, stop=8, total=8), Address(row_id=(1,), start=0, stop=2, total=2)]
     """
-    # Adding 1 sets that bit and clears those below it.
-    return (~bits & bits + 1).bit_length() - 1
-
-
-def _open_window(values: Mapping[str, Any]) -> OpenWindow | None:
-    """Check the open window in a lane's state, which may hold anything."""
-    found = values["open_window"]
-    if found == [] and type(found) is list:
-        return None
-    if type(found) is not list or len(found) != 3:
-        raise ValueError("open_window has not three numbers" + DAMAGED)
-    _require_counts(found[:2], "open_window")
-    window = OpenWindow(found[0], found[1], _hexadecimal({"open_window": found[2]}, "open_window"))
-    first, next_piece = values["first"], values["next_piece"]
-    if not (window.packs < values["packs"] and first <= window.next_piece <= next_piece):
-        raise ValueError("open_window does not lie before the state" + DAMAGED)
-    if window.consumed.bit_length() > window.next_piece - first:
-        raise ValueError("open_window marks pieces that were not read" + DAMAGED)
-    return window
+    found: list[Address] = []
+    for each in waiting:
+        if found and each.start and found[-1].row_id == each.row_id and found[-1].stop == each.start:
+            found[-1] = found[-1]._replace(stop=each.stop)
+        else:
+            found.append(each)
+    return found
 
 
 def _require_counts(found: Any, name: str, size: int | None = None) -> None:
     right_size = isinstance(found, list) and (size is None or len(found) == size)
     if not (right_size and all(type(number) is int and 0 <= number < 2**63 for number in found)):
         raise ValueError(f"{name} holds something else than counts below 2**63" + DAMAGED)
-
-
-def _hexadecimal(values: Mapping[str, Any], name: str) -> int:
-    try:
-        number = int(values[name], 16)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is no hexadecimal number" + DAMAGED) from None
-    if number < 0:
-        raise ValueError(f"{name} is below 0" + DAMAGED)
-    return number
 
 
 def _checksum(values: Mapping[str, Any]) -> int:

@@ -4,54 +4,43 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
-from zlib import crc32
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
 from streampack.packing.cut_samples import untrained_error
-from streampack.sources.base import HELD_OUT, REMOVED, BadRecord, KnownWindow, Reader, Reading
+from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.passes import passes_by_all
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.lane_state import Address, joined
 from streampack.streaming.ledger_messages import FIRST_ROWS, GIANT, warn_of_first_rows, warn_of_giant
-from streampack.streaming.row_log import RowLog
 from streampack.types import Cursor, Row, RowId, Sample
-
-UNREADABLE: Mapping[str, Any] = MappingProxyType({})
-"""The data of a row that could not be read and is skipped; compared by identity."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """A sample, or a part of one that was too long, that waits to be packed.
-
-    Pieces are numbered through their lane, from 0. ``cursor``, ``epoch`` and ``row_first`` say where the piece's row
-    can be read again, and which number its first piece had.
-    """
+    """A sample, or a part of one that was too long, that waits to be packed."""
 
     sample: Sample  # the piece's own tokens and labels
     length: int  # in tokens
     row_id: RowId
     start: int  # the piece's first token, counted in the row's whole sample
-    epoch: int
-    cursor: Cursor
-    row_first: int
-    number: int
+    total: int  # tokens of all pieces of the row
     trained: int | None  # see Fragment
+
+    @property
+    def address(self) -> Address:
+        """Where to find it again."""
+        return Address(self.row_id, self.start, self.start + self.length, self.total)
 
 
 class PieceReader:
     """Read the rows of one lane, encode them, cut them to pieces, and count them in the ledger.
 
-    Pieces are numbered, and a row that makes none takes one number, too. So reading the same rows again gives the same
-    numbers, by which a state says which pieces are consumed.
-
-    A row passes through three attributes: the source's ``reader`` yields it, ``row`` holds it until it is encoded, and
-    ``pending`` holds its pieces until they are asked for. An error (a broken row, a failing disk) leaves them as they
-    are, so the next call tries the same row again.
+    After an error (a broken row, a failing disk) it is of no more use: whoever goes on makes the lane again from its
+    last state.
     """
 
     def __init__(
@@ -64,19 +53,12 @@ class PieceReader:
         self.ledger = Ledger()
         self.source_stats = [SourceStats() for _ in config.source.names]
         self.epoch = 0
-        self.ended = False  # whether the epoch was read to its end
-        self.next_number = 0
         self.reader: Reader
-        self.row: Row | None = None
-        self.unreadable: BadRecord | None = None  # why ``row`` could not be read, if its data is UNREADABLE
+        self.pending: deque[Piece] = deque()  # that were read and not asked for
         # Bad records of the newest pass over each source: a record counts once, however often it is read.
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.bad_shards: list[int] = []  # checksums of the names of those that this lane has left out
-        self.pending: list[Piece] = []
-        # The row whose pieces were asked for last, and the log of all rows since the oldest piece that waits.
-        self.newest: Row | None = None
-        self.log = RowLog(sources=max(1, len(config.source.names)))
-        self.known: Sequence[deque[KnownWindow]] = ()
+        self.planning_again = False  # whether what is read was read, counted and listed before a resume
         self.epoch_has_rows = False
         # Epochs in a row, the current one included, without a piece. In a stream without an end, a lane ends after
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
@@ -98,22 +80,18 @@ class PieceReader:
             stagger=config.packing.max_seq_len,
             read_ahead=self.read_ahead,
             use=config.use,
-            known=self.known,
             earlier=config.earlier,
-            left_out=True,
         )
         self.reader = config.source.read(reading)
         config.check_shards()
-        self.epoch, self.ended = epoch, False
-        self.epoch_has_rows = False
-        self.epochs_without_pieces += 1
+        self.epoch = epoch
+        self.epoch_has_rows = start is not None  # rows of it may lie before the cursor
+        self.epochs_without_pieces = 0 if start is not None else self.epochs_without_pieces + 1
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin to read an epoch that no rows were read of before. If this fails, nothing has changed."""
-        self.known = ()
         self.open(epoch)
         self.bad_in_pass = [0] * len(self.bad_in_pass)
-        self.log.close_windows()
 
     def next(self) -> Piece | None:
         """Return the next piece; None at the end of the epoch.
@@ -123,55 +101,32 @@ class PieceReader:
         """
         while not self.pending:
             if (row := self._read()) is None:
-                self.ended = True
                 return None
-            self.pending = self.pieces_of(row, again=False)
-            self.row, self.newest = None, row
+            self.pending.extend(self._pieces_of(row))
             if not self.pending:
-                self.log_row(row)
-                if row.data is not REMOVED and row.data is not HELD_OUT:
-                    self._warn_if_all_dropped()
-        piece = self.pending.pop(0)
-        self.log_row(self.newest, another=piece.number > piece.row_first)
+                self._warn_if_all_dropped()
         self.epochs_without_pieces = 0
-        return piece
+        return self.pending.popleft()
 
-    def position(self) -> tuple[int, Cursor, int]:
-        """Return where reading goes on if no piece waits: epoch, cursor, and the number of the first piece there."""
-        if self.pending:
-            return self.pending[0].epoch, self.pending[0].cursor, self.pending[0].row_first
-        return self.epoch, self.row.cursor if self.row else self.reader.cursor, self.next_number
+    def restore(self, waiting: Sequence[Address], rows: Iterable[Mapping[str, Any]]) -> None:
+        """Encode and cut rows that waited when a state was taken, so that their pieces come first.
 
-    def log_row(self, row: Row | None, *, another: bool = False) -> None:
-        """Give the next number to a row, or to ``another`` piece of it; None is a row whose source left the mixture."""
-        if row is None:
-            self.log.add(None, None, epoch=self.epoch, another=another)
-        else:
-            source = self.config.source.source_index(row.row_id) if self.source_stats else 0
-            self.log.add(source, row.window, epoch=self.epoch, another=another)
-        self.next_number += 1
+        Raises:
+            ValueError: if a row makes other pieces than it did.
+        """
+        for address, data in zip(waiting, rows, strict=True):
+            row = Row(data, (), address.row_id)
+            self.pending.extend(self._pieces_at(address, row) if address.total else self._pieces_of(row))
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Where to find what was read and not asked for."""
+        return joined(piece.address for piece in self.pending)
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens of the newest row whose pieces were not asked for yet."""
-        if not self.pending:
-            return 0
-        first, last = self.pending[0], self.pending[-1]
-        return last.start + last.length - first.start
-
-    @property
-    def newest_is_whole(self) -> bool:
-        """Whether all pieces of the row that was read last were asked for, where rows may have several."""
-        return not (self.config.packing.keeps_one_piece_per_sample or self.pending)
-
-    @property
-    def reached(self) -> int:
-        """A checksum of where the reader stands; 0 at the end of an epoch, to which a replay does not come.
-
-        A replay that comes elsewhere has read other records. Without shuffling, nothing else tells. Of shuffle windows
-        the numbers of records are compared besides: a cursor says where a window begins, and not what is in it.
-        """
-        return 0 if self.ended else crc32(repr(self.reader.reached).encode())
+        """Tokens of what was read and not asked for."""
+        return sum(piece.length for piece in self.pending)
 
     @property
     def bad_of_state(self) -> tuple[int, ...]:
@@ -184,42 +139,40 @@ class PieceReader:
 
     def _read(self) -> Row | None:
         """Return the row to encode next; None at the end of the epoch, and never if epochs follow without an end."""
-        while (row := self.next_row()) is None:
-            if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
-                return None
-            self.begin_epoch(self.epoch + 1)
-        self.epoch_has_rows = True
-        return row
-
-    def next_row(self) -> Row | None:
-        """Return the row that was not encoded yet, or the source's next one; None if this epoch has no more."""
-        if self.row is None:
+        while True:
             try:
-                self.row = next(self.reader, None)
+                row = next(self.reader, None)
             except BadRecord as error:
                 if self.config.quarantine is None:
                     raise error.unskipped() from None
                 self.reader.skip()
-                self.row = Row(UNREADABLE, error.cursor, error.row_id, error.window)
-                self.unreadable = error
-        return self.row
+                self.epoch_has_rows = True
+                self._skip_record(error.row_id, error.reason, lost=error.lost)
+                self._warn_if_all_dropped()
+                continue
+            if row is not None:
+                self.epoch_has_rows = True
+                return row
+            if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
+                return None
+            self.begin_epoch(self.epoch + 1)
 
-    def pieces_of(self, row: Row, *, again: bool) -> list[Piece]:
-        """Encode a row and cut it to pieces; none if it is dropped. Unless it is read again, count it."""
+    def _cut(self, row: Row) -> tuple[Sample, list[Piece], bool] | tuple[str, Mapping[str, int] | None]:
+        """Encode a row and cut it: its sample, the pieces, and whether no token is trained; or why it is a bad record.
+
+        Raises:
+            ValueError: for a row that makes no sample, if bad records are not skipped, and for one that the settings
+                refuse.
+        """
         config = self.config
-        if row.data is REMOVED or row.data is HELD_OUT:
-            if self.source_stats and not again:
-                self.begin_stats(row)
-            self.reader.charge([])
-            return []
-        if row.data is UNREADABLE and (unreadable := self.unreadable) is not None:
-            self._skip_record(row, unreadable.reason, lost=unreadable.lost, again=again)
-            return []
         sample = config.sample(row)
         if isinstance(sample, str):
-            reason, of_shard = config.judged(row, sample)
-            self._skip_record(row, reason, lost=of_shard, again=again)
-            return []
+            return config.judged(row, sample)
+        row_id, length = row.row_id, sample.tokens.size
+        if type(sample) is Sample and 0 < length <= config.packing.max_seq_len:  # most are one piece
+            untrained = trains_nothing(sample)
+            if not untrained or config.untrained in (None, "keep"):
+                return sample, [Piece(sample, length, row_id, 0, length, None)], untrained
         try:
             parts = config.cut(sample)
             trained = None
@@ -231,35 +184,59 @@ class PieceReader:
             if untrained and config.untrained == "error":
                 raise untrained_error(sample.tokens.size, config.packing)
         except ValueError as error:
-            raise ValueError(f"{config.source.locate(row.row_id)} {error}") from None
+            raise ValueError(f"{config.source.locate(row_id)} {error}") from None
         if untrained and config.untrained == "drop":
             parts = []
-        first = self.next_number
+        lengths = [part.tokens.size for _, part in parts]
+        total = sum(lengths)
         pieces = [
-            Piece(
-                part, part.tokens.size, row.row_id, start, self.epoch, row.cursor, first, first + i, trained
-            )
-            for i, (start, part) in enumerate(parts)
+            Piece(part, length, row_id, start, total, trained)
+            for (start, part), length in zip(parts, lengths, strict=True)
         ]
+        return sample, pieces, untrained
+
+    def _pieces_of(self, row: Row) -> list[Piece]:
+        """Encode a row, cut it to pieces, and count it; none if it is dropped."""
+        cut = self._cut(row)
+        if len(cut) == 2:
+            reason, lost = cut
+            self._skip_record(row.row_id, reason, lost=lost)
+            self.reader.charge([])
+            return []
+        sample, pieces, untrained = cut
         if self.source_stats:
-            self.reader.charge([part for _, part in parts])
-        if not again:
-            self.ledger.samples += 1
-            self.ledger.tokens_in += sample.tokens.size
-            self.ledger.untrained += untrained
-            if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
-                self._book_loss(sample, pieces, untrained=untrained)
-            if pieces and sample.tokens.size > self.longest:
-                self._warn_of_giant(row, sample.tokens.size)
-            if self.source_stats:
-                stats = self.begin_stats(row)
-                stats.samples += 1
-                stats.tokens_in += sample.tokens.size
+            self.reader.charge([piece.sample for piece in pieces])
+        ledger, tokens = self.ledger, sample.tokens.size
+        ledger.samples += 1
+        ledger.tokens_in += tokens
+        ledger.untrained += untrained
+        if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
+            self._book_loss(tokens, pieces, untrained=untrained)
+        if pieces and tokens > self.longest:
+            self._warn_of_giant(row.row_id, tokens)
+        if self.source_stats:
+            stats = self.begin_stats(row.row_id)
+            stats.samples += 1
+            stats.tokens_in += tokens
         return pieces
 
-    def _book_loss(self, sample: Sample, pieces: list[Piece], *, untrained: bool) -> None:
+    def _pieces_at(self, address: Address, row: Row) -> list[Piece]:
+        """Encode a row again and return the pieces of it that waited. They are counted already."""
+        cut = self._cut(row)
+        pieces = cut[1] if len(cut) == 3 else []
+        waited = [piece for piece in pieces if address.start <= piece.start < address.stop]
+        there = [waited[0].start, waited[-1].address.stop, waited[0].total] if waited else []
+        if there != [*address[1:]]:
+            raise ValueError(
+                f"lane {self.lane}: {self.config.source.locate(row.row_id)} makes other pieces than the tokens "
+                f"{address.start} to {address.stop} of {address.total} that the state says; the data or the encoder "
+                "changed since it was written"
+            )
+        return waited
+
+    def _book_loss(self, tokens: int, pieces: list[Piece], *, untrained: bool) -> None:
         """Count the tokens of a sample that are in none of its pieces."""
-        lost = sample.tokens.size - sum(piece.length for piece in pieces)
+        lost = tokens - sum(piece.length for piece in pieces)
         if lost or not pieces:
             if pieces:
                 reason = "truncated"
@@ -267,11 +244,11 @@ class PieceReader:
                 reason = "untrained" if untrained else "overlong" if lost else "empty"
             self.ledger.drop(reason, lost)
 
-    def _warn_of_giant(self, row: Row, tokens: int) -> None:
+    def _warn_of_giant(self, row_id: RowId, tokens: int) -> None:
         config, self.longest = self.config, sys.maxsize
         warn_of_giant(
             self.lane,
-            config.source.locate_cheaply(row.row_id),
+            config.source.locate_cheaply(row_id),
             tokens=tokens,
             packs=tokens // config.packing.max_seq_len,
             mixed=bool(self.source_stats),
@@ -279,48 +256,48 @@ class PieceReader:
 
     def _warn_if_all_dropped(self) -> None:
         """Warn early if every row is dropped, because reading the whole corpus may take days."""
-        kept = self.ledger.packed or self.ledger.buffered
-        if self.next_number == FIRST_ROWS and not kept:  # each row took one number
-            warn_of_first_rows(self.lane, self.ledger)
+        ledger = self.ledger
+        rows = ledger.samples + ledger.dropped_samples["bad"]
+        if rows == FIRST_ROWS and not (ledger.packed or ledger.buffered or self.planning_again):
+            warn_of_first_rows(self.lane, ledger)
 
-    def _skip_record(self, row: Row, reason: str, *, lost: Mapping[str, int] | None, again: bool) -> None:
-        """Count and list a bad record as a dropped row, or a bad shard once, unless it is read again."""
+    def _skip_record(self, row_id: RowId, reason: str, *, lost: Mapping[str, int] | None) -> None:
+        """Count and list a bad record as a dropped row, or a bad shard once."""
         quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
-        if not again:
-            index = source.source_index(row.row_id)
-            if lost is None:
-                ended = self.bad_in_pass[index] if self.reader.passes_begun else 0
-                quarantine.skip(
-                    self.lane,
-                    source=source,
-                    row_id=row.row_id,
-                    reason=reason,
-                    before=sum(self.bad_in_pass) - ended,
-                    rows=self.ledger.samples + self.ledger.dropped_samples["bad"],
-                )
-                self.ledger.drop("bad", 0)
-            else:
-                known = quarantine.leave_out(
-                    self.lane,
-                    source=source,
-                    row_id=row.row_id,
-                    reason=reason,
-                    lost=lost,
-                    known=self.bad_shards,
-                )
-                self.ledger.bad_shards += len(known) - len(self.bad_shards)
-                self.bad_shards = known
-            if self.source_stats:
-                self.begin_stats(row)
-            self.bad_in_pass[index] += lost is None
-        if row.data is not UNREADABLE:  # of an unreadable row, `Reader.skip` has told the mixture already
-            self.reader.charge([])
+        if self.planning_again:
+            return
+        index = source.source_index(row_id)
+        if lost is None:
+            ended = self.bad_in_pass[index] if self.reader.passes_begun else 0
+            quarantine.skip(
+                self.lane,
+                source=source,
+                row_id=row_id,
+                reason=reason,
+                before=sum(self.bad_in_pass) - ended,
+                rows=self.ledger.samples + self.ledger.dropped_samples["bad"],
+            )
+            self.ledger.drop("bad", 0)
+        else:
+            known = quarantine.leave_out(
+                self.lane,
+                source=source,
+                row_id=row_id,
+                reason=reason,
+                lost=lost,
+                known=self.bad_shards,
+            )
+            self.ledger.bad_shards += len(known) - len(self.bad_shards)
+            self.bad_shards = known
+        if self.source_stats:
+            self.begin_stats(row_id)
+        self.bad_in_pass[index] += lost is None
 
-    def begin_stats(self, row: Row) -> SourceStats:
+    def begin_stats(self, row_id: RowId) -> SourceStats:
         """Return the statistics of the newest row's source; count the epochs of it that began with the row."""
-        stats = self.stats(row.row_id)
+        stats = self.stats(row_id)
         stats.epochs += self.reader.passes_begun
         if self.reader.passes_begun:
-            self.bad_in_pass[self.config.source.source_index(row.row_id)] = 0
+            self.bad_in_pass[self.config.source.source_index(row_id)] = 0
         return stats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeVar
 
@@ -49,14 +49,11 @@ class PackStream:
         self.lanes = [open_lane(lane, lane_states.get(lane)) for lane in lanes]
         self.fetches = any(not lane.config.source.local for lane in self.lanes[:1])
         self._place = {lane.lane: i for i, lane in enumerate(self.lanes)}
-        # Lanes that are restored soon, and in `_event` lanes whose turn comes soon, fetch ahead.
         resumed = [lane for lane in self.lanes if lane.lane in lane_states]
+        # What lanes read next is fetched beside the rows that waited in all of them.
         for lane in resumed[:SOON]:
             lane.prepare()
-        for i, lane in enumerate(resumed):
-            lane.restore()
-            for later in resumed[i + SOON : i + SOON + 1]:
-                later.prepare()
+        restore(resumed)
         # Lanes that read on behind an earlier run may have nothing left of this epoch.
         self.alone = alone and not any(state.anew for state in lane_states.values())
         self.last_epoch = last_epoch
@@ -130,7 +127,7 @@ class PackStream:
     def _open_again(self, number: int) -> None:
         i = self._place[number]
         lane = self.open_lane(number, self._lane_states.get(number))
-        lane.restore()
+        restore([lane])
         self.lanes[i] = lane
         self._heap = self._build_heap()
         self._midway = None
@@ -154,6 +151,21 @@ class PackStream:
     def lane_states(self) -> dict[int, LaneState]:
         """Return the state of every lane that has yielded a pack or ended an epoch; a fresh dict."""
         return dict(self._lane_states)
+
+
+def restore(lanes: Sequence[Lane]) -> None:
+    """Restore lanes from their states. The rows that wait are read side by side, those of one file at once."""
+    ids = list(dict.fromkeys(row_id for lane in lanes for row_id in lane.waiting_rows()))
+    try:
+        rows = lanes[0].config.source.fetch_many(ids, use=lanes[0].config.use) if ids else []
+    except (ValueError, LookupError, StopIteration) as error:
+        why = error if isinstance(error, ValueError) else "it is not there; the data changed"
+        raise ValueError(
+            f"a row that waited to be packed when the state was made cannot be read again: {why}"
+        ) from error
+    found = dict(zip(ids, rows, strict=True))
+    for lane in lanes:
+        lane.restore(found)
 
 
 def total_ledger(lane_states: Mapping[int, LaneState]) -> Ledger:

@@ -205,7 +205,7 @@ def test_each_row_comes_once_and_is_fetched_again(
     source: Any, kind: str, num_lanes: int, window: int
 ) -> None:
     """From lanes that are read side by side, one row of one, then some of another."""
-    rng, found = np.random.default_rng(0), []
+    rng, found, rows = np.random.default_rng(0), [], {}
     readers = {
         lane: source.read(Reading(lane, num_lanes=num_lanes, shuffle_window=window))
         for lane in range(num_lanes)
@@ -218,7 +218,13 @@ def test_each_row_comes_once_and_is_fetched_again(
             continue
         came[lane] += 1
         found.append(number(row.data))
+        rows[row.row_id] = lists(row.data)
         assert lists(source.fetch(row.row_id)) == lists(row.data)
+    some = [
+        [*rows][i] for i in rng.integers(len(rows), size=9)
+    ]  # in any order, and perhaps the same one twice
+    for ids in (some, [*rows], []):
+        assert list(map(lists, source.fetch_many(ids))) == [rows[row_id] for row_id in ids]
     assert sorted(found) == expected(source, kind)
     assert num_lanes > 1 or found == sorted(found)
     if kind in SHARED and kind != "compressed":

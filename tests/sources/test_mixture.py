@@ -252,9 +252,7 @@ def trained_by_source(
         if sum(totals) >= tokens:
             return totals
         if reopened and rows_read % reopened == 0:
-            front = reader.front
             reader = mix.read(Reading(**reading, start=reader.cursor))
-            reader.restore_front(front)
     raise AssertionError
 
 

@@ -232,7 +232,7 @@ def test_files_may_change_at_the_same_time(tmp_path: Path) -> None:
 def test_what_cannot_go_on_is_refused_with_the_way_out() -> None:
     lengths = rows(60)
     data = dataset(lengths, SHORT, seed=1, shuffle=True)
-    list(islice(data, 5))
+    first = list(islice(data, 5))
     state = data.state_dict()
 
     def new(source: Any = lengths, **changes: Any) -> IterablePackedDataset:
@@ -249,11 +249,8 @@ def test_what_cannot_go_on_is_refused_with_the_way_out() -> None:
         new().load_state_dict(state)
     with pytest.warns(UserWarning, match=r"^num_lanes=5 is not heeded"):
         new(num_lanes=5).continue_from(state)
-    few = behind(new(max_seq_len=4, buffer_size=2), state)
-    with pytest.raises(
-        ValueError, match=r"lane \d: \d+ pieces of the rows .* wait, and buffer_size=2 .*set buffer_size"
-    ):
-        list(few)
+    # More waits than the new buffer holds; it is packed all the same.
+    check_once(lengths, first, list(behind(new(max_seq_len=4, buffer_size=2), state)))
     list(data)
     with pytest.raises(
         ValueError, match=r"the earlier run has read the data 1 times, and epochs=1 .*; set epochs to 2"
