@@ -1,8 +1,8 @@
 """Mutants: how one is written, planted, and shown to have run.
 
-A mutant stands in place of one of streampack's functions where they are documented, a public class or function, so that
-it outlives changes of what lies below. What becomes of it is written to the file that ``STREAMPACK_MUTANT_TRACE`` names, by every
-process it runs in (forked ranks and workers inherit the patch): ``planted``, ``ran TEST``, or what is wrong with it.
+A mutant stands in place of a documented function or method of streampack, so that it outlives changes of what lies
+below. What becomes of it is written to the file that ``STREAMPACK_MUTANT_TRACE`` names, by every process it runs in
+(forked ranks and workers inherit it): ``planted``, ``ran TEST``, or what is wrong with it.
 """
 
 from __future__ import annotations
