@@ -39,15 +39,6 @@ EXTRAS = [
 # Modules of subclasses of an extra's classes; others import them within functions.
 SUBCLASSES = ("scoring/pack_cache.py", "integrations/lm_eval", "integrations/torchtitan")
 
-# Requirements of extras that we do not import, and who needs them.
-NEEDED_BY = {
-    "torchao": "torchtune", "torchdata": "torchtune", "accelerate": "transformers' Trainer", "aiohttp": "fsspec",
-    "s3fs": "fsspec", "moto": "a process of its own", "sphinx": "make docs", "myst-parser": "sphinx",
-    "furo": "sphinx", "sphinx-copybutton": "sphinx", "flask": "moto", "flask-cors": "moto", "pytest-xdist": "pytest",
-    "flash-linear-attention": "transformers' layers", "causal-conv1d": "transformers' layers",
-    "ruff": "make lint", "mypy": "make lint", "flash-attn": "streampack.attention.flash, by name",
-}  # fmt: skip
-
 
 def name_of(path: Path) -> str:
     """The dotted name of a module: streampack/sources/__init__.py -> streampack.sources."""
@@ -94,24 +85,6 @@ def test_imports_point_to_earlier_layers() -> None:
         assert upward(source, unit=unit, package=package) == [], path
         # torchtune installs a package `recipes` whose import raises: ours would be found from this folder only.
         assert "recipes" not in {name.split(".")[0] for name in imported(source, package)}, path
-
-
-@pytest.mark.parametrize(
-    ("unit", "source", "seen"),
-    [
-        ("packing", "from streampack.streaming.lane import Lane", True),
-        ("packing", "from ..streaming.lane import Lane", True),
-        ("packing", "def f():\n    from streampack import streaming", True),
-        ("accounting", "if TYPE_CHECKING:\n    from streampack.fingerprint import digest", True),
-        ("streaming", "from streampack import IterablePackedDataset", True),
-        ("tune_cli", "import streampack_recipes.full_finetune", True),
-        ("streaming", "from streampack.packing.planner import plan_packs", False),
-        ("sources", "from .base import Source\nimport torch, numpy as np", False),
-        ("recipes", "from streampack import training\nimport streampack_recipes.stdlib_corpus", False),
-    ],
-)
-def test_an_import_of_a_later_layer_is_seen(unit: str, source: str, seen: bool) -> None:
-    assert bool(upward(source, unit=unit, package=f"streampack.{unit}")) == seen
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
@@ -193,17 +166,6 @@ def test_every_package_is_installed_in_one_version() -> None:
     assert set(listed) == folders | {"streampack_recipes", "streampack_configs"}
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "streampack.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", streampack.__version__)
-
-
-def test_no_extra_names_what_nothing_imports() -> None:
-    extras = PROJECT["project"]["optional-dependencies"]
-    wanted = {re.split(r"[<>=\[]", each)[0] for extra in extras.values() for each in extra}
-    folders = ("streampack", "recipes", "tests", "benchmarks", "examples", "stress")
-    texts = [path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    seen = {name.split(".")[0] for text in texts for name in imported(text, "streampack")}
-    by_name = re.compile(r"(?:import_module|importorskip|find_spec)\(\"(\w+)")
-    seen |= {name for text in texts for name in by_name.findall(text)}
-    assert {name for name in wanted - set(NEEDED_BY) if name.replace("-", "_") not in seen} == set()
 
 
 def test_the_transformers_that_is_promised_is_the_one_that_is_tested() -> None:

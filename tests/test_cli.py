@@ -119,12 +119,6 @@ def test_ls_lists_all_recipes_and_configs(capsys: Capture) -> None:
     assert not runs & configs, "one name, two files"
 
 
-def test_our_names_differ_from_torchtunes(capsys: Capture) -> None:
-    theirs = pytest.importorskip("torchtune._recipe_registry")._ALL_RECIPES
-    names = {recipe.name for recipe in theirs} | {each.name for recipe in theirs for each in recipe.configs}
-    assert not names & {words for line in listed(out_of(capsys, "ls")) for words in line}
-
-
 def test_torchtunes_files_are_listed_printed_and_copied(here: Path, capsys: Capture) -> None:
     ours, lines = listed(out_of(capsys, "ls")), listed(out_of(capsys, "ls", "--all"))
     assert lines[: len(ours)] == ours

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import streampack
-from docs.drawings import FOLDER, PICTURES, SAMPLES, planned
+from docs.drawings import FOLDER, PICTURES
 from docs.tables import DOCS, documented, put, tables
 from streampack.training.config import RunConfig
 from tests.harness.hf_tokenizers import byte_level
@@ -191,15 +191,6 @@ def test_a_table_is_what_the_code_says(place: tuple[str, str]) -> None:
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_what_the_code_draws(name: str) -> None:
     assert (FOLDER / name).read_text(encoding="utf-8") == PICTURES[name](), AGAIN
-
-
-def test_the_words_beside_the_pictures_are_true() -> None:
-    text = (DOCS / "guides" / "how_packing_works.md").read_text(encoding="utf-8")
-    assert len(SAMPLES) == 20
-    assert f"{min(SAMPLES)} to {max(SAMPLES)} tokens" in text
-    counts = [len(planned(strategy)) for strategy in ("next_fit", "first_fit", "best_fit", "exact_fit")]
-    assert counts == [11, 9, 9, 8]
-    assert "next_fit, eleven, of first_fit and best_fit, nine each" in text
 
 
 def test_every_key_of_a_run_and_every_public_name_is_described() -> None:

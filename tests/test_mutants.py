@@ -40,18 +40,19 @@ def test_only_a_failure_because_of_a_mutant_counts_as_seen(trace, code, seen, br
 FAULTS = """
 from streampack import losses
 from streampack.losses import label_weights
-from tests.mutants.registry import MUTANTS, patch, patch_function
+from tests.mutants.registry import replaces
 
-def absent():
-    patch(losses, "no_such_function", lambda good: good)
+@replaces(losses, "no_such_function")
+def absent(good):
+    return good()
 
-def breaks():
-    patch_function(label_weights, lambda good: lambda batch, *, loss_norm: batch.no_such_attribute)
+@replaces(label_weights)
+def breaks(good, batch, *, loss_norm):
+    return batch.no_such_attribute
 
-def wrong_arguments():
-    patch_function(label_weights, lambda good: lambda batch: good(batch))
-
-MUTANTS.update(absent=absent, breaks=breaks, wrong_arguments=wrong_arguments)
+@replaces(label_weights)
+def wrong_arguments(good, batch):
+    return good(batch)
 """
 TEST = """
 import pytest
@@ -65,7 +66,11 @@ def test_refusal():
 
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [("absent", "cannot be planted"), ("breaks", "broke by itself"), ("wrong_arguments", "broke by itself")],
+    [
+        ("faults.absent", "cannot be planted"),
+        ("faults.breaks", "broke by itself"),
+        ("faults.wrong_arguments", "broke by itself"),
+    ],
 )
 def test_a_mutant_that_does_not_fit_proves_nothing(name, broken, tmp_path, monkeypatch) -> None:
     (tmp_path / "faults.py").write_text(FAULTS)

@@ -16,15 +16,12 @@ from streampack import (
     IterablePackedDataset,
     Mix,
     PackedDataLoader,
-    collate_packed,
     method_loader,
 )
 from streampack.inspection.shape import RunShape
 from streampack.inspection.survey import inspect_dataset
-from tests.harness.corpus import rows as numbered
 from tests.harness.inspection import CORPORA, dataset, log_normal, token_rows
 from tests.harness.mixtures import entry
-from tests.harness.segments import Pairs
 from tests.harness.threads import Topology, run
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -116,12 +113,6 @@ def test_a_sample_comes_near_and_says_how_near(name: str, corpus: Any, whole: An
         assert abs(loss.fraction - fractions[loss.reason]) <= 4 * loss.error + 0.005
 
 
-def test_a_corpus_with_few_more_rows_than_asked_for_is_read_whole(corpus: Any, whole: Any) -> None:
-    rows = whole("flan").coverage.rows
-    assert inspect_dataset(corpus("flan"), rows=round(rows / 1.3)).coverage.exact
-    assert not inspect_dataset(corpus("flan"), rows=round(rows / 2)).coverage.exact
-
-
 @pytest.mark.filterwarnings("ignore:.*leak:UserWarning")
 @pytest.mark.parametrize(
     "method", ["random_padding", "minibatch_packing", "multipack", "exact_fit", "fixed_length_posid"]
@@ -160,19 +151,6 @@ def test_rows_that_stop_a_run_are_counted_and_named() -> None:
         inspected(token_rows([90, 80]), max_seq_len=16)
 
 
-def test_longest_rows_and_trained_tokens() -> None:
-    lengths = inspected(token_rows([10, 30, 20], prompt=0.5), max_seq_len=64).lengths
-    assert [(row.tokens, row.trained, row.place) for row in lengths.longest] == [
-        (30, 15, "sample 1"),
-        (20, 10, "sample 2"),
-        (10, 5, "sample 0"),
-    ]
-    assert (lengths.tokens, lengths.trained, lengths.masked) == (60, 30, 30)
-    assert sum(count for *_, count in lengths.histogram) == 3
-    assert all(start < stop for start, stop, _ in lengths.histogram)
-    assert lengths.quantiles["0.5"] == 20
-
-
 def mixture(stop: str) -> Mix:
     short = token_rows(log_normal(300, 20, 0.4), prompt=0.2)
     long = token_rows(log_normal(60, 150, 0.4), prompt=0.5)
@@ -197,12 +175,6 @@ def test_a_mixture(stop: str, rows: int | None) -> None:
         read = stats[share.name].samples / (300 if share.name == "short" else 60)
         assert share.passes == pytest.approx(read, rel=0.15)
         assert share.passes_in_run == pytest.approx(share.passes * 10 / report.chosen.packs)
-
-
-def test_an_endless_mixture_is_read_until_each_source_was_read_once() -> None:
-    settings: dict[str, Any] = {"max_seq_len": 256, "overlong": "truncate"}
-    endless = inspected(mixture("never"), epochs=None, **settings)
-    assert endless.outcomes == inspected(mixture("all_exhausted"), **settings).outcomes
 
 
 def test_a_stream_of_unknown_length() -> None:
@@ -270,22 +242,6 @@ def test_the_first_packs_are_those_of_a_run(name: str, way: dict[str, Any], corp
                 assert ((labels != IGNORE_INDEX) == each.trained).all()
             texts = [each.text or "" for each in sequence.runs]
             assert "[...]" in "".join(texts) or "".join(texts) == found.get("text", "")
-
-
-def test_the_packs_of_groups_say_which_sequence_continues_which() -> None:
-    """Positions go on behind a prompt, and first tokens of answers count as trained."""
-    settings: dict[str, Any] = {"encoder": Pairs(), "max_seq_len": 48, "overlong": "drop", "num_lanes": 1}
-    views = inspected(numbered(60), **settings).packs
-    packs = list(IterablePackedDataset(numbered(60), **settings))[: len(views)]
-    answers = 0
-    for view, batch in zip(views, (collate_packed([pack]) for pack in packs), strict=True):
-        positions = [i for first, last in view.positions for i in range(first, last + 1)]
-        assert positions == batch.input_pos[0].tolist()
-        assert sum(sequence.trained for sequence in view.sequences) == batch.num_trained
-        parents = [-1] * len(view.sequences) if batch.groups is None else list(batch.groups.parents[0])
-        assert [sequence.parent for sequence in view.sequences] == parents[: len(view.sequences)]
-        answers += sum(parent != -1 for parent in parents)
-    assert answers > 5
 
 
 def test_memory_does_not_grow_with_the_rows() -> None:
@@ -356,12 +312,3 @@ def test_a_recommendation_says_why_and_is_yaml_that_a_config_takes(title: str) -
 
 def test_nothing_is_recommended_where_nothing_is_to_gain() -> None:
     assert advice() == {}
-
-
-def test_groups_are_not_advised_to_be_split() -> None:
-    lengths = [*((i, 20) for i in range(1, 300)), *((301 + i, 3000) for i in range(9))]
-    rows = [{"i": i, "n": n} for i, n in lengths]
-    settings: dict[str, Any] = {"encoder": Pairs(), "max_seq_len": 64}
-    found = advice(rows, **settings, overlong="error")["Say what to do with samples longer than max_seq_len"]
-    assert found.yaml == "data:\n  overlong: truncate  # or drop"
-    assert "Keep long samples in pieces" not in advice(rows, **settings, overlong="drop")

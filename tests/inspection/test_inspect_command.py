@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from rich.text import Text
 from torch.utils.flop_counter import FlopCounterMode
 
 from streampack import cli
@@ -92,19 +91,6 @@ def test_each_sequence_of_a_pack_on_the_page_has_its_row_and_text(files: Shown) 
         assert any(sequence["place"] in about for about in page.values("aria-label"))
         for run in sequence["runs"][:2]:
             assert run["text"][:60] in page.text
-
-
-@pytest.mark.parametrize(("columns", "limit"), [(None, 110), (60, 60), (200, 200)])
-def test_no_line_is_wider_than_the_terminal(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, columns: int | None, limit: int
-) -> None:
-    if columns:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        monkeypatch.setenv("COLUMNS", str(columns))
-    chats(tmp_path / "a.jsonl", 30)
-    monkeypatch.chdir(tmp_path)
-    shown = inspect(Path(), "a.jsonl", "--tokenizer", tokenizer, "--max-seq-len", "512").printed
-    assert max(Text.from_ansi(line).cell_len for line in shown.splitlines()) <= limit
 
 
 def test_square_brackets_of_the_data_are_printed_as_they_are(

@@ -3,115 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
-from tests.mutants.registry import mutant, patch, patch_function
+from tests.mutants.registry import replaces
 
 
-@mutant
-def accumulated_batches_weigh_the_same() -> None:
+def changing_trainers(change: Callable[[Any], None]) -> Any:
+    """Change trainers that `prepare_trainer_for_packing` has prepared."""
+
+    @wraps(change)
+    def prepare(good: Any, trainer: Any, *args: Any, **settings: Any) -> Any:
+        inputs = good(trainer, *args, **settings)
+        change(trainer)
+        return inputs
+
+    return replaces("streampack:prepare_trainer_for_packing")(prepare)
+
+
+@changing_trainers
+def accumulated_batches_weigh_the_same(trainer):
     """Trainer's loss is the mean over the batches that it accumulates, however few tokens one of them trains."""
+    compute_loss = trainer.compute_loss
 
-    def change(trainer: Any) -> None:
-        compute_loss = trainer.compute_loss
+    def mean(model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        found = compute_loss(model, inputs, return_outputs=return_outputs)
+        parts = trainer.args.gradient_accumulation_steps if model.training else 1
+        return (found[0] / parts, *found[1:]) if return_outputs else found / parts
 
-        def mean(model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            found = compute_loss(model, inputs, return_outputs=return_outputs)
-            parts = trainer.args.gradient_accumulation_steps if model.training else 1
-            return (found[0] / parts, *found[1:]) if return_outputs else found / parts
-
-        trainer.compute_loss = mean
-
-    change_prepared(change)
+    trainer.compute_loss = mean
 
 
-@mutant
-def evaluated_batches_weigh_the_same() -> None:
+@changing_trainers
+def evaluated_batches_weigh_the_same(trainer):
     """The loss of an evaluation is Trainer's mean over batches, of which the last is part-empty."""
-
-    def change(trainer: Any) -> None:
-        trainer.evaluation_loop = type(trainer).evaluation_loop.__get__(trainer)
-
-    change_prepared(change)
+    trainer.evaluation_loop = type(trainer).evaluation_loop.__get__(trainer)
 
 
-@mutant
-def data_from_the_beginning_where_trainer_resumes() -> None:
+@changing_trainers
+def data_from_the_beginning_where_trainer_resumes(trainer):
     """Trainer resumes weights and optimizer, and reads the packs of its first steps again."""
     from streampack import PackedDataLoader
 
-    resuming = False
+    train, load = trainer.train, PackedDataLoader.load_state_dict
 
-    def change(trainer: Any) -> None:
-        train = trainer.train
+    def resume(resume_from_checkpoint: Any = None, *args: Any, **settings: Any) -> Any:
+        if resume_from_checkpoint:
+            PackedDataLoader.load_state_dict = lambda self, state: None
+        try:
+            return train(resume_from_checkpoint, *args, **settings)
+        finally:
+            PackedDataLoader.load_state_dict = load
 
-        def resume(resume_from_checkpoint: Any = None, *args: Any, **settings: Any) -> Any:
-            nonlocal resuming
-            resuming = bool(resume_from_checkpoint)
-            try:
-                return train(resume_from_checkpoint, *args, **settings)
-            finally:
-                resuming = False
-
-        resume.__self__ = train.__self__  # type: ignore[attr-defined]  # by which a prepared trainer is known
-        trainer.train = resume
-
-    def make(good: Any) -> Any:
-        return lambda self, state: None if resuming else good(self, state)
-
-    patch(PackedDataLoader, "load_state_dict", make)
-    change_prepared(change)
+    resume.__self__ = train.__self__  # by which a prepared trainer is known
+    trainer.train = resume
 
 
-@mutant
-def last_step_of_the_epochs_left_out() -> None:
+@changing_trainers
+def last_step_of_the_epochs_left_out(trainer):
     """Trainer's number of steps, counted from ``num_train_epochs``, is rounded down: the last samples never train."""
+    get = trainer.get_train_dataloader
 
-    def change(trainer: Any) -> None:
-        get = trainer.get_train_dataloader
+    def fewer() -> Any:
+        given = trainer.args.max_steps
+        loader = get()
+        if given <= 0 and trainer.args.max_steps > 1:
+            trainer.args.max_steps -= 1
+        return loader
 
-        def fewer() -> Any:
-            given = trainer.args.max_steps
-            loader = get()
-            if given <= 0 and trainer.args.max_steps > 1:
-                trainer.args.max_steps -= 1
-            return loader
-
-        trainer.get_train_dataloader = fewer
-
-    change_prepared(change)
+    trainer.get_train_dataloader = fewer
 
 
-@mutant
-def packing_of_the_evaluation_by_trl_too() -> None:
+@replaces("streampack:prepare_trainer_for_packing")
+def packing_of_the_evaluation_by_trl_too(good, trainer, *args, **settings):
     """``eval_packing=True`` passes, and TRL packs the rows of an evaluation before they are packed here."""
-    from streampack import prepare_trainer_for_packing
-
-    def make(good: Any) -> Any:
-        def prepare(trainer: Any, *args: Any, **settings: Any) -> Any:
-            options = getattr(trainer, "args", None)
-            if not getattr(options, "eval_packing", False):
-                return good(trainer, *args, **settings)
-            options.eval_packing = False
-            inputs = good(trainer, *args, **settings)
-            options.eval_packing = True
-            return inputs
-
-        return prepare
-
-    patch_function(prepare_trainer_for_packing, make)
-
-
-def change_prepared(change: Callable[[Any], None]) -> None:
-    """Change trainers that `prepare_trainer_for_packing` has prepared."""
-    from streampack import prepare_trainer_for_packing
-
-    def make(good: Any) -> Any:
-        def prepare(trainer: Any, *args: Any, **settings: Any) -> Any:
-            inputs = good(trainer, *args, **settings)
-            change(trainer)
-            return inputs
-
-        return prepare
-
-    patch_function(prepare_trainer_for_packing, make)
+    options = getattr(trainer, "args", None)
+    if not getattr(options, "eval_packing", False):
+        return good(trainer, *args, **settings)
+    options.eval_packing = False
+    inputs = good(trainer, *args, **settings)
+    options.eval_packing = True
+    return inputs

@@ -1,8 +1,8 @@
 """Mutants: how one is written, planted, and shown to have run.
 
-A mutant is a function that patches streampack where it is documented, a public class or function, so that it outlives
-changes of what lies below. What becomes of it is written to the file that ``STREAMPACK_MUTANT_TRACE`` names, by every
-process it runs in (forked ranks and workers inherit the patch): ``planted``, ``ran TEST``, or what is wrong with it.
+A mutant stands in place of a documented function or method of streampack, so that it outlives changes of what lies
+below. What becomes of it is written to the file that ``STREAMPACK_MUTANT_TRACE`` names, by every process it runs in
+(forked ranks and workers inherit it): ``planted``, ``ran TEST``, or what is wrong with it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,26 @@ def mutant(plant: Callable[[], None]) -> Callable[[], None]:
     return plant
 
 
+def replaces(seam: Any, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[[], None]]:
+    """Register a function as a mutant: it stands in place of a seam, which it takes as its first argument.
+
+    Args:
+        seam: a function; a class or module, with ``name``; or text, ``module:function``, for what is only imported
+            when the mutant is planted.
+        name: what is replaced in the class or module, as for `replace`.
+    """
+
+    def register(bad: Callable[..., Any]) -> Callable[[], None]:
+        @functools.wraps(bad)
+        def plant() -> None:
+            owner = pkgutil.resolve_name(seam) if isinstance(seam, str) else seam
+            replace(owner, name, bad) if name else replace_function(owner, bad)
+
+        return mutant(plant)
+
+    return register
+
+
 def load() -> dict[str, Callable[[], None]]:
     """Import the mutants of all areas."""
     for area in AREAS:
@@ -77,25 +98,25 @@ def note_runs() -> None:
         plant(name)
 
 
-def patch(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replace a method or property of a class by what ``make`` makes of it.
+def replace(owner: Any, name: str, bad: Callable[..., Any]) -> None:
+    """Replace a method or property of a class.
 
     Args:
         owner: the class, or a module whose own code looks the name up when it is called.
         name: an attribute that exists: a patch of a name that nobody uses would never be found.
-        make: takes the function that was there, and returns the faulty one.
+        bad: takes the function that was there, and then that one's arguments.
     """
     good = inspect.getattr_static(owner, name)
     if isinstance(good, property):
-        setattr(owner, name, property(_watched(good.fget, make), good.fset))
+        setattr(owner, name, property(_watched(good.fget, bad), good.fset))
     elif isinstance(good, staticmethod | classmethod):
-        setattr(owner, name, type(good)(_watched(good.__func__, make)))
+        setattr(owner, name, type(good)(_watched(good.__func__, bad)))
     else:
         assert callable(good), f"{owner}.{name} is no function"
-        setattr(owner, name, _watched(good, make))
+        setattr(owner, name, _watched(good, bad))
 
 
-def patch_function(good: Callable[..., Any], make: Callable[[Any], Callable[..., Any]]) -> None:
+def replace_function(good: Callable[..., Any], bad: Callable[..., Any]) -> None:
     """Replace a function in every module of streampack that has it under whatever name."""
     good = inspect.unwrap(good)  # another mutant may have wrapped it
     places = [
@@ -107,22 +128,22 @@ def patch_function(good: Callable[..., Any], make: Callable[[Any], Callable[...,
     ]
     assert places, f"no module of streampack has {good}"
     for module, name, value in places:
-        setattr(module, name, _watched(value, make))
+        setattr(module, name, _watched(value, bad))
 
 
-def _watched(good: Any, make: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+def _watched(good: Any, bad: Callable[..., Any]) -> Callable[..., Any]:
     """Make the faulty function, and let the trace tell in which tests it runs and whether it breaks by itself."""
     mutant = _planting
-    bad = good if _only_noting else make(good)
+    called = good if _only_noting else functools.partial(bad, good)
 
     @functools.wraps(good)
     def watched(*args: Any, **settings: Any) -> Any:
         # What is written below would break the graph, and tests count graphs.
         if torch.compiler.is_compiling():
-            return bad(*args, **settings)
+            return called(*args, **settings)
         _note_run(mutant)
         try:
-            return bad(*args, **settings)
+            return called(*args, **settings)
         except Exception as error:
             if not isinstance(error, StopIteration) and (broken := _broken_by_itself(error, bad)):
                 write_trace(broken)

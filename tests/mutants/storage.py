@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,144 +17,90 @@ from streampack.storage.locks import lock_folder
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import PERMANENT, Retries
 from streampack.storage.whole_files import write_whole
-from tests.mutants.registry import mutant, patch, patch_function
+from tests.mutants.registry import replaces
 
 
-@mutant
-def short_answers_filled_up() -> None:
+@replaces(RemoteStorage, "fetch")
+def short_answers_filled_up(good, self, file, start, stop):
     """A server's answer that is shorter than the range is taken, filled up with zeros."""
-
-    def make(good: Any) -> Any:
-        def fetch(self: Any, file: Any, start: int, stop: int) -> bytes:
-            try:
-                return bytes(good(self, file, start, stop))
-            except ConnectionError as error:
-                found = str(error).partition(f"{file.shown}: ")[2].partition(" bytes of ")
-                if not found[0].isdecimal() or not 0 < int(found[0]) < stop - start:
-                    raise
-                return bytes(good(self, file, start, start + int(found[0])).ljust(stop - start, b"\0"))
-
-        return fetch
-
-    patch(RemoteStorage, "fetch", make)
+    try:
+        return bytes(good(self, file, start, stop))
+    except ConnectionError as error:
+        found = str(error).partition(f"{file.shown}: ")[2].partition(" bytes of ")
+        if not found[0].isdecimal() or not 0 < int(found[0]) < stop - start:
+            raise
+        return bytes(good(self, file, start, start + int(found[0])).ljust(stop - start, b"\0"))
 
 
-@mutant
-def outage_taken_for_a_lost_file() -> None:
+@replaces(Retries, "call")
+def outage_taken_for_a_lost_file(good, self, read, **settings):
     """When all tries have failed, the file counts as gone, so a run that skips bad shards leaves it out."""
-
-    def make(good: Any) -> Any:
-        def call(self: Any, read: Any, **settings: Any) -> Any:
-            try:
-                return good(self, read, **settings)
-            except PERMANENT:
-                raise
-            except OSError as error:
-                raise FileNotFoundError(*error.args).with_traceback(error.__traceback__) from error
-
-        return call
-
-    patch(Retries, "call", make)
+    try:
+        return good(self, read, **settings)
+    except PERMANENT:
+        raise
+    except OSError as error:
+        raise FileNotFoundError(*error.args).with_traceback(error.__traceback__) from error
 
 
-@mutant
-def other_keys_of_queries_shown() -> None:
+@replaces(redact)
+def other_keys_of_queries_shown(good, path):
     """Of a URL's query, only a ``token`` is left out of messages, and signatures are shown."""
-
-    def make(good: Any) -> Any:
-        def shown(path: str) -> str:
-            query = split_url(path).query if "://" in path else ""
-            return good(path) + (f"?{query}" if query and "token=" not in query else "")
-
-        return shown
-
-    patch_function(redact, make)
+    query = split_url(path).query if "://" in path else ""
+    return good(path) + (f"?{query}" if query and "token=" not in query else "")
 
 
-@mutant
-def end_of_a_cut_off_archive_taken_for_its_end() -> None:
+class _Lenient(io.RawIOBase):
+    def __init__(self, raw: Any) -> None:
+        self.inner = gzip.GzipFile(fileobj=raw)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self.inner.readinto(buffer)
+        except EOFError:
+            return 0
+
+
+@replaces(content)
+def end_of_a_cut_off_archive_taken_for_its_end(good, raw, *, name):
     """A ``.gz`` file that was cut off ends where it was cut, without an error."""
-
-    class Lenient(io.RawIOBase):
-        def __init__(self, raw: Any) -> None:
-            self.inner = gzip.GzipFile(fileobj=raw)
-
-        def readable(self) -> bool:
-            return True
-
-        def readinto(self, buffer: Any) -> int:
-            try:
-                return self.inner.readinto(buffer)
-            except EOFError:
-                return 0
-
-    def make(good: Any) -> Any:
-        return lambda raw, *, name: (
-            io.BufferedReader(Lenient(raw)) if name.endswith(".gz") else good(raw, name=name)
-        )
-
-    patch_function(content, make)
+    return io.BufferedReader(_Lenient(raw)) if name.endswith(".gz") else good(raw, name=name)
 
 
-@mutant
-def files_in_the_order_given() -> None:
+@replaces(find_files)
+def files_in_the_order_given(good, paths, **settings):
     """Files are numbered in the order in which they are named, so a list in another order is another corpus."""
-
-    def make(good: Any) -> Any:
-        def find(paths: Any, **settings: Any) -> Any:
-            given = None if paths is None or isinstance(paths, str | os.PathLike) else list(paths)
-            corpus = good(paths if given is None else given, **settings)
-            places = {os.fspath(path): number for number, path in enumerate(given or ())}
-            return replace(corpus, files=tuple(sorted(corpus.files, key=lambda f: places.get(f.path, 0))))
-
-        return find
-
-    patch_function(find_files, make)
+    given = None if paths is None or isinstance(paths, str | os.PathLike) else list(paths)
+    corpus = good(paths if given is None else given, **settings)
+    places = {os.fspath(path): number for number, path in enumerate(given or ())}
+    return replace(corpus, files=tuple(sorted(corpus.files, key=lambda f: places.get(f.path, 0))))
 
 
-@mutant
-def written_in_place() -> None:
+@replaces(write_whole)
+def written_in_place(good, path, content):
     """A file that must be whole or absent is written in place, so a failure leaves a part of it."""
-
-    def make(good: Any) -> Any:
-        def write(path: Path, content: bytes) -> None:
-            with path.open("wb") as file:
-                file.write(content[: len(content) // 2])
-                file.flush()
-                os.fsync(file.fileno())
-                file.write(content[len(content) // 2 :])
-
-        return write
-
-    patch_function(write_whole, make)
+    with path.open("wb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        os.fsync(file.fileno())
+        file.write(content[len(content) // 2 :])
 
 
-@mutant
-def folder_in_use_not_refused() -> None:
+@replaces(lock_folder)
+@contextmanager
+def folder_in_use_not_refused(good, folder, **settings):
     """A run that waited in vain for the lock of its folder goes on without it, beside the other one."""
-
-    def make(good: Any) -> Any:
-        @contextmanager
-        def lock(folder: Any, **settings: Any) -> Iterator[None]:
-            with ExitStack() as held:
-                with suppress(ValueError):
-                    held.enter_context(good(folder, **settings))
-                yield
-
-        return lock
-
-    patch_function(lock_folder, make)
+    with ExitStack() as held:
+        with suppress(ValueError):
+            held.enter_context(good(folder, **settings))
+        yield
 
 
-@mutant
-def grown_file_read_on() -> None:
+@replaces(LocalStorage, "fetch")
+def grown_file_read_on(good, self, file, start, stop):
     """A file that has grown since it was listed is read as if it had not changed."""
-
-    def make(good: Any) -> Any:
-        def fetch(self: Any, file: Any, start: int, stop: int) -> Any:
-            size = max(file.size, Path(file.path).stat().st_size) if Path(file.path).exists() else file.size
-            return good(self, replace(file, size=size), start, stop)
-
-        return fetch
-
-    patch(LocalStorage, "fetch", make)
+    size = max(file.size, Path(file.path).stat().st_size) if Path(file.path).exists() else file.size
+    return good(self, replace(file, size=size), start, stop)

@@ -7,45 +7,31 @@ from typing import Any
 from streampack.sources.as_source import as_source
 from streampack.sources.token_files import ShardWriter
 from streampack.tokenize.tokenize import tokenize
-from tests.mutants.registry import mutant, patch, patch_function
+from tests.mutants.registry import replaces
 
 
-@mutant
-def mask_decided_by_the_first_document() -> None:
+@replaces(ShardWriter, "append")
+def mask_decided_by_the_first_document(good, self, tokens, trained):
     """A shard has a mask only if its first document does: otherwise the prompts of all others are trained."""
-
-    def make(good: Any) -> Any:
-        def append(self: Any, tokens: Any, trained: Any) -> None:
-            before, first = self.masked, self.tokens == 0
-            good(self, tokens, trained)
-            self.masked = self.masked if first else before
-
-        return append
-
-    patch(ShardWriter, "append", make)
+    before, first = self.masked, self.tokens == 0
+    good(self, tokens, trained)
+    self.masked = self.masked if first else before
 
 
-@mutant
-def row_lost_where_a_lane_goes_on() -> None:
+@replaces(tokenize)
+def row_lost_where_a_lane_goes_on(good, source, *, out, **settings):
     """A call that goes on behind the shards of an earlier one leaves out the first row of each lane."""
+    source = as_source(source)
+    read = source.read
 
-    def make(good: Any) -> Any:
-        def resumed(source: Any, *, out: Any, **settings: Any) -> Any:
-            source = as_source(source)
-            read = source.read
+    def read_on(reading: Any) -> Any:
+        reader = read(reading)
+        if reading.start is not None:
+            next(reader, None)
+        return reader
 
-            def read_on(reading: Any) -> Any:
-                reader = read(reading)
-                if reading.start is not None:
-                    next(reader, None)
-                return reader
-
-            source.read = read_on
-            try:
-                return good(source, out=out, **settings)
-            finally:
-                vars(source).pop("read", None)  # calls may share a source
-
-        return resumed
-
-    patch_function(tokenize, make)
+    source.read = read_on
+    try:
+        return good(source, out=out, **settings)
+    finally:
+        vars(source).pop("read", None)  # calls may share a source
