@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from itertools import count
 from typing import Any
@@ -17,7 +18,6 @@ from streampack.sources.base import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
-from streampack.streaming.piece_reader import PieceReader
 from tests.mutants.registry import replaces
 
 
@@ -37,9 +37,10 @@ def cursor_off_by_one(good, self):
 
 
 @replaces(parts.InOrder, "row_of")
-def cursor_behind_the_row(good, self, found, cursor, window):
+def cursor_behind_the_row(good, self, found, cursor):
     """Each row of a file in a shuffle window has the next one's cursor."""
-    return good(self, found, (*cursor[:-1], cursor[-1] + (cursor[-1] > 0)), window)
+    part, offset, index, *counts = cursor
+    return good(self, found, (part, offset, index + (index > 0), *counts))
 
 
 @replaces(permutation)
@@ -82,59 +83,58 @@ def seed_not_compared(good, self, state):
     good(self, state)
 
 
-def restoring(change: Callable[[LaneState], None]) -> Any:
-    """Let lanes restore a state that this function has changed."""
+def loading(change: Callable[[LaneState], None]) -> Any:
+    """Let runs resume from states that this function has changed."""
 
     @wraps(change)
-    def restore(good: Any, self: Any, replay: Any) -> None:
-        replay.state = LaneState.from_dict(replay.state.as_dict())
-        change(replay.state)
-        good(self, replay)
+    def from_dict(good: Any, cls: Any, found: Any) -> LaneState:
+        state: LaneState = good(cls, found)
+        change(state)
+        return state
 
-    return replaces(Lane, "_restore")(restore)
+    return replaces(LaneState, "from_dict")(from_dict)
 
 
-@restoring
+@loading
 def lost_buffer(state):
     """A resume does not read the waiting pieces again; the ledger is changed to agree."""
-    state.ledger.tokens_in -= state.ledger.buffered
-    state.consumed, state.offset = (1 << state.next_piece - state.first) - 1, 0
+    state.ledger.tokens_in -= state.stand.buffered
+    state.stand = replace(state.stand, waiting=(), offset=0)
 
 
-@restoring
-def bitmap_shifted_by_one(state):
-    """The bitmap of consumed pieces is shifted by one."""
-    state.consumed >>= 1
+@loading
+def window_handed_out_again(state):
+    """A resume hands out the packs of an open window from its beginning."""
+    state.packs, state.handed_out = state.packs - state.handed_out, 0
 
 
-@restoring
+@loading
 def offset_not_restored(state):
     """A split sample starts again from its beginning; the ledger is changed to agree."""
-    state.ledger.packed -= state.offset
-    state.offset = 0
+    state.ledger.packed -= state.stand.offset
+    state.stand = replace(state.stand, offset=0)
 
 
-@restoring
+@loading
 def ledger_not_restored(state):
     """A resume starts the ledger at 0, apart from what its invariant needs."""
     state.ledger = Ledger(tokens_in=state.ledger.buffered)
 
 
-@replaces(PieceReader, "pieces_of")
-def drop_counted_twice(good, self, row, *, again):
-    """A resume counts samples dropped before the state a second time."""
-    before = self.next_number
-    found = good(self, row, again=False)
-    if again:  # counting also numbers a dropped row; undo that, or the resume itself would fail
-        self.next_number = before
-    return found
+@loading
+def drop_counted_twice(state):
+    """A resume counts what was dropped before the state a second time."""
+    dropped = state.ledger.dropped
+    state.ledger.tokens_in += sum(dropped.values())
+    for reason, tokens in dropped.items():
+        state.ledger.drop(reason, tokens, samples=state.ledger.dropped_samples[reason])
 
 
-@replaces(Planner, "restore")
-def buffer_order_changed(good, self, waiting, *, offset):
+@loading
+def buffer_order_changed(state):
     """A resume reverses the order of the waiting pieces behind the oldest."""
-    first, *others = waiting or [None]
-    good(self, [first, *reversed(others)] if waiting else [], offset=offset)
+    waiting = state.stand.waiting
+    state.stand = replace(state.stand, waiting=(*waiting[:1], *reversed(waiting[1:])))
 
 
 @replaces(Ledger, "as_dict")
@@ -243,10 +243,9 @@ def untrained_taken_for_trained(good, sample):
     return False
 
 
-@replaces(Lane, "_restore")
-def newest_waiting_piece_lost(good, self, replay):
+@loading
+def newest_waiting_piece_lost(state):
     """A resume takes the newest waiting piece for one that is packed; the ledger is made to agree."""
-    good(self, replay)
-    if len(self.planner.waiting) > 1:
-        self.planner.lengths.pop()
-        self.ledger.tokens_in -= self.planner.waiting.pop().length
+    if len(waiting := state.stand.waiting) > 1:
+        state.ledger.tokens_in -= waiting[-1].tokens
+        state.stand = replace(state.stand, waiting=waiting[:-1])
