@@ -206,6 +206,7 @@ class Lane:
             packs=self.packs,
             handed_out=0 if window is None else window.handed_out,
             window=None if window is None else window.begin,
+            read_before=0 if window is None else window.read_before,
             source_stats=tuple([stats.copy() for stats in self.source_stats]),
             bad_shards=tuple(reader.bad_shards),
             bad_in_pass=reader.bad_of_state,
@@ -226,7 +227,7 @@ class Lane:
         whole = [address for address, tokens in left.items() if tokens == address.tokens]
         whole.sort(key=lambda address: (rows[address.row_id], address.start))
         stand = Stand(reader.epoch, reader.reader.cursor, tuple(whole))
-        return replace(state, stand=stand, handed_out=0, window=None)
+        return replace(state, stand=stand, handed_out=0, window=None, read_before=0)
 
     def _stand(self) -> Stand:
         """Return where the lane stands, leaving out packs that wait to be handed out."""
@@ -251,9 +252,9 @@ class Lane:
 
     def _plan(self) -> PackWindow:
         """Plan the packs of a window that begins here."""
-        begin = self._stand()
+        begin, read_before = self._stand(), self.ledger.tokens_in
         planned = plan_window(self.config, self.planner, epoch=self.epoch, packs=self.packs)
-        return PackWindow(planned, begin=begin, end=self._stand())
+        return PackWindow(planned, begin=begin, end=self._stand(), read_before=read_before)
 
     def _restore(self, state: LaneState, rows: Rows) -> None:
         reader, begin = self.piece_reader, state.begin
@@ -302,7 +303,8 @@ class Lane:
         left = len(window.packs) - handed_out
         for _ in range(handed_out):
             window.take()
-        same = left > 0 and _places(window.end) == _places(state.stand)
+        read = state.ledger.tokens_in - state.read_before
+        same = left > 0 and _places(window.end) == _places(state.stand) and self.ledger.tokens_in == read
         if not same or self._held != state.ledger.buffered:
             if reader.reader.missed_files:
                 return False
@@ -310,7 +312,7 @@ class Lane:
                 f"lane {self.lane}: other packs are planned than when the state was made; the data or the encoder "
                 "changed since it was written"
             )
-        self.packs = state.packs
+        self.packs, window.read_before = state.packs, state.read_before
         reader.ledger, reader.bad_in_pass = state.ledger.copy(), bad
         reader.source_stats = [stats.copy() for stats in state.source_stats]
         return True

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from streampack.accounting import Ledger, SourceStats
 from streampack.types import Cursor, Pack, RowId
 
-SELDOM = ("anew", "bad_shards", "bad_in_pass", "window")
+SELDOM = ("anew", "bad_shards", "bad_in_pass", "window", "read_before")
 """Fields of a lane state that its dict leaves out where they are False, empty or None."""
 Moved = Callable[[RowId], RowId | None]
 """The id that a row has in a corpus that has changed; None if it is gone."""
@@ -100,6 +100,7 @@ class LaneState:
     packs: int = 0  # handed out in this epoch; with an endless stream, since the beginning
     handed_out: int = 0  # of them, those of the open window
     window: Stand | None = None  # where the open window begins
+    read_before: int = 0  # the ledger's tokens_in there
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
     bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
     bad_in_pass: tuple[
@@ -128,7 +129,7 @@ class LaneState:
             return self
         ledger = self.ledger.copy()
         ledger.drop("removed", ledger.buffered - self.stand.buffered, samples=0)
-        return replace(self, ledger=ledger, handed_out=0, window=None)
+        return replace(self, ledger=ledger, handed_out=0, window=None, read_before=0)
 
     def behind(self, *, same_tokens: bool = True) -> LaneState:
         """Return the state of a lane that reads on behind this one with other settings, and counts from zero.
@@ -185,6 +186,7 @@ class LaneState:
             "packs": self.packs,
             "handed_out": self.handed_out,
             "window": None if self.window is None else self.window.as_list(),
+            "read_before": self.read_before,
             "source_stats": [stats.numbers() for stats in self.source_stats],
             "bad_shards": list(self.bad_shards),
             "bad_in_pass": list(self.bad_in_pass),
@@ -212,7 +214,8 @@ class LaneState:
         checksum = found.get("checksum")
         if type(checksum) is not int or checksum != _checksum(values):
             raise ValueError("the checksum is wrong" + DAMAGED)
-        _require_counts([values["packs"], values["handed_out"]], "packs or handed_out")
+        counts = [values["packs"], values["handed_out"], values.get("read_before", 0)]
+        _require_counts(counts, "packs, handed_out or read_before")
         if values["handed_out"] > values["packs"]:
             raise ValueError("a window has handed out more packs than the lane" + DAMAGED)
         _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
@@ -232,6 +235,7 @@ class LaneState:
             values["packs"],
             values["handed_out"],
             None if window is None else Stand.from_list(window),
+            values.get("read_before", 0),
             tuple(SourceStats(*numbers) for numbers in values["source_stats"]),
             tuple(values.get("bad_shards", ())),
             tuple(values.get("bad_in_pass", ())),
