@@ -12,7 +12,7 @@ from streampack import JSONLSource, cli
 from streampack.sources import ParquetSource
 from streampack.sources.scan import scan  # private: named in docs/guides/data.md
 from tests.harness.conformance import check_resume_everywhere, content
-from tests.harness.files import CASES, HARM, ROWS, corpus, listed, shards, skipping, survivors
+from tests.harness.files import CASES, HARM, corpus, listed, shards, skipping, survivors
 from tests.harness.stores import Web
 
 KINDS = ("jsonl", "gz", "parquet")
@@ -26,20 +26,6 @@ def opened(kind: str, manifest: Path | str, folder: Path | str | None = None) ->
     if kind == "parquet":
         return ParquetSource(folder, manifest=manifest, columns=["i", "n"])
     return JSONLSource(folder, manifest=manifest)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_manifest_holds_what_reading_would_find(tmp_path: Path, kind: str) -> None:
-    files = corpus(kind, tmp_path)
-    found = scan(tmp_path, out=tmp_path / "corpus.manifest", progress=False)
-    _, *entries = map(json.loads, (tmp_path / "corpus.manifest").read_text().splitlines())
-    assert [entry["name"] for entry in entries] == [path.name for path in files.paths]
-    assert [entry["size"] for entry in entries] == [path.stat().st_size for path in files.paths]
-    corpus_read = files.open().corpus
-    assert [entry["tag"] for entry in entries] == list(map(corpus_read.tag, corpus_read.files))
-    assert (found.files, found.problems) == (len(files.paths), [])
-    assert found.rows == (len(ROWS) if kind == "parquet" else None)
-    assert found.bytes == sum(path.stat().st_size for path in files.paths)
 
 
 @pytest.mark.parametrize("kind", KINDS)

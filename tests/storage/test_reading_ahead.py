@@ -127,14 +127,6 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
     assert least <= sum(size for _, size in network.requests) <= most
 
 
-def test_windows_that_fill_the_budget_are_warned_of_once(
-    network: Network, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert len(packs(filled("jsonl"), read_ahead=48 * 1000)) > LANES
-    [record] = [each for each in caplog.records if each.name.endswith("read_ahead")]
-    assert record.getMessage().startswith("a shuffle window holds 0.0 MB, and windows of 0.0 MB in each lane")
-
-
 def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
     """A file of a later lane is fetched long before, in vain; the packs before its own come, and those after it."""
     data = filled("jsonl")

@@ -5,14 +5,12 @@ A memory file system with versions stands for the stores; GCS and Azure on loopb
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import json
 import logging
 import multiprocessing
 import pickle
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -126,18 +124,6 @@ def test_forked_workers_read_after_their_parent_has_read(web: Web) -> None:
     assert packs(pickle.loads(pickle.dumps(data))) == expected, "and a spawned one gets its own"
 
 
-def test_threads_that_read_ahead_do_not_keep_a_process_alive(
-    web: Web, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_pieces(monkeypatch, block=10_000)
-    web.files = shards("jsonl", 2, 1000)
-    web.fault = lambda path: None if len(web.requests) < 8 else "stall"
-    next(source("jsonl", urls(web)).read(Reading()))
-    reading = [thread for thread in threading.enumerate() if thread.name.startswith("read ahead")]
-    assert reading
-    assert all(thread.daemon for thread in reading)
-
-
 def test_a_weak_tag_names_the_same_version(web: Web) -> None:
     """One of several proxies may mark tags as weak, and a manifest may hold such a tag."""
     web.files = shards("jsonl", 2)
@@ -178,31 +164,6 @@ def test_s3_through_a_listing(web: Web) -> None:
     assert len(data.files) == 6
     packs(data)
     assert web.bytes <= 1.05 * used(kind, web.files) + 4000  # the listing
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
-def test_names_may_hold_the_marks_of_urls(tmp_path: Path, kind: str) -> None:
-    """On this machine and in an object store, where no ``#`` begins a fragment."""
-    names = [f"part#1.{kind}", f"part.{kind}#2", f"part?a=1.{kind}", f"a%20b.{kind}", f"a b.{kind}"]
-    pack = gzip.compress if kind.endswith("gz") else bytes
-    stored = {name: i for i, name in enumerate(names) if not name.endswith("#2")}
-    memory = fsspec.filesystem("memory")
-    for i, name in enumerate(names):
-        (tmp_path / name).write_bytes(pack(b'{"i": %d}\n' % i))
-        memory.pipe(f"/m/{name}", pack(b'{"i": %d}\n' % i))
-    try:
-        data = JSONLSource(tmp_path)
-        assert sorted(row.data["i"] for row in data.read(Reading())) == [0, 2, 3, 4]
-        there = JSONLSource(f"memory://m/*.{kind}")
-        assert {
-            file.name: row.data["i"] for row in there.read(Reading()) for file in [there.files[row.row_id[0]]]
-        } == stored
-        assert any("part#1" in file.shown for file in there.files)
-        both = JSONLSource(f"memory://m/part?*1.{kind}")
-        assert [file.name for file in both.files] == [names[0], names[2]], "and it is a wildcard"
-        assert both.files[1].shown == "memory://m/part", "it may begin a signature"
-    finally:
-        memory.rm("/m", recursive=True)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
