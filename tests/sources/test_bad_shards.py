@@ -243,6 +243,23 @@ def test_tokenize_leaves_out_bad_shards_and_counts_them(tmp_path: Path) -> None:
     assert {entry["shard"] for entry in listed(out / "bad_records")} == {"2.jsonl"}
 
 
+def test_a_file_that_came_back_between_two_runs_is_another_corpus(tmp_path: Path) -> None:
+    """It was named, and its size was not known: the state was made with a corpus in which it was unreadable."""
+    files = corpus("jsonl", tmp_path)
+    kept = files.paths[2].read_bytes()
+    files.paths[2].unlink()
+    with unwarned():
+        dataset = skipping(files.open())
+        next(iter(dataset))
+        state = dataset.state_dict()
+        again = skipping(files.open())
+        again.load_state_dict(state)
+    files.paths[2].write_bytes(kept)
+    back = skipping(files.open())
+    with pytest.raises(ValueError, match="2.jsonl is another file"):
+        back.load_state_dict(state)
+
+
 def test_a_corpus_of_nothing_but_bad_shards_is_an_error(tmp_path: Path) -> None:
     for harm, message in (
         ("empty", "6 of 6 files cannot be read"),

@@ -387,20 +387,3 @@ def test_a_source_without_rows_is_refused(stop: str) -> None:
         "lane 0 of 4: source 'small' has no rows in 9 passes over it, so its weight cannot be reached; leave the "
         "source out"
     )
-
-
-@pytest.mark.parametrize("trained", [2, 0])
-def test_a_small_source_in_which_few_rows_are_trained_is_read_on(trained: int) -> None:
-    """Unless none is."""
-    masked = {"tokens": [1, 2], "labels": [-100] * 2}
-    few = [*[{"tokens": [1] * 9, "labels": [1] * 9}] * trained, *[masked] * (30 - trained)]
-    large = [{"tokens": [2] * 9, "labels": [2] * 9}] * 200
-    mix = Mix([entry("few", few), entry("large", large)], stop="never")
-    data = IterablePackedDataset(mix, max_seq_len=24, num_lanes=8, untrained="drop", epochs=None)
-    if trained:
-        assert len(list(islice(data, 200))) == 200
-        stats = data.source_stats()
-        assert abs(stats["few"].trained / stats["large"].trained - 1) < 0.2
-    else:
-        with pytest.raises(ValueError, match=r"the last 100\d rows of source 'few' trained no token"):
-            next(iter(data))

@@ -439,6 +439,17 @@ def test_folders_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
             TokenShardSource(folders)
 
 
+def test_a_shard_by_two_names_is_refused(tmp_path: Path) -> None:
+    """Otherwise all of its documents would be trained twice in each epoch."""
+    folder = numbered_shards(tmp_path, 0, lanes=1)
+    index = json.loads((folder / "index.json").read_text())
+    [entry] = index["shards"]
+    index["shards"].append({**entry, "name": f"./{entry['name']}"})
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="is named twice; name every file once"):
+        TokenShardSource(folder)
+
+
 # MDS.
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from streampack import (
+    HFSource,
     IterablePackedDataset,
     JSONLSource,
     ParquetSource,
@@ -126,62 +127,45 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert tokens_of(paths) == [[1, 2, 3, 4, 5, 6]], paths
 
 
-def test_a_json_array_is_refused_with_a_source_that_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    from streampack import HFSource
-
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(ROWS, indent=1))
-    with pytest.raises(ValueError) as error:
-        as_source(path)
-    assert str(error.value).startswith(f"{path}: it is one JSON array and no lines; let datasets read it: ")
-    way_out = str(error.value).split("read it: ")[1]
-    assert tokens_of(eval(way_out, {"HFSource": HFSource})) == [[1, 2, 3, 4, 5, 6]]
-    lines(tmp_path / "lines.json", ROWS)  # the ending does not say that it is none
-    assert tokens_of(tmp_path / "lines.json") == [[1, 2, 3, 4, 5, 6]]
-
-
-@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
-def test_formats_that_datasets_reads(tmp_path: Path, ending: str, separator: str) -> None:
+@pytest.mark.parametrize(
+    ("ending", "content", "what"),
+    [
+        ("json", json.dumps(ROWS, indent=1), "it is one JSON array and no lines"),
+        *(
+            (ending, f"n{mark}input_ids\nred dog{mark}1\n", "it is no file of JSON lines")
+            for ending, mark in (("csv", ","), ("tsv", "\t"))
+        ),
+    ],
+)
+def test_formats_that_datasets_reads_are_refused_with_a_source_that_reads_them(
+    tmp_path: Path, ending: str, content: str, what: str
+) -> None:
     datasets = pytest.importorskip("datasets")
-    from streampack import HFSource
-
     path = tmp_path / f"rows.{ending}"
-    path.write_text(f"text{separator}n\nred dog{separator}1\n")
+    path.write_text(content)
     with pytest.raises(ValueError) as error:
         as_source(str(path))
     start, _, way_out = str(error.value).partition("read it: ")
-    assert start == f"{path}: it is no file of JSON lines; let datasets "
+    assert start == f"{path}: {what}; let datasets "
     source = eval(way_out, {"HFSource": HFSource, "datasets": datasets})
-    assert [row.data for row in source.read(Reading())] == [{"text": "red dog", "n": 1}]
+    rows = ROWS if ending == "json" else [{"n": "red dog", "input_ids": 1}]
+    assert [row.data for row in source.read(Reading())] == rows
 
 
-def twice(folder: Path, how: str) -> dict[str, Any]:
-    """Return arguments of a file source that name ``data`` twice."""
-    folder.mkdir(exist_ok=True)
-    (folder / "sub").mkdir()
-    [data] = folder.glob("data.*")
-    link = data.with_name("link" + "".join(data.suffixes))
-    if how == "a link beside it":
-        link.symlink_to(data.name)
-        return {"paths": str(folder / f"*{data.suffix}")}
-    if how == "another name of it":
-        os.link(data, link)
-        return {"paths": [data, link]}
-    if how == "a linked folder":
-        (folder / "also").symlink_to(folder)
-        return {"paths": [data, folder / "also" / data.name]}
-    (folder / "names.txt").write_text(f"./{data.name}\n{data.name}")
-    return {"manifest": folder / "names.txt"}
-
-
-HOWS = ("a link beside it", "another name of it", "a linked folder", "a manifest")
-
-
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["a link beside it", "another name of it", "a linked folder", "a manifest"])
 def test_a_file_by_two_names_is_refused(tmp_path: Path, how: str) -> None:
-    write(tmp_path / "data.jsonl", numbered(5))
-    arguments = twice(tmp_path, how)
+    data = write(tmp_path / "data.jsonl", numbered(5))
+    arguments: dict[str, Any] = {"paths": str(tmp_path / "*.jsonl")}
+    if how == "a link beside it":
+        (tmp_path / "link.jsonl").symlink_to(data.name)
+    elif how == "another name of it":
+        os.link(data, tmp_path / "link.jsonl")
+    elif how == "a linked folder":
+        (tmp_path / "also").symlink_to(tmp_path)
+        arguments = {"paths": [data, tmp_path / "also" / data.name]}
+    else:
+        (tmp_path / "names.txt").write_text(f"./{data.name}\n{data.name}")
+        arguments = {"manifest": tmp_path / "names.txt"}
     with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
         JSONLSource(**arguments)
 
