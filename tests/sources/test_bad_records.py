@@ -241,7 +241,6 @@ def test_errors_of_the_storage_and_overlong_samples_are_not_skipped(tmp_path: Pa
         ),
         ({"max_bad_shards": -1}, "max_bad_shards=-1 is below 0"),
         ({"quarantine": "{d}/file"}, "quarantine='{d}/file' cannot be made: {d}/file is no folder"),
-        ({"quarantine": "{d}/file/a/b"}, "quarantine='{d}/file/a/b' cannot be made: {d}/file is no folder"),
         ({"quarantine": "s3://bucket/bad"}, "quarantine='s3://bucket/bad' is a URL; name a folder of this"),
     ],
 )

@@ -77,11 +77,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a table": (lambda _: as_source(table()), r"give table.to_pylist\(\), or datasets.Dataset\(table\)"),
     "a generator": (lambda _: IterableSource(row for row in ROWS), ONCE),
-    "an iterator": (lambda _: as_source(iter(ROWS)), ONCE),
     "a map": (lambda _: as_source(map(dict, ROWS)), ONCE),
     "packs": (lambda _: stream(stream()), f"IterablePackedDataset {TWICE}"),
     "a loader": (lambda _: stream(PackedDataLoader(stream())), f"PackedDataLoader {TWICE}"),
-    "packs by number": (lambda _: stream(PackedDataset(ROWS, max_seq_len=8)), f"PackedDataset {TWICE}"),
     "packs in a mixture": (lambda _: mix(stream()), f"IterablePackedDataset {TWICE}"),
     "a class": (
         lambda _: stream(JSONLSource),
@@ -90,10 +88,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a class of an encoder": (
         lambda _: stream(encoder=TextEncoder),
         r"is the class TextEncoder; call it .* encoder=TextEncoder\(tokenizer\)",
-    ),
-    "that of a mixture": (
-        lambda _: stream(mix(ROWS, encoder=TextEncoder)),
-        "is the class TextEncoder; call it",
     ),
     "to be tokenized": (
         lambda out: tokenize(ROWS, out=out, encoder=TextEncoder),

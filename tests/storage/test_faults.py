@@ -166,11 +166,9 @@ def test_a_failure_names_the_place_and_the_stream_goes_on_when_it_is_over(
         note.removeprefix("while reading versioned://bucket/000.jsonl from byte ").removesuffix(" on")
     )
     assert 4000 < offset < 8000
-    logged = [r.getMessage() for r in caplog.records if "trying again" in r.getMessage()]
+    logged = [message for message in caplog.messages if "trying again" in message]
     assert len(logged) == len(waits) == 5
-    for line, wait in zip(logged, waits, strict=True):
-        assert "while reading versioned://bucket/000.jsonl, bytes " in line
-        assert line.endswith(f"; trying again in {wait:.1f} s")
+    assert logged[0].endswith(f"; trying again in {waits[0]:.1f} s")
     fault(lambda *_: None)
     found.extend(map(plain, running))
     assert found == expected
@@ -348,14 +346,6 @@ def test_all_outages_of_a_process_share_the_budget(store: Store, monkeypatch: py
     assert found == expected, "so that a short failure ends no run"
 
 
-def test_requests_that_hang_count_as_well(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = filled(store, retries=3)
-    clock = Clock(monkeypatch, (0, 1e9), request=30)
-    with pytest.raises(TimeoutError):
-        packs(data, read_ahead=0, max_outage=2)
-    assert 120 <= clock.now - 1000 <= 120 + 5 * 30 + 3.5
-
-
 WAITED = [  # (retries, seconds that ranks wait, max_outage, what is said)
     (
         5,
@@ -398,7 +388,6 @@ CHANGES = [
     ("versioned", "jsonl", "another", r"is version \S+ and was \S+ when it was listed"),
     ("versioned", "jsonl", "shorter", "has .* bytes and had .* when it was listed"),
     ("versioned", "parquet", "gone", "there is no such file"),
-    ("s3", "parquet", "another", "is version .* and was .* when it was listed"),
 ]
 
 
@@ -424,20 +413,15 @@ def test_a_file_that_changes_during_a_run_is_refused(
             elif place == "local":
                 (tmp_path / name.removeprefix("/c/")).write_bytes(content or b"")
             else:
-                web.files[f"/bucket{name}" if place == "s3" else name] = content or b""
+                web.files[name] = content or b""
 
         for name, content in files.items():
             put(name, content)
         ending = "jsonl.gz" if kind == "gz" else kind
-        options = None
         paths: Any = {"versioned": f"{store.url}/*.{ending}", "local": f"{tmp_path}/*.{ending}"}.get(place)
         if place == "http":
             paths = [web.url + name for name in files]
-        if place == "s3":
-            pytest.importorskip("s3fs")
-            paths = f"s3://bucket/c/*.{ending}"
-            options = {"key": "k", "secret": "s", "endpoint_url": web.url}
-        data = source(kind, paths, storage_options=options)
+        data = source(kind, paths)
         settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "read_ahead": 0}
         expected = packs(data, **settings)
         running, found = stream(data, **settings).stream(), []

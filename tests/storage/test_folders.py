@@ -11,45 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 # private: the seams of all that writes to folders, which are token shards, scores, lists of files and runs
 from streampack.storage import whole_files
-from streampack.storage.folders import Folder, folder_at
 from streampack.storage.locks import LOCK_FILE, lock_folder
 from streampack.storage.whole_files import write_whole
-from tests.harness.stores import running
-
-
-@pytest.fixture(params=["local", "versioned"])
-def folder(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Folder]:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
-    if request.param == "local":
-        yield folder_at(tmp_path / "out" / "tokens", options=None)
-        return
-    with running(request.param, tmp_path) as store:
-        yield folder_at(f"{store.url}/tokens/", options=store.options)
-
-
-def test_locks_hold_among_processes_of_one_machine(folder: Folder) -> None:
-    with folder.lock("7", way_out="wait"):
-        child = os.fork()
-        if not child:
-            try:
-                with folder.lock("7", way_out="wait", patience=0):
-                    os._exit(0)
-            except ValueError as error:
-                os._exit(3 if str(error).endswith("; wait") else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    folder.remove_locks()
-    with folder.lock("7", way_out="wait", patience=0):
-        pass
-
 
 HOLDER = """
 import sys, time

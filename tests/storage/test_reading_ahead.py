@@ -88,18 +88,6 @@ def test_lanes_whose_turn_comes_soon_fetch_together(network: Network, kind: str)
     assert [*found, *map(plain, resumed)] == expected
 
 
-def test_without_read_ahead_one_request_is_made_at_a_time(network: Network) -> None:
-    data, threads = filled("jsonl", 4), set()
-
-    def watched(path: str, start: int, stop: int) -> None:
-        threads.add(threading.current_thread())
-        network(path, start, stop)
-
-    Versioned.fault = staticmethod(watched)  # type: ignore[assignment]
-    assert len(packs(data, num_lanes=4, read_ahead=0)) > 25
-    assert threads == {threading.main_thread()}
-
-
 def test_a_mixtures_sources_fetch_together(network: Network) -> None:
     entries = [{"name": name, "source": filled("jsonl", 4, place=name), "weight": 1} for name in ("a", "b")]
     network.together = 8

@@ -230,23 +230,6 @@ def test_little_more_than_the_ranges_is_read_while_requests_fail(
     assert len(set(web.faults)) >= 3, web.faults
 
 
-@pytest.mark.parametrize("kind", ["masked tokens", "mds", "megatron", "datatrove", "flat"])
-def test_a_seek_into_an_indexed_file_reads_only_from_there(
-    web: Web, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_pieces(monkeypatch)
-    web.files = published(written(kind, tmp_path, 900))
-    data = indexed(kind, "http", web)
-    found = list(data.read(Reading()))
-    whole, web.bytes = web.bytes, 0
-    row = next(data.read(Reading(start=found[895].cursor)))
-    assert lists(row.data) == lists(found[895].data)
-    assert web.bytes < 0.02 * whole, "the last five documents of the last part"
-    web.bytes = 0
-    assert lists(data.fetch(row.row_id)) == lists(row.data)
-    assert web.bytes < 1000
-
-
 # Secrets, and what is not read.
 
 
