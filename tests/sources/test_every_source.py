@@ -241,17 +241,6 @@ def test_resume_at_every_pack(source: Any) -> None:
     assert len(check_resume_everywhere(lambda: stream(source), packs=12)) > 5
 
 
-def test_rows_have_places_of_their_own(source: Any, kind: str) -> None:
-    places, shards = set(), set()
-    for row in source.read(Reading(shuffle_window=7)):
-        places.add(source.locate(row.row_id))
-        near = source.locate_cheaply(row.row_id)
-        assert near == source.locate(row.row_id) or ", byte " in near
-        shards.add(source.shard(row.row_id))
-    assert len(places) == len(expected(source, kind))
-    assert len(shards) in (1, 3, 5, len(places))
-
-
 def test_a_source_can_be_pickled(source: Any, kind: str) -> None:
     list(source.read(Reading()))
     again = pickle.loads(pickle.dumps(source))

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -108,27 +107,6 @@ def test_forked_workers_read_after_their_parent_has_read(web: Web) -> None:
     loader = PackedDataLoader(stream(data), num_workers=2)
     assert sum(len(batch.tokens) for batch in loader) == len(expected)
     assert packs(pickle.loads(pickle.dumps(data))) == expected, "and a spawned one gets its own"
-
-
-def test_a_weak_tag_names_the_same_version(web: Web) -> None:
-    """One of several proxies may mark tags as weak."""
-    web.files = shards("jsonl", 2)
-    strong = source("jsonl", urls(web)).fingerprint()
-    marks = cycle(["W/", ""])
-    web.bend["ETag"] = lambda tag: next(marks) + tag
-    data = source("jsonl", urls(web))
-    assert data.fingerprint() == strong
-    assert len(read_all(data, num_lanes=4)) == 80
-    assert len(web.requests) > 6, "of each file, both were seen"
-
-
-def test_the_fingerprint_has_the_servers_tag_and_not_its_address(web: Web) -> None:
-    web.files = shards("jsonl", 3)
-    before = source("jsonl", urls(web)).fingerprint()
-    web.files = {f"/moved{path}": content for path, content in web.files.items()}
-    assert source("jsonl", urls(web)).fingerprint() == before
-    web.files["/moved/c/001.jsonl"] = web.files["/moved/c/001.jsonl"].replace(b"a", b"b")
-    assert source("jsonl", urls(web)).fingerprint() != before
 
 
 def test_s3_through_a_listing(web: Web) -> None:
