@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streampack import Holdout, Mix, PackedDataLoader, ParquetSource, TokensEncoder
+from streampack import Holdout, Mix, ParquetSource
 from streampack.sources import Reading
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_resume_everywhere, content
@@ -157,57 +157,6 @@ def test_a_shard_behind_a_url(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
             skipping(source(kind, paths), on_bad_record="error")
 
 
-def test_a_file_is_warned_of_once_though_several_datasets_read_it(tmp_path: Path) -> None:
-    """As in a recipe that holds a fraction out: a dataset for training, and one of each source for validation."""
-    one, two = (corpus(kind, tmp_path / kind) for kind in ("jsonl", "tokens"))
-    HARM["empty"](one.paths[1])
-    HARM["gone"](two.paths[1])
-    encoders: Any = {"a": Numbers(), "b": TokensEncoder()}
-    sources = {"a": one.open(), "b": two.open()}
-    entries = [
-        {
-            "name": name,
-            "source": Holdout(each, fraction=0.1, part="train"),
-            "encoder": encoders[name],
-            "weight": 1,
-        }
-        for name, each in sources.items()
-    ]
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            list(islice(skipping(Mix(entries)), 4))
-            for name, each in sources.items():
-                held_out = Holdout(each, fraction=0.1, part="validation")
-                list(islice(skipping(held_out, encoder=encoders[name]), 4))
-    assert [str(each.message) for each in warned] == [
-        f"2 of {6 + len(two.paths)} files cannot be read and are left out; the first is {one.paths[1]}: it is empty"
-    ]
-
-
-OF_KNOWN_SIZE = [("jsonl", "zeros"), ("gz", "zeros"), ("parquet", "no column")]
-# An index has the sizes of shards, whatever became of them.
-OF_KNOWN_SIZE += [(kind, harm) for kind, harm, _ in CASES if kind in ("tokens", "mds")]
-
-
-@pytest.mark.parametrize(("kind", "harm"), OF_KNOWN_SIZE)
-def test_the_lanes_do_not_depend_on_what_is_bad(tmp_path: Path, kind: str, harm: str) -> None:
-    """Whether a file can be read does not decide which lane reads which part; names and sizes do."""
-    files = corpus(kind, tmp_path)
-
-    def lanes() -> list[list[int]]:
-        found: list[list[Any]] = [[], [], []]
-        with unwarned():
-            for pack in skipping(files.open(), num_lanes=3):
-                found[pack["lane"]].append(pack)
-        return [survivors(packs) for packs in found]
-
-    whole = lanes()
-    HARM[harm](files.paths[2])
-    bad = set(files.rows_of[2])
-    assert lanes() == [[i for i in lane if i not in bad] for lane in whole]
-
-
 def test_the_limit_is_that_of_a_lane_and_holds_over_epochs_and_resumes(tmp_path: Path) -> None:
     files = corpus("gz", tmp_path / "data")
     for i in (1, 2, 4):
@@ -259,16 +208,6 @@ def test_a_parquet_file_with_a_column_of_another_type_is_one_bad_shard(
     reasons = {entry["reason"].partition(": ")[0] for entry in entries if entry["shard"] == f"{odd}.parquet"}
     assert reasons == {"its column 'n' is string, and integer in most files"}
     check_resume_everywhere(make, packs=12, whole_every=6)
-
-
-def test_workers_leave_out_bad_shards(tmp_path: Path) -> None:
-    files = corpus("parquet", tmp_path / "data")
-    HARM["no column"](files.paths[5])
-    dataset = skipping(files.open(), quarantine=tmp_path / "bad", num_lanes=4)
-    with unwarned():
-        loader = PackedDataLoader(dataset, num_workers=2)
-        assert survivors({"tokens": batch.tokens} for batch in loader) == files.rest(5)
-    assert loader.ledger().bad_shards == len(listed(tmp_path / "bad")) > 0
 
 
 def test_a_mixture_and_a_holdout_leave_out_bad_shards(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from streampack import JSONLSource, cli
 from streampack.sources import ParquetSource
 from streampack.sources.scan import scan  # private: named in docs/guides/data.md
 from tests.harness.conformance import check_resume_everywhere, content
-from tests.harness.files import CASES, HARM, ROWS, corpus, listed, shards, skipping, survivors
+from tests.harness.files import CASES, HARM, corpus, listed, shards, skipping, survivors
 from tests.harness.stores import Web
 
 KINDS = ("jsonl", "gz", "parquet")
@@ -26,20 +26,6 @@ def opened(kind: str, manifest: Path | str, folder: Path | str | None = None) ->
     if kind == "parquet":
         return ParquetSource(folder, manifest=manifest, columns=["i", "n"])
     return JSONLSource(folder, manifest=manifest)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_manifest_holds_what_reading_would_find(tmp_path: Path, kind: str) -> None:
-    files = corpus(kind, tmp_path)
-    found = scan(tmp_path, out=tmp_path / "corpus.manifest", progress=False)
-    _, *entries = map(json.loads, (tmp_path / "corpus.manifest").read_text().splitlines())
-    assert [entry["name"] for entry in entries] == [path.name for path in files.paths]
-    assert [entry["size"] for entry in entries] == [path.stat().st_size for path in files.paths]
-    corpus_read = files.open().corpus
-    assert [entry["tag"] for entry in entries] == list(map(corpus_read.tag, corpus_read.files))
-    assert (found.files, found.problems) == (len(files.paths), [])
-    assert found.rows == (len(ROWS) if kind == "parquet" else None)
-    assert found.bytes == sum(path.stat().st_size for path in files.paths)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,8 +108,7 @@ def test_a_file_that_is_gone_since_the_scan_is_left_out_and_a_resume_gives_the_s
 
     packs = check_resume_everywhere(make, packs=30, whole_every=10)
     assert survivors([*packs, *list(make())][-len(list(make())) :]) == files.rest(2)
-    lost = [entry.get("rows") or entry.get("bytes") for entry in listed(tmp_path / "bad")]
-    assert sum(lost) == (30 if kind == "parquet" else 542 if kind == "jsonl" else 145)
+    assert {entry["shard"] for entry in listed(tmp_path / "bad")} == {files.paths[2].name}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,20 +128,12 @@ def test_a_file_that_is_another_one_than_was_scanned_is_named_when_it_is_read(
 
 
 BAD_LINES = [
-    ('{"name": "a.jsonl", "size": -1}', "an entry has a name"),
     ('{"name": "a.jsonl", "size": 4, "rows": -1}', "rows=-1 is no number of rows"),
     ('{"name": "a.jsonl", "size": 4, "rows": 3, "groups": [2, 9]}', "do not add up to rows"),
-    ('{"name": "a.jsonl", "size": 4, "rows": 2, "groups": [2]}', "do not add up to rows"),
     ('{"name": "a.jsonl", "size": 4, "rows": 2, "groups": [2, 1e9]}', "do not add up to rows"),
     ('{"name": "a.jsonl", "size": 4, "schema": 1}', "schema=1 is none of the 1 of the first line"),
     ('{"name": "a.jsonl", "size": 4, "problem": 3}', "a problem is text without line breaks"),
     ('{"name": "a.jsonl", "size": 4, "problem": "a\\nb"}', "a problem is text without line breaks"),
-    ('{"name": "../a.jsonl", "size": 4}', "it must be relative and stay below the manifest's folder"),
-    ('{"name": "/etc/passwd", "size": 4}', "it must be relative and stay below the manifest's folder"),
-    (
-        '{"format": "other", "version": 1}',
-        "format 'other', version 1 is not read; this reads 'streampack-man",
-    ),
     ('{"format": "streampack-manifest", "version": 2}', "version 2 is not read"),
     ('{"format": "streampack-manifest", "version": 1, "schemas": [3]}', "schemas is a list of objects"),
 ]
@@ -180,24 +157,17 @@ def test_an_error_that_may_pass_leaves_no_manifest(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("harm", [None, "no footer"])
+@pytest.mark.parametrize(("harm", "rows"), [(None, 180), ("no footer", 150)])
 def test_the_command_prints_a_summary_and_exits_with_1_for_problems(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str | None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str | None, rows: int
 ) -> None:
     files = corpus("parquet", tmp_path / "data")
     if harm is not None:
         HARM[harm](files.paths[0])
     words = ["scan", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--columns", "i,n"]
-    assert cli.main(words) == (0 if harm is None else 1)
-    shown = capsys.readouterr()
-    first, *rest = shown.out.splitlines()
+    assert cli.main(words) == int(harm is not None)
+    first, *problems, last = capsys.readouterr().out.splitlines()
     size = sum(path.stat().st_size for path in files.paths)
-    if harm is None:
-        assert first == f"6 files of {size:,} bytes and 180 rows, 0 with problems"
-    else:
-        assert first == f"6 files of {size:,} bytes and 150 rows, 1 with problems"
-        assert rest[0] == f"  {files.paths[0]}: this is no Parquet file, or its end is missing"
-    assert rest[-1] == f"read it with paths='{tmp_path}/data', manifest='{tmp_path}/out'"
-    assert "6/6" in shown.err, "the progress bar"
-    assert cli.main(["scan", str(tmp_path / "none"), "--out", str(tmp_path / "no")]) == 1
-    assert "no file matches" in capsys.readouterr().err
+    assert first == f"6 files of {size:,} bytes and {rows} rows, {len(problems)} with problems"
+    assert [line.split(": ")[0].strip() for line in problems] == [str(files.paths[0])] * (harm is not None)
+    assert last == f"read it with paths='{tmp_path}/data', manifest='{tmp_path}/out'"

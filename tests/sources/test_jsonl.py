@@ -12,7 +12,6 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
@@ -207,17 +206,6 @@ def test_binary_content_is_refused_under_any_name(tmp_path: Path, kind: str) -> 
         list(IterablePackedDataset(source, max_seq_len=8, on_bad_record="skip", num_lanes=1))
 
 
-def test_the_longest_line_is_one_byte_shorter_than_the_first_that_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"i": 1, "text": "x" * 50}, {"i": 2}])
-    longest = len(path.read_bytes().splitlines(keepends=True)[0])
-    assert len(read_all(JSONLSource(path, max_line_bytes=longest))) == 2
-    with pytest.raises(ValueError, match=f"longer than max_line_bytes={longest - 1}"):
-        read_all(JSONLSource(path, max_line_bytes=longest - 1))
-    path.write_bytes(path.read_bytes().rstrip() + b" " * 100)  # no newline at the end
-    with pytest.raises(ValueError, match="longer than max_line_bytes=100"):
-        read_all(JSONLSource(path, max_line_bytes=100))
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_memory_does_not_grow_with_a_line(tmp_path: Path, suffix: str) -> None:
     """24 MiB without a newline, on each of eight lanes, most of which only look for its end."""
@@ -357,23 +345,3 @@ def test_a_window_that_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
 
 
 # A sample of the rows, and how many lanes they fill.
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_probe_of_compressed_files(tmp_path: Path, suffix: str) -> None:
-    """Only the beginning is looked at."""
-    rng, lengths = random.Random(0), np.random.default_rng(0).lognormal(4, 1, 20_000).astype(int).tolist()
-    rows = [{"text": "".join(rng.choices("etaoin shrdlu", k=n))} for n in lengths]
-    probed, scale = JSONLSource(write(tmp_path / f"a.jsonl{suffix}", rows)).probe(512)
-    assert sum(len(row.data["text"]) for row in probed) * scale == pytest.approx(sum(lengths), rel=0.35)
-    probed, scale = JSONLSource(write(tmp_path / f"small.jsonl{suffix}", rows[:40])).probe(512)
-    assert (len(probed), scale) == (40, pytest.approx(1))
-
-
-def test_small_corpora_are_looked_at_as_a_whole(tmp_path: Path) -> None:
-    source = JSONLSource(write(tmp_path / "a.jsonl", numbered(5)))
-    probed, scale = source.probe(256)
-    assert (sorted(row.data["i"] for row in probed), scale) == ([0, 1, 2, 3, 4], pytest.approx(1))
-    big = tmp_path / "big.jsonl"
-    big.write_bytes(b'{"i": 1}\n' * (1 << 17))
-    assert [each.natural_lanes() for each in (source, JSONLSource(big))] == [1, 4]

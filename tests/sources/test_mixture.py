@@ -24,7 +24,7 @@ from streampack import (
     TokensEncoder,
 )
 from streampack.sources import Holdout, Reading
-from tests.harness.conformance import check_resume_everywhere, content
+from tests.harness.conformance import check_resume_everywhere
 from tests.harness.corpus import Numbers, rows
 from tests.harness.mixtures import (
     APART,
@@ -81,36 +81,6 @@ def test_all_exhausted_repeats_some_and_leaves_none_out(num_lanes: int) -> None:
             assert stats.epochs == sum(-(-n // 60) for n in rows_of_epochs)
     trained = np.array([stats.trained for stats in source_stats.values()])
     assert np.abs(trained / trained.sum() - (0.7, 0.2, 0.1)).max() < 0.03
-
-
-def test_never_restarts_sources_within_one_epoch() -> None:
-    data = make(three("never"), epochs=1, num_lanes=1, **SHUFFLED)
-    order: list[int] = []
-    for pack in islice(data, 400):
-        assert pack["epoch"] == 0
-        order += [fragment.row_id[1] for fragment in pack["fragments"] if fragment.row_id[0] == 0]
-    stats = data.source_stats()["short"]
-    assert stats.epochs > 3
-    assert stats.epochs == -(-stats.samples // 60)
-    times = Counter(order)
-    assert set(times) == set(range(60))
-    assert max(times.values()) - min(times.values()) <= 2, "every pass over the source has all of its rows"
-
-
-def test_restarts_epochs_and_sources_are_shuffled_differently() -> None:
-    mix = Mix(
-        [entry("a", [{"i": i} for i in range(30)]), entry("b", [{"i": i} for i in range(30)])], stop="never"
-    )
-    orders = []
-    for epoch in (0, 1):
-        draws = mix.read(Reading(epoch=epoch, seed=1, shuffle_window=5))
-        came: dict[int, list[int]] = {0: [], 1: []}
-        for row in islice(draws, 125):
-            came[row.row_id[0]].append(row.data["i"])
-            draws.charge(training(1))
-        orders += [tuple(came[s][i : i + 30]) for s in (0, 1) for i in (0, 30)]
-    assert len(set(orders)) == 8
-    assert {tuple(sorted(order)) for order in orders} == {tuple(range(30))}
 
 
 def test_names_order_and_stop_may_not_change() -> None:
@@ -359,23 +329,6 @@ def test_resume_at_every_pack(kind: str, settings: dict[str, Any]) -> None:
     assert len(packs) > 8
 
 
-def test_errors_consume_nothing_and_states_do_not_grow() -> None:
-    expected = [content(pack) for pack in islice(make(three(), **ENDLESS, num_lanes=1), 400)]
-    encoder, found, sizes = Numbers(), [], []
-    encoder.bad = APART + 7
-    data = make(three(), **ENDLESS, num_lanes=1, encoder=encoder)
-    for _ in range(2):  # iterated anew, it is there again
-        with pytest.raises(ValueError, match="^middling: sample 7: cannot be encoded$"):
-            found.extend(map(content, data))
-    assert len(found) < 40
-    encoder.bad = None
-    for pack in islice(data, 400 - len(found)):
-        found.append(content(pack))
-        sizes.append(len(pickle.dumps(data.state_dict())))
-    assert found == expected
-    assert max(sizes) < 1.3 * sizes[10]
-
-
 # Sources that have fewer rows than there are lanes.
 
 
@@ -432,29 +385,3 @@ def test_a_source_without_rows_is_refused(stop: str) -> None:
         "lane 0 of 4: source 'small' has no rows in 9 passes over it, so its weight cannot be reached; leave the "
         "source out"
     )
-
-
-@pytest.mark.parametrize("trained", [2, 0])
-def test_a_small_source_in_which_few_rows_are_trained_is_read_on(trained: int) -> None:
-    """Unless none is."""
-    masked = {"tokens": [1, 2], "labels": [-100] * 2}
-    few = [*[{"tokens": [1] * 9, "labels": [1] * 9}] * trained, *[masked] * (30 - trained)]
-    large = [{"tokens": [2] * 9, "labels": [2] * 9}] * 200
-    mix = Mix([entry("few", few), entry("large", large)], stop="never")
-    data = IterablePackedDataset(mix, max_seq_len=24, num_lanes=8, untrained="drop", epochs=None)
-    if trained:
-        assert len(list(islice(data, 200))) == 200
-        stats = data.source_stats()
-        assert abs(stats["few"].trained / stats["large"].trained - 1) < 0.2
-    else:
-        with pytest.raises(ValueError, match=r"the last 100\d rows of source 'few' trained no token"):
-            next(iter(data))
-
-
-def test_the_default_lanes_are_those_that_all_sources_fill_together() -> None:
-    many, few = MapSource([{}] * 2048), MapSource([{}] * 20)
-    sources = [entry("a", many), entry("b", many), entry("c", few)]
-    assert Mix(sources, stop="never").natural_lanes() == 8
-    assert Mix(sources[1:]).natural_lanes() == 4
-    assert Mix(sources[2:]).natural_lanes() == 1
-    assert Mix(sources, stop="first_exhausted").natural_lanes() == 1

@@ -25,9 +25,9 @@ from streampack import (
     ParquetSource,
     TokensEncoder,
 )
-from streampack.sources import Reading, as_source
+from streampack.sources import as_source
 from tests.harness.corpus import read_all
-from tests.harness.files import listed, rewrite, small_pieces
+from tests.harness.files import listed, small_pieces
 
 # Any columns, of any types.
 
@@ -230,32 +230,6 @@ def test_rows_and_packs_are_those_of_the_dataset(
 # Files.
 
 
-def write(path: Path, data: list[dict[str, Any]], *, group: int = 4, **options: Any) -> Path:
-    pq.write_table(pa.Table.from_pylist(data), path, row_group_size=group, **options)
-    return path
-
-
-def test_rows_are_plain_python_values(tmp_path: Path) -> None:
-    data = [
-        {
-            "text": "naïve 漢字",
-            "n": 3,
-            "x": 0.5,
-            "yes": True,
-            "none": None,
-            "ids": [1, 2],
-            "deep": {"a": [{"b": "c"}]},
-        },
-        {"text": "", "n": -1, "x": 1.5, "yes": False, "none": None, "ids": [], "deep": {"a": []}},
-    ]
-    path = write(tmp_path / "a.parquet", data)
-    assert read_all(ParquetSource(path)) == data
-    for row in read_all(ParquetSource(path)):
-        assert {type(value) for value in row.values()} <= {str, int, float, bool, type(None), list, dict}
-    named = read_all(ParquetSource(path, columns=["deep", "n"]))
-    assert named == [{"n": row["n"], "deep": row["deep"]} for row in data]
-
-
 DOTTED = {
     "a.b": ["x", "y"], "a": [{"b": "deep", "c": 1}, {"b": "deeper", "c": 2}], "text": ["t", "u"], "m.l": [[1], [2, 3]],
     "a.b.c": [4, 5],
@@ -271,43 +245,3 @@ def test_names_with_dots_are_names(tmp_path: Path, columns: list[str] | None) ->
     assert read_all(ParquetSource(tmp_path / "a.parquet", columns=columns)) == expected
     with pytest.raises(ValueError, match="has no column 'a.c'; it has 'a.b', 'a'"):
         read_all(ParquetSource(tmp_path / "a.parquet", columns=["a.c"]))
-
-
-@pytest.mark.parametrize(("compression", "version"), [("none", "1.0"), ("snappy", "1.0"), ("zstd", "2.0")])
-def test_all_compressions_and_versions_are_read(tmp_path: Path, compression: str, version: str) -> None:
-    data = [{"i": i, "text": "x" * (i % 50), "word": f"w{i % 7}"} for i in range(5000)]
-    options = {"write_page_index": True, "write_page_checksum": True, "data_page_version": version}
-    path = write(tmp_path / "a.parquet", data, group=3000, compression=compression, **options)
-    found = read_all(ParquetSource(path, columns=["word", "i"]))
-    assert [(row["i"], row["word"]) for row in found] == [(row["i"], row["word"]) for row in data]
-
-
-def test_the_fingerprint_depends_on_columns_and_content(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [{"i": 1, "j": 2}])
-    prints = {
-        ParquetSource(path, columns=columns).fingerprint() for columns in (None, ["i"], ["j"], ["i", "j"])
-    }
-    assert len(prints) == 4
-    write(path, [{"i": 1, "j": 3}])
-    assert ParquetSource(path).fingerprint() not in prints
-
-
-@pytest.mark.parametrize("count", [999, 1001])
-def test_all_rows_are_read_if_the_footers_total_is_wrong(tmp_path: Path, count: int) -> None:
-    """Rows are read as the row groups count them."""
-    for group in (11, 500):
-        path = write(tmp_path / f"{group}.parquet", [{"i": i} for i in range(1000)], group=group)
-        rewrite(path, 1000, count, first=True)
-        assert pq.read_metadata(path).num_rows == count
-        for num_lanes in (1, 2, 4, 7):
-            found = read_all(ParquetSource(path), num_lanes=num_lanes)
-            assert sorted(row["i"] for row in found) == list(range(1000))
-
-
-def test_columns_are_checked(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [{"i": 1, "text": "a"}])
-    with pytest.raises(ValueError, match=f"{path} from row 0 on: it has no column 'txt'; it has 'i', 'text'"):
-        list(ParquetSource(path, columns=["txt"]).read(Reading()))
-    for wrong in ("text", []):
-        with pytest.raises(ValueError, match="is no list of columns; give their names, or None for all"):
-            ParquetSource(path, columns=wrong)  # type: ignore[arg-type]

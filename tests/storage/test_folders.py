@@ -11,114 +11,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 # private: the seams of all that writes to folders, which are token shards, scores, lists of files and runs
 from streampack.storage import whole_files
-from streampack.storage.folders import Folder, RemoteFolder, folder_at, write_file
 from streampack.storage.locks import LOCK_FILE, lock_folder
-from streampack.storage.retries import Retries
 from streampack.storage.whole_files import write_whole
-from tests.harness.stores import lacking, running
-
-
-@pytest.fixture(params=["local", "versioned", "gs", "az"])
-def folder(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Folder]:
-    if (what := lacking(request.param)) is not None:
-        pytest.skip(what)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
-    if request.param == "local":
-        yield folder_at(tmp_path / "out" / "tokens", options=None)
-        return
-    with running(request.param, tmp_path) as store:
-        yield folder_at(f"{store.url}/tokens/", options=store.options)
-
-
-def test_a_file_has_its_name_when_it_is_complete(folder: Folder) -> None:
-    assert folder.head("a.bin", 4) is None
-    assert folder.whole("a.bin") is None
-    with folder.begin("a.bin").open("wb") as file:
-        file.write(b"12345")
-        file.flush()
-        assert folder.head("a.bin", 4) is None
-        assert folder.written(".bin") == [5], "as its size so far"
-        folder.complete(file, "a.bin")
-    assert folder.head("a.bin", 4) == (b"1234", 5)
-    assert folder.head("a.bin", 9) == (b"12345", 5)
-    write_file(folder, "a.bin", b"678")
-    assert folder.whole("a.bin") == b"678"
-    assert folder.written(".bin") == [3]
-
-
-def test_locks_hold_among_processes_of_one_machine(folder: Folder) -> None:
-    with folder.lock("7", way_out="wait"):
-        child = os.fork()
-        if not child:
-            try:
-                with folder.lock("7", way_out="wait", patience=0):
-                    os._exit(0)
-            except ValueError as error:
-                os._exit(3 if str(error).endswith("; wait") else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    folder.remove_locks()
-    with folder.lock("7", way_out="wait", patience=0):
-        pass
-
-
-def test_storing_is_tried_again_and_its_result_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
-    with running("versioned", tmp_path) as store:
-        folder = RemoteFolder(f"{store.url}/x", options={}, retries=Retries(attempts=2, first=0.01))
-        real: Callable[..., None] = folder.storage.filesystem().put_file
-        calls = []
-
-        def shortened(local: str, path: str) -> None:
-            calls.append(path)
-            real(local, path)
-            if len(calls) < 3:
-                store.put("x/a", b"cut")
-
-        monkeypatch.setattr(folder.storage.filesystem(), "put_file", shortened)
-        write_file(folder, "a", b"whole")
-        assert (len(calls), folder.whole("a")) == (3, b"whole")
-        calls.clear()
-        folder.retries = Retries(attempts=1, first=0.01)
-        with pytest.raises(
-            ConnectionError, match="versioned://bucket/x/a: 5 bytes were stored, and it has 3"
-        ):
-            write_file(folder, "a", b"whole")
-
-
-def test_the_scratch_folder_of_another_user_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = RemoteFolder("memory://x", options={})
-    owned = folder.scratch.path
-    assert owned.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr("os.getuid", lambda: 12345)
-    owned.rename(tmp_path / owned.name.replace("-0-", "-12345-"))
-    with pytest.raises(ValueError, match="belongs to another user; set TMPDIR to a folder of your own"):
-        folder.begin("a")
-
 
 HOLDER = """
 import sys, time
 from streampack.storage.locks import lock_folder
 with lock_folder(sys.argv[1], way_out="-"):
     print("held", flush=True)
-    if sys.argv[2:] == ["fork"]:
-        import os
-        if os.fork() == 0:
-            print(os.getpid(), flush=True)
-            time.sleep(60)
     time.sleep(60)
 """
 
@@ -127,9 +33,9 @@ with lock_folder(sys.argv[1], way_out="-"):
 def hold():
     holders = []
 
-    def start(folder, *arguments):
+    def start(folder):
         holder = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(folder), *arguments],
+            [sys.executable, "-c", HOLDER, str(folder)],
             env=os.environ | {"PYTHONPATH": str(Path.cwd())},
             stdout=subprocess.PIPE,
             text=True,
@@ -166,17 +72,6 @@ def test_a_crash_leaves_no_lock_behind(tmp_path, hold):
         pass
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path, hold):
-    owner = hold(tmp_path, "fork")
-    child = int(owner.stdout.readline())
-    try:
-        owner.kill()
-        with lock_folder(tmp_path, way_out="-", patience=30):
-            os.kill(child, 0)
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -187,12 +82,6 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
         lock_folder(tmp_path, way_out="-"),
     ):
         pass
-
-
-def test_a_file_is_written_and_replaced_as_a_whole(tmp_path: Path) -> None:
-    for content in (b"one", b"", b"another"):
-        write_whole(tmp_path / "file", content)
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": content}
 
 
 def test_a_failed_write_keeps_the_old_content_and_leaves_nothing_behind(

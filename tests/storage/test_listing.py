@@ -5,26 +5,22 @@ from __future__ import annotations
 import glob
 import json
 import os
-import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streampack import (
-    DatatroveSource,
-    FlatTokensSource,
+    HFSource,
     IterablePackedDataset,
     JSONLSource,
-    MegatronSource,
     ParquetSource,
     TokenShardSource,
 )
 from streampack.sources import Reading, as_source
 from streampack.tokenize import tokenize
-from tests.harness.corpus import Numbers, numbered, read_all, rows, write
-from tests.harness.files import shards, source, write_datatrove, write_flat, write_megatron
+from tests.harness.corpus import numbered, read_all, write
+from tests.harness.files import shards, source
 from tests.harness.stores import Web
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
@@ -104,13 +100,6 @@ def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
             JSONLSource(paths)
 
 
-def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(lines(tmp_path / "a.jsonl", ROWS).parent)
-    with pytest.raises(ValueError, match="no file matches ''"):
-        as_source("")
-    assert tokens_of(".") == [[1, 2, 3, 4, 5, 6]]
-
-
 def test_a_folder_of_parquet_and_one_of_both(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
@@ -126,12 +115,6 @@ def test_a_folder_of_parquet_and_one_of_both(tmp_path: Path) -> None:
         as_source(tmp_path)
 
 
-def test_a_folder_of_token_shards(tmp_path: Path) -> None:
-    tokenize(ROWS, out=tmp_path, progress=False)
-    assert isinstance(as_source(tmp_path), TokenShardSource)
-    assert tokens_of(tmp_path) == [[1, 2, 3, 4, 5, 6]]
-
-
 def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     lines(tmp_path / "data" / "a.jsonl", ROWS)
@@ -144,62 +127,45 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert tokens_of(paths) == [[1, 2, 3, 4, 5, 6]], paths
 
 
-def test_a_json_array_is_refused_with_a_source_that_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    from streampack import HFSource
-
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(ROWS, indent=1))
-    with pytest.raises(ValueError) as error:
-        as_source(path)
-    assert str(error.value).startswith(f"{path}: it is one JSON array and no lines; let datasets read it: ")
-    way_out = str(error.value).split("read it: ")[1]
-    assert tokens_of(eval(way_out, {"HFSource": HFSource})) == [[1, 2, 3, 4, 5, 6]]
-    lines(tmp_path / "lines.json", ROWS)  # the ending does not say that it is none
-    assert tokens_of(tmp_path / "lines.json") == [[1, 2, 3, 4, 5, 6]]
-
-
-@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
-def test_formats_that_datasets_reads(tmp_path: Path, ending: str, separator: str) -> None:
+@pytest.mark.parametrize(
+    ("ending", "content", "what"),
+    [
+        ("json", json.dumps(ROWS, indent=1), "it is one JSON array and no lines"),
+        *(
+            (ending, f"n{mark}input_ids\nred dog{mark}1\n", "it is no file of JSON lines")
+            for ending, mark in (("csv", ","), ("tsv", "\t"))
+        ),
+    ],
+)
+def test_formats_that_datasets_reads_are_refused_with_a_source_that_reads_them(
+    tmp_path: Path, ending: str, content: str, what: str
+) -> None:
     datasets = pytest.importorskip("datasets")
-    from streampack import HFSource
-
     path = tmp_path / f"rows.{ending}"
-    path.write_text(f"text{separator}n\nred dog{separator}1\n")
+    path.write_text(content)
     with pytest.raises(ValueError) as error:
         as_source(str(path))
     start, _, way_out = str(error.value).partition("read it: ")
-    assert start == f"{path}: it is no file of JSON lines; let datasets "
+    assert start == f"{path}: {what}; let datasets "
     source = eval(way_out, {"HFSource": HFSource, "datasets": datasets})
-    assert [row.data for row in source.read(Reading())] == [{"text": "red dog", "n": 1}]
+    rows = ROWS if ending == "json" else [{"n": "red dog", "input_ids": 1}]
+    assert [row.data for row in source.read(Reading())] == rows
 
 
-def twice(folder: Path, how: str) -> dict[str, Any]:
-    """Return arguments of a file source that name ``data`` twice."""
-    folder.mkdir(exist_ok=True)
-    (folder / "sub").mkdir()
-    [data] = folder.glob("data.*")
-    link = data.with_name("link" + "".join(data.suffixes))
-    if how == "a link beside it":
-        link.symlink_to(data.name)
-        return {"paths": str(folder / f"*{data.suffix}")}
-    if how == "another name of it":
-        os.link(data, link)
-        return {"paths": [data, link]}
-    if how == "a linked folder":
-        (folder / "also").symlink_to(folder)
-        return {"paths": [data, folder / "also" / data.name]}
-    (folder / "names.txt").write_text(f"./{data.name}\n{data.name}")
-    return {"manifest": folder / "names.txt"}
-
-
-HOWS = ("a link beside it", "another name of it", "a linked folder", "a manifest")
-
-
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["a link beside it", "another name of it", "a linked folder", "a manifest"])
 def test_a_file_by_two_names_is_refused(tmp_path: Path, how: str) -> None:
-    write(tmp_path / "data.jsonl", numbered(5))
-    arguments = twice(tmp_path, how)
+    data = write(tmp_path / "data.jsonl", numbered(5))
+    arguments: dict[str, Any] = {"paths": str(tmp_path / "*.jsonl")}
+    if how == "a link beside it":
+        (tmp_path / "link.jsonl").symlink_to(data.name)
+    elif how == "another name of it":
+        os.link(data, tmp_path / "link.jsonl")
+    elif how == "a linked folder":
+        (tmp_path / "also").symlink_to(tmp_path)
+        arguments = {"paths": [data, tmp_path / "also" / data.name]}
+    else:
+        (tmp_path / "names.txt").write_text(f"./{data.name}\n{data.name}")
+        arguments = {"manifest": tmp_path / "names.txt"}
     with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
         JSONLSource(**arguments)
 
@@ -293,64 +259,3 @@ def test_settings_are_checked(web: Web, tmp_path: Path) -> None:
     web.files = {"/a.jsonl": b""}
     with pytest.raises(ValueError, match="/a.jsonl: it is empty"):
         JSONLSource(f"{web.url}/a.jsonl")
-
-
-DOCUMENTS = [[i] * (1 + i % 5) for i in range(1, 40)]
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Web]:
-    write_megatron(tmp_path, DOCUMENTS, dtype="uint16")
-    write_datatrove(tmp_path, DOCUMENTS)
-    write_flat(tmp_path / "a.npy", [token for document in DOCUMENTS for token in (*document, 0)])
-    with Web({f"/c/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}) as server:
-        yield server
-
-
-def opened(kind: str, served: Web, **settings: Any) -> Any:
-    name = {"megatron": "text_document_0", "datatrove": "00000_unshuffled.ds", "flat": "a.npy"}[kind]
-    url = f"{served.url}/c/{name}?sig=canary"
-    if kind == "flat":
-        return FlatTokensSource(url, eos_token_id=0, dtype="uint16", **settings)
-    return {"megatron": MegatronSource, "datatrove": DatatroveSource}[kind](url, **settings)
-
-
-@pytest.mark.parametrize("kind", ["megatron", "datatrove", "flat"])
-def test_one_rank_looks_files_up_for_all(served: Web, kind: str) -> None:
-    """The others get what it found, pickled, and ask for nothing. The query stays, and is shown to nobody."""
-    asked: list[str] = []
-    found: list[bytes] = []
-
-    def first(work: Any, *, of: str) -> Any:
-        asked.append(of)
-        found.append(pickle.dumps(work()))
-        return pickle.loads(found[-1])
-
-    expected = read_all(opened(kind, served, once=first))
-    assert all("sig=canary" in path for path, _ in served.requests)
-    assert "canary" not in "".join(asked)
-    requests = len(served.requests)
-    left = [pickle.loads(each) for each in found]
-    source = opened(kind, served, once=lambda work, *, of: left.pop(0))
-    assert len(served.requests) == requests, "nothing was asked for"
-    assert not left
-    again = read_all(source)
-    assert [row["tokens"].tolist() for row in again] == [row["tokens"].tolist() for row in expected]
-
-
-def test_a_refused_state_names_the_changed_file(tmp_path: Path) -> None:
-    for number in range(9):
-        write(tmp_path / f"{number}.jsonl", rows(20, seed=number))
-
-    def data() -> IterablePackedDataset:
-        return IterablePackedDataset(JSONLSource(f"{tmp_path}/*.jsonl"), encoder=Numbers(), max_seq_len=24)
-
-    state = data().state_dict()
-    path = tmp_path / "4.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"n": 1', b'"n": 2'))
-    with pytest.raises(ValueError) as error:
-        data().load_state_dict(state)
-    assert str(error.value) == (
-        f"the state was made with another corpus: {path} is another file; resume with what the run began with, "
-        "or start a new run"
-    )

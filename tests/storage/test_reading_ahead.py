@@ -88,18 +88,6 @@ def test_lanes_whose_turn_comes_soon_fetch_together(network: Network, kind: str)
     assert [*found, *map(plain, resumed)] == expected
 
 
-def test_without_read_ahead_one_request_is_made_at_a_time(network: Network) -> None:
-    data, threads = filled("jsonl", 4), set()
-
-    def watched(path: str, start: int, stop: int) -> None:
-        threads.add(threading.current_thread())
-        network(path, start, stop)
-
-    Versioned.fault = staticmethod(watched)  # type: ignore[assignment]
-    assert len(packs(data, num_lanes=4, read_ahead=0)) > 25
-    assert threads == {threading.main_thread()}
-
-
 def test_a_mixtures_sources_fetch_together(network: Network) -> None:
     entries = [{"name": name, "source": filled("jsonl", 4, place=name), "weight": 1} for name in ("a", "b")]
     network.together = 8
@@ -125,14 +113,6 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
         if asked == len(network.requests) and not any(network.under_way.values()):
             break
     assert least <= sum(size for _, size in network.requests) <= most
-
-
-def test_windows_that_fill_the_budget_are_warned_of_once(
-    network: Network, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert len(packs(filled("jsonl"), read_ahead=48 * 1000)) > LANES
-    [record] = [each for each in caplog.records if each.name.endswith("read_ahead")]
-    assert record.getMessage().startswith("a shuffle window holds 0.0 MB, and windows of 0.0 MB in each lane")
 
 
 def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:

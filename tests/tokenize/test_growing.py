@@ -103,20 +103,6 @@ def test_files_are_added_while_a_call_is_not_done(
     assert content(out) == grown
 
 
-def test_a_generation_without_a_shard_is_made_anew(tmp_path: Path) -> None:
-    """A call failed at its first row; nothing is lost when the next one has other settings and more files."""
-    folder, out = tmp_path / "corpus", tmp_path / "out"
-    write_numbered(folder / "b.jsonl", 0, 40)
-    with pytest.raises(ValueError, match="column 'words' is missing"):
-        small(JSONLSource(folder), out, encoder=TextEncoder(Letters(), column="words"))
-    assert [path.name for path in out.glob("[!.]*")] == ["generation-000.json.gz"]
-    source = add(folder, 1)
-    with pytest.raises(ValueError, match="was made with another encoder"):
-        small(source, out, shard=(0, 2))
-    assert rows(small(source, out, lanes=3)) == numbered(0, 1)
-    assert len(json.loads((out / "index.json").read_text())["generations"]) == 1
-
-
 def test_parts_of_the_work_and_a_store(tmp_path: Path, grown: dict[str, bytes]) -> None:
     folder = tmp_path / "corpus"
     with running("versioned", tmp_path) as store:

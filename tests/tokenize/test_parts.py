@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing as mp
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streampack import TextEncoder, TokenShardSource, cli
+from streampack import TokenShardSource, cli
 from streampack.sources import Reading
-from streampack.types import Sample
 from tests.harness.stores import Store, Versioned, lacking, running, short_waits
 from tests.harness.tokenizing import (
     Dies,
     Killed,
-    Letters,
     Logged,
     content,
     corpus,
@@ -44,34 +40,6 @@ def test_shards_of_the_work_make_the_same_bytes(tmp_path: Path, count: int) -> N
     assert len(content(run(source, out, finish=True))) == len(expected)
     assert content(out) == expected
     assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == sorted(expected)
-
-
-def sleepy(source: Any, out: Path, log: Path) -> None:
-    run(source, out, shard=(1, 2), encoder=Logged(log, seconds=0.005))
-
-
-def test_a_shard_that_was_killed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = corpus(tmp_path / "corpus")
-    out, log = tmp_path / "parts", tmp_path / "log"
-    run(source, out, shard=(0, 2), encoder=Logged(log))
-    process = mp.get_context("fork").Process(target=sleepy, args=(source, out, log))
-    process.start()
-    while not list(out.glob("tokens-00001-00000.bin")):
-        time.sleep(0.005)
-    with monkeypatch.context() as impatient:
-        impatient.setattr(time, "monotonic", itertools.count(0, 1000).__next__)
-        with pytest.raises(
-            ValueError, match=r"in use by process \d+ on .*; wait until it has ended, or stop it"
-        ):
-            run(source, out, shard=(1, 2), encoder=Logged(log))
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
-    with pytest.raises(ValueError, match=r"is not complete: [12] of 5 lanes are missing or end early \([13]"):
-        run(source, out, finish=True, encoder=Logged(log))
-    run(source, out, shard=(1, 2), encoder=Logged(log))
-    run(source, out, finish=True, encoder=Logged(log))
-    assert content(out) == content(run(source, tmp_path / "whole", encoder=Logged(log)))
-    assert not list(out.glob(".tokens-*"))
 
 
 def test_shards_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,28 +147,6 @@ def test_a_part_of_a_file_is_no_shard(memory: Store, tmp_path: Path, monkeypatch
                 into(memory, source, place, shard=(lane, 5))
     assert len(calls) == 12, "each is tried five times more"
     assert into(memory, source, place) == expected
-
-
-def test_another_call_that_replaces_shards_is_noticed(
-    memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On another machine no lock keeps it out; the index is not written over its shards."""
-    source, place, seen = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", [-24]
-
-    class Meanwhile(TextEncoder):
-        def __call__(self, row: Mapping[str, Any], /) -> Sample:
-            seen[0] += 1
-            if seen[0] == 290:
-                for name in stored(memory, place):
-                    memory.remove(f"tokens/{name}")
-                with monkeypatch.context() as elsewhere:
-                    elsewhere.setattr("tempfile.tempdir", str(scratch(tmp_path, "elsewhere")))
-                    into(memory, source, place, shard=(0, 1), shard_tokens=900)
-            return super().__call__(row)
-
-    with pytest.raises(ValueError, match="tokens-00000-00000.bin was made with shard_tokens=900 and this is"):
-        into(memory, source, place, encoder=Meanwhile(Letters()))
-    assert "index.json" not in stored(memory, place)
 
 
 def test_places_that_cannot_be_written_to(memory: Store, tmp_path: Path) -> None:

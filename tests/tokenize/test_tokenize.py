@@ -209,21 +209,6 @@ def test_too_many_broken_records_are_an_error(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == whole
 
 
-def test_a_call_can_skip_what_was_an_error_before(tmp_path: Path) -> None:
-    source = broken_corpus(tmp_path / "corpus")
-    whole = content(run(source, tmp_path / "whole", lanes=1, shard_tokens=20, **SKIP))
-    with pytest.raises(ValueError, match="0.jsonl:4: not a line of JSON"):
-        run(source, tmp_path / "out", lanes=1, shard_tokens=20)
-    assert content(tmp_path / "out")
-    assert content(run(source, tmp_path / "out", lanes=1, shard_tokens=20, **SKIP)) == whole
-    (tmp_path / "out" / "index.json").unlink()
-    with pytest.raises(
-        ValueError,
-        match=r'leaves out \d+ broken record\(s\) and 0 bad shard\(s\) before its end; set on_bad_record="skip"',
-    ):
-        run(source, tmp_path / "out", lanes=1, shard_tokens=20)
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"on_bad_record": "ignore"}, "on_bad_record='ignore'"),
     "list": ({"quarantine": "bad"}, 'a quarantine lists what is skipped; set on_bad_record="skip"'),
