@@ -78,7 +78,6 @@ def test_every_token_of_a_text_is_trained(add_bos: bool, add_eos: bool, text: st
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"body": "a"}, "column 'text' is missing; the row's columns are 'body'; the encoder's option column= names"),
         ({"text": None}, "column 'text' holds no text (null); mend the row, or set on_bad_record='skip', which counts"),
         ({"text": 5}, "column 'text' holds a int; it must be text"),
     ],
@@ -96,27 +95,6 @@ def test_the_ledger_counts_what_a_tokenizer_would_have_cut() -> None:
     assert [pack["num_seqs"] for pack in data] == [1, 1]
     assert (data.ledger().dropped["truncated"], data.ledger().tokens_in) == (3, 8 + 4)
     assert tokenizer.max_seq_len == 5, "the caller's tokenizer is not changed"
-
-
-def test_half_a_surrogate_pair_is_a_bad_record(tmp_path: Path) -> None:
-    """SentencePiece's own error says nothing of the text."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    from torchtune.models.mistral import mistral_tokenizer
-
-    sentencepiece.SentencePieceTrainer.train(
-        input=__file__, model_prefix=str(tmp_path / "spm"), vocab_size=600, model_type="bpe", byte_fallback=True,
-        pad_id=3, minloglevel=2,
-    )  # fmt: skip
-    tokenizer = mistral_tokenizer(f"{tmp_path}/spm.model")
-    rows = [{"input": "whole", "output": end} for end in ("whole", "half: \ud800", "whole")]
-    for encoder in (
-        TextEncoder(tokenizer, column="output"),
-        MessagesEncoder(tokenizer, message_transform=InputOutput()),
-    ):
-        with pytest.raises(UnicodeEncodeError):
-            encoder(rows[1])
-        skips = IterablePackedDataset(rows, encoder=encoder, max_seq_len=96, on_bad_record="skip")
-        assert [pack["num_seqs"] for pack in skips] == [2]
 
 
 # Columns beside those that an encoder reads: used, refused, or named once.

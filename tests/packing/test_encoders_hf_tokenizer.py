@@ -69,19 +69,6 @@ class Deaf:
         return [1] * self.always + [7] * len(text.split()) + [2] * self.always
 
 
-def stubborn() -> Any:
-    """A tokenizer of transformers that ends texts with EOS, whatever it is told."""
-    from transformers import PreTrainedTokenizerFast
-
-    class Stubborn(PreTrainedTokenizerFast):  # type: ignore[misc]
-        def __call__(self, *args: Any, **settings: Any) -> Any:
-            made = super().__call__(*args, **settings)
-            made["input_ids"] = [*made["input_ids"], EOS]
-            return made
-
-    return Stubborn(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>", eos_token="</s>")
-
-
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
@@ -89,7 +76,6 @@ def stubborn() -> Any:
         (Deaf, {"add_bos": True, "add_eos": False}, "adds no BOS, though add_bos is True"),
         (lambda: Deaf(always=True), {"add_eos": False}, "adds EOS though add_eos is False; say add_eos: True"),
         (lambda: Deaf(always=True), {"add_bos": False}, "adds BOS though add_bos is False"),
-        (stubborn, {}, "adds EOS where add_special_tokens=False forbids it"),
         (SimpleNamespace, {}, r"has no encode\(text, add_bos=, add_eos=\)"),
         (lambda: byte_level(bos_token=None), {"add_bos": True},
          "adds no BOS, though add_bos is True; say add_bos: False"),
@@ -109,18 +95,6 @@ def test_what_a_tokenizer_does_always_may_be_asked_for() -> None:
         raw = byte_level(**{missing: None})
         tokens = TextEncoder(raw, add_bos=None, add_eos=False)({"text": "hello"}).tokens.tolist()
         assert tokens == raw("hello", add_special_tokens=False)["input_ids"]
-
-
-def test_a_users_own_tokenizer_class_is_called() -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    class Loud(PreTrainedTokenizerFast):  # type: ignore[misc]
-        def _encode_plus(self, text: Any, *args: Any, **settings: Any) -> Any:
-            return super()._encode_plus(text.upper(), *args, **settings)
-
-    raw = Loud(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>", eos_token="</s>")
-    encoder = TextEncoder(raw, add_bos=False, add_eos=False)
-    assert encoder.decode(encoder({"text": "loud"}).tokens.tolist()) == "LOUD"
 
 
 @pytest.mark.parametrize(
