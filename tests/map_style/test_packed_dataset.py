@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 import sys
-import tracemalloc
 import types
 from collections import Counter
 from typing import Any
@@ -119,32 +118,6 @@ def test_indexing_is_like_that_of_a_list() -> None:
     for index in (slice(0, 2), "0"):
         with pytest.raises(TypeError):
             packed[index]
-
-
-# Memory
-
-
-def test_memory_is_that_of_the_plan() -> None:
-    data = Ones(np.random.default_rng(0).integers(1, 400, 5_000))
-    PackedDataset(Ones([1]), max_seq_len=4096)  # imports what it needs
-    tracemalloc.start()
-    try:
-        packed = PackedDataset(data, max_seq_len=4096)
-        kept, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    plan = 5_000 * 32 + len(packed) * 8  # bytes; torchtune keeps 3 x 8 for each of the million tokens
-    assert kept < 1.1 * plan + 100_000
-    assert peak < 3 * plan + 500_000
-    assert len(pickle.dumps(packed)) - len(pickle.dumps(data)) < 1.1 * plan
-
-
-class Ones(Counted):
-    """Samples of ones, without counting."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = np.full(self.lengths[index], 1)
-        return {"tokens": tokens, "labels": tokens}
 
 
 # In other tools

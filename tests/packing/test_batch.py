@@ -160,14 +160,10 @@ def test_torchtunes_own_collate_takes_the_packs() -> None:
 def test_segments_sets_the_width_of_seq_lens() -> None:
     packs = list(dataset([3, 2], max_seqs_per_pack=2).stream())
     assert stack_packs(packs, segments=4).seq_lens.tolist() == [[3, 2, 7, 0]]
-    for refuse in (
-        stack_packs,
-        lambda packs, **more: collate_packed([to_torchtune(p) for p in packs], **more),
+    with pytest.raises(
+        ValueError, match="a pack has 3 segments, padding included, and segments=2; give max_seqs"
     ):
-        with pytest.raises(
-            ValueError, match="a pack has 3 segments, padding included, and segments=2; give max_seqs"
-        ):
-            refuse(packs, segments=2)
+        collate_packed([to_torchtune(pack) for pack in packs], segments=2)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -30,12 +30,6 @@ InputOutput, OpenAI, ShareGPT = (
 Pairs = tune_data.ChosenRejectedToMessages
 
 
-def stack_exchange(**settings: Any) -> Any:
-    from torchtune.datasets._stack_exchange_paired import StackExchangePairedToMessages
-
-    return StackExchangePairedToMessages(**settings)
-
-
 class WordTokenizer:
     """A tokenizer with torchtune's interface: a word is a token, a role a token of its own, cut at max_seq_len."""
 
@@ -121,16 +115,8 @@ def tok() -> Any:
     [
         (lambda tok: MessagesEncoder(tok, message_transform=InputOutput()),
          {"input": "a", "output": "b", "instruction": "c", "context": "d", "n": 7}, "'context', 'instruction'"),
-        (lambda tok: MessagesEncoder(tok, message_transform=tune_data.AlpacaToMessages()),
-         {"instruction": "a", "input": "b", "output": "c", "context": "d"}, "'context'"),
-        (lambda tok: MessagesEncoder(tok, message_transform=OpenAI()),
-         {"messages": [USER, GOOD], "prompt": "d"}, "'prompt'"),
         (pairs, {"chosen": [USER, GOOD], "rejected": [USER, BAD], "context": "d"}, "'context'"),
-        (lambda tok: PreferenceEncoder(tok, message_transform=stack_exchange()), TEXTS | {"context": "d"}, "'context'"),
         (lambda tok: PreferenceEncoder(tok, fields=["score"]), TEXTS | {"score": [1, 2], "context": "d"}, "'context'"),
-        (lambda tok: PreferenceEncoder(tok, message_transform=stack_exchange(column_map={"prompt": "question"})),
-         {"question": "a", "chosen": "b", "rejected": "c", "prompt": "d"}, "'prompt'"),
-        (ChatEncoder, {"messages": [USER, GOOD], "context": "d"}, "'context'"),
         (ChatEncoder, {"messages": [USER, GOOD], "conversations": [USER], "n": 1}, "'conversations'"),
         (PromptCompletionEncoder, {"prompt": "a", "completion": "b", "label": False, "image": b"c"},
          "'image', 'label'"),
@@ -159,10 +145,8 @@ def test_columns_that_nothing_reads_are_named_once(
         (PreferenceEncoder, {"chosen": "a b", "rejected": "a c"}, "tools"),
         (PreferenceEncoder, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, "system"),
         (RolloutEncoder, {"prompt": "a", "completions": ["b"]}, "tools"),
-        (RolloutEncoder, {"prompt": "a", "completions": [[5, 6]]}, "tools"),
         (PromptCompletionEncoder, {"prompt": "a", "completion": "b"}, "tools"),
         (PromptCompletionEncoder, {"prompt": "a", "completion": "b"}, "system"),
-        (PromptCompletionEncoder, {"prompt": [USER], "completion": [GOOD]}, "system"),
         (ChatEncoder, {"messages": [USER, GOOD]}, "system"),
     ],
 )

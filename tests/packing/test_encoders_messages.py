@@ -203,12 +203,6 @@ def test_messages_of_a_users_own_transform_are_checked() -> None:
     assert trained({"q": "one two", "a": "three"}, of_a_function) == "three <2>"
 
 
-def test_torchtunes_transforms_with_a_hugging_face_tokenizer() -> None:
-    encoder = MessagesEncoder(byte_level(template=MARKED), message_transform=SHARE())
-    labels = encoder(share("hello", "hello there")).labels
-    assert encoder.decode(labels[labels != IGNORE_INDEX].tolist()) == "hello there<|im_end|>"
-
-
 # Inside torchtune's own datasets, whose rows do not pass our encoders.
 
 

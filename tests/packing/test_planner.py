@@ -56,14 +56,6 @@ def test_plans_match_the_reference_implementation(
     )
 
 
-@settings(max_examples=25)  # the reference tries 2,048 subsets for each pack
-@given(corpus=corpora(largest=24))
-def test_exact_fit_matches_the_reference_with_a_larger_buffer(corpus: tuple[list[int], int]) -> None:
-    lengths, limit = corpus
-    options: Any = {"strategy": "exact_fit", "buffer_size": 11}
-    assert plan(lengths, limit, **options) == oracle.plan(lengths, limit, **options)
-
-
 @settings(max_examples=60)
 @given(
     corpus=st.integers(1, 6).flatmap(lambda m: st.tuples(corpora(multiple=m), st.just(m))),

@@ -19,7 +19,6 @@ from streampack import (
     IterablePackedDataset,
     PackedDataset,
     PaddedCollator,
-    ParquetSource,
     Sample,
     TokensEncoder,
     method_loader,
@@ -238,13 +237,7 @@ HIDDEN = r"padding, which would be packed like its tokens; tokenize without padd
 def test_a_row_of_several_sequences_is_refused(door: str, columns: Row, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DOORS[door]([ROW | columns])
-    whole = {
-        "seq_lengths": [5],
-        "position_ids": [3, 4, 5, 6, 7],
-        "input_pos": None,
-        "attention_mask": [1] * 5,
-    }
-    DOORS[door]([ROW | whole])
+    DOORS[door]([ROW | {"seq_lengths": [5], "position_ids": [3, 4, 5, 6, 7], "attention_mask": [1] * 5}])
 
 
 @pytest.mark.parametrize("door", ["stream", "packed dataset", "method loader"])
@@ -267,23 +260,14 @@ def test_the_flattening_collator_keeps_the_sequences_of_a_row_apart(columns: Row
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (
-            {"seq_lengths": [3, 3]},
-            r"sample 1 of the batch: .* holds \[3, 3\], and the row has 5 tokens; they must add",
-        ),
-        ({"seq_lengths": [5, 0]}, r"holds \[5, 0\]"),
-        (
-            {"position_ids": [0, 1]},
-            "sample 1 of the batch: column 'position_ids' has 2 entries, and the row has 5",
-        ),
-        (
-            {"attention_mask": [1, 1, 1, 1, 0]},
-            "sample 1 of the batch: the attention_mask hides the row's padding",
-        ),
+        ({"seq_lengths": [3, 3]}, r".* holds \[3, 3\], and the row has 5 tokens; they must add"),
+        ({"seq_lengths": [5, 0]}, r".* holds \[5, 0\]"),
+        ({"position_ids": [0, 1]}, "column 'position_ids' has 2 entries, and the row has 5"),
+        ({"attention_mask": [1, 1, 1, 1, 0]}, "the attention_mask hides the row's padding"),
     ],
 )
 def test_boundaries_that_do_not_fit_are_refused(columns: Row, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"sample 1 of the batch: {message}"):
         FlatteningCollator()([WHOLE[0], ROW | columns])
 
 
@@ -308,11 +292,6 @@ def table(row: Row) -> Any:
     return pytest.importorskip("datasets").Dataset.from_list([row] * 8)
 
 
-def parquet(row: Row, folder: Path) -> Any:
-    table(row).to_parquet(folder / "rows.parquet")
-    return packs_of(ParquetSource(folder / "*.parquet"))
-
-
 @cache
 def model() -> Any:
     from torchtune.models.llama3 import llama3
@@ -323,7 +302,6 @@ def model() -> Any:
 ENTRANCES: dict[str, Callable[[Row, Path], Any]] = {
     **{door: lambda row, folder, door=door: DOORS[door]([row]) for door in DOORS},
     "stream of a table": lambda row, folder: packs_of(table(row)),
-    "stream of Parquet": parquet,
     "tokenized": lambda row, folder: tokenize([row], out=folder, progress=False),
     "scored": lambda row, folder: list(score(model(), [row], max_seq_len=8, progress=False)),
 }
@@ -351,20 +329,19 @@ BAD: dict[str, Row] = {
         "booleans": [True, False, True], "True": [7, 8, True], "numpy's True": [7, np.True_, 8], "-1": [7, -1, 8],
     },
 }  # fmt: skip
-ARROW = ("stream of a table", "stream of Parquet")
 
 
 @pytest.mark.parametrize("column", BAD)
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_what_is_no_column_is_refused(entrance: str, column: str, tmp_path: Path) -> None:
     passed = []
-    kinds = BAD[column].keys() - (
-        {"True", "numpy's True"} if entrance in ARROW else ()
-    )  # Arrow refuses mixed types
-    for kind in kinds:
+    mixed = (
+        {"True", "numpy's True"} if entrance == "stream of a table" else set()
+    )  # Arrow itself refuses them
+    for kind in BAD[column].keys() - mixed:
         row = {"input_ids": [7, 8, 9], column: BAD[column][kind]}
         try:
-            ENTRANCES[entrance](row, tmp_path / kind if entrance == "tokenized" else tmp_path)
+            ENTRANCES[entrance](row, tmp_path / kind)
         except ValueError as error:
             assert re.search(r"mask|column|token id|ids|row is", str(error)), kind
         else:
@@ -383,8 +360,7 @@ def test_masks_are_zeros_and_ones_of_any_type(form: Callable[[list[int]], Any], 
         masked = row | {column: form([0, 1, 1])}
         assert packs_of([masked])[1] == [[-100, 8, 9, -100, -100, -100]]
         for name, entrance in ENTRANCES.items():
-            if name != "stream of Parquet" or form is not torch.tensor:
-                entrance(masked, tmp_path / f"{name} {column}" if name == "tokenized" else tmp_path)
+            entrance(masked, tmp_path / f"{name} {column}")
 
 
 # Rows that are overwritten by the next.
