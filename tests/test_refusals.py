@@ -361,7 +361,6 @@ NOWHERE = "https://nowhere.invalid/a.jsonl"
         ("max_outage", lambda n: packs(ROWS, max_outage=n)),
         ("batch_size", lambda n: PackedDataLoader(packs(ROWS), batch_size=n)),
         ("max_tokens", lambda n: MultipackBatchSampler([1, 2], max_tokens=n)),
-        ("max_seq_len", lambda n: PackedDataset(ROWS, max_seq_len=n)),
         ("timeout", lambda n: JSONLSource(NOWHERE, timeout=n)),
     ],
 )

@@ -167,7 +167,6 @@ PARITY = "parity='torchtune' packs as torchtune does, so strategy, "
         ([{"tokens": [100], "labels": [1]}], {}, "sample 0: token id 100 is outside the vocabulary of 100 ids"),
         ([GOOD, {"tokens": [1] * 9, "labels": [1] * 9}], {}, "sample 1 has 9 tokens, max_seq_len is 8; set overlong"),
         ([GOOD], {"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
-        ([GOOD], {"parity": "trl"}, "parity='trl' is unknown; choose one of 'torchtune'"),
         ([GOOD], {"parity": "torchtune", "strategy": "best_fit"}, PARITY),
         ([GOOD], {"parity": "torchtune", "empty": "drop"}, PARITY),
     ],

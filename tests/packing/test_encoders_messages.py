@@ -114,16 +114,13 @@ UNWEIGHTED_TURN["conversations"][1]["weight"] = 0
     [
         (OPENAI(), chat(USER, PARTS), {}),
         (OPENAI(), {"messages": json.dumps([USER, ANSWER])}, {}),
-        (OPENAI(), {"messages": np.array([USER, ANSWER], dtype=object)}, {}),
         (OPENAI(), chat(USER, {**ANSWER, "tool_calls": None, "name": None}, tools=None, id=3), {}),
-        (OPENAI(), chat(USER, ANSWER, tools=[]), {}),
         (OPENAI(), chat(USER, ANSWER, tools=[CALL]), {"ignore": ["tools"]}),
         (OPENAI(), chat(USER, THINKING), {"ignore": ["reasoning_content"]}),
         (OPENAI(), UNWEIGHTED, {}),
         (OPENAI(new_system_prompt="another one"), UNWEIGHTED, {}),
         (SHARE(), UNWEIGHTED_TURN, {}),
         (SHARE(), share("a", "go on", **EMPTY), {}),
-        (PAIR(), {"input": "a", "output": "go on", **EMPTY}, {}),
         (PAIR(column_map={"input": "q", "output": "r"}), {"q": "a", "r": "go on"}, {}),
         *((ALPACA(train_on_input=False), {"instruction": "a", "output": "go on", **extra}, {})
           for extra in ({}, {"input": None}, {"input": ""})),
