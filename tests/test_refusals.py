@@ -283,7 +283,7 @@ def test_a_config_is_refused_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, fragment: str
 ) -> None:
     from streampack.training.config import to_plain
-    from streampack.training.validate import validate
+    from streampack.training.validate import validate  # private: the command prints what this returns
     from tests.harness.tiny import tiny_config
 
     monkeypatch.setenv("STREAMPACK_TRUST", "tests")
