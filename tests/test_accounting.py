@@ -40,20 +40,3 @@ def test_drops_are_booked_by_name() -> None:
     assert ledger.buffered == 14
     with pytest.raises(KeyError):
         ledger.drop("bad luck", 1)
-
-
-def test_as_dict_is_flat_numbers() -> None:
-    ledger = Ledger(samples=2, tokens_in=12, packs=1, capacity=10, packed=9)
-    ledger.drop("overlong", 1)
-    none = (
-        "untrained",
-        "bad_shards",
-        "dropped_truncated",
-        "dropped_empty",
-        "dropped_untrained",
-        "dropped_removed",
-    )
-    assert ledger.as_dict() == dict.fromkeys((*none, "bad_records"), 0) | {
-        "samples": 2, "tokens_in": 12, "packs": 1, "capacity": 10, "packed": 9, "dropped_overlong": 1,
-        "buffered": 2, "padding": pytest.approx(0.1),
-    }  # fmt: skip

@@ -16,42 +16,27 @@ from tests.harness.tiny import WordTokenizer
 # connections.
 ATTACKS = [
     "torch.utils.collect_env.run",
-    "torch.hub._load_local",
     "torch.hub.load",
     "torch.load",
-    "torch.save",
-    "torch.jit.load",
-    "torch.package.PackageImporter",
     "torch.ops.load_library",
     "torch.utils.cpp_extension.load",
-    "torch.serialization.add_safe_globals",
-    "torch.multiprocessing.spawn",
     "torch.distributed.TCPStore",
-    "torch.distributed.run.main",
-    "torch.distributed.checkpoint.load",
     "torch.optim.Optimizer.load_state_dict",
     "torch.optim.lr_scheduler.warnings.warn",
-    "torch.optim.swa_utils.AveragedModel",
     "transformers.pipeline",
     "transformers.AutoModel.from_pretrained",
-    "transformers.Trainer",
     "transformers.dynamic_module_utils.get_class_from_dynamic_module",
     "torchtune.config.instantiate",
     "torchtune.data.load_image",
-    "torchtune.training.DistributedCheckpointer",
     "torchtune.training.metric_logging.os.system",
     "torchtune._cli.run.Run",
-    "torchtune.models.llama3._model_builders.llama3",
     "streampack.cli.main",
     "streampack.instantiate.trust",
-    "streampack.instantiate.importlib.import_module",
-    "streampack.training.checkpoint.Checkpoints",
     "streampack.training.weights.shutil.copy",
     "streampack_recipes.full_finetune.train",
     "os.system",
     "builtins.eval",
     "subprocess.Popen",
-    "pickle.loads",
 ]
 
 
@@ -70,12 +55,6 @@ def test_every_attack_exists() -> None:
         assert callable(found), path
 
 
-@pytest.mark.parametrize("value", [None, 5, ["torch.optim.AdamW"], {"a": 1}, ""])
-def test_a_component_that_is_no_text_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="^_component_ .* is no public dotted name; write one such as"):
-        build({"_component_": value})
-
-
 @pytest.mark.parametrize("path", ATTACKS)
 def test_no_attack_is_reachable(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRUST)
@@ -88,40 +67,21 @@ def test_no_attack_is_reachable(path: str, monkeypatch: pytest.MonkeyPatch) -> N
         build({"trusted_packages": [path.split(".")[0]], "a": [{"b": node}]})
 
 
-def test_a_shell_command_in_a_config_does_not_run(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv(TRUST)
-    marker = tmp_path / "ran"
-    with pytest.raises(ValueError, match="not among the components"):
-        build({"_component_": "torch.utils.collect_env.run", "command": f"touch {marker}"})
-    with pytest.raises(ValueError, match="not among the components"):  # torchtune calls what this names
-        build(
-            {
-                "_component_": "torchtune.models.llama3.llama3_tokenizer",
-                "path": "tokenizer.model",
-                "prompt_template": "torch.utils.collect_env.main",
-            }
-        )
-    assert not marker.exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"trust_remote_code": True}, "would run code of whoever wrote the repository"),
-        (
-            {"load_dataset_kwargs": {"trust_remote_code": True}},
-            "would run code of whoever wrote the repository",
-        ),
-        (
-            {"source": "pandas", "data_files": "https://host/x.pkl"},
-            "builder 'pandas' of datasets can run code",
-        ),
-        ({"dataset": "iceberg"}, "builder 'iceberg' of datasets can run code"),
+        ({"load_dataset_kwargs": {"trust_remote_code": True}}, "would run code of whoever wrote the repository"),
+        ({"source": "pandas", "data_files": "https://host/x.pkl"}, "builder 'pandas' of datasets can run code"),
+        # torchtune calls what this names.
+        ({"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "tokenizer.model",
+          "prompt_template": "torch.utils.collect_env.main"}, "not among the components that a config may name"),
     ],
-)
-def test_arguments_that_run_code_are_refused(arguments, message) -> None:
+)  # fmt: skip
+def test_arguments_that_run_code_are_refused(arguments, message, monkeypatch) -> None:
+    monkeypatch.delenv(TRUST)
     with pytest.raises(ValueError, match=message):
-        build({"_component_": "torchtune.datasets.chat_dataset", **arguments})
+        build({"_component_": "torchtune.datasets.chat_dataset"} | arguments)
 
 
 def test_every_row_of_the_table_names_public_components() -> None:
@@ -140,25 +100,6 @@ def test_every_row_of_the_table_names_public_components() -> None:
                     continue
             assert found, f"{module}: {names}"
             assert not any(isinstance(each, ModuleType) for each in found)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "streampack.packed_dataset",
-        "torch.optim.AdamW",
-        "torchao.optim.AdamW8bit",
-        "torchtune.data.OpenAIToMessages",
-        "torchtune.datasets.alpaca_cleaned_dataset",  # a partial
-        "torchtune.models.llama3_2.lora_llama3_2_1b",
-        "torchtune.modules.transforms.tokenizers.HuggingFaceBaseTokenizer",
-        "torchtune.training.FullModelHFCheckpointer",
-        "torchtune.training.setup_torch_profiler",
-        "transformers.get_cosine_schedule_with_warmup",
-    ],
-)
-def test_components_of_configs_resolve(path: str) -> None:
-    assert callable(resolve(path))
 
 
 @pytest.mark.parametrize(

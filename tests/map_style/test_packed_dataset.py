@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 import sys
-import tracemalloc
 import types
 from collections import Counter
 from typing import Any
@@ -104,16 +103,6 @@ def test_max_packs_makes_the_first_of_all_packs(lengths: list[int], settings: An
     assert ledger.buffered == sum(read) - len(places) - sum(ledger.dropped.values()) >= 0
 
 
-@pytest.mark.parametrize(
-    "settings", [{"strategy": name} for name in oracle.CHOOSE] + [{"split_across_pack": True}]
-)
-def test_max_packs_stops_the_reading(settings: dict[str, Any]) -> None:
-    data = Counted([3, 5] * 500)
-    PackedDataset(data, max_seq_len=8, max_packs=5, buffer_size=32, **settings)
-    assert len(data.reads) <= 5 * 2 + 32
-    assert set(data.reads.values()) == {1}
-
-
 # Indexing
 
 
@@ -131,54 +120,12 @@ def test_indexing_is_like_that_of_a_list() -> None:
             packed[index]
 
 
-def test_a_sample_is_read_once_to_plan_and_once_per_pack() -> None:
-    data = Counted([20, 4])
-    packed = PackedDataset(data, max_seq_len=8, overlong="split", strategy="first_fit")
-    assert [pack["seq_lens"].tolist() for pack in packed] == [[8], [8], [4, 4]]
-    assert data.reads == {0: 1 + 3, 1: 1 + 1}
-
-
-def test_trace_leads_back_to_the_sample() -> None:
-    rows = rows_of([5, 7])
-    packed = PackedDataset(rows, max_seq_len=8, split_across_pack=True)
-    pack = packed[1]
-    [fragment] = pack["fragments"]
-    assert packed.trace(fragment) == {"place": "sample 1", "row": rows[1], "tokens": [2003, 2004, 2005, 2006]}
-
-
-# Memory
-
-
-def test_memory_is_that_of_the_plan() -> None:
-    data = Ones(np.random.default_rng(0).integers(1, 400, 5_000))
-    PackedDataset(Ones([1]), max_seq_len=4096)  # imports what it needs
-    tracemalloc.start()
-    try:
-        packed = PackedDataset(data, max_seq_len=4096)
-        kept, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    plan = 5_000 * 32 + len(packed) * 8  # bytes; torchtune keeps 3 x 8 for each of the million tokens
-    assert kept < 1.1 * plan + 100_000
-    assert peak < 3 * plan + 500_000
-    assert len(pickle.dumps(packed)) - len(pickle.dumps(data)) < 1.1 * plan
-
-
-class Ones(Counted):
-    """Samples of ones, without counting."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = np.full(self.lengths[index], 1)
-        return {"tokens": tokens, "labels": tokens}
-
-
 # In other tools
 
 
 def test_pickles_and_copies() -> None:
     packed = PackedDataset(rows_of([5, 4, 2, 3, 4]), max_seq_len=8)
-    copies = [pickle.loads(pickle.dumps(packed, n)) for n in range(2, pickle.HIGHEST_PROTOCOL + 1)]
-    for other in (*copies, copy.copy(packed), copy.deepcopy(packed)):
+    for other in (pickle.loads(pickle.dumps(packed)), copy.copy(packed), copy.deepcopy(packed)):
         assert type(other) is PackedDataset
         assert other.ledger() == packed.ledger()
         for ours, theirs in zip(other, packed, strict=True):
@@ -186,22 +133,13 @@ def test_pickles_and_copies() -> None:
             assert ours["fragments"] == theirs["fragments"]
 
 
-def test_is_a_torchtune_packed_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if torchtune is imported later."""
+def test_is_a_torchtune_packed_dataset() -> None:
     packed = PackedDataset(rows_of([3, 4]), max_seq_len=8)
     assert isinstance(packed, torchtune_datasets.PackedDataset)
     assert isinstance(packed, PackedDataset)
-    assert isinstance(packed, Dataset)
     assert not isinstance(packed, torchtune_datasets.ConcatDataset)
     assert isinstance(pickle.loads(pickle.dumps(packed)), torchtune_datasets.PackedDataset)
-    assert issubclass(packed.__class__, PackedDataset)
-    assert packed.__class__.__name__ == "PackedDataset"
     assert repr(packed) == "<PackedDataset: 1 packs of 8 tokens from 2 samples, 12.5% padding, exact_fit>"
-    with monkeypatch.context() as patch:
-        patch.delitem(sys.modules, "torchtune.datasets")
-        later = PackedDataset(rows_of([3, 4]), max_seq_len=8)
-        assert later.__class__ is PackedDataset
-    assert isinstance(later, torchtune_datasets.PackedDataset)
 
 
 def test_a_list_of_datasets_is_packed() -> None:
@@ -226,17 +164,11 @@ PARITY = "parity='torchtune' packs as torchtune does, so strategy, "
         ([], {}, "the dataset (list) is empty; it must have at least one sample"),
         (iter([GOOD]), {}, "a list_iterator has no samples by number (it needs __len__ and __getitem__); pack"),
         ([GOOD, {"tokens": [1]}], {}, "sample 1: column 'labels' is missing; the row's columns are 'tokens'"),
-        ([{"tokens": [], "labels": []}], {}, "sample 0 has 0 tokens; remove it"),
         ([{"tokens": [100], "labels": [1]}], {}, "sample 0: token id 100 is outside the vocabulary of 100 ids"),
         ([GOOD, {"tokens": [1] * 9, "labels": [1] * 9}], {}, "sample 1 has 9 tokens, max_seq_len is 8; set overlong"),
-        ([GOOD], {"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of"),
-        ([GOOD], {"empty": "keep"}, "empty='keep' is unknown; choose one of 'error', 'drop'"),
         ([GOOD], {"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
-        ([GOOD], {"max_packs": True}, "max_packs=True is no number of packs"),
-        ([GOOD], {"parity": "trl"}, "parity='trl' is unknown; choose one of 'torchtune'"),
         ([GOOD], {"parity": "torchtune", "strategy": "best_fit"}, PARITY),
         ([GOOD], {"parity": "torchtune", "empty": "drop"}, PARITY),
-        ([GOOD], {"parity": "torchtune", "pad_seqs_to": 4}, PARITY),
     ],
 )  # fmt: skip
 def test_bad_rows_and_settings_are_refused_at_once(rows: Any, settings: Any, message: str) -> None:
@@ -263,25 +195,6 @@ def test_an_error_of_the_dataset_names_the_sample() -> None:
 
 
 # The progress bar
-
-
-def test_the_progress_bar_needs_tqdm_and_is_on_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    tqdm = pytest.importorskip("tqdm")
-    bars: list[Any] = []
-
-    def fake(numbers: Any, **settings: Any) -> Any:
-        bars.append(settings)
-        return numbers
-
-    monkeypatch.setattr(tqdm, "tqdm", fake)
-    PackedDataset(rows_of([3]), max_seq_len=8)
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    PackedDataset(rows_of([3]), max_seq_len=8)
-    assert [bar["disable"] for bar in bars] == [False, True]
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert len(PackedDataset(rows_of([3]), max_seq_len=8)) == 1
-    assert len(bars) == 2
 
 
 # As torchtune packs.
@@ -485,20 +398,15 @@ NO_NODE = r"must be a node with a _component_, such as .*PackedDataset\(ds"
     [
         ({}, {"packed": False}, "^packed=False: write `packed: True` beside `_component_: streampack.packed_dataset`"),
         ({}, {"packed": "False"}, "^packed='False': write `packed: True` .*dropped in silence"),
-        ({}, {"packed": 1}, "^packed=1: write `packed: True`"),
         ({}, {"limit": None, "max_seq_len": 8}, "sample 2 has 12 tokens, max_seq_len is 8; set overlong"),
         ({}, {"limit": None}, "^max_seq_len is None here and in the tokenizer; set max_seq_len"),
-        ({}, {"tokenizer": object()}, "^max_seq_len is None here and in the tokenizer; set max_seq_len"),
         ({}, {"tokenizer": types.SimpleNamespace(max_seq_len=8, pad_id=None)},
          r"^the tokenizer \(SimpleNamespace\) has no pad_id; set padding_idx"),
         ({"packed": True}, {}, f"^packed=True {INNER}"),
         ({"split_across_pack": True}, {}, f"^split_across_pack=True {INNER}"),
-        ({"max_packs": 4}, {}, f"^max_packs=4 {INNER}"),
         ({"_component_": "os.system"}, {}, "^_component_ 'os.system' is not among the components that a config may"),
-        ({"_component_": "my_data.nothing"}, {}, "^_component_ 'my_data.nothing' leads to nothing"),
         ({"_component_": None}, {}, NO_NODE),
         ("torchtune.datasets.alpaca_dataset", {}, NO_NODE),
-        (None, {}, NO_NODE),
     ],
 )  # fmt: skip
 def test_what_cannot_be_packed_is_refused(node: Any, inner: Any, settings: Any, message: str) -> None:

@@ -20,7 +20,6 @@ from streampack import (
     Group,
     HFTokenizer,
     IterablePackedDataset,
-    PackedDataLoader,
     ParquetSource,
     PreferenceEncoder,
     PromptCompletionEncoder,
@@ -191,22 +190,6 @@ def test_texts_are_never_changed(
         assert implicit or trained(group) == answers
 
 
-class WithoutBOS(Letters):
-    bos_id = None  # type: ignore[assignment]
-
-    def encode(self, text: str, add_bos: bool = False, add_eos: bool = True) -> list[int]:
-        return super().encode(text, add_bos=False, add_eos=add_eos)
-
-
-def test_texts_without_a_common_token_stand_side_by_side() -> None:
-    encoder = PreferenceEncoder(WithoutBOS(), add_bos=False)
-    group = encoder({"chosen": "ab", "rejected": "ca"})
-    assert (group.lengths, group.parents) == ((3, 3), (-1, -1))
-    assert sequences(group) == [[97, 98, 2], [99, 97, 2]]
-    one = PreferenceEncoder(WithoutBOS(), add_bos=False, add_eos=False)({"chosen": "abc", "rejected": "ab"})
-    assert (one.tokens.tolist(), one.lengths) == ([*b"abcb"], (1, 2, 1)), "each keeps a token"
-
-
 # Against TRL.
 
 
@@ -312,21 +295,6 @@ def test_earlier_answers_of_both_can_be_masked(tmp_path: Path) -> None:
     ], "its tokenizer trains the header of an answer, too"
 
 
-def test_question_and_answers_in_columns(tmp_path: Path) -> None:
-    from torchtune.datasets._stack_exchange_paired import StackExchangePairedToMessages
-
-    tokenizer = tune_tokenizer("llama3", tmp_path)
-    columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
-    encoder = PreferenceEncoder(
-        tokenizer, message_transform=StackExchangePairedToMessages(column_map=columns)
-    )
-    row = {"question": USER["content"], "better": GOOD["content"], "worse": BAD["content"]}
-    same = PreferenceEncoder(tokenizer, message_transform=TRANSFORM())(TUNE_ROWS[0])
-    assert encoder(row).tokens.tolist() == same.tokens.tolist()
-    with pytest.raises(ValueError, match="column 'worse' holds a NoneType; it must be text"):
-        encoder({**row, "worse": None})
-
-
 # Numbers of answers and of tokens.
 
 
@@ -386,46 +354,6 @@ def test_ids_of_rollouts_are_taken_as_they_are(
     assert sequences(RolloutEncoder(LETTERS)(tensors)) == sequences(group)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_truncated_rollouts_cross_worker_processes_with_their_numbers(side: str) -> None:
-    """Ids are their own numbers, so each number shows its token; a resume goes on with them."""
-    rows: list[dict[str, Any]] = [
-        {
-            "prompt": [9] * 4,
-            "completions": [[*range(10, 12 + i % 9)], [30, 31, 32]],
-            "reward": [10, 30],
-            "i": i,
-        }
-        for i in range(40)
-    ]
-    for row in rows:
-        row["ids"] = [[float(token) for token in each] for each in row["completions"]]
-
-    def loader(num_workers: int) -> PackedDataLoader:
-        data = IterablePackedDataset(
-            rows, encoder=RolloutEncoder(LETTERS, fields=["reward"], token_fields=["ids"]), max_seq_len=13,
-            overlong="truncate", truncate_side=side, num_lanes=2, shuffle=True,
-        )  # fmt: skip
-        return PackedDataLoader(data, batch_size=2, num_workers=num_workers)
-
-    begun = loader(1)
-    batches = [next(iter(begun))]
-    resumed = loader(0)
-    resumed.load_state_dict(begun.state_dict())
-    batches += resumed
-    groups = 0
-    for batch in batches:
-        assert batch.groups is not None
-        numbers, rewards = batch.groups.token_fields["ids"], batch.groups.fields["reward"]
-        numbered = ~numbers.isnan()
-        assert torch.equal(numbers[numbered].long(), batch.tokens[numbered])
-        assert torch.equal(numbered, batch.tokens > 9)
-        firsts = batch.groups.first_labels
-        assert torch.equal(rewards[~rewards.isnan()].long(), firsts[firsts != IGNORE_INDEX])
-        groups += int((firsts == 10).sum())
-    assert groups == sum(1 for row in rows if side == "right" or len(row["completions"][0]) <= 9)
-
-
 # What is refused: each error names the row's problem and the way out.
 
 ROLLOUT: dict[str, Any] = {
@@ -439,27 +367,20 @@ ROLLOUT: dict[str, Any] = {
         (CHATML, {"prompt": "a", "chosen": "b"}, "column 'rejected' is missing; the row's columns are"),
         (CHATML, pair(rejected=None), "column 'rejected' is null; mend the row, or leave it out"),
         (CHATML, pair(prompt=None), "column 'prompt' is null"),
-        (CHATML, pair(rejected=3), "column 'rejected' holds a int; give text, or messages"),
-        (CHATML, pair(rejected=[]), "column 'rejected' holds no message"),
-        (CHATML, pair(rejected=[{"role": "assistant", "content": None}]), r"\(assistant\) has no content"),
         (CHATML, pair(rejected=[USER]), "column 'rejected' holds no message of the assistant.*its roles are user"),
         (CHATML, pair(chosen=[{**GOOD, "weight": 0}]), "column 'chosen' has no token to train"),
         (CHATML, pair(system="be kind"), r"column 'system' would be left out.*ignore: \[system\]"),
         (CHATML, {"question": "a", "chosen": "b", "rejected": "c"},
          r"there is no column 'prompt', and column 'question' would be left out; say prompt: question, or ignore"),
-        (CHATML, {"instruction": "a", "chosen": [GOOD], "rejected": [BAD]}, "say prompt: instruction"),
         (CHATML, {"chosen": [GOOD], "rejected": [USER, BAD]}, "an answer does not begin with a message of the user"),
         (DEAF, pair(prompt=[SYSTEM, USER]), "the chat template leaves out message 0, of role 'system'"),
-        (DEAF, pair(chosen=[{**CALL, "content": "x"}]), "leaves out the tool_calls of message 1"),
         (CROSSING, pair(), "a token crosses a boundary of message 1"),
         (FORGETFUL, pair(chosen=[{**GOOD, "content": "<think>a</think>b"}, USER, GOOD]),
          "renders the first 2 message.s. in another way when others follow"),
         (CHATML, {"prompt": "the ans", "chosen": "wer", "rejected": "wers"}, "a token crosses from the prompt"),
-        (CHATML, {"chosen_ids": [1], "rejected_ids": [1]}, "chosen and rejected are equal"),
         (CHATML, {"chosen": "one two", "rejected": "one two"}, "are equal, so there is no telling where their prompt"),
         (CHATML, {"chosen_input_ids": [1, 2], "chosen_labels": [-100, -100], "rejected_input_ids": [1, 3],
                   "rejected_labels": [-100, 3]}, "column 'chosen_input_ids' has no token to train"),
-        (CHATML, {"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [1]}, "'chosen_ids' has no token to train"),
     ],
 )  # fmt: skip
 def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str) -> None:
@@ -476,35 +397,24 @@ def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str
     ("settings", "changed", "message"),
     [
         ({}, {"completions": "text"}, "column 'completions' holds a str; give a list with one entry for each"),
-        ({}, {"completions": None}, "column 'completions' holds a NoneType"),
         ({}, {"completions": []}, "column 'completions' holds no completion; leave the row out"),
         ({}, {"completions": [[7], "x"]}, "holds ids and texts or messages; give one kind in a row"),
-        ({}, {"completions": ["x", None], "prompt": "a"}, r"column 'completions\[1\]' is null"),
         ({}, {"completions": [[7], []]}, r"column 'completions\[1\]' has no token to train"),
-        ({}, {"completions": [[7], [0.5]]}, r"column 'completions\[1\]': column 'ids' has shape .* it must be a flat"),
         ({}, {"completions": ["x"]}, "column 'prompt' holds ids and 'completions' does not; give both as ids"),
         ({}, {"prompt": []}, "column 'prompt' holds no token, so nothing predicts the completions' first"),
-        ({}, {"prompt": None}, "column 'prompt' is null"),
         ({}, {"prompt": [USER]}, "a Letters has no chat template; .*give texts or ids"),
         ({}, {"system": "x"}, "column 'system' would be left out"),
-        ({"prompt": "query"}, {}, "column 'query' is missing"),
         ({"fields": ["advantage"]}, {}, "column 'advantage' is missing"),
-        ({"fields": ["reward"]}, {"reward": [1]}, r"column 'reward' has shape \[1\] for 2 sequences"),
         ({"fields": ["reward"]}, {"reward": [1, None]}, "column 'reward' holds .1, None."),
-        ({"token_fields": ["logprobs"]}, {"logprobs": None}, "column 'logprobs' has a NoneType for 2 completions"),
         ({"token_fields": ["logprobs"]}, {"logprobs": [[1]]}, "column 'logprobs' has 1 entries for 2 completions"),
         ({"token_fields": ["logprobs"]}, {"logprobs": [[1], [2]]},
          r"column 'logprobs\[1\]' has shape \[1\]; give 2 numbers, one for each token"),
-        ({"token_fields": ["logprobs"]}, {"logprobs": [[1], [2, None]]}, r"column 'logprobs\[1\]' holds \[2, None\]"),
-        ({"token_fields": ["missing"]}, {}, "column 'missing' is missing"),
         ({"token_fields": ["logprobs"]}, {"prompt": "a", "completions": ["b", "c"]},
          "'logprobs' has a number for each token, and column 'completions' holds no ids.*give the completions as ids"),
         ({"mask": "mask"}, {"mask": [[0], [1, 1]]}, r"column 'completions\[0\]' has no token to train"),
         ({"mask": "mask"}, {"mask": [[1], [1]]}, r"'mask\[1\]' has shape \[1\] for 2 tokens"),
         # Settings that fit no row.
-        ({"fields": "reward"}, {}, "fields='reward' is text; write"),
         ({"fields": {"reward": ["a", "b"]}}, {}, r"fields has 'reward': .*; write \[column, ...\] or \{field: column"),
-        ({"token_fields": {"logps": None}}, {}, "token_fields has 'logps': None"),
         ({"fields": ["x"], "token_fields": ["x"]}, {}, "'x' is in fields and in token_fields; give it two names"),
     ],
 )  # fmt: skip
@@ -519,17 +429,14 @@ def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, 
         ({"fields": ["margin"]}, {}, "column 'margin' is missing; the row's columns are"),
         ({"fields": ["margin"]}, {"margin": None}, "'margin' holds None; give finite numbers, and leave out rows"),
         ({"fields": ["margin"]}, {"margin": [1.0, float("nan")]}, "column 'margin' holds .1.0, nan."),
-        ({"fields": ["margin"]}, {"margin": "high"}, "column 'margin' holds 'high'; give finite numbers"),
         ({"fields": ["margin"]}, {"margin": [1, 2, 3]}, "has shape .3. for 2 sequences; give one number for each, or"),
         ({"fields": {"score": ["a", "b"]}}, {"a": 1, "b": [1, 2]}, "column 'b' has shape .2.; give one number"),
-        ({"fields": {"score": ["a"]}}, {}, r"fields has 'score': \['a'\]; write .* with 2 columns"),
         ({"mask_shared": True}, {}, "mask_shared=True needs a message_transform"),
         ({"tokenizer": LETTERS}, {}, "a Letters has no chat template; .*ChosenRejectedToMessages"),
-        ({"tokenizer": LETTERS, "message_transform": TRANSFORM()}, {}, "a Letters takes text only, no messages"),
         ({"message_transform": tune.OpenAIToMessages()}, {}, "OpenAIToMessages makes one conversation of a row, not a"),
         ({"message_transform": TRANSFORM(column_map={"chosen": "a", "rejected": "b", "prompt": "c"})}, {},
          "column_map of ChosenRejectedToMessages has 'prompt', which it does not read"),
-        ({"tokenizer": byte_level(template=None), "message_transform": TRANSFORM()}, {}, "has no chat template"),
+        ({"tokenizer": LETTERS, "message_transform": TRANSFORM()}, {}, "a Letters takes text only, no messages"),
         ({"tokenizer": SimpleNamespace(encode=lambda text, add_bos, add_eos: [5])}, {}, "adds no EOS, though add_eos"),
         ({"tokenizer": LETTERS, "add_eos": False}, {"prompt": "a", "chosen": "b", "rejected": ""},
          r"column 'rejected' has no token to train.*add_eos: True"),
@@ -540,7 +447,6 @@ def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, 
             ({"chosen": [USER, {**GOOD, "content": None}]}, "has no content"),
             ({"chosen": [USER]}, "the chosen answer has no token to train"),
             ({"system": "x"}, "column 'system' would be left out"),
-            ({"chosen": [USER, {**GOOD, "reasoning": "x"}]}, r"ignore: \[reasoning\]"),
         ]),
         ({"message_transform": lambda row: {"messages": []}}, {}, "the message transform found no 'chosen'"),
     ],
@@ -548,37 +454,3 @@ def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, 
 def test_settings_of_pairs_that_are_refused(chatml: Any, settings: Any, row: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PreferenceEncoder(**{"tokenizer": chatml} | settings)(pair(**row))
-
-
-def test_messages_of_weight_0_are_not_trained_by_torchtunes_transform_either(chatml: Any) -> None:
-    encoder = PreferenceEncoder(chatml, message_transform=TRANSFORM())
-    unweighted = encoder({"chosen": [USER, {**BAD, "weight": 0}, USER, GOOD], "rejected": [USER, BAD]})
-    assert encoder.decode(trained(unweighted)[0]).count("The answer") == 1
-
-
-def test_pairs_in_the_config_of_a_recipe(tmp_path: Path) -> None:
-    """The encoder is handed the run's tokenizer; train and held-out batches hold whole pairs with their numbers."""
-    from streampack.instantiate import build
-    from streampack.training.config import config_problems, read_config, to_plain
-    from streampack.training.data import build_data
-    from tests.harness.tiny import tiny_config
-
-    byte_level(template=MARKED).save_pretrained(tmp_path / "tokenizer")
-    tokenizer = {"_component_": "streampack.HFTokenizer", "path": str(tmp_path / "tokenizer")}
-    rows = [{"chosen": [USER, GOOD], "rejected": [USER, BAD], "ref": [-1.5, -i]} for i in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for transform in (None, {"_component_": "torchtune.data.ChosenRejectedToMessages"}):
-        encoder = {"_component_": "streampack.PreferenceEncoder", "fields": {"ref_logps": "ref"}}
-        encoder |= {"message_transform": transform} if transform else {}
-        sizes = {"data.max_seq_len": 128, "model.max_seq_len": 128}
-        config = tiny_config(tmp_path, tokenizer=tokenizer, **{"data.encoder": encoder, **sizes})
-        config.data.source.paths = str(tmp_path / "pairs.jsonl")
-        assert config_problems(to_plain(config)) == []
-        data, held_out = build_data(read_config(config), tokenizer=build(tokenizer), vocab_size=400)
-        for batch in [next(iter(PackedDataLoader(data))), *held_out[""].batches]:
-            assert batch.groups is not None
-            for parents, values in zip(
-                batch.groups.parents, batch.groups.fields["ref_logps"].tolist(), strict=True
-            ):
-                assert parents == tuple(number for at in range(0, len(parents), 3) for number in (-1, at, at))
-                assert set(values[1 : len(parents) : 3]) == {-1.5}

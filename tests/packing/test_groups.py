@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import pickle
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,9 +21,6 @@ from streampack import (
     FlatteningCollator,
     Group,
     IterablePackedDataset,
-    JSONLSource,
-    MapSource,
-    Mix,
     Pack,
     PackedDataLoader,
     PackedDataset,
@@ -33,14 +28,10 @@ from streampack import (
     collate_packed,
 )
 from streampack.packing.batch import null_pack, stack_packs, to_torchtune
-from streampack.streaming.balance import (
-    hand_out_order,  # private: the order that all lanes share has no other door
-)
 from streampack.tokenize import tokenize
-from tests.harness.corpus import Numbers, rows
-from tests.harness.mixtures import APART, shifted
+from tests.harness.corpus import rows
+from tests.harness.mixtures import shifted
 from tests.harness.segments import Pairs
-from tests.harness.threads import Topology, run
 
 LIMIT = 24
 ROWS = rows(60)
@@ -147,15 +138,6 @@ def test_a_group_is_its_segments(segments: list[Segment]) -> None:
     assert group.cut(0, group.tokens.size) is group
     with pytest.raises(AssertionError, match="never split"):
         group.cut(0, group.tokens.size - 1 or 2)
-
-
-def test_arrays_are_as_they_were_given() -> None:
-    tokens = np.array([5, 6, 7], np.int32)
-    group = Group(tokens, tokens, lengths=[3])
-    assert tokens.tolist() == [5, 6, 7], "only the group's labels lose the first"
-    assert group.labels.tolist() == [IGNORE_INDEX, 6, 7]
-    assert (group.tokens.dtype, group.labels.dtype, group.parents) == (np.int32, np.int32, (-1,))
-    assert Group(torch.tensor([5, 6]), [5, 6], lengths=[2]).tokens.tolist() == [5, 6]
 
 
 @given(drawn_segments())
@@ -347,85 +329,6 @@ def test_every_group_arrives_whole_and_its_numbers_with_it(
     assert Counter(map(repr, found)) == expected_of(rows_of, side=side, shared=shared)
     assert loader.ledger().packed == sum(len(segment.tokens) for sample in found for segment in sample)
     assert any(len(sample) > 1 for sample in found)
-
-
-def test_groups_lie_beside_plain_samples_of_a_mixture() -> None:
-    mix = Mix(
-        [
-            {"name": "pairs", "source": MapSource(ROWS), "weight": 1, "encoder": Pairs()},
-            {"name": "text", "source": MapSource(shifted(ROWS, APART)), "weight": 1, "encoder": Numbers()},
-        ],
-        stop="all_exhausted",
-    )
-    loader = PackedDataLoader(dataset(mix, encoder=None, overlong="drop"), batch_size=2)
-    found = {repr(sample) for batch in loader for sample in samples_in(batch)}
-    assert found == {*expected_of(ROWS), *(repr(segments_of(Numbers()(row))) for row in shifted(ROWS, APART))}
-
-
-@pytest.mark.parametrize("balance_window", [0, 3])
-def test_a_resume_at_every_step_gives_the_same_batches(tmp_path: Path, balance_window: int) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in LONG))
-
-    def loader() -> PackedDataLoader:
-        data = dataset(
-            JSONLSource(path), overlong="truncate", balance_window=balance_window, shuffle_window=7, epochs=2
-        )
-        return PackedDataLoader(data, batch_size=2)
-
-    begun = loader()
-    whole, states = [], []
-    for batch in begun:
-        whole.append(plain(batch))
-        states.append(pickle.loads(pickle.dumps(begun.state_dict())))
-    assert len(whole) > 15
-    for number, state in enumerate(states):
-        resumed = loader()
-        resumed.load_state_dict(state)
-        assert [plain(batch) for batch in itertools.islice(resumed, 4)] == whole[number + 1 : number + 5]
-
-
-@pytest.mark.parametrize("balance_window", [0, 4])
-def test_a_run_goes_on_with_other_numbers_of_ranks(balance_window: int) -> None:
-    """4, 2, 3, 1 ranks: together they read each group once an epoch."""
-    steps = {"overlong": "truncate", "num_lanes": 12, "epochs": 1, "balance_window": balance_window}
-    state, found = None, []
-    for ranks in (4, 2, 3, 1):
-        part = run(
-            lambda: dataset(LONG, **steps), Topology(ranks, batch_size=12 // ranks), state=state,
-            packs_per_step=12, limit=1 if ranks > 1 else None,
-        )  # fmt: skip
-        state = part.states[0]
-        found += [sample for batches in part.batches for batch in batches for sample in samples_in(batch)]
-    assert Counter(map(repr, found)) == expected_of(LONG, side="right")
-
-
-@pytest.mark.parametrize("cost", [None, {"sliding_window": 5}, {"chunk_size": 4}], ids=str)
-def test_the_packs_of_a_window_are_handed_out_by_what_groups_cost(cost: dict[str, int] | None) -> None:
-    """The cost of a pack is the number of pairs that attend, each token's position being that behind its prefix."""
-    window, common = 6, {"num_lanes": 1, "shuffle": False, "overlong": "drop"}
-    unbalanced = list(dataset(rows(80), **common).stream())
-    balanced = list(dataset(rows(80), **common, balance_window=window, balance_cost=cost).stream())
-    [(kind, limit)] = (cost or {None: 0}).items()
-
-    def pairs(pack: Pack) -> int:
-        places = stack_packs([pack]).input_pos[0, : sum(pack.seq_lens)].tolist()
-        return sum(
-            (kind != "sliding_window" or query - key < limit)
-            and (kind != "chunk_size" or query // limit == key // limit)
-            for query in places
-            for key in range(query + 1)
-        )
-
-    assert len(unbalanced) > 2 * window
-    wanted: list[Pack] = []
-    for first in range(0, len(unbalanced), window):
-        packs = unbalanced[first : first + window]
-        key = (0, 0, first // window)
-        order = hand_out_order([pairs(pack) for pack in packs], slot=0, window=window, key=key)
-        wanted += [packs[i] for i in order]
-    assert [pack.tokens.tolist() for pack in balanced] == [pack.tokens.tolist() for pack in wanted]
-    assert [pack.tokens.tolist() for pack in balanced] != [pack.tokens.tolist() for pack in unbalanced]
 
 
 def test_a_fragment_is_traced_to_its_segment() -> None:

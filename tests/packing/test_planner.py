@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,14 +54,6 @@ def test_plans_match_the_reference_implementation(
     assert plan(convert(lengths), limit, **common, truncate_side=side) == oracle.plan(
         lengths, limit, **common, side=side
     )
-
-
-@settings(max_examples=25)  # the reference tries 2,048 subsets for each pack
-@given(corpus=corpora(largest=24))
-def test_exact_fit_matches_the_reference_with_a_larger_buffer(corpus: tuple[list[int], int]) -> None:
-    lengths, limit = corpus
-    options: Any = {"strategy": "exact_fit", "buffer_size": 11}
-    assert plan(lengths, limit, **options) == oracle.plan(lengths, limit, **options)
 
 
 @settings(max_examples=60)
@@ -169,17 +160,6 @@ def test_a_sample_leaves_within_buffer_size_packs(
     assert not waiting
 
 
-@pytest.mark.parametrize("strategy", WAYS)
-def test_a_pack_reads_no_more_than_a_buffer(strategy: str) -> None:
-    """So a stream without an end yields packs."""
-    read: list[int] = []
-    stream = (read.append(length) or length for length in itertools.cycle([5, 3, 7, 1]))
-    packs = plan_packs(stream, 16, buffer_size=32, **settings_of(strategy))
-    assert not read, "nothing is read at the call"
-    assert next(packs)
-    assert len(read) <= (33 if strategy == "best_fit" else 5)  # the oldest, and a buffer of 32
-
-
 @pytest.mark.parametrize(
     ("name", "extra", "bound"), [("flan", 0, 2124), ("orca", 0, 1945), ("stack", 2, 5933)]
 )
@@ -229,29 +209,6 @@ def test_settings_that_cannot_be_are_refused_at_the_call(options: dict[str, Any]
         with pytest.raises(ValueError) as error:
             make([1, 2] if make is plan_packs else rows, **{"max_seq_len": 8, **options})
         assert str(error.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (
-            {"pad_pack_to": 16, "max_seq_len": 100},
-            "max_seq_len=100 is no multiple of pad_pack_to=16; set max_seq_len",
-        ),
-        (
-            {"balance_cost": {"window": 4}},
-            "balance_cost has no 'window'; its keys are sliding_window, chunk_size",
-        ),
-        ({"balance_cost": {"sliding_window": 0}}, "balance_cost.sliding_window=0"),
-        ({"balance_cost": {"chunk_size": 2.5}}, "balance_cost.chunk_size=2.5"),
-        ({"balance_cost": {"sliding_window": 4, "chunk_size": 4}}, "give one of the two"),
-        ({"balance_cost": "squared"}, "balance_cost='squared' is no mapping"),
-    ],
-)
-def test_settings_of_streams_that_cannot_be_are_refused(setting: Any, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        IterablePackedDataset([{"input_ids": [1]}], **{"max_seq_len": 8} | setting)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
     FlatteningCollator,
-    Group,
     IterablePackedDataset,
-    MessagesEncoder,
     PackedDataset,
     PaddedCollator,
-    ParquetSource,
-    PreferenceEncoder,
-    RolloutEncoder,
     Sample,
     TokensEncoder,
     method_loader,
@@ -33,7 +26,6 @@ from streampack import (
 )
 from streampack.sources import MapSource
 from streampack.tokenize import tokenize
-from tests.harness.hf_tokenizers import Letters
 
 Row = dict[str, Any]
 IDS = [[1, 2, 3], [4, 5], [6]]
@@ -136,68 +128,15 @@ def test_a_token_is_trained_if_all_masks_train_it(door: str, masks: Row, labels:
 
 # Numbers.
 
-anything = st.one_of(
-    st.integers(0, 99), st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.none(), st.text(), st.just([1])
-)  # fmt: skip
-around_int64 = st.integers(-(2**63), 2**64 - 1)
-
-
-@given(st.one_of(st.lists(around_int64, max_size=4), st.lists(anything, max_size=3)))
-@example([2**63])
-@example([1, 2**64 - 100, 3])
-@example([-1, 2**63])
-@example([1, 2**31])
-@example([-(2**31) - 1, 5])
-def test_lists_convert_as_numpy_converts_them(values: list[Any]) -> None:
-    """The fast path for lists of ints accepts nothing that the path through numpy refuses; nor are booleans ids."""
-    try:
-        expected = np.asarray(values) if values else np.empty(0, np.int64)
-    except ValueError:
-        expected = np.empty((0, 0))
-    all_trained, masked = TokensEncoder(labels=None), TokensEncoder(labels="labels")
-    rows = ({"tokens": values}, {"tokens": [0] * len(values), "labels": values})
-    if expected.ndim == 1 and expected.dtype == np.int64 and bool not in map(type, values):
-        made = all_trained(rows[0]).tokens
-        assert made.tolist() == expected.tolist()
-        narrow = all(0 <= value < 2**31 for value in values)
-        assert made.dtype == (np.int32 if narrow else np.int64)
-        assert masked(rows[1]).labels.tolist() == values
-    else:
-        message = "which is no int64" if expected.dtype.kind == "u" else "whole numbers"
-        for encoder, row in zip((all_trained, masked), rows, strict=True):
-            with pytest.raises(ValueError, match=message):
-                encoder(row)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
-def test_samples_share_no_memory_with_columns(dtype: Any) -> None:
-    """A source may overwrite its buffer with the next row, or return slices of a huge array, which must not be kept."""
-    buffer = np.arange(1000, dtype=dtype)
-    for column in (buffer, buffer[:5], buffer[5:10]):
-        for ids in TokensEncoder()({"tokens": column, "labels": column + 0}):
-            assert not np.shares_memory(ids, buffer)
-            assert ids.nbytes == 4 * column.size
-            assert ids.base is None
-    buffer.flags.writeable = False
-    assert not np.shares_memory(TokensEncoder(labels=None)({"tokens": buffer[:5]}).tokens, buffer)
-
 
 @pytest.mark.parametrize(
     ("tokens", "labels", "vocab_size", "message"),
     [
-        (
-            [3, 10],
-            None,
-            10,
-            "token id 10 is outside the vocabulary of 10 ids (0 to 9); use the model's own tokenizer",
-        ),
-        ([3, -1], None, 10, "token id -1 is outside the vocabulary of 10 ids (0 to 9)"),
+        ([3, 10], None, 10, "token id 10 is outside the vocabulary of 10 ids (0 to 9); use the model's own"),
         ([-(2**63), 3], None, None, f"token id {-(2**63)} is outside the vocabulary of ids from 0"),
         ([3, -100], [3, 3], 10, "token id -100 is outside the vocabulary of 10 ids (0 to 9)"),
         ([3, 4], [10, 4], 10, "label 10 is neither -100 nor in the vocabulary of 10 ids (0 to 9)"),
-        ([3, 4], [-100, -1], 10, "label -1 is neither -100 nor in the vocabulary of 10 ids (0 to 9)"),
         ([3, 4], [-101, 4], None, "label -101 is neither -100 nor in the vocabulary of ids from 0"),
-        ([0, 9], [-100, 9], 10, None),
         ([0, 5], [-100, 5], 6, None),
         ([0, 2**62], None, None, None),
     ],
@@ -208,7 +147,6 @@ def test_ids_outside_the_vocabulary_are_refused(
     row = {"input_ids": tokens} | ({"labels": labels} if labels else {})
     makers: list[Callable[..., Any]] = [
         lambda **given: packs_of([row], **given),
-        lambda **given: packs_of([row], encoder=lambda row: row, **given),
         lambda **given: PackedDataset([row], max_seq_len=6, **given),
     ]
     for make in makers:
@@ -230,7 +168,6 @@ REFUSED: list[tuple[Any, str]] = [
     ([0.5], f"column 'input_ids' has shape [1] and type float64; {FLAT}"),
     ([True, False], f"column 'input_ids' has shape [2] and type bool; {FLAT}"),
     (np.array([1, 2**63], "<u8"), "column 'input_ids' holds 9223372036854775808, which is no int64"),
-    (np.array([1, 2**63], ">u8"), "column 'input_ids' holds 9223372036854775808, which is no int64"),
     ({}, "column 'tokens' is missing; the row's columns are none"),
     ({"tokens": [1]}, "column 'labels' is missing; the row's columns are 'tokens'"),
     ({"tokens": [1, 2], "labels": [1]}, "'tokens' has 2 entries and 'labels' has 1; labels are unshifted, one per"),
@@ -271,10 +208,6 @@ def test_rows_without_tokens_name_the_encoder_they_need(row: Row, hint: str) -> 
     assert str(error.value).endswith(
         f"; such rows need an encoder: encoder={hint}, or data.encoder in a config"
     )
-    for other in ({"tokens": [0.5], "text": "a"}, {"tokens": [1], "text": "a"}, {"x": 1}):
-        with pytest.raises(ValueError) as error:
-            TokensEncoder()(other)
-        assert "encoder" not in str(error.value)
 
 
 # Rows that hold several sequences, padding or images.
@@ -304,13 +237,7 @@ HIDDEN = r"padding, which would be packed like its tokens; tokenize without padd
 def test_a_row_of_several_sequences_is_refused(door: str, columns: Row, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DOORS[door]([ROW | columns])
-    whole = {
-        "seq_lengths": [5],
-        "position_ids": [3, 4, 5, 6, 7],
-        "input_pos": None,
-        "attention_mask": [1] * 5,
-    }
-    DOORS[door]([ROW | whole])
+    DOORS[door]([ROW | {"seq_lengths": [5], "position_ids": [3, 4, 5, 6, 7], "attention_mask": [1] * 5}])
 
 
 @pytest.mark.parametrize("door", ["stream", "packed dataset", "method loader"])
@@ -333,23 +260,14 @@ def test_the_flattening_collator_keeps_the_sequences_of_a_row_apart(columns: Row
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (
-            {"seq_lengths": [3, 3]},
-            r"sample 1 of the batch: .* holds \[3, 3\], and the row has 5 tokens; they must add",
-        ),
-        ({"seq_lengths": [5, 0]}, r"holds \[5, 0\]"),
-        (
-            {"position_ids": [0, 1]},
-            "sample 1 of the batch: column 'position_ids' has 2 entries, and the row has 5",
-        ),
-        (
-            {"attention_mask": [1, 1, 1, 1, 0]},
-            "sample 1 of the batch: the attention_mask hides the row's padding",
-        ),
+        ({"seq_lengths": [3, 3]}, r".* holds \[3, 3\], and the row has 5 tokens; they must add"),
+        ({"seq_lengths": [5, 0]}, r".* holds \[5, 0\]"),
+        ({"position_ids": [0, 1]}, "column 'position_ids' has 2 entries, and the row has 5"),
+        ({"attention_mask": [1, 1, 1, 1, 0]}, "the attention_mask hides the row's padding"),
     ],
 )
 def test_boundaries_that_do_not_fit_are_refused(columns: Row, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"sample 1 of the batch: {message}"):
         FlatteningCollator()([WHOLE[0], ROW | columns])
 
 
@@ -374,25 +292,6 @@ def table(row: Row) -> Any:
     return pytest.importorskip("datasets").Dataset.from_list([row] * 8)
 
 
-def parquet(row: Row, folder: Path) -> Any:
-    table(row).to_parquet(folder / "rows.parquet")
-    return packs_of(ParquetSource(folder / "*.parquet"))
-
-
-def rollout(row: Row) -> Any:
-    given = {
-        "prompt": [5],
-        "completions": [row["input_ids"]],
-        "mask": [row.get("completion_mask", [1, 1, 1])],
-    }
-    return RolloutEncoder(Letters(), mask="mask")(given)
-
-
-def pair(row: Row) -> Any:
-    columns = {"prompt_ids": [5], "chosen_ids": row["input_ids"], "rejected_ids": [3]}
-    return PreferenceEncoder(Letters())(columns | {"chosen_attention_mask": row.get("attention_mask")})
-
-
 @cache
 def model() -> Any:
     from torchtune.models.llama3 import llama3
@@ -403,14 +302,8 @@ def model() -> Any:
 ENTRANCES: dict[str, Callable[[Row, Path], Any]] = {
     **{door: lambda row, folder, door=door: DOORS[door]([row]) for door in DOORS},
     "stream of a table": lambda row, folder: packs_of(table(row)),
-    "stream of Parquet": parquet,
-    "stream by an encoder": lambda row, folder: packs_of([row], encoder=lambda row: row),
-    "packed dataset of a table": lambda row, folder: PackedDataset(table(row), max_seq_len=6)[0],
     "tokenized": lambda row, folder: tokenize([row], out=folder, progress=False),
     "scored": lambda row, folder: list(score(model(), [row], max_seq_len=8, progress=False)),
-    "rollout": lambda row, folder: rollout(row),
-    "pair": lambda row, folder: pair(row),
-    "group": lambda row, folder: Group(row["input_ids"], row["input_ids"], lengths=[3]),
 }
 ANY: Row = {
     "texts": ["1", "0", "1"],
@@ -430,43 +323,25 @@ BAD: dict[str, Row] = {
     "attention_mask": ANY
     | {"hidden": [1, 0, 1], "numbered": [1, 1, 2], "of logits": [0.0, 0.0, float("-inf")]},
     "loss_mask": {"texts": ANY["texts"]},
-    "mask": {"good": [0, 1, 1]},
+    "mask": {"a name that nothing reads": [0, 1, 1]},
     "input_ids": {kind: ANY[kind] for kind in ANY if kind not in ("short", "long")}
     | {
-        "booleans": [True, False, True], "True": [7, 8, True], "numpy's True": [7, np.True_, 8],
-        "True among long ones": [2**40, True, 8], "-1": [7, -1, 8],
+        "booleans": [True, False, True], "True": [7, 8, True], "numpy's True": [7, np.True_, 8], "-1": [7, -1, 8],
     },
 }  # fmt: skip
-ARROW = ("stream of a table", "stream of Parquet", "packed dataset of a table")
-ENTERED_BY = {
-    "completion_mask": ENTRANCES.keys() - {"pair", "group"},
-    "attention_mask": ENTRANCES.keys() - {"rollout", "group"},
-    "loss_mask": ENTRANCES.keys() - {"rollout", "pair", "group"},
-    "mask": ENTRANCES.keys() - {"rollout", "pair", "group"},
-    "input_ids": ENTRANCES.keys(),
-}
 
 
-def kinds_of(entrance: str, column: str) -> list[str]:
-    """What an entrance is given in a column, without what never gets to it."""
-    arrow, numbers = entrance in ARROW, entrance in ("rollout", "pair", "group")
-    return [
-        kind
-        for kind in BAD[column]
-        if not (arrow and "True" in kind)  # Arrow itself refuses mixed types
-        and not (numbers and kind == "-1")  # checked where groups are packed
-    ]
-
-
-@pytest.mark.parametrize(
-    ("entrance", "column"), [(entrance, column) for column in BAD for entrance in sorted(ENTERED_BY[column])]
-)
+@pytest.mark.parametrize("column", BAD)
+@pytest.mark.parametrize("entrance", ENTRANCES)
 def test_what_is_no_column_is_refused(entrance: str, column: str, tmp_path: Path) -> None:
     passed = []
-    for kind in kinds_of(entrance, column):
+    mixed = (
+        {"True", "numpy's True"} if entrance == "stream of a table" else set()
+    )  # Arrow itself refuses them
+    for kind in BAD[column].keys() - mixed:
         row = {"input_ids": [7, 8, 9], column: BAD[column][kind]}
         try:
-            ENTRANCES[entrance](row, tmp_path / kind if entrance == "tokenized" else tmp_path)
+            ENTRANCES[entrance](row, tmp_path / kind)
         except ValueError as error:
             assert re.search(r"mask|column|token id|ids|row is", str(error)), kind
         else:
@@ -485,50 +360,10 @@ def test_masks_are_zeros_and_ones_of_any_type(form: Callable[[list[int]], Any], 
         masked = row | {column: form([0, 1, 1])}
         assert packs_of([masked])[1] == [[-100, 8, 9, -100, -100, -100]]
         for name, entrance in ENTRANCES.items():
-            if name != "stream of Parquet" or form is not torch.tensor:
-                entrance(masked, tmp_path / f"{name} {column}" if name == "tokenized" else tmp_path)
-    assert rollout(row | {"completion_mask": form([0, 1, 1])}).labels.tolist() == [-100, -100, 8, 9]
-
-
-def test_an_attention_mask_of_another_length_is_seen_in_tables() -> None:
-    """All its numbers are 1, so rows of tables might be taken without a look at each."""
-    rows = table({"input_ids": [7, 8, 9], "attention_mask": [1, 1]})
-    with pytest.raises(ValueError, match=r"'attention_mask' has shape \[2\] for 3 tokens"):
-        packs_of(rows, encoder=TokensEncoder())
-
-
-def test_the_mask_of_a_tokenizer_is_checked() -> None:
-    from torchtune.data import InputOutputToMessages
-
-    class Odd(Letters):
-        def __call__(self, sample: Row) -> Row:
-            return {"tokens": [7, 8], "mask": ["False", "True"]}
-
-        def tokenize_messages(self, messages: Any) -> tuple[list[int], list[str]]:
-            return [7, 8], ["False", "True"]
-
-    encoder = MessagesEncoder(Odd(), message_transform=InputOutputToMessages())
-    with pytest.raises(ValueError, match="'mask' holds a str, 'False'"):
-        encoder({"input": "a", "output": "b"})
+            entrance(masked, tmp_path / f"{name} {column}")
 
 
 # Rows that are overwritten by the next.
-
-
-@pytest.mark.parametrize("in_sample", [True, False])
-def test_encoders_may_overwrite_what_they_returned(in_sample: bool) -> None:
-    """Each sample is a view of one array. It waits in the planner while the next row overwrites that array."""
-    memory = np.zeros(8, np.int64)
-
-    def encode(row: Any) -> Any:
-        view = memory[: row["n"]]
-        view[:] = row["n"]
-        return Sample(view, view) if in_sample else view
-
-    lengths = (5, 4, 2, 3, 1)
-    tokens, _ = packs_of([{"n": n} for n in lengths], encoder=encode)
-    found = sorted(token for pack in tokens for token in pack if token)
-    assert found == sorted(n for n in lengths for _ in range(n))
 
 
 class Reused:
