@@ -101,12 +101,10 @@ def trainer_of(folder: Path, *, of: Any = None, **changes: Any) -> Any:
     return trainer
 
 
-def packed(folder: Path, packs: Any = None, *, attention: str = "auto", **changes: Any) -> Any:
+def packed(folder: Path, packs: Any = None, **changes: Any) -> Any:
     """Make a Trainer on a stream, which it gets late: its constructor refuses data without a length."""
     trainer = trainer_of(folder, **changes)
-    prepare_trainer_for_packing(
-        trainer, train_dataset=stream() if packs is None else packs, attention=attention
-    )
+    prepare_trainer_for_packing(trainer, train_dataset=stream() if packs is None else packs)
     return trainer
 
 

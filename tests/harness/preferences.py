@@ -36,16 +36,6 @@ class PairEncoder(Encoder):
         return f"pairs {self.share_prefix} {self.ref}"
 
 
-class Short(PairEncoder):
-    """Encoder that keeps the first token of each answer."""
-
-    def __call__(self, row: Mapping[str, Any], /) -> Group:
-        pair = super().__call__(row)
-        prompt, chosen, _ = pair.lengths
-        kept = [*range(prompt + 1), prompt + chosen]
-        return Group(pair.tokens[kept], pair.labels[kept], lengths=[prompt, 1, 1], parents=pair.parents)
-
-
 def pair_rows(count: int) -> list[dict[str, Any]]:
     """Prompts of words in a cyclic order; the chosen answer goes on in it, the rejected one backwards."""
     rows = []

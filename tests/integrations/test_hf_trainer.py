@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +15,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from streampack import (
-    FlatteningCollator,
     Group,
     IterablePackedDataset,
-    MultipackBatchSampler,
     PackedDataLoader,
     PaddedCollator,
     prepare_trainer_for_packing,
 )
 from tests.harness.hf_trainers import (
-    MAX_SEQ_LEN,
     SAMPLES,
     Killed,
     Losses,
@@ -160,32 +155,6 @@ def test_a_resume_on_the_same_topology_is_exact_with_dropout(tmp_path: Path) -> 
     )
 
 
-class SavesInTheMiddle(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-    """Saves as enable_jit_checkpoint does on SIGTERM: after a step's batches are given, and before it is made."""
-
-    def __init__(self, trainer: Any, *, after: int) -> None:
-        self.trainer = trainer
-        self.after = after
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.after:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-            control.should_training_stop = control.should_epoch_stop = True
-
-
-def test_a_checkpoint_in_the_middle_of_a_step_is_as_of_the_step_before(
-    tmp_path: Path, straight: Losses
-) -> None:
-    for before, after in ((None, 3), (True, 6)):
-        stopped = packed(tmp_path, max_steps=16)
-        stopped.add_callback(SavesInTheMiddle(stopped, after=after))
-        stopped.train(resume_from_checkpoint=before)
-    resumed = packed(tmp_path, max_steps=16)
-    resumed.train(resume_from_checkpoint=True)
-    curve = losses(resumed)
-    assert {step: curve[step] for step in range(7, 17)} == {step: straight[step] for step in range(7, 17)}
-
-
 def test_an_incomplete_checkpoint_is_skipped(
     tmp_path: Path, straight: Losses, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,35 +180,6 @@ def test_an_incomplete_checkpoint_is_skipped(
         packed(tmp_path, max_steps=16).train(resume_from_checkpoint=True)
 
 
-def test_token_totals_in_the_logs(tmp_path: Path) -> None:
-    rows = [*samples(100), {"tokens": [5] * 70, "labels": [5] * 70}]
-    trainer = packed(tmp_path, stream(rows, epochs=1, overlong="truncate"), max_steps=1000)
-    trainer.train()
-    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
-    tokens = sum(len(row["tokens"]) for row in rows) - 6
-    assert last["num_tokens"] == tokens
-    assert last["dropped_tokens"] == 6
-    assert 0 < last["padding"] < 0.2
-    assert last["padding"] == pytest.approx(1 - tokens / (64 * -(-tokens // 64)), abs=0.1)
-
-
-def test_a_step_of_prompts_alone_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"tokens": [3] * 64, "labels": [-100] * 64}] * 8
-    trainer = packed(
-        tmp_path,
-        stream(rows, untrained="keep"),
-        max_steps=2,
-        weight_decay=0.0,
-        eval_dataset=stream(rows, epochs=1),
-    )
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
-    trainer.train()
-    assert set(losses(trainer).values()) == {0.0}
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
-    assert math.isnan(trainer.evaluate()["eval_loss"])
-    assert "eval_loss is NaN: no token of the evaluation data is trained" in caplog.text
-
-
 def test_a_model_of_model_init_is_prepared_and_the_last_of_two_preparations_counts(
     tmp_path: Path, straight: Losses
 ) -> None:
@@ -257,33 +197,6 @@ def test_a_model_of_model_init_is_prepared_and_the_last_of_two_preparations_coun
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["use_cache"] is True
     assert "streampack" not in str(saved)
-
-
-def test_multipack_in_a_stock_trainer_resumes(tmp_path: Path) -> None:
-    """accelerate shards the batches, so the sampler has ``num_replicas=1``; Trainer itself skips those trained."""
-    rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in samples()]
-
-    def multipack(**changes: Any) -> Any:
-        trainer = trainer_of(
-            tmp_path, train_dataset=rows, accelerator_config={"even_batches": False}, max_steps=-1,
-            num_train_epochs=1, save_strategy="steps", save_steps=7, **changes,
-        )  # fmt: skip
-        sampler = MultipackBatchSampler(
-            [len(row["input_ids"]) for row in rows],
-            max_tokens=4 * MAX_SEQ_LEN,
-            packs_per_step=2,
-            num_replicas=1,
-        )
-        loader = DataLoader(rows, batch_sampler=sampler, collate_fn=FlatteningCollator())  # type: ignore[arg-type,var-annotated]
-        trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(loader)
-        return trainer
-
-    whole = multipack()
-    whole.train()
-    resumed = multipack()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    assert len(losses(whole)) > 10
-    assert losses(resumed) == losses(whole)
 
 
 BAD_DATASETS: list[tuple[dict[str, Any], str]] = [
@@ -347,31 +260,13 @@ def test_bad_settings_are_refused(
         prepare_trainer_for_packing(trainer)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_answers_that_share_a_prompt_are_refused(tmp_path: Path, shared: bool) -> None:
+def test_answers_that_share_a_prompt_are_refused(tmp_path: Path) -> None:
     pair = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
-    rows = [{"group": pair if shared else pair.unshared()}] * 4
-    packs = IterablePackedDataset(rows, max_seq_len=16, encoder=lambda row: row["group"])
-    trainer = packed(tmp_path, packs, max_steps=1)
-    expected = pytest.raises(
-        ValueError, match="share a prompt, and cross-entropy would .*; set share_prefix=False"
-    )
-    with expected if shared else nullcontext():
-        trainer.train()
-    assert shared != bool(losses(trainer))
-
-
-def test_models_with_other_heads_are_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(vocab_size=16, num_labels=2, pad_token_id=0, **sizes)
-    packs = IterablePackedDataset([{"input_ids": [1, 2]}], max_seq_len=4, epochs=None)
-    trainer = transformers.Trainer(
-        transformers.LlamaForSequenceClassification(config), settings(tmp_path), train_dataset=packs
-    )
+    packs = IterablePackedDataset([{"group": pair}] * 4, max_seq_len=16, encoder=lambda row: row["group"])
     with pytest.raises(
-        ValueError, match="LlamaForSequenceClassification has a head for SequenceClassification and"
+        ValueError, match="share a prompt, and cross-entropy would .*; set share_prefix=False"
     ):
-        prepare_trainer_for_packing(trainer)
+        packed(tmp_path, packs, max_steps=1).train()
 
 
 def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
@@ -390,30 +285,6 @@ def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
         ):
             train(logging_steps)
     assert train(1, untrained="keep").training_loss == 0.0
-
-
-# What somebody looked at before a training, the training reads too, and a resume of it.
-
-
-@pytest.mark.parametrize("peek", ["packs", "loader"])
-def test_a_peek_before_a_training_or_a_resume_changes_no_step(peek: str, tmp_path: Path) -> None:
-    def trainer(name: str, *, peeked: bool) -> Any:
-        packs = stream(samples(120), epochs=1)
-        if peeked and peek == "packs":
-            next(iter(packs))
-        settings: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 7}
-        made = packed(tmp_path / name, packs, max_steps=-1, **settings)
-        if peeked and peek == "loader":
-            next(iter(made.get_train_dataloader()))
-        return made
-
-    plain, peeked, resumed = (trainer(name, peeked=name != "plain") for name in ("plain", "a", "b"))
-    plain.train()
-    peeked.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-7"))
-    expected = losses(plain)
-    assert losses(peeked) == losses(resumed) == expected
-    assert len(expected) > 7, "the resume made steps"
 
 
 # Before the first step, samples of a pack must not see one another.

@@ -7,24 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
-from streampack import FlatteningCollator, IterablePackedDataset, PaddedCollator, prepare_trainer_for_packing
-from tests.harness.hf_models import build
+from streampack import FlatteningCollator, PaddedCollator, prepare_trainer_for_packing
 from tests.harness.hf_trainers import (
     held_out,
-    losses,
     model,
     packed,
     samples,
-    settings,
     stream,
     trainer_of,
     truth,
 )
-from tests.harness.hybrid_models import HYBRIDS
-from tests.harness.quick import sweep
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,26 +47,6 @@ def test_the_loss_of_other_data_beside_packs(tmp_path: Path, true_loss: float, c
         remove_unused_columns=False,
     )  # fmt: skip
     assert trainer.evaluate()["eval_loss"] == pytest.approx(true_loss, rel=1e-6)
-
-
-def test_the_best_model_by_several_datasets(tmp_path: Path, true_loss: float) -> None:
-    trainer = packed(
-        tmp_path, eval_dataset={"packs": held_out(), "rows": ROWS}, per_device_eval_batch_size=4,
-        data_collator=FlatteningCollator(), remove_unused_columns=False, eval_on_start=True,
-        eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4,
-        load_best_model_at_end=True, metric_for_best_model="packs_loss", learning_rate=3e-2,
-    )  # fmt: skip
-    trainer.train()
-    found = {
-        name: {entry["step"]: entry[name] for entry in trainer.state.log_history if name in entry}
-        for name in ("eval_packs_loss", "eval_rows_loss")
-    }
-    assert list(found["eval_packs_loss"]) == [0, 4, 8, 12]
-    assert found["eval_packs_loss"] == pytest.approx(found["eval_rows_loss"], rel=1e-5)
-    assert found["eval_packs_loss"][0] == pytest.approx(true_loss, rel=1e-6)
-    best = min((4, 8, 12), key=found["eval_packs_loss"].__getitem__)
-    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
-    assert trainer.state.best_metric == pytest.approx(truth(trainer.model, ROWS), rel=1e-5)
 
 
 def test_predictions_of_one_rank_have_no_null_packs(tmp_path: Path, true_loss: float) -> None:
@@ -146,45 +119,3 @@ def test_every_evaluation_has_the_same_order(tmp_path: Path) -> None:
     trainer = packed(tmp_path, eval_dataset=packs)
     first, second = (trainer.predict(packs).label_ids for _ in range(2))
     assert np.array_equal(first, second)
-
-
-# Models whose layers carry a state: every flag that a Trainer sets must leave samples apart.
-
-SHORT = [{"input_ids": [1 + (7 * i + j) % 59 for j in range(3 + i % 12)]} for i in range(60)]
-
-
-def hybrid_trainer(family: str, folder: Path, *, checkpointing: bool) -> Any:
-    arguments = settings(folder, max_steps=3, gradient_checkpointing=checkpointing)
-    trainer = transformers.Trainer(
-        build(family, **HYBRIDS[family]),
-        arguments,
-        train_dataset=IterablePackedDataset(SHORT, max_seq_len=32, shuffle=True),
-        eval_dataset=IterablePackedDataset(SHORT[:20], max_seq_len=32),
-    )
-    prepare_trainer_for_packing(trainer)
-    return trainer
-
-
-@pytest.mark.parametrize("family", sweep(["lfm2", "mamba", "qwen3_next"], ["lfm2"]))
-def test_it_trains_the_same_with_activation_checkpointing(family: str, tmp_path: Path) -> None:
-    curves = []
-    for checkpointing in (False, True):
-        trainer = hybrid_trainer(family, tmp_path, checkpointing=checkpointing)
-        trainer.train()
-        curves.append([*losses(trainer).values()])
-    plain, checkpointed = curves
-    assert len(plain) == 3
-    assert checkpointed == pytest.approx(plain, rel=1e-6)
-
-
-@pytest.mark.parametrize("family", sweep(["lfm2", "mamba", "qwen3_next"], ["qwen3_next"]))
-def test_its_evaluation_is_that_of_the_samples_alone(family: str, tmp_path: Path) -> None:
-    found = hybrid_trainer(family, tmp_path, checkpointing=False).evaluate()["eval_loss"]
-    model, total, count = build(family, **HYBRIDS[family]), 0.0, 0
-    with torch.no_grad():
-        for row in SHORT[:20]:
-            tokens = torch.tensor([row["input_ids"]])
-            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
-            total += float(F.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
-            count += tokens.numel() - 1
-    assert found == pytest.approx(total / count, rel=1e-5)

@@ -226,18 +226,3 @@ def test_two_ranks_log_how_even_their_steps_are(tmp_path: Path) -> None:
     assert len(logs) == 2
     assert done == len(ratios)
     assert logs[-1]["data_wait_mean"] == max(waited for _, _, waited in ranks)
-
-
-def test_one_rank_logs_its_waiting(tmp_path: Path) -> None:
-    trainer = packed(tmp_path, stream(samples(100), epochs=None), max_steps=4)
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    waits = [entry["data_wait"] for entry in logs]
-    assert min(waits) > 0
-    assert [entry["data_wait_mean"] for entry in logs] == pytest.approx(
-        [fmean(waits[: step + 1]) for step in range(4)]
-    )
-    assert not any("cost_imbalance" in entry for entry in logs)
-    trainer.train()  # a second training counts from zero
-    again = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    assert again["data_wait"] == again["data_wait_mean"]

@@ -250,32 +250,6 @@ def counted(forward: Any, calls: list[int]) -> Any:
     return functools.wraps(forward)(count)  # the signature is looked at
 
 
-def test_a_prompt_without_tokens_is_generated_from_as_in_hf(folder: Path, lm: Any) -> None:
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    both = [
-        make(str(folder / "llama"), device="cpu", dtype="float32", add_bos_token=False, batch_size=2)
-        for make in (type(lm), HFLM)
-    ]
-    requests = [
-        Instance("generate_until", {}, (text, {"until": [], "max_gen_toks": 5, "do_sample": False}), i)
-        for i, text in enumerate(["", WORDS[0]])
-    ]
-    ours, theirs = (each.generate_until(requests, disable_tqdm=True) for each in both)
-    assert ours == theirs
-
-
-def test_answers_are_cached_under_their_texts(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.api.instance import Instance
-
-    cached: list[Any] = []
-    monkeypatch.setattr(lm.cache_hook, "add_partial", lambda *given: cached.append(given))
-    texts = [("what is", " this"), ("one", " two three")]
-    answers = lm.loglikelihood([Instance("loglikelihood", {}, each, 0) for each in texts], disable_tqdm=True)
-    assert cached == [("loglikelihood", each, answer) for each, answer in zip(texts, answers, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("family", "arguments", "message"),
     [
@@ -357,12 +331,6 @@ def same_results(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         for metric, value in theirs[task].items():
             if isinstance(value, int | float) and "stderr" not in metric:
                 assert ours[task][metric] == pytest.approx(value, rel=1e-6, abs=1e-6), (task, metric)
-
-
-def test_the_command(folder: Path) -> None:
-    out = command(folder, "-m", "streampack.integrations.lm_eval", *settings_of(folder, "streampack", "ours"))
-    assert "streampack ({'pretrained':" in out
-    same_results(written(folder, "ours"), evaluate(folder, "hf")["results"])
 
 
 def test_two_ranks_share_the_requests(folder: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from streampack import IterablePackedDataset, PackedDataLoader, RolloutEncoder
@@ -26,7 +25,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch.distributed.checkpoint as dcp
 
-    from streampack.integrations.torchtitan import StreampackDataLoader, trainer_batch
+    from streampack.integrations.torchtitan import StreampackDataLoader
 
 SEQ_LEN = 24
 EOS = 7
@@ -221,13 +220,6 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     assert all("cannot be encoded" in message for message in messages)
 
 
-def test_infinite_reads_on_as_the_validator_sets_it() -> None:
-    finite = len(content(build(config())))
-    batches = iter(build(replace(config(), infinite=True)))
-    found = content(next(batches) for _ in range(3 * finite))
-    assert len(found) == 3 * finite
-
-
 def validations(made: StreampackDataLoader.Config, count: int) -> tuple[list[Any], int]:
     """The batches of each validation, of which some are left in the middle, and the process groups there are then."""
     found = []
@@ -243,14 +235,6 @@ def test_each_validation_reads_the_same_and_keeps_no_more_connections(infinite: 
     ((found, same), _) = run_forked(validations, 2, config(infinite=infinite), 4)
     assert [batches[:3] for batches in found] == once * 4
     assert same == groups
-
-
-def test_a_loader_that_resumed_is_not_built_again() -> None:
-    made = config()
-    first = build(made)
-    first.load_state_dict(first.state_dict())
-    assert build(made) is not first
-    assert build(made, batch=4) is not build(made)
 
 
 def test_nodes_are_built_with_torchtitans_tokenizer(tmp_path: Path) -> None:
@@ -289,38 +273,11 @@ def test_values_that_something_else_decides_are_refused(case: str) -> None:
         config(**changes)
 
 
-def test_settings_that_are_no_dict_are_refused() -> None:
-    with pytest.raises(ValueError, match="dataloader.settings='shuffle' must be a dict of arguments"):
-        StreampackDataLoader.Config(source="x", settings="shuffle")
-
-
-def test_a_config_is_logged_without_reading_its_source() -> None:
-    class Frame(list[Any]):
-        def to_dict(self) -> Any:
-            raise AssertionError("reads all rows")
-
-    encoder = {"_component_": "streampack.TextEncoder"}
-    logged = config(source=Frame(rows(9)), encoder=encoder).to_dict()
-    assert len(logged["source"]) < 300
-    assert logged["encoder"] == encoder
-    assert logged["settings"]["seed"] == 3
-
-
 def test_a_state_of_another_loader_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"keys \['dp_rank_0', 'world_size'\].*exclude_from_loading dataloader"
     ):
         build(config()).load_state_dict({"dp_rank_0": b"", "world_size": 1})
-
-
-def test_simulated_ranks_are_refused() -> None:
-    store = torch.testing._internal.distributed.fake_pg.FakeStore()
-    dist.init_process_group("fake", rank=0, world_size=2, store=store)
-    try:
-        with pytest.raises(ValueError, match="comm.mode simulates ranks"):
-            build(config(), dp_world_size=2)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_answers_that_share_a_prompt_are_refused() -> None:
@@ -329,11 +286,3 @@ def test_answers_that_share_a_prompt_are_refused() -> None:
     made = config(source=answers, encoder=encoder, settings={"num_lanes": 1})
     with pytest.raises(ValueError, match="share a prompt.*share_prefix=False"):
         list(build(made))
-
-
-def test_the_batch_of_the_loader_is_not_changed() -> None:
-    [batch, *_] = PackedDataLoader(IterablePackedDataset([{"input_ids": [1, 2, 3]}], max_seq_len=4))
-    inputs, labels = trainer_batch(batch)
-    assert labels.tolist() == [[2, 3, -100, -100]]
-    assert batch.labels.tolist() == [[-100, 2, 3, -100]]
-    assert inputs["input"] is batch.tokens

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from streampack import find_leaks
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.torchtitan_runs import ROOT, train
 
@@ -116,35 +114,3 @@ def test_the_example_trains_validates_and_takes_options(tmp_path: Path) -> None:
     assert losses(others)[2] != found[2]
     [failed] = train(tmp_path, 2, "--dataloader.dataset=c4", module="torchtitan_packs", to_fail=True)
     assert "dataloader.dataset='c4' names data" in failed["error"]
-
-
-@pytest.fixture
-def debug_model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The debug model with torchtitan's own attention and masks, not compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    from torchtitan.models.common import attention
-    from torchtitan.models.llama3 import model_registry
-
-    monkeypatch.setattr(attention.FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
-    monkeypatch.setattr(attention, "_compiled_create_block_mask", create_block_mask)
-    torch.manual_seed(0)
-    model = model_registry("debugmodel").model.build()
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    return model.requires_grad_(False)
-
-
-def test_sequences_do_not_see_one_another_in_the_debug_model(debug_model: Any) -> None:
-    from streampack.integrations.torchtitan import trainer_batch
-
-    def logits(batch: Any, *, restart: bool) -> torch.Tensor:
-        inputs, _ = trainer_batch(batch)
-        positions = inputs["positions"]
-        if not restart:
-            positions = torch.arange(positions.shape[1]).expand_as(positions)
-        masks = debug_model.get_attention_masks(positions=positions)
-        found: torch.Tensor = debug_model(inputs["input"], positions=positions, attention_masks=masks)
-        return found
-
-    assert not find_leaks(lambda batch: logits(batch, restart=True), max_seq_len=256, vocab_size=2048).leaks
-    assert find_leaks(lambda batch: logits(batch, restart=False), max_seq_len=256, vocab_size=2048).leaks

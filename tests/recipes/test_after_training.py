@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from streampack_recipes import full_finetune, lora_finetune
 
-from tests.harness.tiny_hf import hf_config, write_base
+from tests.harness.tiny_hf import hf_config
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -99,30 +99,6 @@ def test_adapters_and_merged_weights_have_the_trained_models_logits(
     assert written["base_model_name_or_path"] == str(base)
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj"}
     assert set(written["target_modules"]) == names
-
-
-def test_the_runs_tokenizer_is_copied_to_the_weights_and_a_bases_adapter_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tokenizer's folder is not the base's; a stock LoRA recipe writes weights and adapter to one folder."""
-    config = hf_config(tmp_path)
-    (tmp_path / "base" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    other = write_base(tmp_path / "other")
-    written = json.loads((other / "tokenizer.json").read_text())
-    written["model"]["vocab"] |= {"red": 4, "green": 3}
-    (other / "tokenizer.json").write_text(json.dumps(written))
-    config.tokenizer = {"_component_": f"{__name__}.tokenizer_of", "path": str(other)}
-    ours = train(full_finetune, config, monkeypatch)
-    out = tmp_path / "out" / "epoch_0"
-    assert transformers.AutoTokenizer.from_pretrained(out)("red")["input_ids"] == [1, 4]
-    assert not list(out.glob("model.safetensors")), "the other folder's weights stay where they are"
-    assert apart(ours, from_folder(out)) < 1e-4
-
-
-def tokenizer_of(path: str) -> Any:
-    from tests.harness.tiny import WordTokenizer
-
-    return WordTokenizer()
 
 
 # The page.

@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 import torch
 from streampack_recipes.dpo import train
-from streampack_recipes.full_finetune import train as train_plain
 from torchtune.data import padded_collate_dpo
 from torchtune.models.llama3 import llama3
 from torchtune.rlhf.loss import DPOLoss
 
-# private: no mask of a user's own lets an answer see the other one alone.
-from streampack.attention.shared import SharedKeys, SharedPrefixes
 from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.training.config import read_config
@@ -208,29 +205,6 @@ def test_two_ranks_train_as_one_and_go_on_as_three(
     assert results[0]["held_out"][-1][1] == pytest.approx(alone["held_out"][-1][1], rel=1e-5)
 
 
-def test_pairs_of_a_mixture_have_losses_by_source(tmp_path: Path) -> None:
-    config = dpo_config(tmp_path, max_steps=4, log_every=4)
-    source = {"_component_": "streampack.JSONLSource", "paths": config.data.source.paths}
-    sources = [{"name": name, "source": source, "weight": weight} for name, weight in (("a", 3), ("b", 1))]
-    config.data.source = {"_component_": "streampack.Mix", "sources": sources, "stop": "never"}
-    train(config)
-    found = metrics(tmp_path)
-    assert found[4]["source_a_fraction"] == pytest.approx(0.75, abs=0.1)
-    # Of all pairs since the last log, of which the first have ln 2.
-    assert 0.3 < found[4]["loss"] < found[4]["source_a_loss"] < math.log(2) + 0.05
-    assert 0.3 < found[4]["source_b_loss"] < math.log(2) + 0.05
-    assert found[0].keys() >= {"validation_loss", "validation_loss_a", "validation_rewards/margins"}
-
-
-def test_answers_of_one_token_can_be_held_out(tmp_path: Path) -> None:
-    """Their labels are the ones that the prompt's last token predicts, and they are not in the pack's own."""
-    config = dpo_config(
-        tmp_path, max_steps=1, **{"data.encoder": {"_component_": "tests.harness.preferences.Short"}}
-    )
-    [first, _] = train(config)["held_out"]
-    assert first == (0, pytest.approx(math.log(2), abs=1e-6))
-
-
 def test_another_checkpoint_may_be_the_reference(tmp_path: Path) -> None:
     config = dpo_config(tmp_path, max_steps=1, validation=None)
     node = dict(config.checkpointer)
@@ -301,36 +275,3 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_configs_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(dpo_config(tmp_path, validation=None, **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, "loss: this recipe's is cross-entropy .*; remove the key, or run dpo"),
-        (
-            {"loss": None, "reference": "data"},
-            "reference=data: this recipe has no reference; remove the key, or run",
-        ),
-        (
-            {"loss": None, "validation": None},
-            "share a prompt, and cross-entropy would leave out .* share_prefix=False",
-        ),
-    ],
-)
-def test_recipes_of_cross_entropy_refuse_pairs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train_plain(dpo_config(tmp_path, **changes))
-
-
-def test_an_answer_that_sees_the_other_is_found_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = SharedPrefixes.keys
-
-    def with_siblings(shared: SharedPrefixes) -> SharedKeys:
-        shared.parents = tuple(tuple(range(-1, len(parents) - 1)) for parents in shared.parents)
-        return keys(shared)
-
-    monkeypatch.setattr(SharedPrefixes, "keys", with_siblings)
-    with pytest.raises(ValueError, match="the run was stopped before its first step"):
-        train(dpo_config(tmp_path, max_steps=1, verify_isolation=True))

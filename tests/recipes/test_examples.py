@@ -47,15 +47,10 @@ def write_inputs(folder: Path) -> None:
     (folder / "rows.json").write_text("\n".join(json.dumps(row) for row in rows()))
     tokenizer = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(text for row in rows() for text in row.values()),
-        model_writer=tokenizer,
-        model_type="bpe",
-        vocab_size=MODEL["vocab_size"],
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        num_threads=1,
-        minloglevel=2,
-    )
+        sentence_iterator=(text for row in rows() for text in row.values()), model_writer=tokenizer,
+        model_type="bpe", vocab_size=MODEL["vocab_size"], hard_vocab_limit=False, byte_fallback=True,
+        num_threads=1, minloglevel=2,
+    )  # fmt: skip
     (folder / "tokenizer.model").write_bytes(tokenizer.getvalue())
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -74,24 +69,14 @@ def config_for(folder: Path) -> dict[str, Any]:
         "model": {"_component_": "torchtune.models.llama2.llama2", **MODEL},
         "checkpointer": {
             "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
-            "checkpoint_dir": str(folder / "init"),
-            "checkpoint_files": ["weights.pt"],
-            "model_type": "LLAMA2",
+            "checkpoint_dir": str(folder / "init"), "checkpoint_files": ["weights.pt"], "model_type": "LLAMA2",
             "output_dir": str(folder / "out"),
         },
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
-        "optimizer_in_bwd": False,
-        "lr_scheduler": None,
-        "enable_activation_checkpointing": False,
-        "enable_activation_offloading": False,
-        "device": "cpu",
-        "dtype": "fp32",
-        "shuffle": False,
-        "seed": 0,
-        "batch_size": BATCH_SIZE,
-        "epochs": EPOCHS,
-        "max_steps_per_epoch": STEPS,
-    }
+        "optimizer_in_bwd": False, "lr_scheduler": None, "enable_activation_checkpointing": False,
+        "enable_activation_offloading": False, "device": "cpu", "dtype": "fp32", "shuffle": False, "seed": 0,
+        "batch_size": BATCH_SIZE, "epochs": EPOCHS, "max_steps_per_epoch": STEPS,
+    }  # fmt: skip
     config |= toy
     config["tokenizer"] |= {"path": str(folder / "tokenizer.model"), "max_seq_len": MAX_SEQ_LEN}
     config["metric_logger"]["filename"] = "log.txt"
@@ -123,11 +108,6 @@ def loss_of_the_samples_alone(packs: PackedDataset, weights: Path) -> tuple[floa
             each = F.cross_entropy(logits[:-1], labels[1:], reduction="none")
             losses.append(each[labels[1:] != -100])
     return torch.cat(losses).mean().item(), len(losses)
-
-
-def builders_arguments(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return what the recipe passes to `packed_dataset` besides the tokenizer."""
-    return {key: value for key, value in config["dataset"].items() if key != "_component_"} | changes
 
 
 @pytest.fixture
@@ -163,7 +143,7 @@ def test_the_stock_recipe_trains_on_our_packs(folder: Path, monkeypatch: pytest.
 
     # The first loss is that of the samples one by one; without isolation it is off by 7e-4.
     tokenizer = llama2_tokenizer(str(folder / "tokenizer.model"), max_seq_len=MAX_SEQ_LEN)
-    packs = packed_dataset(tokenizer, **builders_arguments(config))
+    packs = packed_dataset(tokenizer, **{k: v for k, v in config["dataset"].items() if k != "_component_"})
     alone, samples = loss_of_the_samples_alone(packs, folder / "init/weights.pt")
     assert samples > 2 * BATCH_SIZE, "the packs hold too few samples to prove anything"
     assert losses[0] == pytest.approx(alone, rel=1e-5)

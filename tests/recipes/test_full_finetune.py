@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 import shutil
-import signal
 import time
 from itertools import islice
 from pathlib import Path
@@ -21,7 +19,6 @@ from torchtune.models.llama3 import llama3
 from torchtune.training.metric_logging import StdoutLogger
 
 from streampack import IterablePackedDataset, JSONLSource, TextEncoder, cli
-from streampack.training.run_folder import Interrupted
 from streampack.training.weights import random_weights
 from tests.harness.processes import run_ranks, start_process
 from tests.harness.runs import Run, run_once
@@ -154,36 +151,6 @@ def test_settings_that_a_resume_cannot_heed_are_named(tmp_path: Path, whole: Run
     assert max(numbers(tmp_path, "lr").values()) <= 0.02
 
 
-def test_files_may_come_and_go_where_the_config_says_so_and_validation_keeps_no_list(tmp_path: Path) -> None:
-    corpus, held_out, lists = tmp_path / "corpus", tmp_path / "held_out", tmp_path / "out" / "corpus_lists"
-    for folder in (corpus, held_out):
-        folder.mkdir()
-        for number in range(4):
-            write_rows(folder / f"{number}.jsonl", 60)
-
-    def changing(**changes: Any) -> Any:
-        config = tiny_config(tmp_path, **changes)
-        config.data.source.paths = str(corpus)
-        return config
-
-    validation = {"source": {"_component_": "streampack.JSONLSource", "paths": str(held_out)}, "max_packs": 4}
-    changes = {"validation": validation, "data.corpus_changes": "allow"}
-    train(changing(max_steps=4, **changes))
-    [first] = lists.iterdir()
-
-    (corpus / "1.jsonl").unlink()
-    shutil.copy(corpus / "2.jsonl", corpus / "9.jsonl")
-    (held_out / "1.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"1 added \(.*/9.jsonl\), 1 removed \(1.jsonl\).*corpus_changes="):
-        train(changing(max_steps=8, resume=True, validation=validation))
-    with pytest.warns(UserWarning, match=r"1 added \(.*/9.jsonl\), 1 removed \(1.jsonl\)"):
-        result = train(changing(max_steps=8, resume=True, **changes))
-    assert result["step"] == 8
-    assert result["ledger"].dropped_samples["removed"] > 0
-    assert first in lists.iterdir()
-    assert len(list(lists.iterdir())) == 2
-
-
 # What reaches files and screens.
 
 
@@ -234,22 +201,6 @@ def test_secrets_reach_no_file_and_no_screen(
     with pytest.raises(ValueError, match=r"^data\.source\.storage_options: .* takes ") as raised:
         train(OmegaConf.merge(config, {"data": {"source": {"storage_options": "${oc.env:KEY}"}}}))
     assert "key-of-the-environment" not in str(raised.value)
-
-
-@pytest.mark.slow
-# torch's own remarks: of its trace's events, and of a cycle of which nothing is kept.
-@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
-def test_the_profiler_traces_the_steps(tmp_path: Path) -> None:
-    node = {
-        "_component_": "torchtune.training.setup_torch_profiler", "enabled": True, "cpu": True, "cuda": False,
-        "output_dir": str(tmp_path / "profile"), "profile_memory": False, "with_stack": False,
-        "record_shapes": False, "with_flops": False, "wait_steps": 1, "warmup_steps": 1, "active_steps": 2,
-        "num_cycles": 1,
-    }  # fmt: skip
-    train(tiny_config(tmp_path, max_steps=6, validation=None, profiler=node))
-    [trace] = (tmp_path / "profile").rglob("*trace.json*")
-    data = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
-    assert data.count(b'"ProfilerStep#') >= 2
 
 
 # Pretraining.
@@ -385,12 +336,6 @@ def test_a_run_that_had_max_steps_goes_on_to_the_end_of_its_epochs(tmp_path: Pat
     assert rates(tmp_path)[9:] == pytest.approx(rates(epoch.folder)[9:]), "as if it had never had them"
 
 
-def test_a_run_that_is_given_max_steps_keeps_its_schedule(tmp_path: Path, epoch: Run) -> None:
-    epoch.copy_to(tmp_path, newest=8)
-    train(tiny_config(tmp_path, **SMALL | {"max_steps": 10}, resume=True))
-    assert rates(tmp_path) == pytest.approx(rates(epoch.folder)[8:10])
-
-
 @pytest.mark.filterwarnings("ignore:.*evenly:UserWarning")
 def test_a_resume_on_more_ranks_than_lanes_keeps_the_steps(tmp_path: Path, epoch: Run) -> None:
     """Each rank took its share of a step, those without lanes too: there were twice as many steps."""
@@ -435,30 +380,3 @@ def test_the_quickstart_resumes_by_itself(
     (tmp_path / "runs" / "run-of-mine" / "checkpoints").mkdir(parents=True)
     assert quickstart.main([]) == 0
     assert (tmp_path / "runs" / "run-004" / "epoch_0").is_dir()
-
-
-def test_a_signal_decides_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(config: Any) -> None:
-        raise Interrupted("interrupted", step=4, number=signal.SIGTERM)
-
-    monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
-    monkeypatch.setattr("streampack_recipes.full_finetune.train", interrupted)
-    with pytest.raises(SystemExit) as raised:
-        quickstart.main([])
-    assert raised.value.code == 143
-
-
-def test_packed_tokens_are_those_of_the_run(whole: Run) -> None:
-    ledger = whole.result["ledger"]
-    lines = quickstart.packed_and_padded(tiny_config(whole.folder), steps=12).splitlines()
-    assert f"{ledger.packed:,} of them real" in lines[1]
-    assert lines[2].split() == ["packed", f"{ledger.capacity:,}"]
-    padded = [int(line.split()[4].replace(",", "")) for line in lines[3:5]]
-    drawn = lines[-4:]
-    assert [len(line) for line in drawn] == [96] * 4
-    assert "█" in drawn[0]
-    assert ledger.packed < padded[0] < padded[1]
-
-
-def test_padded_tokens_fill_up_to_the_longest() -> None:
-    assert quickstart.padded_tokens([5, 2, 3, 1, 4], batch_size=2) == 2 * 5 + 2 * 3 + 4

@@ -102,78 +102,6 @@ def test_pairs_are_questions_with_answers(prepared: Any) -> None:
     assert "What does `collections.Counter.most_common` do?" in answers
 
 
-def test_rejected_answers_are_the_chosen_words_in_another_order(prepared: Any) -> None:
-    pairs = rows_of(prepared.preferences)
-    assert len(pairs) >= 4_500
-    assert len({pair["prompt"] for pair in pairs}) == len(pairs)
-    for pair in pairs:
-        assert pair["prompt"].endswith("` do?\n")
-        assert pair["chosen"] != pair["rejected"]
-        assert sorted(pair["chosen"].split()) == sorted(pair["rejected"].split())
-        assert "\n\n" not in pair["chosen"]
-
-
-def test_source_files_leave_out_tests_and_installed_packages(prepared: Any) -> None:
-    files = rows_of(prepared.sources)
-    paths = [file["path"] for file in files]
-    assert len(paths) == len(set(paths))
-    assert "json/decoder.py" in paths
-    left_out = {"test", "tests", "site-packages", "dist-packages"}
-    assert not [path for path in paths if left_out & set(path.split("/"))]
-    assert not any(path.startswith("/") or "\\" in path for path in paths)
-    assert sum(len(file["text"]) for file in files) > 5_000_000
-
-
-def test_definitions_are_found_in_any_block(monkeypatch):
-    text = '''"""Top."""
-try:
-    class A:
-        """  An A.
-
-        More."""
-        async def b(self):
-            """B."""
-            def c():
-                """C."""
-except ImportError:
-    def d(): "D."
-if True:
-    def d(): "another D"
-    def e(): "D."
-    def f(): "   "
-    def g(): 17
-'''
-    monkeypatch.setattr(
-        stdlib_corpus, "source_files", lambda: iter([{"path": "p/q/__init__.py", "text": text}])
-    )
-    assert [(pair["input"][11:-5], pair["output"]) for pair in stdlib_corpus.docstring_pairs()] == [
-        ("p.q", "Top."),
-        ("p.q.A", "An A.\n\nMore."),
-        ("p.q.A.b", "B."),
-        ("p.q.A.b.c", "C."),
-        ("p.q.d", "D."),
-    ]
-
-
-def test_invalid_files_are_left_out_and_none_is_imported(tmp_path, monkeypatch):
-    (tmp_path / "good.py").write_text('"""Good."""\nraise SystemExit')
-    (tmp_path / "latin.py").write_bytes('# coding: latin-1\n"""Où."""'.encode("latin-1"))
-    (tmp_path / "bad_bytes.py").write_bytes(b'"""\xff"""')
-    (tmp_path / "bad_syntax.py").write_text("print 'hello'")
-    (tmp_path / "_sysconfigdata_x.py").write_text('"""Generated."""')
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "fixture.py").write_text('"""A fixture."""')
-    use_library(tmp_path, monkeypatch)
-    assert [pair["output"] for pair in stdlib_corpus.docstring_pairs()] == ["Good.", "Où."]
-
-
-def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
-    use_library(tmp_path, monkeypatch)
-    message = r"no \.py files under .*comes without the sources.*use one from"
-    with pytest.raises(FileNotFoundError, match=message):
-        list(stdlib_corpus.docstring_pairs())
-
-
 # Tokenizer.
 
 
@@ -192,21 +120,6 @@ def test_the_tokenizer_has_torchtunes_ids_and_decodes_what_it_encoded(prepared: 
     assert (tokens[0], tokens[-1]) == (1, 2)
     assert not {0, 1, 2} & set(tokens[1:-1]), "text never becomes padding, a start or an end"
     assert tokenizer.decode(tokens) == text
-
-
-def test_messages_keep_question_and_answer_apart(prepared: Any) -> None:
-    llama2 = pytest.importorskip("torchtune.models.llama2")
-    from torchtune.data import InputOutputToMessages
-
-    tokenizer = llama2.llama2_tokenizer(str(prepared.tokenizer), prompt_template={"user": ["", "\n"]})
-    to_messages = InputOutputToMessages(train_on_input=False)
-    for pair in rows_of(prepared.pairs)[::50]:
-        encoded = tokenizer(to_messages(dict(pair)))
-        both = zip(encoded["tokens"], encoded["mask"], strict=True)
-        answer = [token for token, masked in both if not masked]
-        assert tokenizer.decode(answer) == pair["output"]
-        assert answer[-1] == tokenizer.eos_id
-        assert tokenizer.decode(encoded["tokens"]) == f"{pair['input']}\n{pair['output']}"
 
 
 # Files.

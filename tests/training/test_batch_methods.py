@@ -21,10 +21,6 @@ from streampack.training.data import build_loader
 from tests.harness.processes import run_ranks
 from tests.harness.tiny import losses, numbers, tiny_config
 
-METHODS = [
-    "random_padding", "group_by_length_padding", "minibatch_packing", "fixed_length", "fixed_length_posid", "multipack",
-    "sorted_packing", "random_packing", "exact_fit",
-]  # fmt: skip
 LENGTHS = [7, 3, 8, 1, 5, 2, 6, 4, 8, 3, 2, 7, 1]
 
 pytestmark = pytest.mark.filterwarnings("ignore:method='fixed_length' lets:UserWarning")
@@ -132,27 +128,6 @@ def test_where_rows_cut_samples_none_is_too_long(tmp_path: Path) -> None:
 # The loader by itself.
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_batch_from_every_state(name: str) -> None:
-    def loader() -> Any:
-        return loader_of(dataset(epochs=2), name, batch_size=2, packs_per_step=4)
-
-    first = loader()
-    batches, states = [], [first.state_dict()]
-    for batch in first:
-        batches.append(batch)
-        states.append(first.state_dict())
-    assert seen(batches) == {i: 2 * n for i, n in enumerate(LENGTHS)}
-    assert len(batches) % first.batches_per_step == 0, "the last step of an epoch is filled up"
-    for cut, state in enumerate(states):
-        later = loader()
-        later.load_state_dict(state)
-        rest = list(later)
-        assert [b.tokens.tolist() for b in rest] == [b.tokens.tolist() for b in batches[cut:]]
-        assert later.ledger() == first.ledger()
-        assert later.state_dict() == states[-1]
-
-
 @pytest.mark.parametrize("name", ["random_padding", "minibatch_packing", "multipack", "exact_fit"])
 def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
     def loader(rank: int, size: int) -> Any:
@@ -184,24 +159,6 @@ def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
     assert more[0].state_dict() == alone.state_dict()
 
 
-def test_bad_records_are_skipped_as_many_as_in_all_lanes(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"tokens": [1, 2], "labels": [1, 2]}\n{broken\n' * 6)
-
-    def loader(lanes: int, **settings: Any) -> Any:
-        return loader_of(IterablePackedDataset(path, max_seq_len=8, num_lanes=lanes, **settings), "exact_fit")
-
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2"):
-        loader(1)
-    skipping = {"on_bad_record": "skip", "max_bad_records": 2, "quarantine": tmp_path / "bad"}
-    with pytest.raises(ValueError, match="has skipped 4 others"):
-        loader(2, on_bad_record="skip", max_bad_records=2)
-    skipped = loader(3, **skipping)
-    assert sum(batch.num_tokens for batch in skipped) == 12
-    assert skipped.ledger().dropped_samples["bad"] == 6
-    assert len((tmp_path / "bad" / "lane-00000.jsonl").read_text().splitlines()) == 6
-
-
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
@@ -219,15 +176,6 @@ def test_bad_settings(settings: dict[str, Any], options: dict[str, Any], message
     mix = Mix([{"name": "a", "source": [{"tokens": [1], "labels": [1]}], "weight": 1}])
     with pytest.raises(ValueError, match="a mixture is drawn as it streams"):
         loader_of(IterablePackedDataset(mix, max_seq_len=8), method="multipack")
-
-
-def test_an_iteration_goes_on_behind_the_last_batch_that_was_handed_out() -> None:
-    whole = [batch.tokens.tolist() for batch in loader_of(dataset(epochs=2), "random_packing")]
-    loader = loader_of(dataset(epochs=2), "random_packing")
-    found = [batch.tokens.tolist() for _, batch in zip(range(3), loader, strict=False)]
-    found += [batch.tokens.tolist() for batch in loader]
-    assert found == whole
-    assert list(loader) == []
 
 
 def test_settings_without_effect_on_a_method_may_change() -> None:
@@ -269,13 +217,6 @@ def test_ranks_that_read_different_samples_are_refused(tmp_path: Path) -> None:
     for outcome in run_ranks(read_as_a_rank, 2, tmp_path):
         assert "rank 1 reads 11 samples of 49 tokens" in outcome
         assert "rank 0 reads 13 samples of 57 tokens" in outcome
-
-
-def test_a_rank_that_cannot_read_fails_all_at_once(tmp_path: Path) -> None:
-    write_copies(tmp_path, [ROW], ["{broken"])
-    other, own = run_ranks(read_as_a_rank, 2, tmp_path)
-    assert other.startswith("rank 1 failed: ValueError: ")
-    assert "rows.jsonl:1" in own
 
 
 def test_every_broken_record_is_listed_once_by_all_ranks(tmp_path: Path) -> None:

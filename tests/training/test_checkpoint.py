@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from streampack.distributed.world import join_world
-from streampack.training.checkpoint import Checkpoints, restore_schedule, step_schedule
+from streampack.training.checkpoint import Checkpoints, step_schedule
 from tests.harness.processes import run_ranks
 from tests.harness.runs import die_at
 
@@ -35,20 +35,6 @@ def step(model, optimizer):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
-
-
-def test_a_loaded_checkpoint_trains_like_the_saved_run(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    model, optimizer = trained(1)
-    checkpoints.save(3, model=model, optimizer=optimizer, run={"step": 3, "stream": {"lanes": {0: b"x"}}})
-    other, other_optimizer = trained(2, steps=0)
-    run = checkpoints.load(3, model=other, optimizer=other_optimizer)
-    assert run == {"step": 3, "stream": {"lanes": {0: b"x"}}}
-    for _ in range(2):
-        step(model, optimizer)
-        step(other, other_optimizer)
-    for left, right in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize(("settings", "kept"), [
@@ -76,15 +62,6 @@ def test_a_run_that_went_back_replaces_the_checkpoint_of_the_same_step(tmp_path)
     assert checkpoints.load(10, model=other, optimizer=other_optimizer) == {"of": "second"}
     assert torch.equal(other[0].weight, model[0].weight)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005", "step_00000010"]
-
-
-def test_a_checkpoint_that_was_to_be_replaced_survives_a_kill(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    model, optimizer = trained(1)
-    checkpoints.save(10, model=model, optimizer=optimizer, run={"of": "first"})
-    (tmp_path / "step_00000010").rename(tmp_path / "step_00000010.replaced")  # the kill came behind this
-    assert checkpoints.newest() == 10
-    assert checkpoints.load(10, model=model, optimizer=optimizer) == {"of": "first"}
 
 
 @pytest.mark.parametrize("run", [{}, {"much": "x" * 100_000}])
@@ -116,31 +93,6 @@ def test_run_files_hold_plain_values_only(tmp_path):
     checkpoints.save(1, model=model, optimizer=optimizer, run={"bad": Checkpoints(tmp_path)})
     with pytest.raises(Exception, match="weights_only|Weights only"):
         checkpoints.load(1, model=model, optimizer=optimizer)
-
-
-def test_leftovers_of_a_killed_run_are_removed(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    model, optimizer = trained(1)
-    for name in ("step_00000003.part", "step_00000001.old", "mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
-    checkpoints.save(5, model=model, optimizer=optimizer, run={})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step_00000005"]
-
-
-def test_buffers_are_saved(tmp_path):
-    def build():
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)
-    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, run={})
-    other = build()
-    Checkpoints(tmp_path).load(1, model=other, optimizer=torch.optim.AdamW(other.parameters()))
-    assert model[1].running_mean.any()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
 
 
 def without(name):
@@ -346,42 +298,12 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path, in_background):
         assert steps == [3, 6]
 
 
-def load_without_a_file_on_rank_1(folder):
-    with join_world(torch.device("cpu")) as world:
-        model, optimizer = sharded(1, world, steps=1)
-        Checkpoints(folder, world=world).save(3, model=model, optimizer=optimizer, run={})
-        world.gather(None)
-        elsewhere = folder if world.is_main else folder / "not_mounted"
-        try:
-            Checkpoints(elsewhere, world=world).load(3, model=model, optimizer=optimizer)
-        except RuntimeError as error:
-            return str(error)
-
-
-def test_a_rank_that_cannot_read_a_checkpoint_is_named_on_all(tmp_path):
-    for message in run_ranks(load_without_a_file_on_rank_1, 2, tmp_path, timeout=60):
-        assert "not_mounted/step_00000003 could not be read: No such file" in message
-
-
 # The learning rate after a resume, and behind the end.
 
 
 def schedule(rate=1.0):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
     return optimizer, LambdaLR(optimizer, lambda step: step / 10)
-
-
-def test_a_restored_schedule_sets_the_rate_of_its_step():
-    optimizer, scheduler = schedule()
-    for _ in range(4):
-        optimizer.step()
-        scheduler.step()
-    other, restored = schedule()
-    restore_schedule(restored, scheduler.state_dict())
-    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.4
-    other.step()
-    restored.step()
-    assert other.param_groups[0]["lr"] == 0.5
 
 
 def test_behind_its_last_step_a_schedule_stays_at_its_end(caplog):

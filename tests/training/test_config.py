@@ -34,12 +34,6 @@ def written(changes: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def test_interpolations_are_resolved() -> None:
-    config = read_config(written({"batch_size": 4, "packs_per_step": 12}))
-    assert (config.batch_size, config.packs_per_step) == (4, 12)
-    assert config.checkpointer["output_dir"] == config.output_dir
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zzz": 4}, "unknown key 'zzz'; the keys are"),
     ({"dataset": 4}, "unknown key 'dataset'; write data.source"),
@@ -186,18 +180,6 @@ def test_values_are_yaml() -> None:
     assert (config["none"], config["off"]) == (None, None)
     assert overridden("lr=${name}", "name=c")["lr"] == "c"
     assert overridden("a.b={c: 1}", "a.b.d=2")["a"] == {"b": {"c": 1, "d": 2}}
-
-
-def test_a_plain_value_of_a_node_sets_its_component() -> None:
-    """As under torchtune's own parser."""
-    tokens = {"_component_": "streampack.TokensEncoder"}
-    assert overridden("encoder=streampack.TokensEncoder", "encoder.column=x")["encoder"] == tokens | {
-        "column": "x"
-    }
-    assert overridden("encoder={_component_: streampack.TokensEncoder}")["encoder"] == tokens | {
-        "column": "text"
-    }
-    assert overridden("encoder=null")["encoder"] is None
 
 
 def test_keys_can_be_removed():

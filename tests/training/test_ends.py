@@ -6,8 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,16 +205,6 @@ def test_a_following_error_is_printed_if_no_cause_was(
     assert as_rank(2, following) == ""
 
 
-def test_an_unexpected_error_has_one_traceback(as_rank: Any) -> None:
-    assert "TypeError: ours\n" in as_rank(1, TypeError("ours"))
-    assert as_rank(0, TypeError("ours")) == as_rank(2, FOLLOWING[0]) == ""
-
-
-def test_ctrl_c_prints_one_line_for_all_ranks(as_rank: Any) -> None:
-    assert as_rank(1, KeyboardInterrupt("go on from step 3"), status=130) == "go on from step 3\n"
-    assert as_rank(0, KeyboardInterrupt(), status=130) == ""
-
-
 # Signals: the running step, its checkpoint, and out.
 
 
@@ -250,15 +238,6 @@ def test_a_signal_in_a_step_checkpoints_that_step(
     train(config)
     for name in ("loss", "validation_loss"):
         assert losses(tmp_path, name) == losses(whole.folder, name)
-
-
-def test_without_checkpoints_a_signal_ends_the_run_after_its_step(tmp_path, monkeypatch):
-    interrupt_step(3, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    message = "nothing was saved: checkpoint_every is not set; the same command begins anew"
-    with pytest.raises(Interrupted, match=message):
-        train(tiny_config(tmp_path, checkpoint_every=None, log_every=1))
-    assert max(losses(tmp_path)) == 3
-    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 def train_with_a_signal(config, rank, step):
@@ -321,19 +300,6 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_library(times, by):
     assert end_status(work) == 128 + by
 
 
-def test_handlers_are_left_alone_outside_the_main_thread():
-    found = []
-
-    def work():
-        with stop_on_signals(World()) as stop:
-            found.append((stop.agree(), signal.getsignal(signal.SIGTERM)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [(0, signal.SIG_DFL)]
-
-
 def test_the_first_signal_is_answered(capsys):
     with stop_on_signals(World()) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -341,29 +307,3 @@ def test_the_first_signal_is_answered(capsys):
     assert capsys.readouterr().err == (
         "\nSIGTERM: stopping after this step; a second signal ends the run at once\n"
     )
-
-
-def forked():
-    """Fork a process that waits; return its pid once it runs."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, b"!")
-        time.sleep(60)
-        os._exit(0)
-    os.read(reader, 1)
-    os.close(reader)
-    os.close(writer)
-    return child
-
-
-def test_forked_processes_end_by_sigterm_and_leave_ctrl_c_to_their_parent() -> None:
-    """The block ends while they hold its pipe."""
-    with stop_on_signals(World()) as stop:
-        child, other = forked(), forked()
-        os.kill(child, signal.SIGINT)
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert stop.agree() == 0
-    os.kill(other, signal.SIGTERM)
-    os.waitpid(other, 0)

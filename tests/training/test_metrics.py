@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, Ledger, Mix, PackedDataLoader
+from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
 from streampack.distributed.world import World
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
 from streampack.training.config import read_config
 from streampack.training.meters import SourceMeter, StepMeter, source_ids, stream_metrics, stream_totals
-from streampack.training.progress import MetricLogger, bar, summary
+from streampack.training.progress import MetricLogger
 
 # private: the record of the metrics is written by recipes and read by the report; its file is what a run keeps.
 from streampack.training.record import METRICS_FILE, MetricRecord, read_metrics
@@ -73,14 +70,6 @@ def test_metrics_are_the_last_loss_and_means_since_the_last_call(monkeypatch):
     assert (second["loss"], second["samples_per_step"]) == (0.5, 2)
     assert second["tokens_per_second"] == 6 / 2
     assert meter.tokens == 18
-
-
-def test_a_step_without_trained_tokens_has_loss_0_and_no_gradients():
-    meter = StepMeter(World(), CPU)
-    meter.start()
-    assert float(meter.reduce()) == 0
-    meter.stop()
-    assert meter.metrics()["loss"] == 0
 
 
 def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest() -> None:
@@ -162,14 +151,6 @@ def test_losses_by_source_add_up_to_the_loss(loss_norm: str, pad_seqs_to: int) -
     assert not [name for name in meter.metrics() if name.endswith("loss")], "nothing since the last report"
 
 
-def test_a_plain_source_has_no_metrics() -> None:
-    batches = loader([{"tokens": [1, 2, 3], "labels": [1, 2, 3]}] * 9)
-    meter = SourceMeter(batches, World(), CPU)
-    for batch in batches:
-        meter.add(batch, torch.zeros(3, 8), torch.ones(3, 8))
-    assert meter.metrics() == {}
-
-
 # The log, and what is printed.
 
 
@@ -186,41 +167,6 @@ def test_only_rank_0_logs(tmp_path):
     logger.close()
     assert "Step 3 | loss:1.5" in (tmp_path / "out" / "logs" / "log.txt").read_text()
     assert read_metrics(tmp_path / "out" / METRICS_FILE) == {3: {"loss": 1.5}}
-
-
-def test_the_summary_balances_the_tokens():
-    ledger = Ledger(samples=4, tokens_in=100, packs=1, capacity=80, packed=70)
-    ledger.drop("truncated", 10)
-    result = {"ledger": ledger, "seconds": 2.0, "tokens": 70, "held_out": [(0, 7.5), (9, 4.25)]}
-    text = summary(result)
-    assert "packs        1, from 4 samples that were read, 12.50% padding" in text
-    assert "100 in = 70 packed + 10 dropped (10 truncated) + 20 buffered" in text
-    assert "35 tokens/s" in text
-    assert "7.500 (step 0) -> 4.250 (step 9)" in text
-    assert "broken" not in text
-    ledger.drop("bad", 0)
-    assert "bad records  1 skipped" in summary(result).splitlines()
-
-
-def test_log_messages_in_the_loop_get_lines_of_their_own(capsys):
-    log = logging.getLogger("streampack.somewhere")
-    with bar(4, done=0) as progress:
-        progress.update()
-        log.warning("a log message")
-        progress.update()
-    lines = [line.rpartition("\r")[2] for line in capsys.readouterr().err.split("\n")]
-    assert "a log message" in lines
-
-
-def test_a_run_that_is_past_its_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """It said that it went on from step 130 of 60."""
-    for done in (59, 130):
-        with bar(60, done=done):
-            pass
-    assert capsys.readouterr().out.splitlines() == [
-        "going on from step 59 of 60",
-        "at step 130: max_steps or epochs end the run at step 60",
-    ]
 
 
 # The record: read as it was written, through resumes and kills.
@@ -242,15 +188,6 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_a_resume_writes_on(tmp_path: P
     MetricRecord(path).write({"loss": 5.0}, step=1)  # a new run, of one that left no checkpoint
     assert read_metrics(path) == {1: {"loss": 5.0}}
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    MetricRecord(path).write({"loss": math.nan, "grad_norm": math.inf, "step_size": 1}, step=1)
-    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "grad_norm": None, "step_size": 1}
-    [values] = read_metrics(path).values()
-    assert math.isnan(values["loss"])
-    assert math.isnan(values["grad_norm"])
 
 
 @settings(max_examples=50, deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,25 +12,19 @@ from torchtune.models.llama3 import lora_llama3
 from streampack import (
     Batch,
     IterablePackedDataset,
-    Mix,
-    PreferenceEncoder,
     collate_packed,
     prepare_model_for_packing,
 )
 from streampack.distributed.world import World
 from streampack.losses import PreferenceLoss, pair_of
 from streampack.training.config import RunConfig
-from streampack.training.model import has_adapters
 from streampack.training.preferences import (
     Compared,
     Comparison,
-    PairMeter,
     Reference,
-    at_first_token,
-    shares_prefixes,
 )
 from tests.harness.preferences import PairEncoder, pair_rows, whole_pairs
-from tests.harness.tiny import ADAPTERS, BASE, WordTokenizer
+from tests.harness.tiny import ADAPTERS, BASE
 
 DEVICE = torch.device("cpu")
 
@@ -127,48 +120,3 @@ def test_packed_pairs_are_those_one_by_one(attention: str) -> None:
     in_order = torch.stack([each.detach() for each in ours[0]], dim=1)
     for mine, alone in zip(in_order.tolist(), expected, strict=True):
         assert mine == pytest.approx(alone, rel=limit, abs=limit)
-
-
-def test_the_meter_has_means_over_pairs() -> None:
-    meter = PairMeter(World(), DEVICE)
-    assert meter.metrics() == {}
-    for rows in ([[9.0, 1.0, 0.5, -3.0, -4.0], [9.0, 0.5, 0.5, -5.0, -6.0]], [[9.0, 3.0, 5.0, -1.0, -2.0]]):
-        meter.add(Compared(*torch.tensor(rows).T))
-    assert meter.metrics() == {
-        "rewards/chosen": 1.5,
-        "rewards/rejected": 2.0,
-        "rewards/margins": -0.5,
-        "rewards/accuracies": pytest.approx(1 / 3),
-        "log_probs/chosen": -3.0,
-        "log_probs/rejected": -4.0,
-    }
-    assert meter.metrics() == {}
-
-
-def test_values_of_pairs_are_at_the_first_tokens_of_the_chosen_answers() -> None:
-    batch = batch_of(share_prefix=True, count=9)
-    chosen, _ = pair_of(batch)
-    placed = at_first_token(torch.arange(1.0, 10.0), batch, chosen)
-    assert placed.sum() == 45
-    width = batch.seq_lens.shape[1]
-    for number, index in enumerate(chosen.tolist(), start=1):
-        pack, sequence = divmod(index, width)
-        assert placed[pack, int(batch.seq_lens[pack, :sequence].sum())] == number
-
-
-def test_adapters_are_found_without_memory_for_weights() -> None:
-    assert has_adapters(config())
-    plain = {"_component_": "torchtune.models.llama3.llama3", **BASE}
-    assert not has_adapters(dataclasses.replace(config(), model=plain))
-
-
-@pytest.mark.parametrize("share_prefix", [True, False])
-def test_encoders_say_whether_prompts_are_shared(share_prefix: bool) -> None:
-    encoder = PreferenceEncoder(WordTokenizer(), share_prefix=share_prefix)
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-    alone = IterablePackedDataset(rows, max_seq_len=8, encoder=encoder)
-    assert shares_prefixes(alone.lane_config) is share_prefix
-    mixed = Mix([{"name": "one", "source": rows, "weight": 1, "encoder": encoder}])
-    assert shares_prefixes(IterablePackedDataset(mixed, max_seq_len=8).lane_config) is share_prefix
-    own = IterablePackedDataset(rows, max_seq_len=8, encoder=lambda row: encoder(row))
-    assert shares_prefixes(own.lane_config), "of an encoder of the user's own, nobody knows"

@@ -16,18 +16,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from streampack_recipes.full_finetune import train
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
-from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from streampack import cli
-from streampack.distributed.world import World
 from streampack.training import run_folder
-from streampack.training.config import read_config
 from streampack.training.export import export
-from streampack.training.phase import advance
-from streampack.training.run_folder import Interrupted, open_checkpoints
-from streampack.training.weights import random_weights
+from streampack.training.run_folder import Interrupted
 from tests.harness.processes import run_ranks
 from tests.harness.runs import Run, lora_run
 from tests.harness.tiny import interrupt_step, lora_config, losses, mixed_config, numbers, tiny_config
@@ -137,16 +131,6 @@ def test_a_newer_run_in_the_folder_is_not_finished(tmp_path: Path) -> None:
 # Interrupted runs.
 
 
-@pytest.mark.parametrize(
-    ("every", "rest"), [(4, ""), (None, ", and leaves none, because checkpoint_every is not set")]
-)
-def test_resume_without_a_checkpoint_prints_that_it_begins(tmp_path, capsys, every, rest):
-    config = read_config(tiny_config(tmp_path, resume=True, checkpoint_every=every))
-    assert open_checkpoints(config, world=World())[1] is None
-    place = f"{tmp_path}/out/checkpoints"
-    assert capsys.readouterr().out == f"no checkpoint in {place}: the run begins at step 0{rest}\n"
-
-
 @pytest.mark.parametrize(("step", "every", "message"), [
     (6, 4, "/out: interrupted; resume=True goes on from step 4, its newest checkpoint"),
     (3, 4, r"interrupted before its first checkpoint \(checkpoint_every=4\); the same command begins anew"),
@@ -160,7 +144,7 @@ def test_ctrl_c_prints_how_to_resume(
         train(tiny_config(tmp_path, checkpoint_every=every, validation=None))
 
 
-# Weights: exported while a run goes on, and random ones to begin with.
+# Weights, exported while a run goes on.
 
 
 def files(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -214,36 +198,6 @@ def test_the_export_command(tmp_path: Path, whole: Run, capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert "/out is no checkpoint; name a directory such as OUTPUT_DIR/checkpoints/step_00000100" in said
     assert "(below it: step_00000004" in said
-    rest[-1] = str(tmp_path / "other")
-    other = tiny_config(tmp_path / "other_run", **{"model.intermediate_dim": 48})
-    words = ["model.intermediate_dim=48", f"checkpointer.checkpoint_dir={other.checkpointer.checkpoint_dir}"]
-    from torchtune.models.llama3 import llama3
-
-    model = llama3(**{key: value for key, value in other.model.items() if key != "_component_"})
-    torch.save(model.state_dict(), tmp_path / "other_run" / "init" / "model.bin")
-    assert cli.main(["export", str(whole.checkpoint(4)), *rest, *words]) == 1
-    assert "step_00000004 could not be read: " in capsys.readouterr().err
-    assert not (tmp_path / "other" / "epoch_0").exists()
-
-
-def linear(seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Linear(3, 2)
-
-
-def test_random_weights_are_complete_or_absent_and_written_once(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"words")
-    out, beside = str(tmp_path / "out"), str(tmp_path / "tokenizer.model")
-    with pytest.raises(FileNotFoundError):
-        random_weights(linear(0), folder=out, beside=[str(tmp_path / "missing")])
-    assert list((tmp_path / "out").iterdir()) == []
-    one, again, other = (random_weights(linear(seed), folder=out, beside=[beside]) for seed in (0, 0, 1))
-    assert one == again != other
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {Path(path).name for path in (one, other)}
-    loaded = torch.load(Path(one) / "model.bin", weights_only=True)
-    assert all(torch.equal(loaded[name], value) for name, value in linear(0).state_dict().items())
-    assert (Path(one) / "tokenizer.model").read_bytes() == b"words"
 
 
 # Phases: a run that goes on from another run's checkpoint with other data.
@@ -339,21 +293,3 @@ def test_phases_that_cannot_be_are_refused(
     given = {**changes, "resume_from": None if name is None else str(first.parent / name)}
     with pytest.raises(ValueError, match=message):
         train(tiny_config(tmp_path, **{"max_steps": 8} | given))
-
-
-@pytest.mark.parametrize(
-    "make", [lambda o: LambdaLR(o, lambda n: 1 / (n + 1)), lambda o: StepLR(o, step_size=2, gamma=0.5)]
-)
-def test_an_advanced_schedule_is_where_a_stepped_one_is(make):
-    rates = []
-    for advanced in (False, True):
-        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        schedule = make(optimizer)
-        if advanced:
-            advance(schedule, 5)
-        else:
-            for _ in range(5):
-                optimizer.step()
-                schedule.step()
-        rates.append(schedule.get_last_lr())
-    assert rates[0] == rates[1]

@@ -1,4 +1,4 @@
-"""`streampack score`: the rows of a config with their log-likelihoods, killed, on ranks, as the reference of DPO."""
+"""`streampack score`: the rows of a config with their log-likelihoods, on ranks, as the reference of DPO."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,10 @@ from streampack_recipes.dpo import train
 from torchtune.models.llama3 import llama3
 
 from streampack import cli
-
-# private: rows are written faster than a kill can come; this slows them down.
-from streampack.scoring.journal import Journal
 from streampack.training.preferences import Reference
 from tests.harness.preferences import PairEncoder, dpo_config
-from tests.harness.processes import run_ranks, start_process
-from tests.harness.tiny import BASE, WordTokenizer, lora_config, mixed_config, numbers, tiny_config
+from tests.harness.processes import run_ranks
+from tests.harness.tiny import WordTokenizer, mixed_config, numbers, tiny_config
 from tests.harness.tiny_hf import write_base
 
 
@@ -100,20 +95,6 @@ def test_rows_with_their_scores(tmp_path: Path) -> None:
         assert row["small_logp"] == pytest.approx(expected["logp"], rel=1e-5)
 
 
-def test_rows_that_train_nothing_are_said(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, rows=4)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"tokens": [3, 4], "labels": [-100, -100]}) + "\n")
-    config.data.encoder = None
-    assert "1 rows, and nothing of them was scored" in score(config, tmp_path / "scores.jsonl")
-
-
-def test_adapters_begin_as_the_base(tmp_path: Path) -> None:
-    score(lora_config(tmp_path, rows=20), tmp_path / "scores.jsonl")
-    model = tiny_model(tmp_path, **BASE)
-    for row in lines(tmp_path / "scores.jsonl"):
-        assert row["logp"] == pytest.approx(alone(model, WordTokenizer().encode(row["text"]))[0], rel=1e-5)
-
-
 def test_a_hugging_face_model_needs_no_recipe(tmp_path: Path) -> None:
     import transformers
 
@@ -167,40 +148,6 @@ def test_two_ranks_share_a_sharded_model(tmp_path: Path) -> None:
     assert [row["logp"] for row in two] == pytest.approx([row["logp"] for row in one], rel=1e-5)
 
 
-def slowly(folder: Path) -> None:
-    """Score, a row in a hundredth of a second, so that a kill comes in the middle."""
-    write = Journal.write
-
-    def written(self: Any, row: Any) -> None:
-        write(self, row)
-        self.flush()
-        time.sleep(0.01)
-
-    Journal.write = written  # type: ignore[method-assign]
-    score(tiny_config(folder, rows=400), folder / "scores.jsonl")
-
-
-def test_a_killed_job_goes_on_and_writes_every_row_once(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, rows=400)
-    journal = tmp_path / "scores.jsonl.unfinished" / "rows.jsonl"
-    kept = 0
-    for more in (40, 90):
-        process = start_process(slowly, tmp_path)
-        deadline = time.monotonic() + 60
-        while not journal.exists() or journal.read_bytes().count(b"\n") < kept + more:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-        kept = journal.read_bytes().count(b"\n")
-    assert 0 < kept < 400
-    assert f"400 rows, {kept} of them by an earlier job" in score(config, tmp_path / "scores.jsonl")
-    score(config, tmp_path / "whole.jsonl")
-    again, whole = lines(tmp_path / "scores.jsonl"), lines(tmp_path / "whole.jsonl")
-    assert [row["text"] for row in again] == [row["text"] for row in whole]
-    assert [row["logp"] for row in again] == pytest.approx([row["logp"] for row in whole], rel=1e-5)
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "scores.jsonl"
     config = tiny_config(tmp_path, rows=30, **{"data.max_seq_len": 12, "data.buffer_size": 4})
@@ -208,17 +155,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"rows.jsonl:\d+: has \d+ tokens before its last one, and max_seq_len=12"
     ):
         score(config, out)
-    with pytest.raises(
-        ValueError, match="overlong=error, and this has overlong=windows to 12 tokens; go on with"
-    ):
-        score(config, out, "--overlong", "windows")
-    with pytest.raises(ValueError, match="overlong='cut' is unknown"):
-        score(config, tmp_path / "other.jsonl", "--overlong", "cut")
     windows = tmp_path / "windows.jsonl"
     score(config, windows, "--overlong", "windows")
     assert sum(row["num_tokens"] > 12 for row in lines(windows))
-    with pytest.raises(ValueError, match=f": {windows} exists; name another file, or remove it\n$"):
-        score(config, windows, "--overlong", "windows")
     config.data.source.paths = str(windows)
     with pytest.raises(ValueError, match="have a column 'greedy', which would be overwritten; add --prefix"):
         score(config, tmp_path / "again.jsonl", "--overlong", "truncate")
