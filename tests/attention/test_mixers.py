@@ -140,26 +140,6 @@ def test_a_boundary_that_is_dropped_is_found_and_the_layer_named(family: str, mo
     assert f"first in: {module}" in str(report)
 
 
-@pytest.mark.parametrize("wrap", [lambda logits: logits, lambda logits: (logits,)])
-def test_a_model_that_returns_no_output_object(wrap: Callable[[torch.Tensor], Any]) -> None:
-    """In its backward pass too, where checkpointed layers are computed again."""
-    _, batch = stream_and_batch("exact_fit")
-    gradients = []
-    for bare in (False, True):
-        model: Any = build("mamba", **HYBRIDS["mamba"])
-        inputs = prepare_model_for_packing(model)
-        if bare:
-            forward = type(model).forward
-            model.forward = lambda **given: wrap(forward(model, **given).logits)  # noqa: B023
-        model.train()
-        model.activation_checkpointing_enable({"use_reentrant": True})
-        output = model(**inputs(batch))
-        logits = output if torch.is_tensor(output) else output[0]
-        logits.square().sum().backward()
-        gradients.append(model.get_input_embeddings().weight.grad)
-    torch.testing.assert_close(*gradients)
-
-
 # Kernels that take boundaries.
 
 
@@ -235,24 +215,14 @@ def test_all_packs_go_to_the_kernels_in_one_row_if_all_layers_have_them(
     assert kernels.rows == [1] * (installed == "everything")
 
 
-class _AddsNothing(torch.autograd.Function):
-    """Returns its input, with a gradient that every token receives of every other."""
-
-    @staticmethod
-    def forward(_ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return given.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0] + grads[0].mean(1, keepdim=True)
-
-
 def ignores(kernels: Kernels, *args: Any, cu_seqlens: Any, seq_idx: Any = None, **settings: Any) -> Any:
     return kernels.modeling_rule(*args, **settings)
 
 
 def mixes_gradients(kernels: Kernels, query: Any, *args: Any, cu_seqlens: Any, **settings: Any) -> Any:
-    query = query if cu_seqlens is None else _AddsNothing.apply(query)  # type: ignore[no-untyped-call]
+    """Compute what is right; in the backward pass, every token receives of every other."""
+    mean = query.mean(1, keepdim=True)
+    query = query if cu_seqlens is None else query + (mean - mean.detach())
     return kernels.rule(query, *args, cu_seqlens=cu_seqlens, **settings)
 
 
@@ -293,35 +263,6 @@ def test_errors_of_the_device_are_no_verdict_on_a_kernel(kernels: Kernels, error
     kernels.install(fails)
     with pytest.raises(error, match="of the device"):
         prepare_model_for_packing(model)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_that_ran_before_is_tried_too(kernels: Kernels) -> None:
-    torch._dynamo.reset()
-    model: Any = build("qwen3_next", **SIZES)
-    kernels.install()
-    model.compile(backend="eager")
-    model(torch.tensor([[1, 2, 3]]))
-    model(torch.tensor([[1, 2, 3, 4]]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        prepare_model_for_packing(model)
-    assert by_kernels(model)
-
-
-def test_gradient_checkpointing(kernels: Kernels) -> None:
-    model: Any = build("qwen3_next", **SIZES)
-    kernels.install()
-    model.activation_checkpointing_enable({"use_reentrant": True})
-    inputs = prepare_model_for_packing(model)
-    assert by_kernels(model)
-    _, batch = stream_and_batch("overlong")
-    model.train()
-    model(**inputs(batch)).logits.sum().backward()
-    plain: Any = build("qwen3_next", **SIZES)
-    plain(**prepare_model_for_packing(plain)(batch)).logits.sum().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 # Kernels of flash-linear-attention and mamba-ssm. mamba-ssm cannot be installed without CUDA; where its sources lie on

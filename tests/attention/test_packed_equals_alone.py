@@ -22,8 +22,7 @@ from streampack import Batch, IterablePackedDataset, collate_packed, prepare_mod
 # private: which families and layers the package knows by name is what this table of tests is held against
 from streampack.attention.families import PROVEN
 from streampack.attention.mixer_tables import ALIBI, BLOCKS, MIXERS, TAKES_BOUNDARIES, find_mixers
-from streampack.packing.batch import null_pack, to_torchtune
-from tests.harness import hf_models, isolation, tiny_torchtune
+from tests.harness import hf_models, tiny_torchtune
 from tests.harness.groups import batch_of, segments, trees
 from tests.harness.hf_models import FAMILIES, WITHOUT, fp64_throughout
 from tests.harness.hybrid_models import HYBRIDS, OTHERWISE
@@ -220,7 +219,7 @@ def test_shared_prompts_equal_own_copies(
 # Ways of packing.
 
 
-@pytest.mark.parametrize("model", ["llama3", "absolute", "transformers-dense", "transformers-varlen"])
+@pytest.mark.parametrize("model", ["torchtune llama3", "llama", "gpt2"])
 @pytest.mark.parametrize(
     "stream",
     [
@@ -236,23 +235,11 @@ def test_all_ways_of_packing_equal_alone(stream: str, model: str) -> None:
     assert batch.num_tokens < batch.tokens.numel()
     assert {1, MAX_SEQ_LEN} <= {fragment.stop - fragment.start for fragment in found}
     assert any(fragment.start for fragment in found) == ("split" in str(STREAMS[stream]))
-    if model.startswith("transformers"):
-        prepared, inputs, alone = hf_models.prepared("llama", model.removeprefix("transformers-"))
-        assert worst(prepared, inputs, alone, stream) < 1e-5
-    else:
-        decoder = isolation.build(model)
+    if model == "torchtune llama3":
+        decoder = tiny_torchtune.build("llama3")
         assert worst(decoder, masked, decoder, stream) < 1e-5
-
-
-def test_a_null_pack_weighs_nothing() -> None:
-    model = isolation.build("llama3")
-    data, batch = stream_and_batch("exact_fit")
-    null = to_torchtune(null_pack(MAX_SEQ_LEN))
-    with_null = run_packed(model, collate_packed([*data, null]), masked)
-    assert max(differences(with_null, run_packed(model, batch, masked)).values()) < 1e-5
-    only_null = run_packed(model, collate_packed([null, null]), masked)
-    assert only_null.loss == 0
-    assert not only_null.gradient.any()
+    for attention in ("dense", "varlen") if model in FAMILIES else ():
+        assert worst(*hf_models.prepared(model, attention), stream) < 1e-5
 
 
 # Other families of transformers, and models that no attention keeps apart.

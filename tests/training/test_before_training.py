@@ -24,7 +24,8 @@ from streampack.distributed.world import join_world
 from streampack.training import model as models
 from streampack.training.isolation import probe_config, verify_isolation
 from streampack.training.weights import random_weights
-from tests.harness.isolation import MAX_SEQ_LEN, build
+from tests.harness import tiny_torchtune
+from tests.harness.groups import MAX_SEQ_LEN
 from tests.harness.processes import RankError, run_ranks
 from tests.harness.tiny import ADAPTERS, BASE, lora_config, losses, tiny_config
 
@@ -294,7 +295,7 @@ def test_the_check_changes_no_losses_and_can_be_switched_off(tmp_path: Path) -> 
 def leak_on_rank_0() -> None:
     """Leak on one rank, as with another version of a kernel there."""
     with join_world(torch.device("cpu")) as world:
-        model = build("llama3")
+        model = tiny_torchtune.build("llama3")
         inputs = prepare_model_for_packing(model)
         wrong = lambda batch: inputs(batch) | {"mask": None}  # noqa: E731
         verify_isolation(model, inputs if world.rank else wrong, max_seq_len=MAX_SEQ_LEN, world=world)  # type: ignore[arg-type]
