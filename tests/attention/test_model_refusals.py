@@ -22,8 +22,7 @@ from streampack import (
 from tests.harness import groups
 from tests.harness.hf_models import MAX_SEQ_LEN, Wrapper, build, prepared
 from tests.harness.hf_trainers import samples
-from tests.harness.isolation import stream_and_batch
-from tests.harness.other_families import sizes_of
+from tests.harness.isolation import differences, run_alone, run_packed, stream_and_batch
 from tests.harness.tiny_torchtune import attention_modules
 from tests.harness.tiny_torchtune import build as decoder
 from tests.harness.vision_models import IMAGE, VIDEO, build_vision
@@ -118,7 +117,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
         "prompt tuning trains tokens before each row",
     ),
     "no weights yet": (
-        lambda: build("opt", **sizes_of("opt")).to("meta"),
+        lambda: build("opt").to("meta"),
         ("auto",),
         "it has no weights yet; prepare it when they are loaded",
     ),
@@ -213,7 +212,7 @@ BATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "a token of torchtune": (lambda: decoder("llama3"), lambda: batch_of(4, token=61), NO_TOKEN),
     "a token": (lambda: build("llama"), lambda: batch_of(4, token=61), NO_TOKEN),
     "states and groups": (
-        lambda: build("mamba", **sizes_of("mamba")),
+        lambda: build("mamba"),
         lambda: groups.batch_of(groups.trees()),
         "mamba has layers that run one sequence at a time, .* share_prefix=False",
     ),
@@ -231,11 +230,6 @@ BATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         lambda: build("llama"),
         lambda: flat() | {"attention_mask": torch.ones(1, 1, 9, 9)},
         r"attention_mask has the shape \[1, 1, 9, 9\]",
-    ),
-    "positions of 3 dimensions": (
-        lambda: build("llama"),
-        lambda: flat() | {"position_ids": torch.ones(3, 1, 9)},
-        r"position_ids has the shape \[3, 1, 9\]",
     ),
     "lengths of other tokens": (
         lambda: build("llama"),
@@ -300,12 +294,7 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
     ("family", "changes", "longest", "message"),
     [
         ("gpt2", {}, 32, "max_seq_len is 33, and this gpt2 model has 32 positions; set max_seq"),
-        (
-            "gptj",
-            sizes_of("gptj"),
-            32,
-            "max_seq_len is 33, and this gptj model has 32 positions; set max_seq",
-        ),
+        ("gptj", {}, 32, "max_seq_len is 33, and this gptj model has 32 positions; set max_seq"),
         (
             "llama4_text",
             {"floor_scale": 8},
@@ -341,19 +330,12 @@ def test_packs_longer_than_a_model_can_take_are_refused(
 def test_samples_may_be_shorter_than_their_packs(
     family: str, attention: str, changes: dict[str, Any], longest: int, why: str
 ) -> None:
-    """What depends on the longest sample limits samples, not packs, whose padding may be longer, too."""
+    """What depends on the longest sample limits samples, not packs."""
     model, inputs, alone = prepared(family, attention, **changes)
     rows = [{"tokens": [*range(5, 5 + n)], "labels": [*range(5, 5 + n)]} for n in (longest, 5, longest, 3)]
     data = IterablePackedDataset(rows, max_seq_len=4 * longest, num_lanes=1, shuffle=False)
     batch = collate_packed(list(data))
-    cut = {"input_ids": batch.tokens[:, : 2 * longest + 8], "seq_lens": batch.seq_lens[:, :4]}
-    with torch.no_grad():
-        for logits in (model(**inputs(batch)).logits[0], model(**inputs(cut)).logits[0]):
-            start = 0
-            for length in batch.seq_lens[0, :4].tolist():
-                wanted = alone(batch.tokens[:, start : start + length], use_cache=False).logits[0]
-                torch.testing.assert_close(logits[start : start + length], wanted, rtol=1e-4, atol=1e-5)
-                start += length
+    assert max(differences(run_packed(model, batch, inputs), run_alone(alone, batch, data)).values()) < 1e-5
     message = f"of up to {longest}: {why}.*; leave longer ones out, or set max_seq_len="
     with pytest.raises(ValueError, match=message):
         inputs(batch_of(longest + 1, spare=2))

@@ -39,7 +39,7 @@ from tests.harness.isolation import (
     worst,
 )
 from tests.harness.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
-from tests.harness.other_families import ISOLATED, REFUSED, UNTRIED, sizes_of
+from tests.harness.other_families import ISOLATED, REFUSED, UNTRIED
 from tests.harness.quick import HYBRID_MECHANISMS, MECHANISMS, TORCHTUNE
 from tests.harness.vision_models import VISION_FAMILIES, build_vision
 
@@ -93,8 +93,7 @@ def made(library: str, family: str, attention: str, dtype: torch.dtype, *, lora:
         return tiny_torchtune.build(family, lora=lora, dtype=dtype)
     if family in VISION_FAMILIES:
         return build_vision(family, dtype)
-    changes = HYBRIDS.get(family, hf_models.CHANGES.get((family, attention), {}))
-    return hf_models.build(family, dtype, **changes)
+    return hf_models.build(family, dtype, **hf_models.CHANGES.get((family, attention), {}))
 
 
 def measured(
@@ -251,7 +250,7 @@ def test_other_families_are_isolated_or_refused(family: str, record_model: Recor
     """What our own code does is tested with fewer; here a new version of transformers shows what it changed."""
     outcomes = {}
     for attention in ("dense", "varlen"):
-        model, alone = (hf_models.build(family, **sizes_of(family)) for _ in range(2))
+        model, alone = (hf_models.build(family) for _ in range(2))
         try:
             inputs = prepare_model_for_packing(model, attention=attention)
         except ValueError as error:
@@ -318,8 +317,8 @@ def test_every_family_and_every_layer_with_a_state_is_tried() -> None:
     assert set(NAMES) - {*TABLES["transformers"], *ISOLATED, *REFUSED} == set(UNTRIED)
     found = {
         cls.__name__
-        for family, sizes in HYBRIDS.items()
-        for mixer in find_mixers(hf_models.build(family, **sizes))
+        for family in HYBRIDS
+        for mixer in find_mixers(hf_models.build(family))
         for cls in type(mixer).__mro__
     }
     assert found >= MIXERS | ALIBI | BLOCKS
@@ -342,7 +341,7 @@ def test_the_figures_of_the_page_are_within_the_limits() -> None:
 @pytest.mark.parametrize("family", ["bloom", "falcon, alibi", "mpt"])
 def test_a_bias_is_as_exact_deep_in_a_pack_as_alone(family: str) -> None:
     """A bias that counts from the pack's beginning differs by a constant, which falcon's 8 bits cannot hold."""
-    sizes = HYBRIDS[family] | ({"max_seq_len": 800} if family == "mpt" else {})
+    sizes = {"max_seq_len": 800} if family == "mpt" else {}
     samples = [[3 + 7 * i % 58 for i in range(length)] for length in (700, 90)]
     rows = [{"tokens": sample, "labels": sample} for sample in samples]
     [pack] = IterablePackedDataset(rows, max_seq_len=800, num_lanes=1, shuffle=False)

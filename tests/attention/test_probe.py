@@ -18,7 +18,6 @@ from streampack.attention import dense_mask, document_ids
 from streampack.packing.batch import null_pack, to_torchtune
 from tests.harness import hf_models, tiny_torchtune
 from tests.harness.hf_models import Wrapper, prepared
-from tests.harness.hybrid_models import HYBRIDS
 from tests.harness.isolation import MAX_SEQ_LEN, VOCAB, differences, run_alone, run_packed, stream_and_batch
 from tests.harness.vision_models import build_vision
 
@@ -304,7 +303,7 @@ def test_the_limit_depends_on_the_type() -> None:
     [
         (lambda: hf_models.build("falcon"), "dense"),  # needs more than positions
         (lambda: hf_models.build("llama"), "varlen"),  # needs to have its cache off
-        (lambda: hf_models.build("bloom", **HYBRIDS["bloom"]), "dense"),  # takes no positions
+        (lambda: hf_models.build("bloom"), "dense"),  # takes no positions
         (lambda: build_vision("qwen2_5_vl"), "dense"),  # takes no tokens of images, which must not be drawn
         (lambda: tiny_torchtune.build("llama3"), "varlen"),  # needs a mask
     ],

@@ -25,9 +25,6 @@ from tests.harness.groups import MAX_SEQ_LEN, VOCAB, label, segments
 LENGTHS = (5, 32, 1, 17, 9, 2, 23, 12, 3, 8, 20)
 STREAMS: dict[str, dict[str, Any]] = {
     "exact_fit": {"strategy": "exact_fit"},
-    "best_fit": {"strategy": "best_fit"},
-    "first_fit": {"strategy": "first_fit"},
-    "next_fit": {"strategy": "next_fit"},
     "overlong": {"overlong": "split"},
     "wrap": {"split_across_pack": True},
     "padded": {"pad_seqs_to": 8},

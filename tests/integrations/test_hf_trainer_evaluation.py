@@ -23,7 +23,6 @@ from tests.harness.hf_trainers import (
     trainer_of,
     truth,
 )
-from tests.harness.hybrid_models import HYBRIDS
 from tests.harness.quick import sweep
 
 transformers = pytest.importorskip("transformers")
@@ -156,7 +155,7 @@ SHORT = [{"input_ids": [1 + (7 * i + j) % 59 for j in range(3 + i % 12)]} for i 
 def hybrid_trainer(family: str, folder: Path, *, checkpointing: bool) -> Any:
     arguments = settings(folder, max_steps=3, gradient_checkpointing=checkpointing)
     trainer = transformers.Trainer(
-        build(family, **HYBRIDS[family]),
+        build(family),
         arguments,
         train_dataset=IterablePackedDataset(SHORT, max_seq_len=32, shuffle=True),
         eval_dataset=IterablePackedDataset(SHORT[:20], max_seq_len=32),
@@ -180,7 +179,7 @@ def test_it_trains_the_same_with_activation_checkpointing(family: str, tmp_path:
 @pytest.mark.parametrize("family", sweep(["lfm2", "mamba", "qwen3_next"], ["qwen3_next"]))
 def test_its_evaluation_is_that_of_the_samples_alone(family: str, tmp_path: Path) -> None:
     found = hybrid_trainer(family, tmp_path, checkpointing=False).evaluate()["eval_loss"]
-    model, total, count = build(family, **HYBRIDS[family]), 0.0, 0
+    model, total, count = build(family), 0.0, 0
     with torch.no_grad():
         for row in SHORT[:20]:
             tokens = torch.tensor([row["input_ids"]])
