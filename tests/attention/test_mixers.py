@@ -34,17 +34,6 @@ def hybrid() -> Any:
     return build("qwen3_next")
 
 
-@pytest.mark.parametrize("family", ["lfm2", "mamba", "qwen3_next"])
-def test_the_decoder_below_the_head_keeps_samples_apart(family: str) -> None:
-    """As called by a loop that computes the head and the loss by itself."""
-    model: Any = build(family)
-    _, batch = stream_and_batch("overlong")
-    inputs = prepare_model_for_packing(model)
-    hidden = model.base_model(**inputs(batch)).last_hidden_state
-    logits = model(**inputs(batch)).logits
-    assert torch.equal(model.get_output_embeddings()(hidden), logits)
-
-
 def test_lengths_do_not_outlive_their_pass(hybrid: Any) -> None:
     """Neither a forward pass, nor one that fails, nor a backward pass leaves lengths to what is called next."""
     _, batch = stream_and_batch("overlong")
@@ -223,18 +212,11 @@ def mixes_gradients(kernels: Kernels, query: Any, *args: Any, cu_seqlens: Any, *
     return kernels.rule(query, *args, cu_seqlens=cu_seqlens, **settings)
 
 
-def refuses(kernels: Kernels, *args: Any, cu_seqlens: Any, **settings: Any) -> Any:
-    if cu_seqlens is not None:
-        raise NotImplementedError("no boundaries on this device")
-    return kernels.rule(*args, **settings)
-
-
 @pytest.mark.parametrize(
     ("faulty", "why"),
     [
         (ignores, "failed a try: (?s:.*)linear_attn"),
         (mixes_gradients, "logits of sample 0 have gradients at other samples"),
-        (refuses, "NotImplementedError: no boundaries on this device"),
     ],
 )
 def test_a_kernel_that_will_not_do_is_left_out(
