@@ -23,7 +23,7 @@ from streampack import (
 from streampack.packing.batch import null_pack, to_torchtune
 from tests.harness import groups
 
-HEADS, WIDTH, VOCAB = 2, 12, 40
+VOCAB = 40
 
 
 def batch_of(lengths: list[int], *, max_seq_len: int, null: bool = False, **options: Any) -> Batch:
@@ -92,6 +92,7 @@ def test_shards_are_the_batch_in_two_chunks_of_each_sequence_a_rank(drawn: tuple
         assert shard.rank_cu_seqlens.tolist() == counted(mine[kept], segments)
         assert shard.rank_cu_seqlens_padded.tolist() == counted(mine, segments)
         assert shard.cu_seqlens.dtype == shard.rank_cu_seqlens.dtype == torch.int32
+        assert shard.to("meta").rank_cu_seqlens.device.type == "meta"
     for name in ("tokens", "input_pos"):
         joined = unshard_context_parallel([getattr(shard, name) for shard in shards], batch)
         assert torch.equal(joined, getattr(batch, name)), name
@@ -101,93 +102,69 @@ def test_shards_are_the_batch_in_two_chunks_of_each_sequence_a_rank(drawn: tuple
     assert torch.equal(unshard_context_parallel(pieces, batch), wide)
 
 
-def weights() -> dict[str, torch.Tensor]:
-    """Embeddings of tokens and positions, queries, keys and values, and logits; in fp64."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = {"tokens": VOCAB, "positions": 64, "qkv": 3 * WIDTH, "out": VOCAB}
-    return {
-        name: (0.5 * torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator)).requires_grad_()
-        for name, rows in shapes.items()
-    }
-
-
-def attended(
-    batch: Batch, parts: list[Any]
-) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute logits and loss of all parts of a batch, each of which attends to the keys of all, and the gradients."""
-    found = weights()
-    mask = make_mask(batch, attention="dense")
-    hidden = [found["tokens"][part.tokens] + found["positions"][part.input_pos] for part in parts]
-    qkv = [F.linear(x, found["qkv"]).unflatten(-1, (3, HEADS, -1)).unbind(2) for x in hidden]
-    keys, values = (
-        unshard_context_parallel(each, batch) if len(parts) > 1 else each[0]
-        for each in list(zip(*qkv, strict=True))[1:]
-    )
-    logits, loss = [], torch.zeros((), dtype=torch.float64)
-    for part, x, (queries, _, _) in zip(parts, hidden, qkv, strict=True):
-        own = (
-            mask[torch.arange(len(mask))[:, None], part.indices][:, None] if len(parts) > 1 else mask[:, None]
-        )
-        labels = part.labels if len(parts) > 1 else F.pad(part.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        out = F.scaled_dot_product_attention(
-            *(each.transpose(1, 2) for each in (queries, keys, values)), attn_mask=own
-        )
-        logits.append(F.linear(x + out.transpose(1, 2).flatten(-2), found["out"]))
-        loss = loss + F.cross_entropy(
-            logits[-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
-    (loss / batch.num_trained).backward()
-    gradients = {name: weight.grad for name, weight in found.items() if weight.grad is not None}
-    return logits, loss, gradients
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"split_across_pack": True}], ids=["exact_fit", "wrap"])
 def test_attention_over_ranks_is_that_of_whole_packs(size: int, options: Any) -> None:
-    """The ranks are computed one after another, and their gradients add up."""
-    lengths = [13, 32, 1, 7, 40, 22, 5, 9]
-    batch = batch_of(lengths, max_seq_len=48, pad_seqs_to=8, null=True, **options)
+    """The ranks are computed one after another, each with the keys of all, and their gradients add up."""
+    batch = batch_of([13, 32, 1, 7, 40, 22, 5, 9], max_seq_len=48, pad_seqs_to=8, null=True, **options)
     assert (batch.seq_lens != batch.unpadded_lens).any()
-    [whole], loss, gradients = attended(batch, [batch])
+    generator = torch.Generator().manual_seed(5)
+    weight, out = (torch.randn(VOCAB, n, dtype=torch.float64, generator=generator) for n in (36, 12))
+    weight.requires_grad_()
+    mask = make_mask(batch, attention="dense")
+
+    def loss_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(
+            (hidden @ out.T).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+
+    def heads(part: Any) -> Any:
+        return (weight[part.tokens] * part.input_pos[..., None].cos()).chunk(3, -1)
+
+    whole = F.scaled_dot_product_attention(*heads(batch), attn_mask=mask)
+    loss = loss_of(whole, F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX))
     shards = [shard_for_context_parallel(batch, rank=rank, size=size) for rank in range(size)]
-    parts, sum_of_parts, sums = attended(batch, shards)
+    queries, *others = zip(*map(heads, shards), strict=True)
+    keys, values = (unshard_context_parallel(parts, batch) for parts in others)
+    parts = [
+        F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask.gather(1, shard.indices[..., None].expand(-1, -1, 48))
+        )
+        for query, shard in zip(queries, shards, strict=True)
+    ]
+    losses = [loss_of(part, shard.labels) for part, shard in zip(parts, shards, strict=True)]
     torch.testing.assert_close(unshard_context_parallel(parts, batch), whole)
-    torch.testing.assert_close(sum_of_parts, loss)
-    assert len(gradients) == 4
-    for name, wanted in gradients.items():
-        torch.testing.assert_close(sums[name], wanted)
+    torch.testing.assert_close(sum(losses), loss)
+    torch.testing.assert_close(*torch.autograd.grad(sum(losses), weight), *torch.autograd.grad(loss, weight))
+
+
+def cut(rank: int, size: int) -> Any:
+    return shard_for_context_parallel(batch_of([8, 12], max_seq_len=32), rank=rank, size=size)
+
+
+def joined() -> torch.Tensor:
+    batch = batch_of([8, 12], max_seq_len=32)
+    return unshard_context_parallel([batch.tokens[:, :16], batch.tokens[:, :8]], batch)
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "message"),
+    ("call", "message"),
     [
         (
-            0,
-            4,
+            lambda: cut(0, 4),
             "sequence 1 of pack 0 has 12 tokens, which 4 ranks with two chunks each .* set pad_seqs_to=8 where",
         ),
-        (-1, 2, "rank=-1 is not among the size=2 ranks of the group"),
-        (2, 2, "rank=2 is not among the size=2 ranks of the group"),
-        (0, 0, "size=0 is below 1"),
+        (lambda: cut(-1, 2), "rank=-1 is not among the size=2 ranks of the group"),
+        (lambda: cut(2, 2), "rank=2 is not among the size=2 ranks of the group"),
+        (lambda: cut(0, 0), "size=0 is below 1"),
+        (joined, r"the part of rank 1 has shape \[1, 8\], .* has parts of \[1, 16\] over 2 ranks"),
+        (
+            lambda: shard_for_context_parallel(groups.batch_of(groups.trees()), rank=0, size=1),
+            "groups, whose answers attend to a prompt that lies elsewhere",
+        ),
     ],
+    ids=["length", "rank", "other rank", "size", "shape", "groups"],
 )
-def test_what_cannot_be_shared_is_refused(rank: int, size: int, message: str) -> None:
+def test_what_cannot_be_shared_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shard_for_context_parallel(batch_of([8, 12], max_seq_len=32), rank=rank, size=size)
-
-
-def test_parts_of_other_shapes_and_groups_are_refused() -> None:
-    batch = batch_of([8, 12], max_seq_len=32)
-    message = r"the part of rank 1 has shape \[1, 8\], .* has parts of \[1, 16\] over 2 ranks"
-    with pytest.raises(ValueError, match=message):
-        unshard_context_parallel([batch.tokens[:, :16], batch.tokens[:, :8]], batch)
-    with pytest.raises(ValueError, match="groups, whose answers attend to a prompt that lies elsewhere"):
-        shard_for_context_parallel(groups.batch_of(groups.trees()), rank=0, size=1)
-
-
-def test_a_shard_moves_to_a_device() -> None:
-    batch = batch_of([8, 12], max_seq_len=32, pad_seqs_to=8)
-    shard = shard_for_context_parallel(batch, rank=1, size=2)
-    moved = shard.to("meta")
-    assert moved.tokens.device.type == moved.rank_cu_seqlens.device.type == "meta"
-    assert moved.tokens.shape == shard.tokens.shape
+        call()

@@ -18,6 +18,7 @@ from streampack import (
 
 # private: the warning needs a process in which no other model is alive, and was not warned of before
 from streampack.map_style import collators
+from tests.harness import tiny_torchtune
 from tests.harness.hf_trainers import model as trainers_model
 from tests.harness.hf_trainers import samples, truth
 
@@ -104,8 +105,7 @@ def test_the_first_label_of_a_sample_is_never_trained() -> None:
 
 
 def test_torchtune_models_take_dicts_too() -> None:
-    llama3 = pytest.importorskip("torchtune.models.llama3").llama3
-    decoder = llama3(vocab_size=1024, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=8, max_seq_len=96)
+    decoder = tiny_torchtune.build("llama3", vocab_size=1024, max_seq_len=96)
     inputs = prepare_model_for_packing(decoder)
     [pack] = IterablePackedDataset(ROWS, max_seq_len=96)
     batch = collate_packed([pack])

@@ -11,10 +11,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streampack import Group, IterablePackedDataset, collate_packed, make_mask
 from streampack.attention import (
@@ -28,9 +26,8 @@ from streampack.attention import (
 )
 
 # private: block masks of groups with a window are made by prepared models alone, and computed on CUDA alone
-from streampack.attention.flex import flex_attention_of
 from streampack.attention.shared import SharedPrefixes
-from tests.harness.groups import batch_of, segments, trees
+from tests.harness.groups import batch_of
 from tests.oracle.attention import (
     LIMIT,
     attend,
@@ -39,13 +36,8 @@ from tests.oracle.attention import (
     naive_mask,
     packed,
     padded,
-    random_packs,
     tensors,
 )
-
-# On a CPU, tests run flex attention uncompiled: it is slower, and needs no compiler.
-eager = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
 
 # Masks and boundaries.
 
@@ -149,24 +141,6 @@ def test_block_masks_equal_torchs(case: tuple[list[list[int]], int], window: int
 # Masks of groups, whose answers see their prompt and not one another.
 
 
-def test_masks_of_groups_are_those_of_the_tree() -> None:
-    batch = batch_of(trees())
-    mask = make_mask(batch, attention="dense")
-    expected = torch.zeros_like(mask)
-    for pack, _, path in segments(batch):
-        for query in range(*path[-1]):
-            for start, stop in path:
-                expected[pack, query, start : min(stop, query + 1)] = True
-    for pack, fragments in enumerate(batch.fragments):
-        start = sum(fragment.stop - fragment.start for fragment in fragments)
-        size = mask.shape[1] - start
-        expected[pack, start:, start:] = torch.ones(size, size).tril().bool()
-    assert torch.equal(mask, expected)
-    blocks: Any = make_mask(batch, attention="flex")
-    of_tokens = create_mask(blocks.mask_mod, len(mask), None, mask.shape[1], mask.shape[1], device="cpu")
-    assert torch.equal(of_tokens[:, 0], expected)
-
-
 @pytest.mark.parametrize("window", [None, 200])
 def test_blocks_of_the_mask_of_groups_are_those_of_its_tokens(window: int | None) -> None:
     """On a CPU, flex attention looks at no block, so the tables are compared with the mask of all tokens."""
@@ -194,25 +168,6 @@ def test_blocks_of_the_mask_of_groups_are_those_of_its_tokens(window: int | None
     assert not (full & ~tokens.flatten(3).all(-1)).any(), "in a full block, a query does not see a key"
     assert window or torch.equal(partial | full, needed), "no block is computed in vain"
     assert window or full.any()
-
-
-# Attention under a block mask.
-
-
-@eager
-@pytest.mark.parametrize(
-    ("window", "scale", "softcap"), [(None, None, None), (150, None, 2.0), (150, 0.7, None)]
-)
-def test_flex_attention_equals_the_naive_one(
-    window: int | None, scale: float | None, softcap: float | None
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, 500, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
-    mask = flex_mask(torch.tensor([[200, 180, 120]]), max_seq_len=500, window=window)
-    ours = flex_attention_of(q, k, v, block_mask=mask, scale=scale, softcap=softcap)
-    flat = [x[0].transpose(0, 1) for x in (q, k, v)]
-    expected = attend(*flat, torch.tensor([0, 200, 380, 500]), window=window, scale=scale, softcap=softcap)
-    assert difference(ours[0].transpose(0, 1), expected) < LIMIT[torch.float64]
 
 
 # Attention between boundaries.
@@ -253,63 +208,6 @@ def test_varlen_attention_equals_the_naive_one(
     wanted = torch.autograd.grad(expected, (q, k, v), upstream.double())
     for ours, theirs in zip(gradients, wanted, strict=True):
         assert float((ours.detach() - theirs.detach()).norm()) < LIMIT[dtype] * upstream.norm() * 10
-
-
-class Largest(TorchDispatchMode):
-    """Records the size of the largest tensor that an operator makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for made in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(made, torch.Tensor):
-                self.numel = max(self.numel, made.numel())
-        return out
-
-
-@pytest.mark.parametrize("window", [None, 2000])
-def test_memory_does_not_grow_with_pairs_of_tokens(window: int | None) -> None:
-    """It grows with the longest sequence under varlen attention, and with pairs of blocks in a block mask."""
-    size = 16384
-    with Largest() as seen:
-        flex_mask(torch.tensor([[5000, 10000, 1384]], dtype=torch.int32), max_seq_len=size, window=window)
-    assert seen.numel <= max(size, (size // 128 + 1) ** 2)
-    tokens, heads = 4096, 2
-    q, k, v, upstream = tensors(tokens, heads=heads, kv_heads=heads, dtype=torch.float32)
-    cu_seqlens = torch.tensor([0, 1000, 1300, tokens], dtype=torch.int32)
-    with Largest() as seen:
-        out = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=tokens, window=window)
-        torch.autograd.grad(out, (q, k, v), upstream)
-    assert seen.numel <= heads * varlen.QUERY_BLOCK * (tokens - 1300)
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # of dynamo
-def test_compiled_code_attends_outside_the_graph() -> None:
-    """The lengths are read on the host, which breaks the graph; 20 packs must not compile more often than one."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    q, k, v, upstream = tensors(64, heads=4, kv_heads=2, dtype=torch.float32)
-
-    @torch.compile(backend=counter)
-    def attend(cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=32)
-
-    counts = set()
-    for seq_lens in random_packs(20, max_seq_len=32):
-        cu_seqlens = cu_seqlens_of(seq_lens, max_seq_len=32)
-        out = attend(cu_seqlens)
-        gradients = torch.autograd.grad(out, (q, k, v), upstream)
-        expected = 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=32)
-        assert torch.equal(out, expected)
-        for ours, theirs in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
-            assert torch.equal(ours, theirs)
-        counts.add(counter.frame_count)
-    assert len(counts) == 1
 
 
 @pytest.mark.parametrize(

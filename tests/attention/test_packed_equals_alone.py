@@ -22,8 +22,7 @@ from streampack import Batch, IterablePackedDataset, collate_packed, prepare_mod
 # private: which families and layers the package knows by name is what this table of tests is held against
 from streampack.attention.families import PROVEN
 from streampack.attention.mixer_tables import ALIBI, BLOCKS, MIXERS, TAKES_BOUNDARIES, find_mixers
-from streampack.packing.batch import null_pack, to_torchtune
-from tests.harness import hf_models, isolation, tiny_torchtune
+from tests.harness import hf_models, tiny_torchtune
 from tests.harness.groups import batch_of, segments, trees
 from tests.harness.hf_models import FAMILIES, WITHOUT, fp64_throughout
 from tests.harness.hybrid_models import HYBRIDS, OTHERWISE
@@ -40,7 +39,7 @@ from tests.harness.isolation import (
     worst,
 )
 from tests.harness.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
-from tests.harness.other_families import ISOLATED, REFUSED, UNTRIED, sizes_of
+from tests.harness.other_families import ISOLATED, REFUSED, UNTRIED
 from tests.harness.quick import HYBRID_MECHANISMS, MECHANISMS, TORCHTUNE
 from tests.harness.vision_models import VISION_FAMILIES, build_vision
 
@@ -94,8 +93,7 @@ def made(library: str, family: str, attention: str, dtype: torch.dtype, *, lora:
         return tiny_torchtune.build(family, lora=lora, dtype=dtype)
     if family in VISION_FAMILIES:
         return build_vision(family, dtype)
-    changes = HYBRIDS.get(family, hf_models.CHANGES.get((family, attention), {}))
-    return hf_models.build(family, dtype, **changes)
+    return hf_models.build(family, dtype, **hf_models.CHANGES.get((family, attention), {}))
 
 
 def measured(
@@ -220,7 +218,7 @@ def test_shared_prompts_equal_own_copies(
 # Ways of packing.
 
 
-@pytest.mark.parametrize("model", ["llama3", "absolute", "transformers-dense", "transformers-varlen"])
+@pytest.mark.parametrize("model", ["torchtune llama3", "llama", "gpt2"])
 @pytest.mark.parametrize(
     "stream",
     [
@@ -236,23 +234,11 @@ def test_all_ways_of_packing_equal_alone(stream: str, model: str) -> None:
     assert batch.num_tokens < batch.tokens.numel()
     assert {1, MAX_SEQ_LEN} <= {fragment.stop - fragment.start for fragment in found}
     assert any(fragment.start for fragment in found) == ("split" in str(STREAMS[stream]))
-    if model.startswith("transformers"):
-        prepared, inputs, alone = hf_models.prepared("llama", model.removeprefix("transformers-"))
-        assert worst(prepared, inputs, alone, stream) < 1e-5
-    else:
-        decoder = isolation.build(model)
+    if model == "torchtune llama3":
+        decoder = tiny_torchtune.build("llama3")
         assert worst(decoder, masked, decoder, stream) < 1e-5
-
-
-def test_a_null_pack_weighs_nothing() -> None:
-    model = isolation.build("llama3")
-    data, batch = stream_and_batch("exact_fit")
-    null = to_torchtune(null_pack(MAX_SEQ_LEN))
-    with_null = run_packed(model, collate_packed([*data, null]), masked)
-    assert max(differences(with_null, run_packed(model, batch, masked)).values()) < 1e-5
-    only_null = run_packed(model, collate_packed([null, null]), masked)
-    assert only_null.loss == 0
-    assert not only_null.gradient.any()
+    for attention in ("dense", "varlen") if model in FAMILIES else ():
+        assert worst(*hf_models.prepared(model, attention), stream) < 1e-5
 
 
 # Other families of transformers, and models that no attention keeps apart.
@@ -264,7 +250,7 @@ def test_other_families_are_isolated_or_refused(family: str, record_model: Recor
     """What our own code does is tested with fewer; here a new version of transformers shows what it changed."""
     outcomes = {}
     for attention in ("dense", "varlen"):
-        model, alone = (hf_models.build(family, **sizes_of(family)) for _ in range(2))
+        model, alone = (hf_models.build(family) for _ in range(2))
         try:
             inputs = prepare_model_for_packing(model, attention=attention)
         except ValueError as error:
@@ -331,8 +317,8 @@ def test_every_family_and_every_layer_with_a_state_is_tried() -> None:
     assert set(NAMES) - {*TABLES["transformers"], *ISOLATED, *REFUSED} == set(UNTRIED)
     found = {
         cls.__name__
-        for family, sizes in HYBRIDS.items()
-        for mixer in find_mixers(hf_models.build(family, **sizes))
+        for family in HYBRIDS
+        for mixer in find_mixers(hf_models.build(family))
         for cls in type(mixer).__mro__
     }
     assert found >= MIXERS | ALIBI | BLOCKS
@@ -355,7 +341,7 @@ def test_the_figures_of_the_page_are_within_the_limits() -> None:
 @pytest.mark.parametrize("family", ["bloom", "falcon, alibi", "mpt"])
 def test_a_bias_is_as_exact_deep_in_a_pack_as_alone(family: str) -> None:
     """A bias that counts from the pack's beginning differs by a constant, which falcon's 8 bits cannot hold."""
-    sizes = HYBRIDS[family] | ({"max_seq_len": 800} if family == "mpt" else {})
+    sizes = {"max_seq_len": 800} if family == "mpt" else {}
     samples = [[3 + 7 * i % 58 for i in range(length)] for length in (700, 90)]
     rows = [{"tokens": sample, "labels": sample} for sample in samples]
     [pack] = IterablePackedDataset(rows, max_seq_len=800, num_lanes=1, shuffle=False)

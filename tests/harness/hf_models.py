@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models of every supported family and of some that are refused."""
+"""Tiny Hugging Face models of any family of causal language models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from streampack import prepare_model_for_packing
 from tests.harness.groups import MAX_SEQ_LEN, VOCAB
+from tests.harness.hybrid_models import HYBRIDS
 
 LAYERS = 2
 SPECIAL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -27,74 +28,148 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_SEQ_LEN,
 }
-WINDOW = {"sliding_window": 7}  # far shorter than the longest sample, so that losing it shows
-ONE_WINDOW = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
-HEADS = {"head_dim": 16}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-GEMMA = HEADS | {"query_pre_attn_scalar": 16}
+ONE_WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
+FIRST_WINDOW = {"use_sliding_window": True, "max_window_layers": 1}
+GEMMA = {"query_pre_attn_scalar": 16}
 
-PAPER: dict[str, dict[str, Any]] = {
-    "llama": SIZES,
-    "mistral": SIZES | WINDOW,
-    "mixtral": SIZES | LOCAL_EXPERTS | WINDOW,
-    "granite": SIZES | {"attention_multiplier": 0.2},
-    "dbrx": SPECIAL
-    | {
-        "d_model": 64,
+# What each family has beside the common sizes. The first, to starcoder2, are those of Kundu et al., "Enhancing Training
+# Efficiency Using Packing with Flash Attention", 2024.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": {},
+    "granite": {"attention_multiplier": 0.2},
+    "dbrx": {
         "n_heads": 4,
         "n_layers": LAYERS,
         "max_seq_len": MAX_SEQ_LEN,
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "falcon": SIZES | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
-    "gemma": SIZES | HEADS,
-    "olmo": SIZES,
-    "phi": SIZES,
-    "phi3": SIZES | WINDOW,
-    "qwen2": SIZES | WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
-    "qwen2_moe": SIZES
-    | EXPERTS
-    | WINDOW
-    | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "max_window_layers": 1},
-    "stablelm": SIZES,
-    "starcoder2": SIZES | WINDOW,
+    "falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma": {},
+    "olmo": {},
+    "phi": {},
+    "phi3": {},
+    "qwen2": FIRST_WINDOW,
+    "qwen2_moe": FIRST_WINDOW,
+    "stablelm": {},
+    "starcoder2": {},
+    "qwen3": FIRST_WINDOW,
+    "qwen3_moe": {"use_sliding_window": True},
+    "llama4_text": {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA | ONE_WINDOW,
+    "olmo2": {},
+    "olmo3": ONE_WINDOW,
+    "smollm3": ONE_WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0]},
+    "gpt_oss": ONE_WINDOW | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gpt_neox": {},
+    "gpt2": {},
 }
-"""The families of Kundu et al., "Enhancing Training Efficiency Using Packing with Flash Attention", 2024."""
 
-TODAY: dict[str, dict[str, Any]] = {
-    "qwen3": SIZES | HEADS | WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
-    "qwen3_moe": SIZES | HEADS | EXPERTS | WINDOW | {"use_sliding_window": True},
-    "llama4_text": SIZES
-    | HEADS
-    | LOCAL_EXPERTS
-    | {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]},
-    "gemma2": SIZES | GEMMA | WINDOW,
-    "gemma3_text": SIZES | GEMMA | ONE_WINDOW,
-    "olmo2": SIZES,
-    "olmo3": SIZES | ONE_WINDOW,
-    "smollm3": SIZES | ONE_WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0]},
-    "gpt_oss": SIZES
-    | HEADS
-    | LOCAL_EXPERTS
-    | ONE_WINDOW
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "gpt_neox": SIZES,
-    "gpt2": SPECIAL
-    | {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": MAX_SEQ_LEN, "attn_pdrop": 0.0},
+# Of these, a family's config gets those that it has; configs have names of their own for one thing.
+COMMON: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "attn_pdrop": 0.0,
+    "d_ff": 48,
+    "d_model": 64,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "decoder_layers": LAYERS,
+    "embed_dim": 64,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "encoder_layers": LAYERS,
+    "ffn_dim": 48,
+    "first_k_dense_replace": 1,
+    "index_head_dim": 16,
+    "index_n_heads": 16,  # with fewer, scores that are all 0 tie, and a tie is broken by the row's length
+    "index_topk": 4,
+    "kv_lora_rank": 16,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_value_head_dim": 8,
+    "mamba_chunk_size": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 8,
+    "moe_intermediate_size": 32,
+    "moe_k": 2,
+    "moe_num_experts": 4,
+    "n_embd": 64,
+    "n_group": 1,
+    "n_head": 4,
+    "n_layer": LAYERS,
+    "n_positions": MAX_SEQ_LEN,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_heads": 4,
+    "num_layers": LAYERS,
+    "num_local_experts": 4,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "shared_expert_intermediate_size": 32,
+    "sliding_window": 7,  # far shorter than the longest sample, so that losing it shows
+    "topk_group": 1,
+    "v_head_dim": 16,
+    "word_embed_proj_dim": 64,
 }
-FAMILIES = PAPER | TODAY
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+BOTH_ROPES = dict.fromkeys(("full_attention", "sliding_attention"), MROPE)
+OTHERS: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": BOTH_ROPES, "layer_types": [*BOTH_ROPES]},
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "layer_types": [*BOTH_ROPES],
+        "vocab_size_per_layer_input": 61,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
+    "gptj": {"rotary_dim": 8},
+    "longcat_flash": {
+        "head_dim": 8,
+        "expert_ffn_hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+}
+
+
+def common_sizes(known: dict[str, Any]) -> dict[str, Any]:
+    """Return the common sizes for a config that has these keys."""
+    sizes = SIZES | {name: value for name, value in COMMON.items() if name in known}
+    if "kv_lora_rank" in known:
+        sizes["num_key_value_heads"] = 4
+    elif "head_dim" in known:
+        sizes["head_dim"] = 16
+    return sizes
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    """Return the sizes of any family's tiny model; a variant of a family stands behind a comma."""
+    name = family.partition(",")[0]
+    transformers = pytest.importorskip("transformers")
+    common = common_sizes(transformers.AutoConfig.for_model(name).to_dict())
+    return common | FAMILIES.get(name, {}) | HYBRIDS.get(family, {}) | OTHERS.get(family, {})
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """Make a language model in eval mode, the same at every call; all parameters are random, biases and sinks too.
 
-    A family may name a variant behind a comma, which is in its changes.
+    ``changes`` are added to the family's sizes.
     """
     transformers = pytest.importorskip("transformers")
-    family = family.partition(",")[0]
-    config = transformers.AutoConfig.for_model(family, **(FAMILIES.get(family, SIZES) | changes))
+    config = transformers.AutoConfig.for_model(family.partition(",")[0], **(sizes_of(family) | changes))
     kind = transformers.AutoModelForCausalLM
     if config.is_encoder_decoder:
         kind = transformers.AutoModelForSeq2SeqLM

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,9 +25,6 @@ from tests.harness.groups import MAX_SEQ_LEN, VOCAB, label, segments
 LENGTHS = (5, 32, 1, 17, 9, 2, 23, 12, 3, 8, 20)
 STREAMS: dict[str, dict[str, Any]] = {
     "exact_fit": {"strategy": "exact_fit"},
-    "best_fit": {"strategy": "best_fit"},
-    "first_fit": {"strategy": "first_fit"},
-    "next_fit": {"strategy": "next_fit"},
     "overlong": {"overlong": "split"},
     "wrap": {"split_across_pack": True},
     "padded": {"pad_seqs_to": 8},
@@ -52,34 +48,6 @@ def stream_and_batch(stream: str) -> tuple[IterablePackedDataset, Batch]:
     lengths = (*LENGTHS, 75) if "split" in str(STREAMS[stream]) else LENGTHS
     data = IterablePackedDataset(rows_of(lengths), max_seq_len=MAX_SEQ_LEN, num_lanes=1, **STREAMS[stream])
     return data, collate_packed(list(data))
-
-
-class AbsolutePositions(nn.Module):
-    """Position embeddings that depend on absolute positions; RoPE depends on distances only."""
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.empty(MAX_SEQ_LEN, 1, head_dim))
-
-    def forward(self, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:
-        return x + (self.table[: x.shape[1]] if input_pos is None else self.table[input_pos])
-
-
-def build(family: str) -> nn.Module:
-    """Make a tiny torchtune llama with grouped queries and random parameters; ``absolute`` has no RoPE."""
-    llama3 = pytest.importorskip("torchtune.models.llama3")
-    sizes = {
-        "vocab_size": VOCAB, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
-        "intermediate_dim": 48, "max_seq_len": MAX_SEQ_LEN,
-    }  # fmt: skip
-    model: nn.Module = llama3.llama3(**sizes)
-    if family == "absolute":
-        for layer in model.layers:
-            layer.attn.pos_embeddings = AbsolutePositions(head_dim=16)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        nn.init.normal_(parameter, mean=float("scale" in name), std=0.2, generator=generator)
-    return model
 
 
 @dataclass
@@ -187,10 +155,3 @@ def differences(ours: Run, theirs: Run) -> dict[str, float]:
         for name, value in vars(theirs).items()
     }
     return {name: math.inf if math.isnan(value) else value for name, value in found.items()}
-
-
-def is_padding(batch: Batch) -> torch.Tensor:
-    padding = torch.ones_like(batch.tokens, dtype=torch.bool)
-    for pack, start, fragment in placed(batch):
-        padding[pack, start : start + fragment.stop - fragment.start] = False
-    return padding

@@ -1,81 +1,6 @@
-"""Tiny models of the other families of causal language models that transformers 5.23 has, by common sizes."""
+"""The other families of causal language models that transformers 5.23 has, and whether they can be packed."""
 
 from __future__ import annotations
-
-from typing import Any
-
-import pytest
-
-from tests.harness.hf_models import FAMILIES, LAYERS, MAX_SEQ_LEN, SIZES
-from tests.harness.hybrid_models import HYBRIDS
-
-# Those of these that a family's config has; configs have names of their own for one thing.
-COMMON = SIZES | {
-    "attention_dropout": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "attn_pdrop": 0.0,
-    "d_ff": 48,
-    "d_model": 64,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 48,
-    "decoder_layers": LAYERS,
-    "embed_dim": 64,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "encoder_layers": LAYERS,
-    "ffn_dim": 48,
-    "first_k_dense_replace": 1,
-    "index_head_dim": 16,
-    "index_n_heads": 16,  # with fewer, scores that are all 0 tie, and a tie is broken by the row's length
-    "index_topk": 4,
-    "kv_lora_rank": 16,
-    "moe_intermediate_size": 32,
-    "moe_k": 2,
-    "moe_num_experts": 4,
-    "n_embd": 64,
-    "n_group": 1,
-    "n_head": 4,
-    "n_layer": LAYERS,
-    "n_positions": MAX_SEQ_LEN,
-    "n_routed_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_heads": 4,
-    "num_layers": LAYERS,
-    "num_local_experts": 4,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "shared_expert_intermediate_size": 32,
-    "sliding_window": 7,
-    "topk_group": 1,
-    "v_head_dim": 16,
-    "word_embed_proj_dim": 64,
-}
-LATENT_HEADS = {"num_key_value_heads": 4}
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-BOTH_ROPES = dict.fromkeys(("full_attention", "sliding_attention"), MROPE)
-CHANGES: dict[str, dict[str, Any]] = {
-    "codegen": {"rotary_dim": 8},
-    "cohere_compass_text": {"rope_parameters": BOTH_ROPES, "layer_types": [*BOTH_ROPES]},
-    "dots1": {"n_shared_experts": 1},
-    "gemma3n_text": {
-        "num_kv_shared_layers": 0,
-        "layer_types": [*BOTH_ROPES],
-        "vocab_size_per_layer_input": 61,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 8,
-    },
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
-    "gptj": {"rotary_dim": 8},
-    "longcat_flash": {
-        "head_dim": 8,
-        "expert_ffn_hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "zero_expert_num": 2,
-        "moe_topk": 2,
-    },
-}
 
 ISOLATED = (
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "beam", "biogpt", "bitnet", "codegen",
@@ -106,19 +31,3 @@ UNTRIED = (
     "qwen4_exp", "reformer", "whisper", "xlnet", "xmod",
 )  # fmt: skip
 """Families that read images or sound beside text, or have no tiny model here; where one is used, the probe tries it."""
-
-
-def sizes_of(family: str) -> dict[str, Any]:
-    """Return what `hf_models.build` needs for a family of any table."""
-    if family in FAMILIES:
-        return {}
-    if family in HYBRIDS:
-        return HYBRIDS[family]
-    transformers = pytest.importorskip("transformers")
-    known = transformers.AutoConfig.for_model(family).to_dict()
-    sizes = {name: value for name, value in COMMON.items() if name in known}
-    if "kv_lora_rank" in known:
-        sizes |= LATENT_HEADS
-    elif "head_dim" in known:
-        sizes["head_dim"] = 16
-    return sizes | CHANGES.get(family, {})

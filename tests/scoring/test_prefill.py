@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from streampack import prefill, prepare_model_for_packing
-from tests.harness.hf_models import EXPERTS, FAMILIES, HEADS, ONE_WINDOW, SIZES, VOCAB, WINDOW, Wrapper, build
+from tests.harness.hf_models import FAMILIES, ONE_WINDOW, VOCAB, Wrapper, build, sizes_of
 from tests.harness.hybrid_models import HYBRIDS
-from tests.harness.other_families import ISOLATED, sizes_of
+from tests.harness.other_families import ISOLATED
 from tests.harness.quick import sweep
 
 transformers = pytest.importorskip("transformers")
@@ -21,15 +21,10 @@ transformers = pytest.importorskip("transformers")
 LENGTHS = (5, 1, 8, 3, 5, 19)
 NEW = 32
 MAX_SEQ_LEN = 18  # so that there are two packs
-LATENT = {
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-}  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
-    "deepseek_v3": LATENT | EXPERTS | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {
-        **HEADS, **WINDOW, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB, "laurel_rank": 8,
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -64,13 +59,8 @@ EVERY = sorted({*FAMILIES, *MORE, *HYBRIDS, *ISOLATED} - {*REFUSED})
 
 def models(family: str, **changes: Any) -> tuple[Any, Any]:
     """A model to be prefilled, and the same one that is left as it is."""
-    if family in FAMILIES:
-        sizes = FAMILIES[family]
-    elif own := MORE.get(family) or HYBRIDS.get(family):
-        sizes = SIZES | own
-    else:
-        sizes = sizes_of(family)
-    sizes = sizes | {name: 64 for name in POSITIONS if name in SIZES | sizes} | changes
+    sizes = sizes_of(family) | MORE.get(family, {})
+    sizes |= {name: 64 for name in POSITIONS if name in sizes} | changes
     pair = build(family, **sizes), build(family, **sizes)
     for model in pair:
         model.generation_config.eos_token_id = None  # all go on to the end

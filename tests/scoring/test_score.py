@@ -20,7 +20,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from streampack import Group, Sample, Score, prepare_model_for_packing, score
 from tests.harness import hf_models, tiny_torchtune
-from tests.harness.hybrid_models import HYBRIDS
 from tests.harness.processes import run_forked
 
 VOCAB = hf_models.VOCAB
@@ -82,7 +81,7 @@ def llama() -> Any:
     [("llama", "auto"), ("llama", "dense"), ("gemma2", "auto"), ("gpt2", "auto"), ("lfm2", "auto")],
 )
 def test_hugging_face_models(family: str, attention: str) -> None:
-    plain, model = (hf_models.build(family, **HYBRIDS.get(family, {})) for _ in range(2))
+    plain, model = (hf_models.build(family) for _ in range(2))
     inputs = prepare_model_for_packing(model, attention=attention)
     pairs = requests()
     check(scored(model, pairs, inputs=inputs, per_token=True), [alone(plain, pair) for pair in pairs])
