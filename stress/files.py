@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tests.harness.bad_shards import CASES, HARM, listed
+from tests.harness.files import CASES, HARM, listed
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, JSONLSource, Mix, ParquetSource, TokenShardSource
 from streampack.sources.indexed import INDEX
