@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, JSONLSource, PackedDataLoader, Sample
-from streampack.packing.groups import Group
+from streampack import (
+    IGNORE_INDEX,
+    Batch,
+    Group,
+    IterablePackedDataset,
+    JSONLSource,
+    Ledger,
+    PackedDataLoader,
+    ParquetSource,
+    Sample,
+    TokenShardSource,
+)
 from tests.harness.corpus import STRIDE, Numbers, write
+
+SOURCES: dict[str, Callable[..., Any]] = {
+    "jsonl": JSONLSource,
+    "parquet": ParquetSource,
+    "token shards": TokenShardSource,
+}
 
 
 class Trees(Numbers):
@@ -102,14 +119,20 @@ class Corpus:
             if start < stop:
                 write(path, rows[start:stop])
 
-    def dataset(self) -> IterablePackedDataset:
-        """Build a new dataset, as a new process would."""
-        source: Any = self.rows()
-        if self.folder:
-            source = JSONLSource(sorted(Path(self.folder).glob("*.jsonl")))
+    def source(self) -> Any:
+        """Build a new source."""
+        return JSONLSource(sorted(Path(self.folder).glob("*.jsonl"))) if self.folder else self.rows()
+
+    def encoder(self) -> Any:
+        """Build a new encoder."""
         encoder = Trees("trees") if self.grouped else Numbers()
         encoder.bad = self.bad
-        return IterablePackedDataset(source, encoder=encoder, **{"untrained": "keep", **self.settings})
+        return encoder
+
+    def dataset(self) -> IterablePackedDataset:
+        """Build a new dataset, as a new process would."""
+        settings = {"untrained": "keep", **self.settings}
+        return IterablePackedDataset(self.source(), encoder=self.encoder(), **settings)
 
     def expected_tokens(self, epochs: int = 1) -> Counter[int]:
         """Count how often each token must occur in ``epochs`` epochs."""
@@ -121,6 +144,38 @@ class Corpus:
             n = min(n, limit) if overlong == "truncate" else n
             counts.update({STRIDE * i + 1 + j: epochs for j in range(n)})
         return counts
+
+
+@dataclass(frozen=True)
+class Files(Corpus):
+    """Files of one kind: those of this machine, in a folder, or behind URLs.
+
+    Attributes:
+        kind: of the files.
+        paths: the files, or their folder.
+        options: of the source.
+        good: the rows of the files that can be read.
+    """
+
+    kind: str = "jsonl"
+    paths: str | tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    good: Sequence[list[dict[str, int]]] = ()
+
+    def source(self) -> Any:  # noqa: D102 - see Corpus
+        return SOURCES[self.kind](self.paths, **self.options)
+
+    def encoder(self) -> Any:  # noqa: D102 - see Corpus
+        return None if self.kind == "token shards" else Numbers()
+
+    def expected_tokens(self, epochs: int = 1) -> Counter[int]:  # noqa: D102 - see Corpus
+        return tokens_of(self.good, epochs)
+
+
+def tokens_of(files: Iterable[list[dict[str, int]]], times: int = 1) -> Counter[int]:
+    """Count the tokens of all rows ``times`` times."""
+    rows = [row for of_file in files for row in of_file]
+    return Counter({STRIDE * row["i"] + 1 + k: times for row in rows for k in range(row["n"])})
 
 
 class PackRecord(NamedTuple):
@@ -187,6 +242,7 @@ class RankResult(NamedTuple):
     steps: list[Step]
     states: list[bytes]  # after the last step; with ``every_state``, before the first and after each
     warned: bool  # that lanes do not divide evenly
+    ledger: Ledger  # of the rank's lanes
 
 
 def run_rank(
@@ -198,19 +254,11 @@ def run_rank(
     steps: int | None = None,
     every_state: bool = False,
     groups: Callable[[], Mapping[str, Any]] = dict,
-    after_step: Callable[[int], None] | None = None,
 ) -> RankResult:
-    """Start or resume a run, and iterate for ``steps`` steps or to the end. Called in a rank.
+    """Start a run or resume one from ``state``, and iterate for ``steps`` steps or to the end. Called in a rank.
 
-    Args:
-        corpus: makes the dataset.
-        state: of the run to resume, as `save_state` returned it.
-        workers: worker processes of the rank.
-        batch_size: packs in a batch.
-        steps: how many; None: to the end.
-        every_state: return the state before the first step and after each.
-        groups: returns arguments of `PackedDataLoader` that say which ranks get the same batches.
-        after_step: called with the number of steps done.
+    With ``every_state``, return the state before the first step and after each. ``groups`` returns arguments of
+    `PackedDataLoader` that say which ranks get the same batches.
     """
     warnings.filterwarnings("ignore", message="the corpus changed|.* cannot be read and are left out")
     loader = PackedDataLoader(
@@ -220,28 +268,36 @@ def run_rank(
     try:
         if state is not None:
             loader.load_state_dict(load_state(state))
-        states, done = [], []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             iterator = iter(loader)
-        if every_state:
-            states.append(save_state(loader.state_dict()))
+        states, done = [save_state(loader.state_dict())] if every_state else [], []
         while (steps is None or len(done) < steps) and (batch := next(iterator, None)) is not None:
             done.append(record_packs(batch))
-            if after_step is not None:
-                after_step(len(done))
             if every_state:
                 states.append(save_state(loader.state_dict()))
         if not every_state:
             states.append(save_state(loader.state_dict()))
         uneven = any("do not divide" in str(warning.message) for warning in caught)
-        return RankResult(done, states, uneven)
+        return RankResult(done, states, uneven, loader.ledger())
     finally:
-        # Workers first: forked from this process, they hold copies of the sockets that the group is about to close.
-        for stream in iterator.rank_batches.streams if iterator is not None else ():
-            stream.close()
-        if loader.rank_sync.group is not None:
-            dist.destroy_process_group(loader.rank_sync.group)
+        end(loader, iterator)
+
+
+def end(loader: Any, iterator: Any) -> None:
+    """End the workers of an iteration, and the loader's process group, for neither of which there is a public way.
+
+    Workers first: forked from this process, they hold copies of the sockets that the group is about to close.
+    """
+    if iterator is not None:
+        iterator.rank_batches.close()
+    if loader.rank_sync.group is not None:
+        dist.destroy_process_group(loader.rank_sync.group)
+
+
+def worker_pids() -> list[int]:
+    """Return the process ids of this rank's living workers, in their order."""
+    return sorted(process.pid for process in active_children() if process.pid is not None)
 
 
 def save_state(state: Mapping[str, Any]) -> bytes:

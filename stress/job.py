@@ -16,7 +16,6 @@ MODULES = (
     "states",
     "growth",
     "network",
-    "many_files",
     "training",
 )
 """Modules with jobs, in the order in which they run."""

@@ -9,9 +9,9 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -25,12 +25,23 @@ from stress.corpus import (
     record_packs,
     run_rank,
     save_state,
+    worker_pids,
 )
 from stress.job import Run, job
 from tests.harness.processes import ExitWith, Ranks
 
 SAVE_EVERY = 4  # steps
 MAX_DELAY = 10.0  # seconds within which every rank must raise
+
+
+def wait_until(reached: Callable[[], bool], seconds: float, what: str | None = None) -> None:
+    """Wait until something is reached: if ``what`` says its name, it must be."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        if time.monotonic() > deadline:
+            assert what is None, f"{what} was not reached in {seconds:g} s"
+            return
+        time.sleep(0.002)
 
 
 @job("kill-all", "SIGKILL of the whole process tree at 50 random points: the same packs", limit=420)
@@ -60,9 +71,7 @@ def kill_and_resume(run: Run, corpus: Corpus, folder: Path, *, kills: int) -> st
             ranks.start(train_and_save, corpus, folder, 0.002)
             # Anywhere from the start of the first process to a few saved states later.
             target = rng.randrange(0, 4 * SAVE_EVERY)
-            deadline = time.monotonic() + 60
-            while last_logged_step(folder) < before + target and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_until(lambda step=before + target: last_logged_step(folder) >= step, 60)
             time.sleep(rng.random() * 0.02)
             ranks.kill()
         assert saved_step(folder) >= before
@@ -235,19 +244,19 @@ def iterate_killing_workers(corpus: Corpus, kills: int) -> tuple[list[Step], int
     """Kill workers at random, and return the steps and how many workers were restarted. Called in a rank."""
     rng = random.Random(dist.get_rank())
     loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills)
-    iterator = iter(loader)
     steps: list[Step] = []
+    seen: set[int] = set()
     killed = 0
-    while (batch := next(iterator, None)) is not None:
+    for batch in loader:
         steps.append(record_packs(batch))
-        workers: list[Any] = iterator.rank_batches.streams
-        restarts = sum(worker.restarts for worker in workers)
+        workers = worker_pids()
+        seen.update(workers)
         # Not before the last kill was noticed: two deaths of one process count once.
-        if restarts == killed < kills and len(steps) > 3:
+        if workers and len(seen) - 2 == killed < kills and len(steps) > 3:
             time.sleep(rng.random() * 0.01)
-            os.kill(workers[rng.randrange(2)].process.pid, signal.SIGKILL)
+            os.kill(rng.choice(workers), signal.SIGKILL)
             killed += 1
-    return steps, sum(worker.restarts for worker in workers)
+    return steps, len(seen) - 2
 
 
 def exceed_max_restarts(corpus: Corpus, kills: int) -> tuple[float, float]:
@@ -255,15 +264,15 @@ def exceed_max_restarts(corpus: Corpus, kills: int) -> tuple[float, float]:
     loader = PackedDataLoader(
         corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills, timeout=600
     )
-    iterator = iter(loader)
-    last = 0.0
-    killed = 0
+    seen: set[int] = set()
+    last, killed = 0.0, 0
     try:
-        while next(iterator, None) is not None:
-            worker: Any = iterator.rank_batches.streams[1]
-            if dist.get_rank() == 0 and worker.restarts == killed <= kills:
+        for _ in loader:
+            workers = worker_pids()
+            seen.update(workers)
+            if dist.get_rank() == 0 and len(seen) - 2 == killed <= kills:
                 last = time.monotonic()
-                os.kill(worker.process.pid, signal.SIGKILL)
+                os.kill(workers[-1], signal.SIGKILL)
                 killed += 1
     except RuntimeError as caught:
         if "died" in str(caught):
