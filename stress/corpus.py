@@ -42,26 +42,16 @@ class Trees(Numbers):
     """Encode the same tokens as groups: of 4 tokens or more, a prompt and three answers, one of which goes on."""
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
-        sample = super().__call__(row)
-        lengths, parents = tree_of(row["n"])
-        labels = sample.tokens.copy()
+        tokens, part = super().__call__(row).tokens, row["n"] // 4
+        lengths, parents = [part, part, part, row["n"] - 3 * part], [-1, 0, 0, 1]
+        if not part:
+            lengths, parents = [row["n"]], [-1]
+        labels = tokens.copy()
         labels[: lengths[0]] = IGNORE_INDEX
+        fields = {"row": [row["i"]] * len(lengths), "segment": range(len(lengths))}
         return Group(
-            sample.tokens,
-            labels,
-            lengths=lengths,
-            parents=parents,
-            fields={"row": [row["i"]] * len(lengths), "segment": range(len(lengths))},
-            token_fields={"id": sample.tokens},
+            tokens, labels, lengths=lengths, parents=parents, fields=fields, token_fields={"id": tokens}
         )
-
-
-def tree_of(tokens: int) -> tuple[list[int], list[int]]:
-    """Return the lengths and parents of the segments of a row with so many tokens."""
-    if tokens < 4:
-        return [tokens], [-1]
-    part = tokens // 4
-    return [part, part, part, tokens - 3 * part], [-1, 0, 0, 1]
 
 
 @dataclass(frozen=True)
@@ -88,18 +78,11 @@ class Corpus:
         """Draw mostly short samples, shuffled, packed by ``exact_fit`` to 24 tokens, handed out by cost in windows."""
         rng = np.random.default_rng(seed)
         lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
-        defaults = {
-            "max_seq_len": 24,
-            "buffer_size": 16,
-            "num_lanes": 12,
-            "shuffle": True,
-            "shuffle_window": 32,
-            "seed": seed,
-            "balance_window": 8,
-        }
-        corpus = cls(
-            lengths.tolist(), str(folder) if folder else None, {**defaults, **settings}, grouped=grouped
-        )
+        settings = {
+            "max_seq_len": 24, "buffer_size": 16, "num_lanes": 12, "shuffle": True, "shuffle_window": 32,
+            "seed": seed, "balance_window": 8, **settings,
+        }  # fmt: skip
+        corpus = cls(lengths.tolist(), str(folder) if folder else None, settings, grouped=grouped)
         if folder:
             corpus.write()
         return corpus
@@ -203,37 +186,14 @@ def record_packs(batch: Batch) -> Step:
         for array in arrays:
             digest.update(array.numpy().tobytes())
         if batch.groups is not None:
-            digest.update(repr(check_groups(batch, i)).encode())
+            groups, segments = batch.groups, len(fragments)
+            ids = groups.token_fields["id"][i, :used]
+            assert (ids == batch.tokens[i, :used]).all(), "a field of another token"
+            fields = [values[i, :segments].tolist() for values in groups.fields.values()]
+            known = [groups.parents[i], groups.first_labels[i, :segments].tolist(), fields]
+            digest.update(repr(known).encode())
         packs.append(PackRecord(digest.digest(), tuple(batch.tokens[i, :used].tolist())))
     return packs
-
-
-def check_groups(batch: Batch, number: int) -> list[Any]:
-    """Check that a pack of `Trees` holds whole groups, each field at its tokens; return what it says of them."""
-    groups, fragments = batch.groups, batch.fragments[number]
-    assert groups is not None
-    starts = [at for at, fragment in enumerate(fragments) if fragment.start == 0]
-    fields = {name: values[number, : len(fragments)].tolist() for name, values in groups.fields.items()}
-    used = 0
-    for first, after in pairwise([*starts, len(fragments)]):
-        own = fragments[first:after]
-        lengths, parents = tree_of(own[-1].stop)
-        assert len({fragment.row_id for fragment in own}) == 1, "a group of two rows"
-        assert [fragment.stop - fragment.start for fragment in own] == lengths, "a group was split"
-        found = [parent - first if parent >= 0 else -1 for parent in groups.parents[number][first:after]]
-        assert found == parents, "a segment continues another than its own prefix"
-        assert fields["segment"][first:after] == list(range(len(own))), "a field of another segment"
-        row = int(batch.tokens[number, used]) // STRIDE
-        assert fields["row"][first:after] == [row] * len(own), "a field of another row"
-        used += own[-1].stop
-    ids = groups.token_fields["id"][number, :used]
-    assert (ids == batch.tokens[number, :used]).all(), "a field of another token"
-    return [
-        groups.parents[number],
-        groups.first_labels[number, : len(fragments)].tolist(),
-        fields,
-        ids.tolist(),
-    ]
 
 
 class RankResult(NamedTuple):

@@ -81,14 +81,9 @@ class Run:
         return quick if self.quick else full
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Report progress: at once on a terminal, every half minute elsewhere."""
+        """Report progress every half minute."""
         now = time.monotonic()
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K  {self.name}: {done:,} of {total:,} {what}")
-            if done >= total:
-                sys.stderr.write("\r\033[K")
-        elif now - self.reported > 30:
+        if now - self.reported > 30:
             if self.reported:
                 sys.stderr.write(f"  {self.name}: {done:,} of {total:,} {what}\n")
             self.reported = now
-        sys.stderr.flush()

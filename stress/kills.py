@@ -11,7 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -153,67 +155,65 @@ def kill_rank(run: Run) -> str:
         run.progress(number, kills, "kills")
         victim = number % 3
         with Ranks(3) as ranks:
-            ranks.start(iterate_until_error, corpus)
+            ranks.start(exit_after_error, corpus)
             time.sleep(0.5 + rng.random())
             killed = time.monotonic()
             os.kill(ranks.processes[victim].pid, signal.SIGKILL)
             results = ranks.collect(MAX_DELAY + 5, dead=(victim,))
-            for rank, result in enumerate(results):
-                if rank != victim:
-                    raised, error, steps = result
-                    assert raised > killed, f"rank {rank} had ended before the kill: {error}"
-                    assert steps, "the kill came before the first step"
-                    slowest = max(slowest, raised - killed)
+            for raised in filter(None, results):
+                assert raised.when > killed, f"a rank had ended before the kill: {raised}"
+                assert raised.steps, "the kill came before the first step"
+                slowest = max(slowest, raised.when - killed)
             ranks.wait_for_exit(killed + MAX_DELAY)
     assert slowest < MAX_DELAY
     return f"{kills} kills of one of 3 ranks; the slowest peer raised after {slowest:.2f} s; no worker outlived a rank"
 
 
-def iterate_until_error(corpus: Corpus) -> ExitWith:
-    """Return when iterating raised, what, and after how many steps; then exit, as training would. Called in a rank."""
-    steps = 0
+class Raised(NamedTuple):
+    """An error that a rank raised."""
+
+    kind: str  # its type
+    message: str
+    when: float
+    last: float  # when the rank returned its last batch
+    steps: int
+
+
+def iterate_until_error(corpus: Corpus, workers: int = 2, pause: float = 0.0) -> Raised:
+    """Iterate until an error. Called in a rank."""
+    steps, last = 0, time.monotonic()
     try:
-        for _ in PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, timeout=600):
-            steps += 1
-            time.sleep(0.005)
-    except Exception as error:
-        return ExitWith((time.monotonic(), f"{type(error).__name__}: {error}", steps))
-    raise AssertionError("an endless stream ended")
+        for _ in PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=workers, timeout=600):
+            steps, last = steps + 1, time.monotonic()
+            time.sleep(pause)
+    except Exception as caught:
+        return Raised(type(caught).__name__, str(caught), time.monotonic(), last, steps)
+    raise AssertionError("no error")
+
+
+def exit_after_error(corpus: Corpus) -> ExitWith:
+    """Iterate slowly until an error, then exit, as training would. Called in a rank."""
+    return ExitWith(iterate_until_error(corpus, pause=0.005))
 
 
 @job("error", "an error on one rank is raised on all in under 10 s", limit=120)
 def error(run: Run) -> str:
     """Iterate over a row that cannot be encoded, early, in the middle and late, on 3 ranks."""
     slowest, cases = 0.0, 0
+    corpus = Corpus.make(1800, num_lanes=12, epochs=2)
     with Ranks(3) as ranks:
         for workers in (0, 2):
             for bad in (0, 5, 1000, 1799)[: run.count(4, 2)]:
-                begun = time.monotonic()
-                corpus = Corpus.make(1800, num_lanes=12, epochs=2)
-                results = ranks.run(iterate_bad_row, corpus, bad, workers)
-                slowest = max(slowest, *(delay for delay, *_ in results))
-                own = [text for _, name, text in results if name == "ValueError"]
-                others = [text for _, name, text in results if name == "OtherRankFailed"]
-                assert len(own) == 1, results
+                results = ranks.run(iterate_until_error, replace(corpus, bad=bad), workers, timeout=60)
+                slowest = max(slowest, *(raised.when - raised.last for raised in results))
+                own = [raised.message for raised in results if raised.kind == "ValueError"]
+                others = [raised.message for raised in results if raised.kind == "OtherRankFailed"]
+                assert (len(own), len(others)) == (1, 2), results
                 assert f"sample {bad}: cannot be encoded" in own[0]
-                assert len(others) == 2, results
                 assert all(own[0] in text for text in others), results
-                assert time.monotonic() - begun < 60
                 cases += 1
     assert slowest < MAX_DELAY
     return f"{cases} bad rows on 3 ranks, workers 0 and 2; the slowest rank raised {slowest:.2f} s after its last batch"
-
-
-def iterate_bad_row(corpus: Corpus, bad: int, workers: int) -> tuple[float, str, str]:
-    """Return the seconds from the last batch to the error, the error's type and its message. Called in a rank."""
-    broken = Corpus(corpus.lengths, None, corpus.settings, bad=bad)
-    last = time.monotonic()
-    try:
-        for _ in PackedDataLoader(broken.dataset(), batch_size=2, num_workers=workers, timeout=600):
-            last = time.monotonic()
-    except Exception as caught:
-        return time.monotonic() - last, type(caught).__name__, str(caught)
-    raise AssertionError("no error")
 
 
 @job(

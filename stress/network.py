@@ -23,9 +23,10 @@ from streampack.sources.scan import scan
 from stress.corpus import Files, RankResult, global_steps, record_packs, run_rank
 from stress.job import Run, job, require_failure
 from stress.kills import check_log, last_logged_step, saved_step, train_and_save, wait_until
-from stress.servers import Asked, Nginx, SlowWeb, moto_server, nginx_server
+from stress.servers import Nginx, Pace, moto_server, nginx_server
 from tests.harness.files import shards
 from tests.harness.processes import Ranks
+from tests.harness.stores import Web
 
 KINDS = ("parquet", "jsonl")
 COLUMNS = ["i", "n", "text"]  # the Parquet files of `write_shards` also have "other", which is not read
@@ -205,15 +206,18 @@ class Read(NamedTuple):
 
     packs: list[bytes]  # digests
     seconds: float
-    asked: Asked
+    requests: int
+    rounds: int
+    """The most requests of which each came only after the one before was answered: they cannot be faster together."""
 
 
-def read(files: Files, web: SlowWeb, batches: int) -> Read:
+def read(files: Files, web: Web, batches: int) -> Read:
     """Read the first batches in a process of its own; count from the listing of files on."""
-    web.begin(DELAY)
+    web.requests.clear()
+    web.fault = pace = Pace(DELAY)
     with Ranks(1, join=False) as process:
         [found] = process.run(read_batches, files, batches)
-        return Read(*found, web.asked())
+    return Read(*found, len(web.requests), pace.answered)
 
 
 def read_batches(files: Files, batches: int) -> tuple[list[bytes], float]:
@@ -233,16 +237,18 @@ def read_batches(files: Files, batches: int) -> tuple[list[bytes], float]:
 def many_lanes(run: Run) -> str:
     """Read the first batch, and the first 60; compare these with those of local files."""
     lanes, batches = run.count(240, 48), run.count(60, 12)
-    with tempfile.TemporaryDirectory() as name, SlowWeb(Path(name)) as web:
-        names = write_files(Path(name), shards("parquet", lanes, 200))
+    files = {f"/{path.rpartition('/')[2]}": data for path, data in shards("parquet", lanes, 200).items()}
+    with tempfile.TemporaryDirectory() as name, Web(files) as web:
+        for path, data in files.items():
+            Path(name + path).write_bytes(data)
         settings = {"buffer_size": 16, "shuffle_window": 16, "num_lanes": lanes}
-        remote = files_of("parquet", tuple(f"{web.url}/{each}" for each in names), {}, settings)
+        remote = files_of("parquet", tuple(web.url + path for path in files), {}, settings)
         reading = ahead(remote, lanes * LANE_BYTES)
         first, many = read(reading, web, 1), read(reading, web, batches)
-        local = read(replace(reading, paths=tuple(f"{name}/{each}" for each in names)), web, batches)
+        local = read(replace(reading, paths=tuple(name + path for path in files)), web, batches)
         assert many.packs == local.packs, "other packs than of local files"
         # Of each file the size, the version, the footer; and of some lanes the first rows.
-        most, made = 4 * lanes + 64, first.asked.requests
+        most, made = 4 * lanes + 64, first.requests
         assert made <= most, f"{made} requests before the first batch, not {most}"
         check_rounds(first, 1)
         check_rounds(many, batches)
@@ -250,9 +256,9 @@ def many_lanes(run: Run) -> str:
         if not run.quick:  # few lanes need few rounds in any case
             require_failure(lambda: check_rounds(alone, 8), "rounds of requests")
     return (
-        f"{lanes} lanes and files: the first batch after {first.seconds:.1f} s, {first.asked.requests} requests in "
-        f"{first.asked.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.asked.rounds} rounds, packs "
-        f"as of local files; without read-ahead {alone.asked.rounds} rounds for 8 batches, which the check refuses"
+        f"{lanes} lanes and files: the first batch after {first.seconds:.1f} s, {first.requests} requests in "
+        f"{first.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.rounds} rounds, packs "
+        f"as of local files; without read-ahead {alone.rounds} rounds for 8 batches, which the check refuses"
     )
 
 
@@ -264,7 +270,7 @@ def ahead(files: Files, read_ahead: int) -> Files:
 def check_rounds(found: Read, batches: int) -> None:
     """Check that the requests for so many batches were made side by side."""
     most = FIRST_ROUNDS + 2 * batches
-    assert found.asked.rounds <= most, f"{found.asked.rounds} rounds of requests, and {most} are enough"
+    assert found.rounds <= most, f"{found.rounds} rounds of requests, and {most} are enough"
 
 
 @job(
@@ -280,12 +286,10 @@ def many_shards(run: Run) -> str:
         few = list(shards(kind, 4, 20, text=20).values())
         found = []
         for count in counts:
-            with tempfile.TemporaryDirectory() as name, SlowWeb(Path(name)) as web:
-                folder = Path(name, "data")
-                folder.mkdir()
-                names = write_files(folder, {f"{i:05}.{kind}": few[i % 4] for i in range(count)})
+            files = {f"/data/{i:05}.{kind}": few[i % 4] for i in range(count)}
+            with tempfile.TemporaryDirectory() as name, Web(files) as web:
                 listed, manifest = Path(name, "names"), Path(name, "manifest")
-                listed.write_text("\n".join(names))
+                listed.write_text("".join(f"{Path(path).name}\n" for path in files))
                 begun = time.perf_counter()
                 with Ranks(1, join=False) as process:  # a scan leaves threads behind
                     scanned = partial(scan, out=manifest, manifest=listed, progress=False)
@@ -302,9 +306,9 @@ def many_shards(run: Run) -> str:
                     require_failure(lambda unscanned=unscanned: check_requests(unscanned), "requests")
         first = found[-1]
         told.append(
-            f"{kind}: the first batch of {counts[1]:,} shards after {first.seconds:.1f} s, {first.asked.requests} "
-            f"requests in {first.asked.rounds} rounds, and {found[0].asked.requests} of {counts[0]:,} shards; "
-            f"{unscanned.asked.requests:,} by their names alone, which the check refuses; the scan took "
+            f"{kind}: the first batch of {counts[1]:,} shards after {first.seconds:.1f} s, {first.requests} "
+            f"requests in {first.rounds} rounds, and {found[0].requests} of {counts[0]:,} shards; "
+            f"{unscanned.requests:,} by their names alone, which the check refuses; the scan took "
             f"{seconds:.0f} s without the delay"
         )
     return "; ".join(told)
@@ -312,16 +316,6 @@ def many_shards(run: Run) -> str:
 
 def check_requests(found: Read) -> None:
     """Check that the requests until the first batch are those of the lanes, and not of all shards."""
-    asked = found.asked
-    assert asked.requests <= MOST_REQUESTS, (
-        f"{asked.requests} requests before the first batch, {MOST_REQUESTS} are enough"
-    )
-    assert asked.rounds <= FIRST_ROUNDS, f"{asked.rounds} rounds of requests, {FIRST_ROUNDS} are enough"
-
-
-def write_files(folder: Path, files: dict[str, bytes]) -> list[str]:
-    """Write files into a folder, and return their names."""
-    names = [path.rpartition("/")[2] for path in files]
-    for name, content in zip(names, files.values(), strict=True):
-        (folder / name).write_bytes(content)
-    return names
+    many = f"{found.requests} requests before the first batch, {MOST_REQUESTS} are enough"
+    assert found.requests <= MOST_REQUESTS, many
+    assert found.rounds <= FIRST_ROUNDS, f"{found.rounds} rounds of requests, {FIRST_ROUNDS} are enough"

@@ -1,4 +1,4 @@
-"""Servers on loopback: nginx, whose log counts the bytes it sends; moto, an S3 server; and one that is slow."""
+"""Servers on loopback: nginx, whose log counts the bytes it sends; moto, an S3 server; and how to make one slow."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stress.job import NotRun
-from tests.harness.processes import Ranks, free_port
-from tests.harness.stores import Web
+from tests.harness.processes import free_port
 
 CONFIG = """
 daemon off;
@@ -132,52 +131,8 @@ def moto_server() -> Iterator[int]:
         yield port
 
 
-class Asked(NamedTuple):
-    """What a `SlowWeb` was asked for since `SlowWeb.begin`."""
-
-    requests: int
-    rounds: int
-    """The most requests of which each came only after the one before was answered: they cannot be faster together."""
-
-
-class SlowWeb:
-    """A web server of a folder, in a process of its own, which waits before each answer. Files may come and go."""
-
-    def __init__(self, root: Path) -> None:
-        self.process = Ranks(1, join=False)
-        [self.url] = self.process.run(_serve_folder, root)
-
-    def __enter__(self) -> SlowWeb:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.kill()
-
-    def begin(self, delay: float) -> None:
-        """Wait so many seconds before each answer from now on, and count anew."""
-        self.process.run(_begin, delay)
-
-    def asked(self) -> Asked:
-        """Return the counts since `begin`."""
-        [asked] = self.process.run(_count)
-        found: Asked = asked
-        return found
-
-
-class _Folder(dict[str, bytes]):
-    """The files of a folder by their path in a URL, read when they are asked for."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self.root = root
-
-    def get(self, path: str, default: Any = None) -> Any:
-        found = self.root / path.lstrip("/")
-        return found.read_bytes() if found.is_file() else default
-
-
-class _Pace:
-    """Waits before each answer, and counts rounds of requests."""
+class Pace:
+    """A ``fault`` of `Web` that waits before each answer, and counts rounds of requests."""
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
@@ -189,22 +144,3 @@ class _Pace:
         time.sleep(self.delay)
         with self.lock:
             self.answered = max(self.answered, own)
-
-
-_served: Any = None  # the `Web` of this process
-
-
-def _serve_folder(root: Path) -> str:
-    global _served
-    _served = Web(_Folder(root), _Pace(0.0)).__enter__()
-    url: str = _served.url
-    return url
-
-
-def _begin(delay: float) -> None:
-    _served.requests.clear()
-    _served.fault = _Pace(delay)
-
-
-def _count() -> Asked:
-    return Asked(len(_served.requests), _served.fault.answered)
