@@ -130,7 +130,7 @@ def run_child(name: str, outcome: Path, *, quick: bool) -> int:
     """Run a job in this process, and write its outcome to a file."""
     try:
         holds: bool | None = True
-        counts = JOBS[name].body(Run(name, quick=quick))
+        counts = JOBS[name].body(Run(quick))
     except NotRun as missing:
         counts, holds = str(missing), None
     except BaseException as error:

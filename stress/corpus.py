@@ -30,6 +30,7 @@ from streampack import (
     TokenShardSource,
 )
 from tests.harness.corpus import STRIDE, Numbers, write
+from tests.harness.processes import Ranks
 
 SOURCES: dict[str, Callable[..., Any]] = {
     "jsonl": JSONLSource,
@@ -120,13 +121,9 @@ class Corpus:
     def expected_tokens(self, epochs: int = 1) -> Counter[int]:
         """Count how often each token must occur in ``epochs`` epochs."""
         limit, overlong = self.settings["max_seq_len"], self.settings.get("overlong", "split")
-        counts: Counter[int] = Counter()
-        for i, n in enumerate(self.lengths):
-            if n > limit and overlong == "drop":
-                continue
-            n = min(n, limit) if overlong == "truncate" else n
-            counts.update({STRIDE * i + 1 + j: epochs for j in range(n)})
-        return counts
+        kept = [row for row in self.rows() if row["n"] <= limit or overlong != "drop"]
+        cut = [row | {"n": min(row["n"], limit)} for row in kept] if overlong == "truncate" else kept
+        return tokens_of([cut], epochs)
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ def tokens_of(files: Iterable[list[dict[str, int]]], times: int = 1) -> Counter[
 class PackRecord(NamedTuple):
     """One pack that a loader returned."""
 
-    digest: bytes  # of its arrays, segment lengths and provenance
+    digest: str  # of its arrays, segment lengths and provenance
     tokens: tuple[int, ...]  # without padding
 
 
@@ -192,7 +189,7 @@ def record_packs(batch: Batch) -> Step:
             fields = [values[i, :segments].tolist() for values in groups.fields.values()]
             known = [groups.parents[i], groups.first_labels[i, :segments].tolist(), fields]
             digest.update(repr(known).encode())
-        packs.append(PackRecord(digest.digest(), tuple(batch.tokens[i, :used].tolist())))
+        packs.append(PackRecord(digest.hexdigest(), tuple(batch.tokens[i, :used].tolist())))
     return packs
 
 
@@ -260,6 +257,14 @@ def worker_pids() -> list[int]:
     return sorted(process.pid for process in active_children() if process.pid is not None)
 
 
+def run_apart(
+    function: Callable[..., Any], *arguments: Any, size: int = 1, timeout: float = 120
+) -> list[Any]:
+    """Run a function in processes that are ranks of one another and have not joined yet; return the results."""
+    with Ranks(size, join=False) as ranks:
+        return ranks.run(function, *arguments, timeout=timeout)
+
+
 def save_state(state: Mapping[str, Any]) -> bytes:
     """Serialize a state with ``torch.save``, as a checkpoint does."""
     buffer = io.BytesIO()
@@ -287,17 +292,27 @@ def global_steps(results: Sequence[RankResult]) -> list[Step]:
     ]
 
 
-def count_packs(steps: Iterable[Step]) -> Counter[bytes]:
+def digests_of(results: Sequence[RankResult]) -> list[list[list[str]]]:
+    """Return the digests of all packs, by rank and step."""
+    return [[[pack.digest for pack in step] for step in result.steps] for result in results]
+
+
+def count_packs(steps: Iterable[Step]) -> Counter[str]:
     """Count how often each pack occurs, by digest."""
     return Counter(pack.digest for step in steps for pack in step)
 
 
-def check_coverage(steps: Iterable[Step], corpus: Corpus, epochs: int = 1) -> None:
-    """Check that every token of the corpus occurs exactly once in each epoch."""
-    found: Counter[int] = Counter()
-    for step in steps:
-        for pack in step:
-            found.update(pack.tokens)
-    expected = corpus.expected_tokens(epochs)
+def found_in(steps: Iterable[Step]) -> Counter[int]:
+    """Count the tokens of packs."""
+    return Counter(token for step in steps for pack in step for token in pack.tokens)
+
+
+def check_tokens(found: Counter[int], expected: Counter[int]) -> None:
+    """Check that each token was found as often as it must be."""
     lost, extra = expected - found, found - expected
     assert lost == extra == Counter(), f"{lost.total()} tokens lost, {extra.total()} too many"
+
+
+def check_coverage(steps: Iterable[Step], corpus: Corpus, epochs: int = 1) -> None:
+    """Check that every token of the corpus occurs exactly once in each epoch."""
+    check_tokens(found_in(steps), corpus.expected_tokens(epochs))

@@ -22,12 +22,24 @@ from streampack.sources.indexed import INDEX
 from streampack.sources.scan import scan
 from streampack.sources.token_files import FORMAT, VERSION, ShardWriter
 from streampack.storage.folders import LocalFolder
-from stress.corpus import SOURCES, Corpus, Files, Step, count_packs, global_steps, run_rank, tokens_of
+from stress.corpus import (
+    SOURCES,
+    Corpus,
+    Files,
+    Step,
+    check_tokens,
+    count_packs,
+    found_in,
+    global_steps,
+    run_apart,
+    run_rank,
+    tokens_of,
+)
 from stress.job import Run, job
 from stress.topology import Case, Stage, cases
 from tests.harness.corpus import Numbers, write
 from tests.harness.files import CASES, HARM, listed
-from tests.harness.processes import RankPools, Ranks
+from tests.harness.processes import RankPools
 
 EPOCHS = 3
 PER_FILE = 1000  # room for the numbers of a file's rows
@@ -90,11 +102,6 @@ def draw_settings(rng: random.Random, number: int, *, shuffle: bool) -> dict[str
     }  # fmt: skip
 
 
-def found_in(steps: Iterable[Step]) -> Counter[int]:
-    """Count the tokens of packs."""
-    return Counter(token for step in steps for pack in step for token in pack.tokens)
-
-
 @job(
     "changing-corpus",
     "files added, removed and changed at 40 random points, 1 to 4 ranks; JSONL, Parquet, token shards, and mixtures",
@@ -105,7 +112,6 @@ def changing_corpus(run: Run) -> str:
     points, dropped, sizes = run.count(40, 6), 0, []
     with RankPools() as pools:
         for number in range(points):
-            run.progress(number, points, "points")
             rng, numbers = random.Random(number), count()
             with tempfile.TemporaryDirectory() as name:
                 settings = draw_settings(rng, number, shuffle=number % 5 > 1)
@@ -160,9 +166,7 @@ def check_change(
     total = early + late
     for token in gone:
         del total[token]
-    expected = tokens_of(kept.values(), EPOCHS) + tokens_of(new, EPOCHS - 1 - epoch)
-    lost, extra = expected - total, total - expected
-    assert lost == extra == Counter(), f"{lost.total()} tokens lost, {extra.total()} too many"
+    check_tokens(total, tokens_of(kept.values(), EPOCHS) + tokens_of(new, EPOCHS - 1 - epoch))
 
 
 def retype_column(path: Path) -> None:
@@ -204,8 +208,8 @@ def bad_shards(number: int, folder: Path) -> Case:
     options = {"retries": 1, "timeout": 10.0, **columns}
     if scanned:
         options["manifest"] = str(folder / "manifest")
-        with Ranks(1, join=False) as process:  # a scan leaves threads behind
-            process.run(partial(scan, out=options["manifest"], progress=False, **columns), paths)
+        # A scan leaves threads behind.
+        run_apart(partial(scan, out=options["manifest"], progress=False, **columns), paths)
     corpus = Files(
         [], None, settings, kind=kind, paths=str(data) if scanned else paths, options=options,
         good=[rows for file, rows in files.items() if file not in bad],

@@ -5,37 +5,20 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack import IterablePackedDataset, PackedDataLoader, Sample
+from streampack import IterablePackedDataset, PackedDataLoader
 from stress.corpus import end, worker_pids
 from stress.job import Run, job
-from stress.states import Documents
+from stress.states import CachedSamples, Documents
 from tests.harness.processes import Ranks
 
 MAX_SEQ_LEN, BATCH = 256, 64
 KIB = 1024
-
-
-class CachedSamples:
-    """Encode ``{"i": 3}`` as one of 997 samples made beforehand, so that encoding costs next to nothing."""
-
-    def __init__(self) -> None:
-        tokens = np.arange(MAX_SEQ_LEN, dtype=np.int64)
-        lengths = np.random.default_rng(0).choice([64, 128, 150, 192, 256], 997).tolist()
-        self.samples = [Sample(tokens[:n], tokens[:n]) for n in lengths]
-
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
-        return self.samples[row["i"] % len(self.samples)]
-
-    def fingerprint(self) -> str:
-        """Return a name."""
-        return "cached samples"
 
 
 class Usage(NamedTuple):
@@ -92,7 +75,8 @@ def million(run: Run) -> str:
 def sample_usage(packs: int, every: int) -> list[Usage]:
     """Iterate over so many packs, and sample the resources in use every ``every`` packs. Called in a rank."""
     settings: Any = {"max_seq_len": MAX_SEQ_LEN, "shuffle": True, "num_lanes": 8, "epochs": None}
-    dataset = IterablePackedDataset(Documents(400_000), encoder=CachedSamples(), **settings)
+    lengths = np.random.default_rng(0).choice([64, 128, 150, 192, 256], 997).tolist()
+    dataset = IterablePackedDataset(Documents(400_000), encoder=CachedSamples(lengths), **settings)
     loader = PackedDataLoader(dataset, batch_size=BATCH, num_workers=2, timeout=120)
     samples: list[Usage] = []
     iterator = iter(loader)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 MODULES = (
     "kills",
@@ -57,33 +54,12 @@ def load_jobs() -> dict[str, Job]:
     return JOBS
 
 
-def require_failure(check: Callable[[], Any], message: str) -> None:
-    """Require that a check fails with this message, because a bug is planted."""
-    failure = None
-    try:
-        check()
-    except AssertionError as error:
-        failure = str(error)
-    assert failure is not None, f"a planted bug passes the check for {message!r}"
-    assert message in failure, f"a planted bug fails otherwise than by {message!r}: {failure}"
-
-
+@dataclass(frozen=True)
 class Run:
-    """Argument of a job's function: whether the run is quick, and a way to report progress."""
+    """Argument of a job's function."""
 
-    def __init__(self, name: str, *, quick: bool) -> None:
-        self.name = name
-        self.quick = quick
-        self.reported = 0.0
+    quick: bool
 
     def count(self, full: int, quick: int) -> int:
         """Return ``full``, or ``quick`` in a quick run."""
         return quick if self.quick else full
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        """Report progress every half minute."""
-        now = time.monotonic()
-        if now - self.reported > 30:
-            if self.reported:
-                sys.stderr.write(f"  {self.name}: {done:,} of {total:,} {what}\n")
-            self.reported = now

@@ -22,6 +22,7 @@ from stress.corpus import (
     Corpus,
     Step,
     check_coverage,
+    digests_of,
     global_steps,
     load_state,
     record_packs,
@@ -30,7 +31,7 @@ from stress.corpus import (
     worker_pids,
 )
 from stress.job import Run, job
-from tests.harness.processes import ExitWith, Ranks
+from tests.harness.processes import ExitWith, Ranks, run_forked
 
 SAVE_EVERY = 4  # steps
 MAX_DELAY = 10.0  # seconds within which every rank must raise
@@ -59,14 +60,12 @@ def kill_all(run: Run) -> str:
 def kill_and_resume(run: Run, corpus: Corpus, folder: Path, *, kills: int) -> str:
     """Kill a run of three epochs at random points, resume it, and compare it with one that ran through."""
     rng = random.Random(1)
-    with Ranks(2) as ranks:
-        results = ranks.run(run_rank, corpus)
+    results = run_forked(run_rank, 2, corpus, timeout=120)
     check_coverage(global_steps(results), corpus, epochs=3)
-    reference = [[[pack.digest.hex() for pack in step] for step in result.steps] for result in results]
+    reference = digests_of(results)
     total = len(reference[0])
     counted = starts = 0
     while counted < kills:
-        run.progress(counted, kills, "kills")
         before, starts = saved_step(folder), starts + 1
         assert before < total - 40, "the corpus is too small for so many kills"
         with Ranks(2) as ranks:
@@ -78,8 +77,7 @@ def kill_and_resume(run: Run, corpus: Corpus, folder: Path, *, kills: int) -> st
             ranks.kill()
         assert saved_step(folder) >= before
         counted += saved_step(folder) > before
-    with Ranks(2) as ranks:
-        ranks.run(train_and_save, corpus, folder, 0.0)
+    run_forked(train_and_save, 2, corpus, folder, 0.0, timeout=120)
     repeated = sum(check_log(folder, rank, reference[rank]) for rank in range(2))
     packs = sum(len(step) for steps in reference for step in steps)
     return (
@@ -102,7 +100,7 @@ def train_and_save(corpus: Corpus, folder: Path, pause: float) -> None:
         log.write("\n")  # a kill may have left half a line
         for batch in loader:
             step += 1
-            log.write(json.dumps([step, [pack.digest.hex() for pack in record_packs(batch)]]) + "\n")
+            log.write(json.dumps([step, [pack.digest for pack in record_packs(batch)]]) + "\n")
             log.flush()
             time.sleep(pause)
             if step % SAVE_EVERY == 0:
@@ -152,7 +150,6 @@ def kill_rank(run: Run) -> str:
     slowest = 0.0
     corpus = Corpus.make(4000, num_lanes=12, epochs=None)
     for number in range(kills):
-        run.progress(number, kills, "kills")
         victim = number % 3
         with Ranks(3) as ranks:
             ranks.start(exit_after_error, corpus)
@@ -227,12 +224,13 @@ def kill_worker(run: Run) -> str:
     with Ranks(2) as ranks:
         results = ranks.run(run_rank, corpus)
         check_coverage(global_steps(results), corpus, epochs=2)
-        killed = ranks.run(iterate_killing_workers, corpus, kills, timeout=200)
-        for rank, (steps, restarts) in enumerate(killed):
-            assert restarts == kills, f"rank {rank} restarted {restarts} workers of {kills}"
-            assert steps == results[rank].steps, f"rank {rank} returned other packs"
-        raised = ranks.run(exceed_max_restarts, corpus, kills, timeout=200)
-        slowest = max(when for when, _ in raised) - min(kill for _, kill in raised if kill)
+        killed = ranks.run(iterate_killing_workers, corpus, kills, kills, timeout=200)
+        for rank, found in enumerate(killed):
+            assert found.restarts == kills, f"rank {rank} restarted {found.restarts} workers of {kills}"
+            assert found.steps == results[rank].steps, f"rank {rank} returned other packs"
+            assert found.raised is None, "an error after as many kills as are allowed"
+        over = ranks.run(iterate_killing_workers, corpus, kills + 1, kills, timeout=200)
+        slowest = max(found.raised for found in over) - over[0].last
         assert slowest < MAX_DELAY
     return (
         f"{kills} kills on each of 2 ranks: {len(results[0].steps)} steps identical; one kill more than "
@@ -240,42 +238,38 @@ def kill_worker(run: Run) -> str:
     )
 
 
-def iterate_killing_workers(corpus: Corpus, kills: int) -> tuple[list[Step], int]:
-    """Kill workers at random, and return the steps and how many workers were restarted. Called in a rank."""
+class Killed(NamedTuple):
+    """What a rank whose workers were killed returned."""
+
+    steps: list[Step]
+    restarts: int
+    last: float  # when a worker was killed last
+    raised: float | None  # when iterating raised, if it did
+
+
+def iterate_killing_workers(corpus: Corpus, kills: int, allowed: int) -> Killed:
+    """Kill workers at random, if too often those of rank 0 only. Called in a rank."""
     rng = random.Random(dist.get_rank())
-    loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills)
+    kills = 0 if kills > allowed and dist.get_rank() else kills
+    loader = PackedDataLoader(
+        corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=allowed, timeout=600
+    )
     steps: list[Step] = []
     seen: set[int] = set()
-    killed = 0
-    for batch in loader:
-        steps.append(record_packs(batch))
-        workers = worker_pids()
-        seen.update(workers)
-        # Not before the last kill was noticed: two deaths of one process count once.
-        if workers and len(seen) - 2 == killed < kills and len(steps) > 3:
-            time.sleep(rng.random() * 0.01)
-            os.kill(rng.choice(workers), signal.SIGKILL)
-            killed += 1
-    return steps, len(seen) - 2
-
-
-def exceed_max_restarts(corpus: Corpus, kills: int) -> tuple[float, float]:
-    """Kill a worker of rank 0 ``kills + 1`` times; return when it raised, and the last kill. Called in a rank."""
-    loader = PackedDataLoader(
-        corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills, timeout=600
-    )
-    seen: set[int] = set()
-    last, killed = 0.0, 0
+    killed, last = 0, 0.0
     try:
-        for _ in loader:
+        for batch in loader:
+            steps.append(record_packs(batch))
             workers = worker_pids()
             seen.update(workers)
-            if dist.get_rank() == 0 and len(seen) - 2 == killed <= kills:
+            # Not before the last kill was noticed: two deaths of one process count once.
+            if workers and len(seen) - 2 == killed < kills and len(steps) > 3:
+                time.sleep(rng.random() * 0.01)
                 last = time.monotonic()
-                os.kill(workers[-1], signal.SIGKILL)
+                os.kill(rng.choice(workers), signal.SIGKILL)
                 killed += 1
     except RuntimeError as caught:
-        if "died" in str(caught):
-            return time.monotonic(), last
-        raise
-    raise AssertionError("no error")
+        if "died" not in str(caught):
+            raise
+        return Killed(steps, len(seen) - 2, last, time.monotonic())
+    return Killed(steps, len(seen) - 2, last, None)

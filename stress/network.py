@@ -9,7 +9,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from streampack import PackedDataLoader
 from streampack.sources.scan import scan
-from stress.corpus import Files, RankResult, global_steps, record_packs, run_rank
-from stress.job import Run, job, require_failure
+from stress.corpus import Files, digests_of, global_steps, record_packs, run_apart, run_rank
+from stress.job import Run, job
 from stress.kills import check_log, last_logged_step, saved_step, train_and_save, wait_until
 from stress.servers import Nginx, Pace, moto_server, nginx_server
 from tests.harness.files import shards
-from tests.harness.processes import Ranks
+from tests.harness.processes import Ranks, run_forked
 from tests.harness.stores import Web
 
 KINDS = ("parquet", "jsonl")
@@ -75,8 +76,7 @@ def s3(run: Run) -> str:
         root = Path(name) / "root"
         with nginx_server(Path(name) / "nginx", proxied=port) as server:
             used = write_both(run, root)
-            with Ranks(1, join=False) as process:  # an S3 client leaves threads behind
-                process.run(upload, root, server.url)
+            run_apart(upload, root, server.url)  # an S3 client leaves threads behind
             options = {"key": "key", "secret": "secret", "endpoint_url": server.url}
             return compare(run, root, used, server, lambda name: f"s3://{BUCKET}/{name}", options)
 
@@ -98,16 +98,14 @@ def compare(
 
 def compare_kind(run: Run, local: Files, remote: Files, used: int, server: Nginx) -> str:
     """Compare runs over the network, whole and killed, with one over local files; return a summary."""
-    with Ranks(2) as ranks:
-        results = ranks.run(run_rank, local, timeout=200)
+    results = run_forked(run_rank, 2, local, timeout=200)
     packs = sum(map(len, global_steps(results)))
-    reference = hex_digests(results)
+    reference = digests_of(results)
     steps = len(reference[0])
 
     since = len(server.lines())
-    with Ranks(2) as ranks:
-        results = ranks.run(partial(run_rank, workers=2), remote, timeout=200)
-    assert hex_digests(results) == reference
+    results = run_forked(partial(run_rank, workers=2), 2, remote, timeout=200)
+    assert digests_of(results) == reference
     whole = server.traffic(since)
     if not run.quick:  # with few shards, what is read behind the ends of parts is more of the whole
         assert whole.bytes <= MAX_OVERHEAD * used, (
@@ -124,8 +122,7 @@ def compare_kind(run: Run, local: Files, remote: Files, used: int, server: Nginx
                 wait_until(lambda target=target: last_logged_step(folder) >= target, 100, f"step {target}")
                 ranks.kill()
         since, left = len(server.lines()), 1 - saved_step(folder) / steps
-        with Ranks(2) as ranks:
-            ranks.run(train_and_save, remote, folder, 0.0, timeout=200)
+        run_forked(train_and_save, 2, remote, folder, 0.0, timeout=200)
         rest = server.traffic(since)
         for rank, expected in enumerate(reference):
             check_log(folder, rank, expected)
@@ -141,18 +138,12 @@ def compare_kind(run: Run, local: Files, remote: Files, used: int, server: Nginx
     )
 
 
-def hex_digests(results: Sequence[RankResult]) -> list[list[list[str]]]:
-    """Return the digests of all packs, by rank and step."""
-    return [[[pack.digest.hex() for pack in step] for step in result.steps] for result in results]
-
-
-def write_both(run: Run, root: Path) -> dict[str, int]:
+def write_both(run: Run, root: Path) -> Any:
     """Write shards of both kinds with the same rows; return the bytes that a run uses of each kind."""
     root.mkdir()
-    with Ranks(1, join=False) as process:  # pyarrow leaves threads behind
-        [used] = process.run(write_shards, root, run.count(64, 6), run.count(1200, 1500), timeout=200)
-    found: dict[str, int] = used
-    return found
+    # Pyarrow leaves threads behind.
+    [used] = run_apart(write_shards, root, run.count(64, 6), run.count(1200, 1500), timeout=200)
+    return used
 
 
 def write_shards(root: Path, shards: int, per_shard: int) -> dict[str, int]:
@@ -204,7 +195,7 @@ def upload(root: Path, url: str) -> None:
 class Read(NamedTuple):
     """What a process read."""
 
-    packs: list[bytes]  # digests
+    packs: list[str]  # digests
     seconds: float
     requests: int
     rounds: int
@@ -215,12 +206,11 @@ def read(files: Files, web: Web, batches: int) -> Read:
     """Read the first batches in a process of its own; count from the listing of files on."""
     web.requests.clear()
     web.fault = pace = Pace(DELAY)
-    with Ranks(1, join=False) as process:
-        [found] = process.run(read_batches, files, batches)
+    [found] = run_apart(read_batches, files, batches)
     return Read(*found, len(web.requests), pace.answered)
 
 
-def read_batches(files: Files, batches: int) -> tuple[list[bytes], float]:
+def read_batches(files: Files, batches: int) -> tuple[list[str], float]:
     """Return the packs of the first batches, and the seconds that they took. Called in a process of its own."""
     begun = time.perf_counter()
     loader = PackedDataLoader(files.dataset(), batch_size=BATCH_SIZE)
@@ -254,7 +244,8 @@ def many_lanes(run: Run) -> str:
         check_rounds(many, batches)
         alone = read(ahead(remote, 0), web, 8)
         if not run.quick:  # few lanes need few rounds in any case
-            require_failure(lambda: check_rounds(alone, 8), "rounds of requests")
+            with pytest.raises(AssertionError, match="rounds of requests"):
+                check_rounds(alone, 8)
     return (
         f"{lanes} lanes and files: the first batch after {first.seconds:.1f} s, {first.requests} requests in "
         f"{first.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.rounds} rounds, packs "
@@ -291,9 +282,8 @@ def many_shards(run: Run) -> str:
                 listed, manifest = Path(name, "names"), Path(name, "manifest")
                 listed.write_text("".join(f"{Path(path).name}\n" for path in files))
                 begun = time.perf_counter()
-                with Ranks(1, join=False) as process:  # a scan leaves threads behind
-                    scanned = partial(scan, out=manifest, manifest=listed, progress=False)
-                    process.run(scanned, f"{web.url}/data", timeout=200)
+                scanned = partial(scan, out=manifest, manifest=listed, progress=False)
+                run_apart(scanned, f"{web.url}/data", timeout=200)  # a scan leaves threads behind
                 seconds = time.perf_counter() - begun
                 settings = {"buffer_size": 16, "shuffle_window": 16, "read_ahead": 16 << 20}
                 reading = files_of(kind, f"{web.url}/data", {"manifest": str(manifest)}, settings)
@@ -303,7 +293,8 @@ def many_shards(run: Run) -> str:
                     unscanned = read(
                         replace(reading, options=reading.options | {"manifest": str(listed)}), web, 1
                     )
-                    require_failure(lambda unscanned=unscanned: check_requests(unscanned), "requests")
+                    with pytest.raises(AssertionError, match="requests"):
+                        check_requests(unscanned)
         first = found[-1]
         told.append(
             f"{kind}: the first batch of {counts[1]:,} shards after {first.seconds:.1f} s, {first.requests} "

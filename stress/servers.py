@@ -139,7 +139,7 @@ class Pace:
         self.answered = 0  # the latest round of which a request was answered
         self.lock = threading.Lock()
 
-    def __call__(self, path: str) -> None:
+    def __call__(self, path: str) -> None:  # noqa: D102 - the class says it
         own = self.answered + 1
         time.sleep(self.delay)
         with self.lock:

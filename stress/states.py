@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -49,20 +48,19 @@ class Documents:
         return {"i": index}
 
 
-class SkewedLengths:
-    """Encode ``{"i": 3}`` as zeros, whose number is drawn by a hash of 3: mostly few, at most 500."""
+class CachedSamples:
+    """Encode ``{"i": 3}`` as one of a few samples made beforehand, so that encoding costs next to nothing."""
 
-    def __init__(self) -> None:
-        self.zeros = np.zeros(500, dtype=np.int64)
+    def __init__(self, lengths: list[int]) -> None:
+        tokens = np.arange(max(lengths), dtype=np.int64)
+        self.samples = [Sample(tokens[:n], tokens[:n]) for n in lengths]
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
-        share = zlib.crc32(row["i"].to_bytes(8, "little")) / 2**32
-        length = 1 + int(499 * share**3)
-        return Sample(self.zeros[:length], self.zeros[:length])
+        return self.samples[row["i"] % len(self.samples)]
 
     def fingerprint(self) -> str:
         """Return a name."""
-        return "skewed"
+        return "cached samples"
 
 
 @job("state-size", "state size at 10^4 and 10^7 documents: means over 200 states equal within 5 %", limit=300)
@@ -81,7 +79,9 @@ def state_size(run: Run) -> str:
 def sizes_of_states(documents: int) -> list[int]:
     """Return the sizes of 200 states, pickled, of a shuffled dataset of so many documents."""
     settings: dict[str, Any] = {"max_seq_len": 512, "shuffle": True, "num_lanes": LANES, "epochs": None}
-    dataset = IterablePackedDataset(Documents(documents), encoder=SkewedLengths(), **settings)
+    lengths = 1 + 499 * np.random.default_rng(0).random(997) ** 3  # mostly few tokens
+    encoder = CachedSamples(lengths.astype(int).tolist())
+    dataset = IterablePackedDataset(Documents(documents), encoder=encoder, **settings)
     loader = PackedDataLoader(dataset, batch_size=4)
     sizes = [len(pickle.dumps(loader.state_dict())) for _ in islice(loader, 0, 600, 3)]
     assert len(sizes) == 200, f"only {len(sizes)} states of {documents} documents"
@@ -163,7 +163,6 @@ def hostile(run: Run) -> str:
         warnings.filterwarnings("ignore", message="Detected pickle protocol")  # torch warns of some damage
         try:
             for number in range(cases):
-                run.progress(number, cases, "states")
                 rng = random.Random(number)
                 corpus, states, forgeable = originals[number % len(originals)]
                 attack = rng.choice(ATTACKS)
@@ -234,15 +233,14 @@ def try_state(corpus: Corpus, state: bytes) -> str:
     except Exception:  # torch raises errors of many types
         return "refused by torch.load"
     loader = PackedDataLoader(corpus.dataset(), batch_size=3)
+    when = "loaded"
     try:
         loader.load_state_dict(loaded)
-    except ValueError as error:
-        return "refused when loaded" if str(error) else "an error without a message"
-    try:
+        when = "iterated"
         for _ in islice(loader, 3):
             loader.state_dict()
     except ValueError as error:
-        return "refused when iterated" if str(error) else "an error without a message"
+        return f"refused when {when}" if str(error) else "an error without a message"
     return "still a state"
 
 
@@ -299,17 +297,15 @@ def odd_value(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
 
 
 def other_lanes(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """Swap, remove or copy lane states, or use keys that are no lane numbers."""
+    """Swap, copy or remove lane states, or use keys that are no lane numbers."""
     lanes = state["lanes"]
     first, second = rng.choice(sorted(lanes)), rng.choice(sorted(lanes))
-    change = rng.randrange(5)
+    change = rng.randrange(4)
     if change == 0:
         lanes[first], lanes[second] = lanes[second], lanes[first]
     elif change == 1:
-        del lanes[first]
-    elif change == 2:
         lanes[second] = lanes[first]
-    elif change == 3:
+    elif change == 2:
         lanes[rng.choice([-1, 4, 10**9, 2**70, "0", 1.0, None, (1,)])] = lanes[first]
     else:
         lanes.clear()

@@ -29,7 +29,7 @@ from stress.corpus import (
 from stress.job import Run, job
 from stress.kills import kill_and_resume
 from tests.harness.corpus import write
-from tests.harness.processes import RankPools, Ranks
+from tests.harness.processes import RankPools, Ranks, run_forked
 
 EXACT: dict[str, Any] = {"strategy": "exact_fit"}
 SPLIT: dict[str, Any] = {"split_across_pack": True}
@@ -171,7 +171,6 @@ def check_cases(run: Run, draw: Draw, full: int, quick: int) -> str:
     count, done = run.count(full, quick), Counter[str]()
     with RankPools() as pools:
         for number in range(count):
-            run.progress(number, count, "cases")
             with tempfile.TemporaryDirectory() as name:
                 case = draw(number, Path(name))
                 try:
@@ -411,9 +410,7 @@ def every_step(run: Run) -> str:
         done, state = 0, None
         leap = max(1, len(steps) // 20)
         for number in range(20):
-            run.progress(number, 20, "resumes in a row")
-            with Ranks(2) as fresh:
-                results = fresh.run(partial(run_rank, workers=2, steps=leap), corpus, state)
+            results = run_forked(partial(run_rank, workers=2, steps=leap), 2, corpus, state)
             assert global_steps(results) == steps[done : done + leap]
             done, state = done + leap, results[0].states[-1]
             assert state == whole[0].states[done], f"the state grew or changed by resume {number}"

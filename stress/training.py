@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from stress.corpus import run_apart
 from stress.job import Run, job
 from stress.kills import wait_until
 from tests.harness.processes import Ranks, free_port, kill_tree
@@ -68,8 +69,7 @@ def import_recipe() -> None:
 
 def train_whole(folder: Path, ranks: int, **settings: Any) -> dict[int, float]:
     """Train without a disturbance; return the losses."""
-    with Ranks(ranks, join=False) as whole:
-        whole.run(train, config_of(folder, **settings), timeout=200)
+    run_apart(train, config_of(folder, **settings), size=ranks, timeout=200)
     return losses_of(folder)
 
 
@@ -101,7 +101,6 @@ def kill_training(run: Run) -> str:
         expected = train_whole(whole, 2, **settings)
         repeated = done = 0
         while done < kills:
-            run.progress(done, kills, "kills")
             before = newest_checkpoint(broken)
             assert before < steps - 4, "the run is too short for so many kills"
             config = config_of(broken, resume=True, async_checkpoint=bool(done % 2), **settings)
@@ -114,8 +113,7 @@ def kill_training(run: Run) -> str:
             assert newest_checkpoint(broken) >= before
             done += newest_checkpoint(broken) > before
             repeated += last_logged_step(broken) - newest_checkpoint(broken)
-        with Ranks(2, join=False) as ranks:
-            assert ranks.run(train, config_of(broken, resume=True, **settings)) == [steps, steps]
+        assert run_apart(train, config_of(broken, resume=True, **settings), size=2) == [steps, steps]
         worst = max_relative_difference(expected, losses_of(broken))
         # Lines that were logged before a kill, and again after it, must agree too.
         for step, loss in logged_losses(broken):
@@ -146,7 +144,6 @@ def sigterm(run: Run) -> str:
             expected = train_whole(whole, size, **settings)
             write_config(broken, **settings)
             for number in range(signals + 1):
-                run.progress((size - 1) * (signals + 1) + number, 2 * (signals + 1), "runs")
                 before = newest_checkpoint(broken)
                 process = start(broken, "streampack", "run", *launched, "full_finetune")
                 try:
@@ -218,18 +215,15 @@ def kill_saves(run: Run) -> str:
     kinds: Counter[str] = Counter()
     loaded: Counter[int] = Counter()
     with tempfile.TemporaryDirectory() as name:
-        with Ranks(2, join=False) as ranks:
-            whole = ranks.run(save_and_exit, Path(name) / "whole", 0, 0)[0]
+        whole, _ = run_apart(save_and_exit, Path(name) / "whole", 0, 0, size=2)
         for victim in (0, 1):
             for number in range(1, 1000):
-                run.progress(number, 1000, f"points of rank {victim}, at most")
                 folder = Path(name) / f"{victim}-{number}"
                 with Ranks(2, join=False) as ranks:
                     ranks.start(save_and_exit, folder, victim, number)
                     completed = wait_for_victim(ranks, victim)
                 journal = (folder / f"journal-{victim}").read_text().split()
-                with Ranks(1 + number % 2, join=False) as ranks:
-                    step, weights = ranks.run(load_newest_checkpoint, folder)[0]
+                (step, weights), *_ = run_apart(load_newest_checkpoint, folder, size=1 + number % 2)
                 assert weights == whole[step], f"killed at {journal[-1]} {number} of rank {victim}: a mix"
                 loaded[step] += 1
                 if completed or (run.quick and number == 3):
@@ -246,17 +240,12 @@ def kill_saves(run: Run) -> str:
 
 def wait_for_victim(ranks: Ranks, victim: int) -> bool:
     """Wait until all ranks have done their job (True) or the victim has died (False)."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if all(pipe.poll() for pipe in ranks.pipes):  # also true of a pipe whose process ended
-            ranks.processes[victim].join(1)
-        if not ranks.processes[victim].is_alive():
-            return False
-        if all(pipe.poll() for pipe in ranks.pipes):
-            ranks.collect(1)
-            return True
-        time.sleep(0.005)
-    raise AssertionError("a save hangs without a kill")
+    assert ranks.pipes[victim].poll(60), "a save hangs without a kill"  # it has answered, or is closed
+    ranks.processes[victim].join(1)
+    if not ranks.processes[victim].is_alive():
+        return False
+    ranks.collect(60)
+    return True
 
 
 @contextmanager
