@@ -72,16 +72,15 @@ class Corpus:
         *,
         folder: Path | None = None,
         longest: int = 12,
-        seed: int = 0,
         grouped: bool = False,
         **settings: Any,
     ) -> Corpus:
         """Draw mostly short samples, shuffled, packed by ``exact_fit`` to 24 tokens, handed out by cost in windows."""
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(settings.get("seed", 0))
         lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
         settings = {
             "max_seq_len": 24, "buffer_size": 16, "num_lanes": 12, "shuffle": True, "shuffle_window": 32,
-            "seed": seed, "balance_window": 8, **settings,
+            "seed": 0, "balance_window": 8, **settings,
         }  # fmt: skip
         corpus = cls(lengths.tolist(), str(folder) if folder else None, settings, grouped=grouped)
         if folder:
@@ -128,19 +127,12 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Files(Corpus):
-    """Files of one kind: those of this machine, in a folder, or behind URLs.
-
-    Attributes:
-        kind: of the files.
-        paths: the files, or their folder.
-        options: of the source.
-        good: the rows of the files that can be read.
-    """
+    """Files of one kind, of this machine or behind URLs."""
 
     kind: str = "jsonl"
-    paths: str | tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    good: Sequence[list[dict[str, int]]] = ()
+    paths: str | tuple[str, ...] = ()  # the files, or their folder
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the source
+    good: Sequence[list[dict[str, int]]] = ()  # the rows of the files that can be read
 
     def source(self) -> Any:  # noqa: D102 - see Corpus
         return SOURCES[self.kind](self.paths, **self.options)

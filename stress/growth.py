@@ -14,7 +14,7 @@ import numpy as np
 from streampack import IterablePackedDataset, PackedDataLoader
 from stress.corpus import end, worker_pids
 from stress.job import Run, job
-from stress.states import CachedSamples, Documents
+from stress.states import CachedSamples
 from tests.harness.processes import Ranks
 
 MAX_SEQ_LEN, BATCH = 256, 64
@@ -76,7 +76,7 @@ def sample_usage(packs: int, every: int) -> list[Usage]:
     """Iterate over so many packs, and sample the resources in use every ``every`` packs. Called in a rank."""
     settings: Any = {"max_seq_len": MAX_SEQ_LEN, "shuffle": True, "num_lanes": 8, "epochs": None}
     lengths = np.random.default_rng(0).choice([64, 128, 150, 192, 256], 997).tolist()
-    dataset = IterablePackedDataset(Documents(400_000), encoder=CachedSamples(lengths), **settings)
+    dataset = IterablePackedDataset(range(400_000), encoder=CachedSamples(lengths), **settings)
     loader = PackedDataLoader(dataset, batch_size=BATCH, num_workers=2, timeout=120)
     samples: list[Usage] = []
     iterator = iter(loader)

@@ -6,15 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-MODULES = (
-    "kills",
-    "topology",
-    "files",
-    "states",
-    "growth",
-    "network",
-    "training",
-)
+MODULES = ("kills", "topology", "files", "states", "growth", "network", "training")
 """Modules with jobs, in the order in which they run."""
 
 Body = Callable[["Run"], str]

@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -33,30 +33,15 @@ from tests.harness.corpus import Numbers
 LANES = 8
 
 
-class Documents:
-    """A map-style dataset of any size, whose rows are made when they are read."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int, /) -> dict[str, int]:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        return {"i": index}
-
-
 class CachedSamples:
-    """Encode ``{"i": 3}`` as one of a few samples made beforehand, so that encoding costs next to nothing."""
+    """Encode a number as one of a few samples made beforehand, so that encoding costs next to nothing."""
 
     def __init__(self, lengths: list[int]) -> None:
         tokens = np.arange(max(lengths), dtype=np.int64)
         self.samples = [Sample(tokens[:n], tokens[:n]) for n in lengths]
 
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
-        return self.samples[row["i"] % len(self.samples)]
+    def __call__(self, row: int, /) -> Sample:  # noqa: D102 - the class says it
+        return self.samples[row % len(self.samples)]
 
     def fingerprint(self) -> str:
         """Return a name."""
@@ -81,7 +66,7 @@ def sizes_of_states(documents: int) -> list[int]:
     settings: dict[str, Any] = {"max_seq_len": 512, "shuffle": True, "num_lanes": LANES, "epochs": None}
     lengths = 1 + 499 * np.random.default_rng(0).random(997) ** 3  # mostly few tokens
     encoder = CachedSamples(lengths.astype(int).tolist())
-    dataset = IterablePackedDataset(Documents(documents), encoder=encoder, **settings)
+    dataset = IterablePackedDataset(range(documents), encoder=encoder, **settings)
     loader = PackedDataLoader(dataset, batch_size=4)
     sizes = [len(pickle.dumps(loader.state_dict())) for _ in islice(loader, 0, 600, 3)]
     assert len(sizes) == 200, f"only {len(sizes)} states of {documents} documents"
@@ -112,16 +97,15 @@ def resume_time(run: Run) -> str:
             return PackedDataLoader(dataset, batch_size=4), source, encoder
 
         steps = sum(1 for _ in make()[0]) if run.quick else rows * 150 // 1024 // 4
+        # Several states in a row, because the cost depends on how far into its window each of them is.
+        firsts = {percent: steps * percent // 100 for percent in (10, 90)}
         states: dict[int, list[dict[str, Any]]] = {10: [], 90: []}
         loader = make()[0]
-        for number, _ in enumerate(loader):
-            for percent, found in states.items():
-                # Several states in a row, because the cost depends on how far into its window each of them is.
-                if number >= steps * percent // 100 and len(found) < repeats:
-                    found.append(loader.state_dict())
-            if len(states[90]) == repeats:
-                break
-        assert all(len(found) == repeats for found in states.values())
+        for number, _ in enumerate(islice(loader, firsts[90] + repeats)):
+            for percent, first in firsts.items():
+                if first <= number < first + repeats:
+                    states[percent].append(loader.state_dict())
+        assert len(states[90]) == repeats
         costs: dict[int, list[tuple[float, int, int]]] = {10: [], 90: []}  # seconds, rows, bytes
         for number in range(repeats):
             for percent in (10, 90) if number % 2 else (90, 10):

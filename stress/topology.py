@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streampack import JSONLSource, MapSource, Mix
@@ -38,12 +37,11 @@ FILLING = (EXACT, EXACT, *({"strategy": name} for name in ("best_fit", "first_fi
 
 @dataclass(frozen=True)
 class Layout:
-    """How 8 ranks are grouped: by a mesh, or without names by numbers."""
+    """How 8 ranks are grouped by a mesh."""
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     data: tuple[str, ...]  # the dimensions along which batches differ
-    by_number: bool = False  # give the data rank and the number of data ranks instead of the mesh
 
     def data_ranks(self) -> list[int]:
         """Return each rank's group, from the definition: ranks differ where their places along ``data`` do."""
@@ -53,9 +51,6 @@ class Layout:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `PackedDataLoader`. Called in a rank."""
-        if self.by_number:
-            groups = self.data_ranks()
-            return {"data_rank": groups[dist.get_rank()], "data_world_size": len(set(groups))}
         return {"mesh": mesh(self.shape, self.dims), "data_dims": self.data}
 
 
@@ -158,12 +153,8 @@ def check_case(pools: RankPools, case: Case) -> Counter[str]:
     assert load_state(state)["lanes"] == load_state(end)["lanes"], "the lanes end in another state"
     if case.judge is not None:
         pools[1].run(case.judge, corpus, state)
-    return Counter(
-        resumes=len(case.stages) - 1,
-        packs=sum(map(len, steps)),
-        steps=len(reference),
-        **{"equal steps": same},
-    )
+    packs, resumes = sum(map(len, steps)), len(case.stages) - 1
+    return Counter(resumes=resumes, packs=packs, steps=len(reference), equal=same)
 
 
 def check_cases(run: Run, draw: Draw, full: int, quick: int) -> str:
@@ -179,7 +170,7 @@ def check_cases(run: Run, draw: Draw, full: int, quick: int) -> str:
                     raise AssertionError(f"case {number}: {error}; {case}") from error
     return (
         f"{count:,} cases, {done['resumes']:,} resumes, {done['packs']:,} packs: those of one process, in "
-        f"{done['equal steps']:,} of {done['steps']:,} steps, until a lane ends, also step by step; 0 counterexamples"
+        f"{done['equal']:,} of {done['steps']:,} steps, until a lane ends, also step by step; 0 counterexamples"
     )
 
 
@@ -208,13 +199,12 @@ def generate(number: int, folder: Path) -> Case:
     overlong = rng.choice(["split", "drop", "truncate"])
     longest = rng.choice([limit, 2 * limit, 4 * limit])
     count = rng.choice([1, 2, 3, 7, 20, 60, 150])
-    shape = rng.choice(["uniform", "short", "skewed", "equal"])
-    lengths = {
-        "uniform": lambda: rng.randint(1, longest),
-        "short": lambda: min(rng.randint(1, longest), rng.randint(1, longest), rng.randint(1, longest)),
-        "skewed": lambda: longest if rng.random() < 0.1 else 1,
-        "equal": lambda: max(1, limit // 2),
-    }[shape]
+    drawn = {
+        "uniform": [rng.randint(1, longest) for _ in range(count)],
+        "short": [min(rng.randint(1, longest) for _ in range(3)) for _ in range(count)],
+        "skewed": [longest if rng.random() < 0.1 else 1 for _ in range(count)],
+        "equal": [max(1, limit // 2)] * count,
+    }[rng.choice(["uniform", "short", "skewed", "equal"])]
     stages = [
         Stage(rng.choice([1, 2, 3]), rng.choice([0, 0, 0, 1, 2]), None if last else rng.randint(0, 12))
         for last in (False, False, True)
@@ -232,7 +222,6 @@ def generate(number: int, folder: Path) -> Case:
         "num_lanes": max(most, rng.choice([most, most + 1, 6, 12, 13])),
         "balance_window": rng.choice([0, 1, 5, 64]),
     }
-    drawn = [lengths() for _ in range(count)]
     if overlong == "drop" and min(drawn) > limit:
         drawn[0] = limit  # a run without a pack is an error
     return Case(Corpus(drawn, None, settings), stages)
@@ -319,13 +308,13 @@ def odd(number: int, folder: Path) -> Case:
 TWO = (
     Layout((2, 4), ("dp", "tp"), ("dp",)),
     Layout((2, 2, 2), ("pp", "dp", "cp"), ("dp",)),
-    Layout((4, 2), ("tp", "dp"), ("dp",), by_number=True),
+    Layout((4, 2), ("tp", "dp"), ("dp",)),
 )
 FOUR = (
     Layout((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), ("dp_replicate", "dp_shard")),
     Layout((2, 4), ("tp", "dp"), ("dp",)),
 )
-ONE = (Layout((1, 8), ("dp", "tp"), ("dp",)), Layout((1, 2, 4), ("dp", "pp", "cp"), ("dp",), by_number=True))
+ONE = (Layout((1, 8), ("dp", "tp"), ("dp",)), Layout((1, 2, 4), ("dp", "pp", "cp"), ("dp",)))
 
 
 @cases(
