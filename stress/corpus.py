@@ -98,7 +98,6 @@ class Corpus:
         bounds = [0, len(rows) // 2, len(rows) * 5 // 6, len(rows)]
         for number, (start, stop) in enumerate(pairwise(bounds)):
             path = Path(self.folder) / f"{number}.jsonl"
-            path.unlink(missing_ok=True)
             if start < stop:
                 write(path, rows[start:stop])
 

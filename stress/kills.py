@@ -50,15 +50,14 @@ def wait_until(reached: Callable[[], bool], seconds: float, what: str | None = N
 @job("kill-all", "SIGKILL of the whole process tree at 50 random points: the same packs", limit=420)
 def kill_all(run: Run) -> str:
     """Kill 2 ranks x 2 workers, which save every few steps, and resume from the last saved state."""
-    kills = run.count(50, 3)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3, balance_window=64)
-        return kill_and_resume(run, corpus, folder, kills=kills)
+        return kill_and_resume(Path(name), run.count(50, 3))
 
 
-def kill_and_resume(run: Run, corpus: Corpus, folder: Path, *, kills: int) -> str:
+def kill_and_resume(folder: Path, kills: int, *, grouped: bool = False) -> str:
     """Kill a run of three epochs at random points, resume it, and compare it with one that ran through."""
+    count = max(900, kills * 110)
+    corpus = Corpus.make(count, folder=folder, epochs=3, balance_window=64, grouped=grouped)
     rng = random.Random(1)
     results = run_forked(run_rank, 2, corpus, timeout=120)
     check_coverage(global_steps(results), corpus, epochs=3)

@@ -52,9 +52,6 @@ def files_of(
     return Files([], None, settings, kind=kind, paths=paths, options={**chosen, **options})
 
 
-Place = Callable[[str], str]  # where a file of this name is
-
-
 @job(
     "nginx",
     "Parquet and JSONL shards behind nginx: the packs of local files, 1.05x the bytes used",
@@ -82,7 +79,12 @@ def s3(run: Run) -> str:
 
 
 def compare(
-    run: Run, root: Path, used: dict[str, int], server: Nginx, place: Place, options: dict[str, Any]
+    run: Run,
+    root: Path,
+    used: dict[str, int],
+    server: Nginx,
+    place: Callable[[str], str],
+    options: dict[str, Any],
 ) -> str:
     """Compare runs over the network with runs over local files, of shards of both kinds; return a summary."""
     told = []
@@ -231,9 +233,13 @@ def many_lanes(run: Run) -> str:
     with tempfile.TemporaryDirectory() as name, Web(files) as web:
         for path, data in files.items():
             Path(name + path).write_bytes(data)
-        settings = {"buffer_size": 16, "shuffle_window": 16, "num_lanes": lanes}
-        remote = files_of("parquet", tuple(web.url + path for path in files), {}, settings)
-        reading = ahead(remote, lanes * LANE_BYTES)
+        urls = tuple(web.url + path for path in files)
+
+        def remote(read_ahead: int) -> Files:
+            settings = {"buffer_size": 16, "shuffle_window": 16, "num_lanes": lanes, "read_ahead": read_ahead}
+            return files_of("parquet", urls, {}, settings)
+
+        reading = remote(lanes * LANE_BYTES)
         first, many = read(reading, web, 1), read(reading, web, batches)
         local = read(replace(reading, paths=tuple(name + path for path in files)), web, batches)
         assert many.packs == local.packs, "other packs than of local files"
@@ -242,7 +248,7 @@ def many_lanes(run: Run) -> str:
         assert made <= most, f"{made} requests before the first batch, not {most}"
         check_rounds(first, 1)
         check_rounds(many, batches)
-        alone = read(ahead(remote, 0), web, 8)
+        alone = read(remote(0), web, 8)
         if not run.quick:  # few lanes need few rounds in any case
             with pytest.raises(AssertionError, match="rounds of requests"):
                 check_rounds(alone, 8)
@@ -251,11 +257,6 @@ def many_lanes(run: Run) -> str:
         f"{first.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.rounds} rounds, packs "
         f"as of local files; without read-ahead {alone.rounds} rounds for 8 batches, which the check refuses"
     )
-
-
-def ahead(files: Files, read_ahead: int) -> Files:
-    """Return the files with so many bytes for read-ahead and windows."""
-    return replace(files, settings={**files.settings, "read_ahead": read_ahead})
 
 
 def check_rounds(found: Read, batches: int) -> None:

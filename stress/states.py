@@ -158,9 +158,7 @@ def hostile(run: Run) -> str:
                     with no_checksums() if forged else nullcontext():
                         verdict = try_state(corpus, blob)
                 except BaseException as error:
-                    raise AssertionError(
-                        f"state {number}, {attack.__name__}: {type(error).__name__}: {error}"
-                    ) from error
+                    raise AssertionError(f"state {number}, {attack.__name__}: {error!r}") from error
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 verdicts[verdict] += 1

@@ -436,11 +436,8 @@ def resume_from_each(
 @job("groups", "groups: killed at 50 points, resumed at every step and on 4 -> 2 -> 3 -> 1 ranks", limit=600)
 def groups(run: Run) -> str:
     """What is recorded of a pack includes its prefixes and the fields of its segments and tokens."""
-    kills = run.count(50, 2)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3, balance_window=64, grouped=True)
-        killed = kill_and_resume(run, corpus, folder, kills=kills)
+        killed = kill_and_resume(Path(name), run.count(50, 2), grouped=True)
     with tempfile.TemporaryDirectory() as name:
         corpus = Corpus.make(run.count(900, 200), folder=Path(name), epochs=2, grouped=True)
         steps = len(restore_each(corpus, 2, 2)[0].steps)
