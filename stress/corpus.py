@@ -97,9 +97,8 @@ class Corpus:
         rows = self.rows()
         bounds = [0, len(rows) // 2, len(rows) * 5 // 6, len(rows)]
         for number, (start, stop) in enumerate(pairwise(bounds)):
-            path = Path(self.folder) / f"{number}.jsonl"
             if start < stop:
-                write(path, rows[start:stop])
+                write(Path(self.folder) / f"{number}.jsonl", rows[start:stop])
 
     def source(self) -> Any:
         """Build a new source."""

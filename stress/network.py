@@ -9,7 +9,6 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -63,7 +62,7 @@ def nginx(run: Run) -> str:
         root = Path(name) / "root"
         with nginx_server(Path(name) / "nginx", root=root) as server:
             used = write_both(run, root)
-            return compare(run, root, used, server, lambda name: f"{server.url}/{name}", {})
+            return compare(run, root, used, server, server.url, {})
 
 
 @job("s3", "the same behind moto's S3, through s3fs, with nginx as a proxy that counts", limit=500)
@@ -75,17 +74,10 @@ def s3(run: Run) -> str:
             used = write_both(run, root)
             run_apart(upload, root, server.url)  # an S3 client leaves threads behind
             options = {"key": "key", "secret": "secret", "endpoint_url": server.url}
-            return compare(run, root, used, server, lambda name: f"s3://{BUCKET}/{name}", options)
+            return compare(run, root, used, server, f"s3://{BUCKET}", options)
 
 
-def compare(
-    run: Run,
-    root: Path,
-    used: dict[str, int],
-    server: Nginx,
-    place: Callable[[str], str],
-    options: dict[str, Any],
-) -> str:
+def compare(run: Run, root: Path, used: dict[str, int], server: Nginx, place: str, options: Any) -> str:
     """Compare runs over the network with runs over local files, of shards of both kinds; return a summary."""
     told = []
     # Within the 60 s after which `run_rank` gives up on another rank.
@@ -93,7 +85,9 @@ def compare(
     for kind in KINDS:
         names = sorted(path.name for path in root.glob(f"*.{kind}"))
         local = files_of(kind, tuple(str(root / name) for name in names), {}, {"shuffle_window": 32})
-        remote = replace(local, paths=tuple(map(place, names)), options=local.options | options)
+        remote = replace(
+            local, paths=tuple(f"{place}/{name}" for name in names), options=local.options | options
+        )
         told.append(f"{len(names)} {kind} shards: {compare_kind(run, local, remote, used[kind], server)}")
     return "; ".join(told)
 
