@@ -51,8 +51,7 @@ def table(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job], *, 
             continue
         verdict = {True: "holds", False: "**fails**", None: "**not run**"}[result["holds"]]
         done = str(result["counts"]).replace("|", "/")
-        shows = f"{jobs[name].shows} (`{name}`)"
-        rows.append(f"| {shows} | {done} | {result['seconds']:.0f} s | {verdict} |")
+        rows.append(f"| {jobs[name].shows} (`{name}`) | {done} | {result['seconds']:.0f} s | {verdict} |")
     runs = {f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()}
     if any(name not in results for name in earlier):
         runs |= set(re.findall(r"^\d{4}-\d\d-\d\d · .*$", page, re.MULTILINE))
