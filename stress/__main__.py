@@ -23,6 +23,7 @@ from stress.job import JOBS, NotRun, Run, load_jobs
 from stress.report import RESULTS, machine_info, read, render, write
 from tests.harness.processes import processes
 
+VERDICTS = {True: "holds", False: "FAILED", None: "not run"}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -62,13 +63,12 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.only or [
         name for name in jobs if not (options.resume and results.get(name, {}).get("holds"))
     ]
-    failed, not_run = [], []
+    found: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS.values()}
     begun = time.monotonic()
     for number, name in enumerate(names, start=1):
         result = run_job(name, quick=options.quick)
-        if not result["holds"]:
-            (not_run if result["holds"] is None else failed).append(name)
-        verdict = {True: "holds", False: "FAILED", None: "not run"}[result["holds"]]
+        verdict = VERDICTS[result["holds"]]
+        found[verdict].append(name)
         print_line(
             f"[{number}/{len(names)}] {name:20} {verdict:7} {result['seconds']:7.1f} s  {result['counts']}"
         )
@@ -77,14 +77,12 @@ def main(arguments: list[str] | None = None) -> int:
             results = {known: results[known] for known in jobs if known in results}
             write(results)
             render(results, jobs)
-    print_line(
-        f"{len(names) - len(failed) - len(not_run)} of {len(names)} jobs hold, in {time.monotonic() - begun:.0f} s"
-        + (f"; failed: {', '.join(failed)}" if failed else "")
-        + (f"; not run: {', '.join(not_run)}" if not_run else "")
-    )
+    holding = len(found.pop("holds"))
+    others = "".join(f"; {verdict}: {', '.join(of)}" for verdict, of in found.items() if of)
+    print_line(f"{holding} of {len(names)} jobs hold, in {time.monotonic() - begun:.0f} s{others}")
     if not options.quick:
         print_line(f"written to {RESULTS.relative_to(ROOT)} and docs/reliability.md")
-    return 1 if failed else 0
+    return 1 if found["FAILED"] else 0
 
 
 def run_job(name: str, *, quick: bool) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def run_child(name: str, outcome: Path, *, quick: bool) -> int:
     """Run a job in this process, and write its outcome to a file."""
     try:
         holds: bool | None = True
-        counts = JOBS[name].body(Run(name, quick=quick))
+        counts = JOBS[name].body(Run(quick))
     except NotRun as missing:
         counts, holds = str(missing), None
     except BaseException as error:

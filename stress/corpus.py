@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,35 +17,42 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, JSONLSource, PackedDataLoader, Sample
-from streampack.packing.groups import Group
+from streampack import (
+    IGNORE_INDEX,
+    Batch,
+    Group,
+    IterablePackedDataset,
+    JSONLSource,
+    Ledger,
+    PackedDataLoader,
+    ParquetSource,
+    Sample,
+    TokenShardSource,
+)
 from tests.harness.corpus import STRIDE, Numbers, write
+from tests.harness.processes import Ranks
+
+SOURCES: dict[str, Callable[..., Any]] = {
+    "jsonl": JSONLSource,
+    "parquet": ParquetSource,
+    "token shards": TokenShardSource,
+}
 
 
 class Trees(Numbers):
     """Encode the same tokens as groups: of 4 tokens or more, a prompt and three answers, one of which goes on."""
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
-        sample = super().__call__(row)
-        lengths, parents = tree_of(row["n"])
-        labels = sample.tokens.copy()
+        tokens, part = super().__call__(row).tokens, row["n"] // 4
+        lengths, parents = [part, part, part, row["n"] - 3 * part], [-1, 0, 0, 1]
+        if not part:
+            lengths, parents = [row["n"]], [-1]
+        labels = tokens.copy()
         labels[: lengths[0]] = IGNORE_INDEX
+        fields = {"row": [row["i"]] * len(lengths), "segment": range(len(lengths))}
         return Group(
-            sample.tokens,
-            labels,
-            lengths=lengths,
-            parents=parents,
-            fields={"row": [row["i"]] * len(lengths), "segment": range(len(lengths))},
-            token_fields={"id": sample.tokens},
+            tokens, labels, lengths=lengths, parents=parents, fields=fields, token_fields={"id": tokens}
         )
-
-
-def tree_of(tokens: int) -> tuple[list[int], list[int]]:
-    """Return the lengths and parents of the segments of a row with so many tokens."""
-    if tokens < 4:
-        return [tokens], [-1]
-    part = tokens // 4
-    return [part, part, part, tokens - 3 * part], [-1, 0, 0, 1]
 
 
 @dataclass(frozen=True)
@@ -64,25 +72,17 @@ class Corpus:
         *,
         folder: Path | None = None,
         longest: int = 12,
-        seed: int = 0,
         grouped: bool = False,
         **settings: Any,
     ) -> Corpus:
         """Draw mostly short samples, shuffled, packed by ``exact_fit`` to 24 tokens, handed out by cost in windows."""
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(settings.get("seed", 0))
         lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
-        defaults = {
-            "max_seq_len": 24,
-            "buffer_size": 16,
-            "num_lanes": 12,
-            "shuffle": True,
-            "shuffle_window": 32,
-            "seed": seed,
-            "balance_window": 8,
-        }
-        corpus = cls(
-            lengths.tolist(), str(folder) if folder else None, {**defaults, **settings}, grouped=grouped
-        )
+        settings = {
+            "max_seq_len": 24, "buffer_size": 16, "num_lanes": 12, "shuffle": True, "shuffle_window": 32,
+            "seed": 0, "balance_window": 8, **settings,
+        }  # fmt: skip
+        corpus = cls(lengths.tolist(), str(folder) if folder else None, settings, grouped=grouped)
         if folder:
             corpus.write()
         return corpus
@@ -97,36 +97,61 @@ class Corpus:
         rows = self.rows()
         bounds = [0, len(rows) // 2, len(rows) * 5 // 6, len(rows)]
         for number, (start, stop) in enumerate(pairwise(bounds)):
-            path = Path(self.folder) / f"{number}.jsonl"
-            path.unlink(missing_ok=True)
             if start < stop:
-                write(path, rows[start:stop])
+                write(Path(self.folder) / f"{number}.jsonl", rows[start:stop])
+
+    def source(self) -> Any:
+        """Build a new source."""
+        return JSONLSource(sorted(Path(self.folder).glob("*.jsonl"))) if self.folder else self.rows()
+
+    def encoder(self) -> Any:
+        """Build a new encoder."""
+        encoder = Trees("trees") if self.grouped else Numbers()
+        encoder.bad = self.bad
+        return encoder
 
     def dataset(self) -> IterablePackedDataset:
         """Build a new dataset, as a new process would."""
-        source: Any = self.rows()
-        if self.folder:
-            source = JSONLSource(sorted(Path(self.folder).glob("*.jsonl")))
-        encoder = Trees("trees") if self.grouped else Numbers()
-        encoder.bad = self.bad
-        return IterablePackedDataset(source, encoder=encoder, **{"untrained": "keep", **self.settings})
+        settings = {"untrained": "keep", **self.settings}
+        return IterablePackedDataset(self.source(), encoder=self.encoder(), **settings)
 
     def expected_tokens(self, epochs: int = 1) -> Counter[int]:
         """Count how often each token must occur in ``epochs`` epochs."""
         limit, overlong = self.settings["max_seq_len"], self.settings.get("overlong", "split")
-        counts: Counter[int] = Counter()
-        for i, n in enumerate(self.lengths):
-            if n > limit and overlong == "drop":
-                continue
-            n = min(n, limit) if overlong == "truncate" else n
-            counts.update({STRIDE * i + 1 + j: epochs for j in range(n)})
-        return counts
+        kept = [row for row in self.rows() if row["n"] <= limit or overlong != "drop"]
+        cut = [row | {"n": min(row["n"], limit)} for row in kept] if overlong == "truncate" else kept
+        return tokens_of([cut], epochs)
+
+
+@dataclass(frozen=True)
+class Files(Corpus):
+    """Files of one kind, of this machine or behind URLs."""
+
+    kind: str = "jsonl"
+    paths: str | tuple[str, ...] = ()  # the files, or their folder
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the source
+    good: Sequence[list[dict[str, int]]] = ()  # the rows of the files that can be read
+
+    def source(self) -> Any:  # noqa: D102 - see Corpus
+        return SOURCES[self.kind](self.paths, **self.options)
+
+    def encoder(self) -> Any:  # noqa: D102 - see Corpus
+        return None if self.kind == "token shards" else Numbers()
+
+    def expected_tokens(self, epochs: int = 1) -> Counter[int]:  # noqa: D102 - see Corpus
+        return tokens_of(self.good, epochs)
+
+
+def tokens_of(files: Iterable[list[dict[str, int]]], times: int = 1) -> Counter[int]:
+    """Count the tokens of all rows ``times`` times."""
+    rows = [row for of_file in files for row in of_file]
+    return Counter({STRIDE * row["i"] + 1 + k: times for row in rows for k in range(row["n"])})
 
 
 class PackRecord(NamedTuple):
     """One pack that a loader returned."""
 
-    digest: bytes  # of its arrays, segment lengths and provenance
+    digest: str  # of its arrays, segment lengths and provenance
     tokens: tuple[int, ...]  # without padding
 
 
@@ -148,37 +173,14 @@ def record_packs(batch: Batch) -> Step:
         for array in arrays:
             digest.update(array.numpy().tobytes())
         if batch.groups is not None:
-            digest.update(repr(check_groups(batch, i)).encode())
-        packs.append(PackRecord(digest.digest(), tuple(batch.tokens[i, :used].tolist())))
+            groups, segments = batch.groups, len(fragments)
+            ids = groups.token_fields["id"][i, :used]
+            assert (ids == batch.tokens[i, :used]).all(), "a field of another token"
+            fields = [values[i, :segments].tolist() for values in groups.fields.values()]
+            known = [groups.parents[i], groups.first_labels[i, :segments].tolist(), fields]
+            digest.update(repr(known).encode())
+        packs.append(PackRecord(digest.hexdigest(), tuple(batch.tokens[i, :used].tolist())))
     return packs
-
-
-def check_groups(batch: Batch, number: int) -> list[Any]:
-    """Check that a pack of `Trees` holds whole groups, each field at its tokens; return what it says of them."""
-    groups, fragments = batch.groups, batch.fragments[number]
-    assert groups is not None
-    starts = [at for at, fragment in enumerate(fragments) if fragment.start == 0]
-    fields = {name: values[number, : len(fragments)].tolist() for name, values in groups.fields.items()}
-    used = 0
-    for first, after in pairwise([*starts, len(fragments)]):
-        own = fragments[first:after]
-        lengths, parents = tree_of(own[-1].stop)
-        assert len({fragment.row_id for fragment in own}) == 1, "a group of two rows"
-        assert [fragment.stop - fragment.start for fragment in own] == lengths, "a group was split"
-        found = [parent - first if parent >= 0 else -1 for parent in groups.parents[number][first:after]]
-        assert found == parents, "a segment continues another than its own prefix"
-        assert fields["segment"][first:after] == list(range(len(own))), "a field of another segment"
-        row = int(batch.tokens[number, used]) // STRIDE
-        assert fields["row"][first:after] == [row] * len(own), "a field of another row"
-        used += own[-1].stop
-    ids = groups.token_fields["id"][number, :used]
-    assert (ids == batch.tokens[number, :used]).all(), "a field of another token"
-    return [
-        groups.parents[number],
-        groups.first_labels[number, : len(fragments)].tolist(),
-        fields,
-        ids.tolist(),
-    ]
 
 
 class RankResult(NamedTuple):
@@ -187,6 +189,7 @@ class RankResult(NamedTuple):
     steps: list[Step]
     states: list[bytes]  # after the last step; with ``every_state``, before the first and after each
     warned: bool  # that lanes do not divide evenly
+    ledger: Ledger  # of the rank's lanes
 
 
 def run_rank(
@@ -198,19 +201,11 @@ def run_rank(
     steps: int | None = None,
     every_state: bool = False,
     groups: Callable[[], Mapping[str, Any]] = dict,
-    after_step: Callable[[int], None] | None = None,
 ) -> RankResult:
-    """Start or resume a run, and iterate for ``steps`` steps or to the end. Called in a rank.
+    """Start a run or resume one from ``state``, and iterate for ``steps`` steps or to the end. Called in a rank.
 
-    Args:
-        corpus: makes the dataset.
-        state: of the run to resume, as `save_state` returned it.
-        workers: worker processes of the rank.
-        batch_size: packs in a batch.
-        steps: how many; None: to the end.
-        every_state: return the state before the first step and after each.
-        groups: returns arguments of `PackedDataLoader` that say which ranks get the same batches.
-        after_step: called with the number of steps done.
+    With ``every_state``, return the state before the first step and after each. ``groups`` returns arguments of
+    `PackedDataLoader` that say which ranks get the same batches.
     """
     warnings.filterwarnings("ignore", message="the corpus changed|.* cannot be read and are left out")
     loader = PackedDataLoader(
@@ -220,28 +215,44 @@ def run_rank(
     try:
         if state is not None:
             loader.load_state_dict(load_state(state))
-        states, done = [], []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             iterator = iter(loader)
-        if every_state:
-            states.append(save_state(loader.state_dict()))
+        states, done = [save_state(loader.state_dict())] if every_state else [], []
         while (steps is None or len(done) < steps) and (batch := next(iterator, None)) is not None:
             done.append(record_packs(batch))
-            if after_step is not None:
-                after_step(len(done))
             if every_state:
                 states.append(save_state(loader.state_dict()))
         if not every_state:
             states.append(save_state(loader.state_dict()))
         uneven = any("do not divide" in str(warning.message) for warning in caught)
-        return RankResult(done, states, uneven)
+        return RankResult(done, states, uneven, loader.ledger())
     finally:
-        # Workers first: forked from this process, they hold copies of the sockets that the group is about to close.
-        for stream in iterator.rank_batches.streams if iterator is not None else ():
-            stream.close()
-        if loader.rank_sync.group is not None:
-            dist.destroy_process_group(loader.rank_sync.group)
+        end(loader, iterator)
+
+
+def end(loader: Any, iterator: Any) -> None:
+    """End the workers of an iteration, and the loader's process group, for neither of which there is a public way.
+
+    Workers first: forked from this process, they hold copies of the sockets that the group is about to close.
+    """
+    if iterator is not None:
+        iterator.rank_batches.close()
+    if loader.rank_sync.group is not None:
+        dist.destroy_process_group(loader.rank_sync.group)
+
+
+def worker_pids() -> list[int]:
+    """Return the process ids of this rank's living workers, in their order."""
+    return sorted(process.pid for process in active_children() if process.pid is not None)
+
+
+def run_apart(
+    function: Callable[..., Any], *arguments: Any, size: int = 1, timeout: float = 120
+) -> list[Any]:
+    """Run a function in processes that are ranks of one another and have not joined yet; return the results."""
+    with Ranks(size, join=False) as ranks:
+        return ranks.run(function, *arguments, timeout=timeout)
 
 
 def save_state(state: Mapping[str, Any]) -> bytes:
@@ -271,17 +282,27 @@ def global_steps(results: Sequence[RankResult]) -> list[Step]:
     ]
 
 
-def count_packs(steps: Iterable[Step]) -> Counter[bytes]:
+def digests_of(results: Sequence[RankResult]) -> list[list[list[str]]]:
+    """Return the digests of all packs, by rank and step."""
+    return [[[pack.digest for pack in step] for step in result.steps] for result in results]
+
+
+def count_packs(steps: Iterable[Step]) -> Counter[str]:
     """Count how often each pack occurs, by digest."""
     return Counter(pack.digest for step in steps for pack in step)
 
 
-def check_coverage(steps: Iterable[Step], corpus: Corpus, epochs: int = 1) -> None:
-    """Check that every token of the corpus occurs exactly once in each epoch."""
-    found: Counter[int] = Counter()
-    for step in steps:
-        for pack in step:
-            found.update(pack.tokens)
-    expected = corpus.expected_tokens(epochs)
+def found_in(steps: Iterable[Step]) -> Counter[int]:
+    """Count the tokens of packs."""
+    return Counter(token for step in steps for pack in step for token in pack.tokens)
+
+
+def check_tokens(found: Counter[int], expected: Counter[int]) -> None:
+    """Check that each token was found as often as it must be."""
     lost, extra = expected - found, found - expected
     assert lost == extra == Counter(), f"{lost.total()} tokens lost, {extra.total()} too many"
+
+
+def check_coverage(steps: Iterable[Step], corpus: Corpus, epochs: int = 1) -> None:
+    """Check that every token of the corpus occurs exactly once in each epoch."""
+    check_tokens(found_in(steps), corpus.expected_tokens(epochs))

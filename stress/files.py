@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,86 +17,60 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, JSONLSource, Mix, ParquetSource, TokenShardSource
+from streampack import IGNORE_INDEX, Mix
 from streampack.sources.indexed import INDEX
 from streampack.sources.scan import scan
 from streampack.sources.token_files import FORMAT, VERSION, ShardWriter
 from streampack.storage.folders import LocalFolder
-from stress.corpus import Corpus, Step, count_packs, global_steps, load_state, run_rank
+from stress.corpus import (
+    SOURCES,
+    Corpus,
+    Files,
+    Step,
+    check_tokens,
+    count_packs,
+    found_in,
+    global_steps,
+    run_apart,
+    run_rank,
+    tokens_of,
+)
 from stress.job import Run, job
 from stress.topology import Case, Stage, cases
-from tests.harness.corpus import STRIDE, Numbers, write
+from tests.harness.corpus import Numbers, write
 from tests.harness.files import CASES, HARM, listed
-from tests.harness.processes import RankPools, Ranks
+from tests.harness.processes import RankPools
 
 EPOCHS = 3
 PER_FILE = 1000  # room for the numbers of a file's rows
-SOURCES: dict[str, Callable[..., Any]] = {
-    "jsonl": JSONLSource,
-    "parquet": ParquetSource,
-    "token shards": TokenShardSource,
-}
 Rows = dict[str, list[dict[str, int]]]  # of each file
 
 
 @dataclass(frozen=True)
-class Files(Corpus):
-    """Files of one kind in ``folder/a``, or with ``mixed`` in a mixture with those in ``folder/b``.
+class Changing(Files):
+    """The files in ``folder/a``, or with ``mixed`` a mixture of them with those in ``folder/b``."""
 
-    Attributes:
-        paths: in place of ``folder/a``: files of this machine or URLs; with a manifest, their folder.
-        manifest: of a scan.
-        quarantine: where what cannot be read is listed and left out.
-        good: the rows of the files that can be read.
-    """
-
-    kind: str = "jsonl"
     mixed: bool = False
-    paths: str | tuple[str, ...] = ()
-    manifest: str | None = None
-    quarantine: str | None = None
-    good: Sequence[list[dict[str, int]]] = ()
 
-    def dataset(self) -> IterablePackedDataset:
-        """See `Corpus.dataset`."""
-        assert self.folder is not None
-        open_source = SOURCES[self.kind]
-        more: dict[str, Any] = {"corpus_changes": "allow", "corpus_lists": Path(self.folder, "lists")}
-        if self.paths:
-            options = {"manifest": self.manifest, "retries": 1, "timeout": 10.0, **columns_of(self.kind)}
-            source = open_source(self.paths, **options)
-            more = {"on_bad_record": "skip", "quarantine": self.quarantine}
-        elif self.mixed:
-            mix = [{"name": n, "source": open_source(Path(self.folder, n)), "weight": 1} for n in "ab"]
-            source = Mix(mix, stop="all_exhausted")
-        else:
-            source = open_source(Path(self.folder, "a"))
-        encoder = None if self.kind == "token shards" else Numbers()
-        return IterablePackedDataset(source, encoder=encoder, untrained="keep", **more, **self.settings)
-
-    def expected_tokens(self, epochs: int = 1) -> Counter[int]:
-        """See `Corpus.expected_tokens`; of bad files."""
-        return tokens_of(self.good, epochs)
-
-    def put(self, files: Rows, name: str) -> None:
-        """Write the files of a source, and nothing else, into its folder."""
-        assert self.folder is not None
-        folder = Path(self.folder, name)
-        folder.mkdir(exist_ok=True)
-        for path in folder.iterdir():
-            path.unlink()
-        if self.kind == "token shards":
-            write_token_shards(folder, files)
-        for file, rows in files.items():
-            if self.kind == "jsonl":
-                write(folder / f"{file}.jsonl", rows)
-            elif self.kind == "parquet":
-                pq.write_table(pa.Table.from_pylist(rows), folder / f"{file}.parquet", row_group_size=9)
+    def source(self) -> Any:  # noqa: D102 - see Corpus
+        a, b = (SOURCES[self.kind](f"{self.folder}/{name}") for name in "ab")
+        if not self.mixed:
+            return a
+        entries = [{"name": "a", "source": a, "weight": 1}, {"name": "b", "source": b, "weight": 1}]
+        return Mix(entries, stop="all_exhausted")
 
 
-def columns_of(kind: str) -> dict[str, Any]:
-    """Return the argument that chooses columns, of kinds that have them."""
-    return {"columns": ["i", "n"]} if kind == "parquet" else {}
+def put(folder: Path, kind: str, files: Rows) -> None:
+    """Write the files of a source, and nothing else, into a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    if kind == "token shards":
+        write_token_shards(folder, files)
+    for file, rows in files.items():
+        if kind == "jsonl":
+            write(folder / f"{file}.jsonl", rows)
+        elif kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), folder / f"{file}.parquet", row_group_size=9)
 
 
 def write_token_shards(folder: Path, files: Rows) -> None:
@@ -127,17 +102,6 @@ def draw_settings(rng: random.Random, number: int, *, shuffle: bool) -> dict[str
     }  # fmt: skip
 
 
-def tokens_of(files: Iterable[list[dict[str, int]]], times: int = 1) -> Counter[int]:
-    """Count the tokens of all rows ``times`` times."""
-    rows = [row for of_file in files for row in of_file]
-    return Counter({STRIDE * row["i"] + 1 + k: times for row in rows for k in range(row["n"])})
-
-
-def found_in(steps: Iterable[Step]) -> Counter[int]:
-    """Count the tokens of packs."""
-    return Counter(token for step in steps for pack in step for token in pack.tokens)
-
-
 @job(
     "changing-corpus",
     "files added, removed and changed at 40 random points, 1 to 4 ranks; JSONL, Parquet, token shards, and mixtures",
@@ -148,16 +112,15 @@ def changing_corpus(run: Run) -> str:
     points, dropped, sizes = run.count(40, 6), 0, []
     with RankPools() as pools:
         for number in range(points):
-            run.progress(number, points, "points")
             rng, numbers = random.Random(number), count()
             with tempfile.TemporaryDirectory() as name:
                 settings = draw_settings(rng, number, shuffle=number % 5 > 1)
-                kind, mixed = list(SOURCES)[number % 3], number % 4 > 1
-                corpus = Files([], name, settings, kind=kind, mixed=mixed)
+                settings |= {"corpus_changes": "allow", "corpus_lists": Path(name, "lists")}
+                corpus = Changing([], name, settings, kind=list(SOURCES)[number % 3], mixed=number % 4 > 1)
                 before = draw_files(rng, [f"f{i}" for i in range(8)], 5, numbers)
                 other = draw_files(rng, [f"g{i}" for i in range(4)], 5, numbers)
-                corpus.put(before, "a")
-                corpus.put(other, "b")
+                put(Path(name, "a"), corpus.kind, before)
+                put(Path(name, "b"), corpus.kind, other)
                 first, *others = (rng.randint(1, 4) for _ in range(3))
                 whole = global_steps(pools[first].run(run_rank, corpus))
                 options = {"workers": rng.randint(0, 1), "steps": rng.randrange(1, len(whole))}
@@ -165,15 +128,17 @@ def changing_corpus(run: Run) -> str:
                 state = begun[0].states[-1]
                 now = {file: kept for file, kept in before.items() if file not in ("f2", "f5")}
                 now |= draw_files(rng, ("f5", "e0", "z0"), 5, numbers)
-                corpus.put(now, "a")
+                put(Path(name, "a"), corpus.kind, now)
                 ends = [
                     pools[size].run(partial(run_rank, workers=rng.randint(0, 1)), corpus, state)
                     for size in others
                 ]
-                check_change(corpus, before, now, other, global_steps(begun), global_steps(ends[0]), state)
-                assert count_packs(global_steps(ends[0])) == count_packs(global_steps(ends[1])), "other packs"
-                lanes = load_state(ends[0][0].states[-1])["lanes"]
-                dropped += sum(lane["ledger"][-1] for lane in lanes.values())
+                rest, again = map(global_steps, ends)
+                check_change(
+                    before, now, other if corpus.mixed else None, found_in(global_steps(begun)), rest
+                )
+                assert count_packs(rest) == count_packs(again), "other packs"
+                dropped += sum(result.ledger.dropped_samples["removed"] for result in ends[0])
                 sizes.append(len(state))
     assert dropped, "nothing waited of what was removed"
     return (
@@ -183,29 +148,25 @@ def changing_corpus(run: Run) -> str:
 
 
 def check_change(
-    corpus: Files, before: Rows, now: Rows, other: Rows, first: list[Step], rest: list[Step], state: bytes
+    before: Rows, now: Rows, mixed_with: Rows | None, early: Counter[int], rest: list[Step]
 ) -> None:
     """Check what came before and after the change."""
     kept = {file: rows for file, rows in before.items() if now.get(file) == rows}
     gone = tokens_of(rows for file, rows in before.items() if file not in kept)
     new = [rows for file, rows in now.items() if file not in kept]
-    early, late = found_in(first), found_in(rest)
+    late = found_in(rest)
     assert not late & gone, "tokens of a removed file came after the resume"
     assert not early & tokens_of(new)
-    if corpus.mixed:  # rows come at least once an epoch
-        missing = tokens_of([*kept.values(), *other.values()]) - early - late
+    if mixed_with is not None:  # rows come at least once an epoch
+        missing = tokens_of([*kept.values(), *mixed_with.values()]) - early - late
         assert not missing, f"{missing.total()} tokens lost"
         return
-    epoch = max(lane["epoch"] for lane in load_state(state)["lanes"].values())
-    assert all(epoch <= early[token] <= epoch + 1 for token in gone), (
-        "a removed row came twice, or was missing"
-    )
+    epoch = max(early.values()) - 1
+    assert all(early[token] >= epoch for token in gone), "a row that was removed later was missing"
     total = early + late
     for token in gone:
         del total[token]
-    expected = tokens_of(kept.values(), EPOCHS) + tokens_of(new, EPOCHS - 1 - epoch)
-    lost, extra = expected - total, total - expected
-    assert lost == extra == Counter(), f"{lost.total()} tokens lost, {extra.total()} too many"
+    check_tokens(total, tokens_of(kept.values(), EPOCHS) + tokens_of(new, EPOCHS - 1 - epoch))
 
 
 def retype_column(path: Path) -> None:
@@ -235,36 +196,37 @@ def bad_shards(number: int, folder: Path) -> Case:
     rng = random.Random(number)
     kind, scanned = list(HARMS)[number % 2], number % 4 > 1
     settings = draw_settings(rng, number, shuffle=rng.random() < 0.7)
-    corpus = Files([], str(folder), settings, kind=kind, quarantine=str(folder / "bad"))
-    files = draw_files(rng, [f"f{i:02}" for i in range(14)], 20, count())
-    corpus.put(files, "data")
+    settings |= {"on_bad_record": "skip", "quarantine": str(folder / "bad")}
+    files, data = draw_files(rng, [f"f{i:02}" for i in range(14)], 20, count()), folder / "data"
+    put(data, kind, files)
     harms = (*HARMS[kind], *[RETYPED] * (scanned and kind == "parquet"))
     bad = dict(zip(rng.sample(sorted(files), len(harms)), harms, strict=True))
     for file, harm in bad.items():
-        DO[harm](folder / "data" / f"{file}.{kind}")
-    corpus = replace(corpus, good=[rows for file, rows in files.items() if file not in bad])
-    paths = tuple(str(folder / "data" / f"{file}.{kind}") for file in files)
+        DO[harm](data / f"{file}.{kind}")
+    paths = tuple(str(data / f"{file}.{kind}") for file in files)
+    columns: dict[str, Any] = {"columns": ["i", "n"]} if kind == "parquet" else {}
+    options = {"retries": 1, "timeout": 10.0, **columns}
     if scanned:
-        with Ranks(1, join=False) as process:  # a scan leaves threads behind
-            process.run(
-                partial(scan, out=str(folder / "manifest"), progress=False, **columns_of(kind)), paths
-            )
-        corpus = replace(corpus, paths=str(folder / "data"), manifest=str(folder / "manifest"))
-    else:
-        corpus = replace(corpus, paths=paths)
+        options["manifest"] = str(folder / "manifest")
+        # A scan leaves threads behind.
+        run_apart(partial(scan, out=options["manifest"], progress=False, **columns), paths)
+    corpus = Files(
+        [], None, settings, kind=kind, paths=str(data) if scanned else paths, options=options,
+        good=[rows for file, rows in files.items() if file not in bad],
+    )  # fmt: skip
     reasons = {f"{file}.{kind}": REASONS[kind, harm] for file, harm in bad.items()}
     stages = [Stage(rng.randint(1, 3), rng.randint(0, 1), steps) for steps in (rng.randint(1, 60), 20, None)]
     return Case(corpus, stages, judge=partial(check_list, reasons))
 
 
-def check_list(reasons: Mapping[str, str], corpus: Files, state: bytes) -> None:
+def check_list(reasons: Mapping[str, str], corpus: Corpus, state: bytes) -> None:
     """Check the list of the files that were left out: each with its reason, and once by each lane."""
-    assert corpus.quarantine is not None
-    entries = listed(Path(corpus.quarantine))
+    folder = Path(corpus.settings["quarantine"])
+    entries = listed(folder)
     files = {entry["shard"] for entry in entries}
     assert files == set(reasons), f"the list has {sorted(files)} and not {sorted(reasons)}"
     wrong = [entry for entry in entries if reasons[entry["shard"]] not in entry["reason"]]
     assert not wrong, f"the list has other reasons: {wrong}"
-    for path in Path(corpus.quarantine).iterdir():
+    for path in folder.iterdir():
         lines = [json.loads(line)["shard"] for line in path.read_text().splitlines()]
         assert len(set(lines)) == len(lines), "a lane lists a file twice"

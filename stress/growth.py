@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 
-from streampack import IterablePackedDataset, PackedDataLoader, Sample
+from streampack import IterablePackedDataset, PackedDataLoader
+from stress.corpus import end, worker_pids
 from stress.job import Run, job
-from stress.states import Documents, size_of
+from stress.states import CachedSamples
 from tests.harness.processes import Ranks
 
 MAX_SEQ_LEN, BATCH = 256, 64
 KIB = 1024
-
-
-class CachedSamples:
-    """Encode ``{"i": 3}`` as one of 997 samples made beforehand, so that encoding costs next to nothing."""
-
-    def __init__(self) -> None:
-        tokens = np.arange(MAX_SEQ_LEN, dtype=np.int64)
-        lengths = np.random.default_rng(0).choice([64, 128, 150, 192, 256], 997).tolist()
-        self.samples = [Sample(tokens[:n], tokens[:n]) for n in lengths]
-
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
-        return self.samples[row["i"] % len(self.samples)]
-
-    def fingerprint(self) -> str:
-        """Return a name."""
-        return "cached samples"
 
 
 class Usage(NamedTuple):
@@ -44,7 +28,7 @@ class Usage(NamedTuple):
     memory: list[int]  # KiB, of the rank and of each worker
     descriptors: list[int]  # open, likewise
     shared: int  # mapped or open pieces of shared memory, of all of them together
-    state: int  # bytes of the lane states
+    state: int  # bytes of the loader's state, pickled
 
 
 @job(
@@ -59,7 +43,7 @@ def million(run: Run) -> str:
         ranks.start(sample_usage, total // 2, total // 20)
         usages = ranks.collect(850)
         seconds = time.monotonic() - began
-        ended = ranks.run(open_descriptors)
+        ended = ranks.run(descriptors)
         ranks.start(sample_usage, 10**9, total // 20)
         time.sleep(2)
         members = ranks.members()
@@ -90,14 +74,9 @@ def million(run: Run) -> str:
 
 def sample_usage(packs: int, every: int) -> list[Usage]:
     """Iterate over so many packs, and sample the resources in use every ``every`` packs. Called in a rank."""
-    dataset = IterablePackedDataset(
-        Documents(400_000),
-        encoder=CachedSamples(),
-        max_seq_len=MAX_SEQ_LEN,
-        shuffle=True,
-        num_lanes=8,
-        epochs=None,
-    )
+    settings: Any = {"max_seq_len": MAX_SEQ_LEN, "shuffle": True, "num_lanes": 8, "epochs": None}
+    lengths = np.random.default_rng(0).choice([64, 128, 150, 192, 256], 997).tolist()
+    dataset = IterablePackedDataset(range(400_000), encoder=CachedSamples(lengths), **settings)
     loader = PackedDataLoader(dataset, batch_size=BATCH, num_workers=2, timeout=120)
     samples: list[Usage] = []
     iterator = iter(loader)
@@ -108,40 +87,24 @@ def sample_usage(packs: int, every: int) -> list[Usage]:
             assert batch.tokens.shape == (BATCH, MAX_SEQ_LEN)
             made += BATCH
             if made // every > len(samples):
-                streams: list[Any] = iterator.rank_batches.streams
-                pids = [os.getpid(), *(stream.process.pid for stream in streams)]
+                pids = [os.getpid(), *worker_pids()]
+                counts = [list(map(of, pids)) for of in (private_memory, descriptors, shared_segments)]
+                memory, opened, shared = counts
                 samples.append(
-                    Usage(
-                        packs=made,
-                        memory=list(map(private_memory, pids)),
-                        descriptors=list(map(descriptors, pids)),
-                        shared=sum(map(shared_segments, pids)),
-                        state=size_of(loader.state_dict()["lanes"]),
-                    )
+                    Usage(made, memory, opened, sum(shared), len(pickle.dumps(loader.state_dict())))
                 )
         return samples
     finally:
-        for stream in iterator.rank_batches.streams:
-            stream.close()
-        if loader.rank_sync.group is not None:
-            dist.destroy_process_group(loader.rank_sync.group)
-
-
-def open_descriptors() -> int:
-    """Return how many descriptors this process has open. Called in a rank."""
-    return descriptors(os.getpid())
+        end(loader, iterator)
 
 
 def private_memory(pid: int) -> int:
     """Return the KiB of resident memory of a process that no file backs."""
-    fields = dict(
-        text.split(":", 1) for text in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in text
-    )
-    return int(fields["RssAnon"].split()[0])
+    return int(Path(f"/proc/{pid}/status").read_text().partition("RssAnon:")[2].split()[0])
 
 
-def descriptors(pid: int) -> int:
-    """Count the open descriptors of a process."""
+def descriptors(pid: int | str = "self") -> int:
+    """Count the open descriptors of a process; of this one by default."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
-MODULES = (
-    "kills",
-    "topology",
-    "files",
-    "states",
-    "growth",
-    "network",
-    "many_files",
-    "training",
-)
+MODULES = ("kills", "topology", "files", "states", "growth", "network", "training")
 """Modules with jobs, in the order in which they run."""
 
 Body = Callable[["Run"], str]
@@ -58,38 +46,12 @@ def load_jobs() -> dict[str, Job]:
     return JOBS
 
 
-def require_failure(check: Callable[[], Any], message: str) -> None:
-    """Require that a check fails with this message, because a bug is planted."""
-    failure = None
-    try:
-        check()
-    except AssertionError as error:
-        failure = str(error)
-    assert failure is not None, f"a planted bug passes the check for {message!r}"
-    assert message in failure, f"a planted bug fails otherwise than by {message!r}: {failure}"
-
-
+@dataclass(frozen=True)
 class Run:
-    """Argument of a job's function: whether the run is quick, and a way to report progress."""
+    """Argument of a job's function."""
 
-    def __init__(self, name: str, *, quick: bool) -> None:
-        self.name = name
-        self.quick = quick
-        self.reported = 0.0
+    quick: bool
 
     def count(self, full: int, quick: int) -> int:
         """Return ``full``, or ``quick`` in a quick run."""
         return quick if self.quick else full
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        """Report progress: at once on a terminal, every half minute elsewhere."""
-        now = time.monotonic()
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K  {self.name}: {done:,} of {total:,} {what}")
-            if done >= total:
-                sys.stderr.write("\r\033[K")
-        elif now - self.reported > 30:
-            if self.reported:
-                sys.stderr.write(f"  {self.name}: {done:,} of {total:,} {what}\n")
-            self.reported = now
-        sys.stderr.flush()

@@ -9,9 +9,11 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -20,55 +22,61 @@ from stress.corpus import (
     Corpus,
     Step,
     check_coverage,
+    digests_of,
     global_steps,
     load_state,
     record_packs,
     run_rank,
     save_state,
+    worker_pids,
 )
 from stress.job import Run, job
-from tests.harness.processes import ExitWith, Ranks
+from tests.harness.processes import ExitWith, Ranks, run_forked
 
 SAVE_EVERY = 4  # steps
 MAX_DELAY = 10.0  # seconds within which every rank must raise
 
 
+def wait_until(reached: Callable[[], bool], seconds: float, what: str | None = None) -> None:
+    """Wait until something is reached: if ``what`` says its name, it must be."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        if time.monotonic() > deadline:
+            assert what is None, f"{what} was not reached in {seconds:g} s"
+            return
+        time.sleep(0.002)
+
+
 @job("kill-all", "SIGKILL of the whole process tree at 50 random points: the same packs", limit=420)
 def kill_all(run: Run) -> str:
     """Kill 2 ranks x 2 workers, which save every few steps, and resume from the last saved state."""
-    kills = run.count(50, 3)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3, balance_window=64)
-        return kill_and_resume(run, corpus, folder, kills=kills)
+        return kill_and_resume(Path(name), run.count(50, 3))
 
 
-def kill_and_resume(run: Run, corpus: Corpus, folder: Path, *, kills: int) -> str:
+def kill_and_resume(folder: Path, kills: int, *, grouped: bool = False) -> str:
     """Kill a run of three epochs at random points, resume it, and compare it with one that ran through."""
+    count = max(900, kills * 110)
+    corpus = Corpus.make(count, folder=folder, epochs=3, balance_window=64, grouped=grouped)
     rng = random.Random(1)
-    with Ranks(2) as ranks:
-        results = ranks.run(run_rank, corpus)
+    results = run_forked(run_rank, 2, corpus, timeout=120)
     check_coverage(global_steps(results), corpus, epochs=3)
-    reference = [[[pack.digest.hex() for pack in step] for step in result.steps] for result in results]
+    reference = digests_of(results)
     total = len(reference[0])
     counted = starts = 0
     while counted < kills:
-        run.progress(counted, kills, "kills")
         before, starts = saved_step(folder), starts + 1
         assert before < total - 40, "the corpus is too small for so many kills"
         with Ranks(2) as ranks:
             ranks.start(train_and_save, corpus, folder, 0.002)
             # Anywhere from the start of the first process to a few saved states later.
             target = rng.randrange(0, 4 * SAVE_EVERY)
-            deadline = time.monotonic() + 60
-            while last_logged_step(folder) < before + target and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_until(lambda step=before + target: last_logged_step(folder) >= step, 60)
             time.sleep(rng.random() * 0.02)
             ranks.kill()
         assert saved_step(folder) >= before
         counted += saved_step(folder) > before
-    with Ranks(2) as ranks:
-        ranks.run(train_and_save, corpus, folder, 0.0)
+    run_forked(train_and_save, 2, corpus, folder, 0.0, timeout=120)
     repeated = sum(check_log(folder, rank, reference[rank]) for rank in range(2))
     packs = sum(len(step) for steps in reference for step in steps)
     return (
@@ -91,7 +99,7 @@ def train_and_save(corpus: Corpus, folder: Path, pause: float) -> None:
         log.write("\n")  # a kill may have left half a line
         for batch in loader:
             step += 1
-            log.write(json.dumps([step, [pack.digest.hex() for pack in record_packs(batch)]]) + "\n")
+            log.write(json.dumps([step, [pack.digest for pack in record_packs(batch)]]) + "\n")
             log.flush()
             time.sleep(pause)
             if step % SAVE_EVERY == 0:
@@ -141,70 +149,67 @@ def kill_rank(run: Run) -> str:
     slowest = 0.0
     corpus = Corpus.make(4000, num_lanes=12, epochs=None)
     for number in range(kills):
-        run.progress(number, kills, "kills")
         victim = number % 3
         with Ranks(3) as ranks:
-            ranks.start(iterate_until_error, corpus)
+            ranks.start(exit_after_error, corpus)
             time.sleep(0.5 + rng.random())
             killed = time.monotonic()
             os.kill(ranks.processes[victim].pid, signal.SIGKILL)
             results = ranks.collect(MAX_DELAY + 5, dead=(victim,))
-            for rank, result in enumerate(results):
-                if rank != victim:
-                    raised, error, steps = result
-                    assert raised > killed, f"rank {rank} had ended before the kill: {error}"
-                    assert steps, "the kill came before the first step"
-                    slowest = max(slowest, raised - killed)
+            for raised in filter(None, results):
+                assert raised.when > killed, f"a rank had ended before the kill: {raised}"
+                assert raised.steps, "the kill came before the first step"
+                slowest = max(slowest, raised.when - killed)
             ranks.wait_for_exit(killed + MAX_DELAY)
     assert slowest < MAX_DELAY
     return f"{kills} kills of one of 3 ranks; the slowest peer raised after {slowest:.2f} s; no worker outlived a rank"
 
 
-def iterate_until_error(corpus: Corpus) -> ExitWith:
-    """Return when iterating raised, what, and after how many steps; then exit, as training would. Called in a rank."""
-    steps = 0
+class Raised(NamedTuple):
+    """An error that a rank raised."""
+
+    kind: str  # its type
+    message: str
+    when: float
+    last: float  # when the rank returned its last batch
+    steps: int
+
+
+def iterate_until_error(corpus: Corpus, workers: int = 2, pause: float = 0.0) -> Raised:
+    """Iterate until an error. Called in a rank."""
+    steps, last = 0, time.monotonic()
     try:
-        for _ in PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, timeout=600):
-            steps += 1
-            time.sleep(0.005)
-    except Exception as error:
-        return ExitWith((time.monotonic(), f"{type(error).__name__}: {error}", steps))
-    raise AssertionError("an endless stream ended")
+        for _ in PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=workers, timeout=600):
+            steps, last = steps + 1, time.monotonic()
+            time.sleep(pause)
+    except Exception as caught:
+        return Raised(type(caught).__name__, str(caught), time.monotonic(), last, steps)
+    raise AssertionError("no error")
+
+
+def exit_after_error(corpus: Corpus) -> ExitWith:
+    """Iterate slowly until an error, then exit, as training would. Called in a rank."""
+    return ExitWith(iterate_until_error(corpus, pause=0.005))
 
 
 @job("error", "an error on one rank is raised on all in under 10 s", limit=120)
 def error(run: Run) -> str:
     """Iterate over a row that cannot be encoded, early, in the middle and late, on 3 ranks."""
     slowest, cases = 0.0, 0
+    corpus = Corpus.make(1800, num_lanes=12, epochs=2)
     with Ranks(3) as ranks:
         for workers in (0, 2):
             for bad in (0, 5, 1000, 1799)[: run.count(4, 2)]:
-                begun = time.monotonic()
-                corpus = Corpus.make(1800, num_lanes=12, epochs=2)
-                results = ranks.run(iterate_bad_row, corpus, bad, workers)
-                slowest = max(slowest, *(delay for delay, *_ in results))
-                own = [text for _, name, text in results if name == "ValueError"]
-                others = [text for _, name, text in results if name == "OtherRankFailed"]
-                assert len(own) == 1, results
+                results = ranks.run(iterate_until_error, replace(corpus, bad=bad), workers, timeout=60)
+                slowest = max(slowest, *(raised.when - raised.last for raised in results))
+                own = [raised.message for raised in results if raised.kind == "ValueError"]
+                others = [raised.message for raised in results if raised.kind == "OtherRankFailed"]
+                assert (len(own), len(others)) == (1, 2), results
                 assert f"sample {bad}: cannot be encoded" in own[0]
-                assert len(others) == 2, results
                 assert all(own[0] in text for text in others), results
-                assert time.monotonic() - begun < 60
                 cases += 1
     assert slowest < MAX_DELAY
     return f"{cases} bad rows on 3 ranks, workers 0 and 2; the slowest rank raised {slowest:.2f} s after its last batch"
-
-
-def iterate_bad_row(corpus: Corpus, bad: int, workers: int) -> tuple[float, str, str]:
-    """Return the seconds from the last batch to the error, the error's type and its message. Called in a rank."""
-    broken = Corpus(corpus.lengths, None, corpus.settings, bad=bad)
-    last = time.monotonic()
-    try:
-        for _ in PackedDataLoader(broken.dataset(), batch_size=2, num_workers=workers, timeout=600):
-            last = time.monotonic()
-    except Exception as caught:
-        return time.monotonic() - last, type(caught).__name__, str(caught)
-    raise AssertionError("no error")
 
 
 @job(
@@ -218,12 +223,13 @@ def kill_worker(run: Run) -> str:
     with Ranks(2) as ranks:
         results = ranks.run(run_rank, corpus)
         check_coverage(global_steps(results), corpus, epochs=2)
-        killed = ranks.run(iterate_killing_workers, corpus, kills, timeout=200)
-        for rank, (steps, restarts) in enumerate(killed):
-            assert restarts == kills, f"rank {rank} restarted {restarts} workers of {kills}"
-            assert steps == results[rank].steps, f"rank {rank} returned other packs"
-        raised = ranks.run(exceed_max_restarts, corpus, kills, timeout=200)
-        slowest = max(when for when, _ in raised) - min(kill for _, kill in raised if kill)
+        killed = ranks.run(iterate_killing_workers, corpus, kills, kills, timeout=200)
+        for rank, found in enumerate(killed):
+            assert found.restarts == kills, f"rank {rank} restarted {found.restarts} workers of {kills}"
+            assert found.steps == results[rank].steps, f"rank {rank} returned other packs"
+            assert found.raised is None, "an error after as many kills as are allowed"
+        over = ranks.run(iterate_killing_workers, corpus, kills + 1, kills, timeout=200)
+        slowest = max(found.raised for found in over) - over[0].last
         assert slowest < MAX_DELAY
     return (
         f"{kills} kills on each of 2 ranks: {len(results[0].steps)} steps identical; one kill more than "
@@ -231,42 +237,38 @@ def kill_worker(run: Run) -> str:
     )
 
 
-def iterate_killing_workers(corpus: Corpus, kills: int) -> tuple[list[Step], int]:
-    """Kill workers at random, and return the steps and how many workers were restarted. Called in a rank."""
+class Killed(NamedTuple):
+    """What a rank whose workers were killed returned."""
+
+    steps: list[Step]
+    restarts: int
+    last: float  # when a worker was killed last
+    raised: float | None  # when iterating raised, if it did
+
+
+def iterate_killing_workers(corpus: Corpus, kills: int, allowed: int) -> Killed:
+    """Kill workers at random, if too often those of rank 0 only. Called in a rank."""
     rng = random.Random(dist.get_rank())
-    loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills)
-    iterator = iter(loader)
-    steps: list[Step] = []
-    killed = 0
-    while (batch := next(iterator, None)) is not None:
-        steps.append(record_packs(batch))
-        workers: list[Any] = iterator.rank_batches.streams
-        restarts = sum(worker.restarts for worker in workers)
-        # Not before the last kill was noticed: two deaths of one process count once.
-        if restarts == killed < kills and len(steps) > 3:
-            time.sleep(rng.random() * 0.01)
-            os.kill(workers[rng.randrange(2)].process.pid, signal.SIGKILL)
-            killed += 1
-    return steps, sum(worker.restarts for worker in workers)
-
-
-def exceed_max_restarts(corpus: Corpus, kills: int) -> tuple[float, float]:
-    """Kill a worker of rank 0 ``kills + 1`` times; return when it raised, and the last kill. Called in a rank."""
+    kills = 0 if kills > allowed and dist.get_rank() else kills
     loader = PackedDataLoader(
-        corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills, timeout=600
+        corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=allowed, timeout=600
     )
-    iterator = iter(loader)
-    last = 0.0
-    killed = 0
+    steps: list[Step] = []
+    seen: set[int] = set()
+    killed, last = 0, 0.0
     try:
-        while next(iterator, None) is not None:
-            worker: Any = iterator.rank_batches.streams[1]
-            if dist.get_rank() == 0 and worker.restarts == killed <= kills:
+        for batch in loader:
+            steps.append(record_packs(batch))
+            workers = worker_pids()
+            seen.update(workers)
+            # Not before the last kill was noticed: two deaths of one process count once.
+            if workers and len(seen) - 2 == killed < kills and len(steps) > 3:
+                time.sleep(rng.random() * 0.01)
                 last = time.monotonic()
-                os.kill(worker.process.pid, signal.SIGKILL)
+                os.kill(rng.choice(workers), signal.SIGKILL)
                 killed += 1
     except RuntimeError as caught:
-        if "died" in str(caught):
-            return time.monotonic(), last
-        raise
-    raise AssertionError("no error")
+        if "died" not in str(caught):
+            raise
+        return Killed(steps, len(seen) - 2, last, time.monotonic())
+    return Killed(steps, len(seen) - 2, last, None)

@@ -1,4 +1,7 @@
-"""Shards behind nginx and S3: the same packs as from local files, and the bytes that nginx's log counts."""
+"""Files behind nginx, S3 and a slow server: the packs of local files, bytes sent, how soon the first batch comes.
+
+A slow server takes 50 ms to answer a request. A round is a request that came only after another was answered.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +9,46 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
-from streampack import IterablePackedDataset, JSONLSource
-from streampack.sources import ParquetSource
-from stress.corpus import RankResult, global_steps, run_rank
+from streampack import PackedDataLoader
+from streampack.sources.scan import scan
+from stress.corpus import Files, digests_of, global_steps, record_packs, run_apart, run_rank
 from stress.job import Run, job
-from stress.kills import check_log, last_logged_step, saved_step, train_and_save
-from stress.servers import Moto, Nginx
-from tests.harness.corpus import Numbers
-from tests.harness.processes import Ranks
+from stress.kills import check_log, last_logged_step, saved_step, train_and_save, wait_until
+from stress.servers import Nginx, Pace, moto_server, nginx_server
+from tests.harness.files import shards
+from tests.harness.processes import Ranks, run_forked
+from tests.harness.stores import Web
 
 KINDS = ("parquet", "jsonl")
-COLUMNS = ["i", "n", "text"]  # the Parquet files also have "other", which is not read
+COLUMNS = ["i", "n", "text"]  # the Parquet files of `write_shards` also have "other", which is not read
 LANES = 8
 GROUPS = 4  # row groups of a Parquet file
 MAX_OVERHEAD = 1.05  # bytes sent over bytes used
 BUCKET = "bucket"
 
-
-@dataclass(frozen=True)
-class Shards:
-    """Files of one kind, local or behind URLs; has the `dataset` method of `stress.corpus.Corpus`."""
-
-    kind: str
-    paths: tuple[str, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def dataset(self) -> IterablePackedDataset:
-        """Build a new dataset, as a new process would."""
-        # Within the 60 s after which `run_rank` gives up on another rank.
-        settings: Any = {"storage_options": self.options, "retries": 3, "timeout": 10.0}
-        if self.kind == "parquet":
-            source: Any = ParquetSource(self.paths, columns=COLUMNS, **settings)
-        else:
-            source = JSONLSource(self.paths, **settings)
-        return IterablePackedDataset(
-            source,
-            encoder=Numbers(),
-            max_seq_len=64,
-            num_lanes=LANES,
-            shuffle=True,
-            shuffle_window=32,
-            epochs=1,
-        )
+DELAY = 0.05  # seconds a request
+BATCH_SIZE = 8
+LANE_BYTES = 75_000  # of read_ahead for each lane; a row group has 16 KB in the columns that are read
+FIRST_ROUNDS = 60  # to the first batch: 3 s, of 50 ms each, of the 5 s that it may take
+MOST_REQUESTS = 800  # of 8 lanes, each of which fetches up to 32 blocks ahead, and footers
 
 
-MakeRemote = Callable[[str, list[str]], Shards]
-"""Function (kind, file names) -> those files behind URLs."""
+def files_of(
+    kind: str, paths: str | tuple[str, ...], options: dict[str, Any], settings: dict[str, Any]
+) -> Files:
+    """Return files that are read once, shuffled, with these options of the source and settings."""
+    chosen: dict[str, Any] = {"columns": COLUMNS} if kind == "parquet" else {}
+    settings = {"max_seq_len": 64, "num_lanes": LANES, "shuffle": True, "epochs": 1, **settings}
+    return Files([], None, settings, kind=kind, paths=paths, options={**chosen, **options})
 
 
 @job(
@@ -71,50 +60,52 @@ def nginx(run: Run) -> str:
     """Run 2 ranks x 2 workers over shards of both kinds, whole and killed in the middle."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "root"
-        with Nginx(Path(name) / "nginx", root=root) as server:
-            used = write(run, root)
-
-            def remote(kind: str, names: list[str]) -> Shards:
-                return Shards(kind, tuple(f"{server.url}/{each}" for each in names))
-
-            return "; ".join(compare(run, kind, root, used[kind], server, remote) for kind in KINDS)
+        with nginx_server(Path(name) / "nginx", root=root) as server:
+            used = write_both(run, root)
+            return compare(run, root, used, server, server.url, {})
 
 
 @job("s3", "the same behind moto's S3, through s3fs, with nginx as a proxy that counts", limit=500)
 def s3(run: Run) -> str:
     """Run 2 ranks x 2 workers over shards of both kinds, whole and killed in the middle."""
-    with tempfile.TemporaryDirectory() as name, Moto() as moto:
+    with tempfile.TemporaryDirectory() as name, moto_server() as port:
         root = Path(name) / "root"
-        with Nginx(Path(name) / "nginx", proxied=moto.port) as server:
-            used = write(run, root)
-            with Ranks(1, join=False) as process:  # an S3 client leaves threads behind
-                process.run(upload, root, server.url)
+        with nginx_server(Path(name) / "nginx", proxied=port) as server:
+            used = write_both(run, root)
+            run_apart(upload, root, server.url)  # an S3 client leaves threads behind
             options = {"key": "key", "secret": "secret", "endpoint_url": server.url}
-
-            def remote(kind: str, names: list[str]) -> Shards:
-                return Shards(kind, tuple(f"s3://{BUCKET}/{each}" for each in names), options)
-
-            return "; ".join(compare(run, kind, root, used[kind], server, remote) for kind in KINDS)
+            return compare(run, root, used, server, f"s3://{BUCKET}", options)
 
 
-def compare(run: Run, kind: str, root: Path, used: int, server: Nginx, remote_of: MakeRemote) -> str:
+def compare(run: Run, root: Path, used: dict[str, int], server: Nginx, place: str, options: Any) -> str:
+    """Compare runs over the network with runs over local files, of shards of both kinds; return a summary."""
+    told = []
+    # Within the 60 s after which `run_rank` gives up on another rank.
+    options = {"storage_options": options, "retries": 3, "timeout": 10.0}
+    for kind in KINDS:
+        names = sorted(path.name for path in root.glob(f"*.{kind}"))
+        local = files_of(kind, tuple(str(root / name) for name in names), {}, {"shuffle_window": 32})
+        remote = replace(
+            local, paths=tuple(f"{place}/{name}" for name in names), options=local.options | options
+        )
+        told.append(f"{len(names)} {kind} shards: {compare_kind(run, local, remote, used[kind], server)}")
+    return "; ".join(told)
+
+
+def compare_kind(run: Run, local: Files, remote: Files, used: int, server: Nginx) -> str:
     """Compare runs over the network, whole and killed, with one over local files; return a summary."""
-    names = sorted(path.name for path in root.glob(f"*.{kind}"))
-    local, remote = Shards(kind, tuple(str(root / name) for name in names)), remote_of(kind, names)
-    with Ranks(2) as ranks:
-        results = ranks.run(run_rank, local, timeout=200)
+    results = run_forked(run_rank, 2, local, timeout=200)
     packs = sum(map(len, global_steps(results)))
-    reference = hex_digests(results)
+    reference = digests_of(results)
     steps = len(reference[0])
 
-    since = len(server.responses())
-    with Ranks(2) as ranks:
-        results = ranks.run(partial(run_rank, workers=2), remote, timeout=200)
-    assert hex_digests(results) == reference
-    whole = traffic(server, since)
+    since = len(server.lines())
+    results = run_forked(partial(run_rank, workers=2), 2, remote, timeout=200)
+    assert digests_of(results) == reference
+    whole = server.traffic(since)
     if not run.quick:  # with few shards, what is read behind the ends of parts is more of the whole
         assert whole.bytes <= MAX_OVERHEAD * used, (
-            f"{whole.bytes:,} bytes of {kind} were sent, {used:,} are used"
+            f"{whole.bytes:,} bytes of {remote.kind} were sent, {used:,} are used"
         )
 
     kills, rng = run.count(3, 1), random.Random(1)
@@ -124,57 +115,31 @@ def compare(run: Run, kind: str, root: Path, used: int, server: Nginx, remote_of
             target = steps * (number + 1) // (kills + 1) + rng.randrange(4)
             with Ranks(2) as ranks:
                 ranks.start(train_and_save, remote, folder, 0.0)
-                deadline = time.monotonic() + 100
-                while last_logged_step(folder) < target:
-                    assert time.monotonic() < deadline, f"step {target} of {steps} was not reached"
-                    time.sleep(0.002)
+                wait_until(lambda target=target: last_logged_step(folder) >= target, 100, f"step {target}")
                 ranks.kill()
-        since, left = len(server.responses()), 1 - saved_step(folder) / steps
-        with Ranks(2) as ranks:
-            ranks.run(train_and_save, remote, folder, 0.0, timeout=200)
-        rest = traffic(server, since)
+        since, left = len(server.lines()), 1 - saved_step(folder) / steps
+        run_forked(train_and_save, 2, remote, folder, 0.0, timeout=200)
+        rest = server.traffic(since)
         for rank, expected in enumerate(reference):
             check_log(folder, rank, expected)
     # Each lane resumes within a row group or a window, and reads it again.
-    repeated = LANES / (GROUPS * len(names))
+    repeated = LANES / (GROUPS * len(remote.paths))
     assert rest.bytes < (left + repeated + 0.05) * whole.bytes, (
         f"{rest.bytes:,} bytes for {left:.0%} of {whole.bytes:,}"
     )
     return (
-        f"{len(names)} {kind} shards: {packs:,} packs as of local files, {whole.bytes / used:.3f} times the "
+        f"{packs:,} packs as of local files, {whole.bytes / used:.3f} times the "
         f"{used / 1e6:,.1f} MB used, in {whole.requests:,} ranged requests; {kills} kills, the packs identical, "
         f"the last {left:.0%} of the run by {rest.bytes / whole.bytes:.0%} of the bytes"
     )
 
 
-def hex_digests(results: Sequence[RankResult]) -> list[list[list[str]]]:
-    """Return the digests of all packs, by rank and step."""
-    return [[[pack.digest.hex() for pack in step] for step in result.steps] for result in results]
-
-
-class Traffic(NamedTuple):
-    """Requests and bytes of a run."""
-
-    requests: int
-    bytes: int
-
-
-def traffic(server: Nginx, since: int) -> Traffic:
-    """Count what nginx sent from line ``since`` of its log on, and check that every request was for a range."""
-    time.sleep(0.2)  # nginx writes its log after the client has the answer
-    sent = server.responses(since=since)
-    whole = [each for each in sent if each.status != 206 or not each.range.startswith("bytes=")]
-    assert not whole, f"not a range: {whole[0]}"
-    return Traffic(len(sent), sum(each.body for each in sent))
-
-
-def write(run: Run, root: Path) -> dict[str, int]:
+def write_both(run: Run, root: Path) -> Any:
     """Write shards of both kinds with the same rows; return the bytes that a run uses of each kind."""
     root.mkdir()
-    with Ranks(1, join=False) as process:  # pyarrow leaves threads behind
-        [used] = process.run(write_shards, root, run.count(64, 6), run.count(1200, 1500), timeout=200)
-    found: dict[str, int] = used
-    return found
+    # Pyarrow leaves threads behind.
+    [used] = run_apart(write_shards, root, run.count(64, 6), run.count(1200, 1500), timeout=200)
+    return used
 
 
 def write_shards(root: Path, shards: int, per_shard: int) -> dict[str, int]:
@@ -221,3 +186,122 @@ def upload(root: Path, url: str) -> None:
     client.create_bucket(Bucket=BUCKET)
     for path in sorted(root.iterdir()):
         client.put_object(Bucket=BUCKET, Key=path.name, Body=path.read_bytes())
+
+
+class Read(NamedTuple):
+    """What a process read."""
+
+    packs: list[str]  # digests
+    seconds: float
+    requests: int
+    rounds: int
+    """The most requests of which each came only after the one before was answered: they cannot be faster together."""
+
+
+def read(files: Files, web: Web, batches: int) -> Read:
+    """Read the first batches in a process of its own; count from the listing of files on."""
+    web.requests.clear()
+    web.fault = pace = Pace(DELAY)
+    [found] = run_apart(read_batches, files, batches)
+    return Read(*found, len(web.requests), pace.answered)
+
+
+def read_batches(files: Files, batches: int) -> tuple[list[str], float]:
+    """Return the packs of the first batches, and the seconds that they took. Called in a process of its own."""
+    begun = time.perf_counter()
+    loader = PackedDataLoader(files.dataset(), batch_size=BATCH_SIZE)
+    steps = [record_packs(batch) for batch in islice(loader, batches)]
+    assert len(steps) == batches, "the data ended"
+    return [pack.digest for step in steps for pack in step], time.perf_counter() - begun
+
+
+@job(
+    "many-lanes",
+    "240 lanes of Parquet over HTTP with 50 ms a request, one process: few rounds of requests to the first batches",
+    limit=240,
+)
+def many_lanes(run: Run) -> str:
+    """Read the first batch, and the first 60; compare these with those of local files."""
+    lanes, batches = run.count(240, 48), run.count(60, 12)
+    files = {f"/{path.rpartition('/')[2]}": data for path, data in shards("parquet", lanes, 200).items()}
+    with tempfile.TemporaryDirectory() as name, Web(files) as web:
+        for path, data in files.items():
+            Path(name + path).write_bytes(data)
+        urls = tuple(web.url + path for path in files)
+
+        def remote(read_ahead: int) -> Files:
+            settings = {"buffer_size": 16, "shuffle_window": 16, "num_lanes": lanes, "read_ahead": read_ahead}
+            return files_of("parquet", urls, {}, settings)
+
+        reading = remote(lanes * LANE_BYTES)
+        first, many = read(reading, web, 1), read(reading, web, batches)
+        local = read(replace(reading, paths=tuple(name + path for path in files)), web, batches)
+        assert many.packs == local.packs, "other packs than of local files"
+        # Of each file the size, the version, the footer; and of some lanes the first rows.
+        most, made = 4 * lanes + 64, first.requests
+        assert made <= most, f"{made} requests before the first batch, not {most}"
+        check_rounds(first, 1)
+        check_rounds(many, batches)
+        alone = read(remote(0), web, 8)
+        if not run.quick:  # few lanes need few rounds in any case
+            with pytest.raises(AssertionError, match="rounds of requests"):
+                check_rounds(alone, 8)
+    return (
+        f"{lanes} lanes and files: the first batch after {first.seconds:.1f} s, {first.requests} requests in "
+        f"{first.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.rounds} rounds, packs "
+        f"as of local files; without read-ahead {alone.rounds} rounds for 8 batches, which the check refuses"
+    )
+
+
+def check_rounds(found: Read, batches: int) -> None:
+    """Check that the requests for so many batches were made side by side."""
+    most = FIRST_ROUNDS + 2 * batches
+    assert found.rounds <= most, f"{found.rounds} rounds of requests, and {most} are enough"
+
+
+@job(
+    "many-shards",
+    "10,000 shards over HTTP with 50 ms a request and a scanned manifest: few requests to the first batch",
+    limit=300,
+)
+def many_shards(run: Run) -> str:
+    """Read the first batch of few and of many shards, by a scanned manifest, and by a list of names."""
+    counts = (1000, run.count(10_000, 2000))
+    told = []
+    for kind in ("jsonl", "parquet"):
+        few = list(shards(kind, 4, 20, text=20).values())
+        found = []
+        for count in counts:
+            files = {f"/data/{i:05}.{kind}": few[i % 4] for i in range(count)}
+            with tempfile.TemporaryDirectory() as name, Web(files) as web:
+                listed, manifest = Path(name, "names"), Path(name, "manifest")
+                listed.write_text("".join(f"{Path(path).name}\n" for path in files))
+                begun = time.perf_counter()
+                scanned = partial(scan, out=manifest, manifest=listed, progress=False)
+                run_apart(scanned, f"{web.url}/data", timeout=200)  # a scan leaves threads behind
+                seconds = time.perf_counter() - begun
+                settings = {"buffer_size": 16, "shuffle_window": 16, "read_ahead": 16 << 20}
+                reading = files_of(kind, f"{web.url}/data", {"manifest": str(manifest)}, settings)
+                found.append(read(reading, web, 1))
+                check_requests(found[-1])
+                if count == counts[0]:
+                    unscanned = read(
+                        replace(reading, options=reading.options | {"manifest": str(listed)}), web, 1
+                    )
+                    with pytest.raises(AssertionError, match="requests"):
+                        check_requests(unscanned)
+        first = found[-1]
+        told.append(
+            f"{kind}: the first batch of {counts[1]:,} shards after {first.seconds:.1f} s, {first.requests} "
+            f"requests in {first.rounds} rounds, and {found[0].requests} of {counts[0]:,} shards; "
+            f"{unscanned.requests:,} by their names alone, which the check refuses; the scan took "
+            f"{seconds:.0f} s without the delay"
+        )
+    return "; ".join(told)
+
+
+def check_requests(found: Read) -> None:
+    """Check that the requests until the first batch are those of the lanes, and not of all shards."""
+    many = f"{found.requests} requests before the first batch, {MOST_REQUESTS} are enough"
+    assert found.requests <= MOST_REQUESTS, many
+    assert found.rounds <= FIRST_ROUNDS, f"{found.rounds} rounds of requests, {FIRST_ROUNDS} are enough"

@@ -37,12 +37,9 @@ def write(results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def table(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job], *, page: str = "") -> str:
-    """Format the results as a Markdown table, with machine and date above it.
+    """Format the results, by job, as a Markdown table, with machine and date above it.
 
-    Args:
-        results: by job.
-        jobs: all that there are.
-        page: an earlier table, from another checkout maybe, of which the rows of jobs without a result are kept.
+    ``page`` has an earlier table, from another checkout maybe: rows of jobs that have no result now are kept.
     """
     earlier = {
         found[1]: found[0] for found in re.finditer(r"^\|.*\(`([\w-]+)`\) \|.*\|$", page, re.MULTILINE)
@@ -54,8 +51,7 @@ def table(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job], *, 
             continue
         verdict = {True: "holds", False: "**fails**", None: "**not run**"}[result["holds"]]
         done = str(result["counts"]).replace("|", "/")
-        shows = f"{jobs[name].shows} (`{name}`)"
-        rows.append(f"| {shows} | {done} | {result['seconds']:.0f} s | {verdict} |")
+        rows.append(f"| {jobs[name].shows} (`{name}`) | {done} | {result['seconds']:.0f} s | {verdict} |")
     runs = {f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()}
     if any(name not in results for name in earlier):
         runs |= set(re.findall(r"^\d{4}-\d\d-\d\d · .*$", page, re.MULTILINE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import tempfile
 from collections import Counter
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
+from streampack import JSONLSource, MapSource, Mix
 from stress.corpus import (
     Corpus,
     RankResult,
@@ -25,14 +23,12 @@ from stress.corpus import (
     count_packs,
     global_steps,
     load_state,
-    record_packs,
     run_rank,
-    save_state,
 )
 from stress.job import Run, job
 from stress.kills import kill_and_resume
-from tests.harness.corpus import Numbers, write
-from tests.harness.processes import RankPools, Ranks
+from tests.harness.corpus import write
+from tests.harness.processes import RankPools, Ranks, run_forked
 
 EXACT: dict[str, Any] = {"strategy": "exact_fit"}
 SPLIT: dict[str, Any] = {"split_across_pack": True}
@@ -41,19 +37,11 @@ FILLING = (EXACT, EXACT, *({"strategy": name} for name in ("best_fit", "first_fi
 
 @dataclass(frozen=True)
 class Layout:
-    """How 8 ranks are grouped: by a mesh, or without names by numbers.
-
-    Attributes:
-        shape: of the mesh.
-        dims: names of the mesh's dimensions.
-        data: those along which batches differ.
-        by_number: give the data rank and the number of data ranks instead of the mesh.
-    """
+    """How 8 ranks are grouped by a mesh."""
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
-    data: tuple[str, ...]
-    by_number: bool = False
+    data: tuple[str, ...]  # the dimensions along which batches differ
 
     def data_ranks(self) -> list[int]:
         """Return each rank's group, from the definition: ranks differ where their places along ``data`` do."""
@@ -63,9 +51,6 @@ class Layout:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `PackedDataLoader`. Called in a rank."""
-        if self.by_number:
-            groups = self.data_ranks()
-            return {"data_rank": groups[dist.get_rank()], "data_world_size": len(set(groups))}
         return {"mesh": mesh(self.shape, self.dims), "data_dims": self.data}
 
 
@@ -86,20 +71,13 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A corpus and a run over it.
-
-    Attributes:
-        corpus: the samples and settings.
-        stages: of the run, each on a topology of its own.
-        per_step: packs that all ranks have together in a step.
-        endless: the number of steps of an endless corpus, of whose lanes none ends.
-        judge: another check, of the corpus and the state after the run. Called in a rank.
-    """
+    """A corpus and a run over it, each stage of which is on a topology of its own."""
 
     corpus: Corpus
     stages: Sequence[Stage]
-    per_step: int = 6
-    endless: int | None = None
+    per_step: int = 6  # packs that all ranks have together in a step
+    endless: int | None = None  # the number of steps of an endless corpus, of whose lanes none ends
+    # Another check, of the corpus and the state after the run. Called in a rank.
     judge: Callable[[Any, bytes], None] | None = None
 
 
@@ -175,12 +153,8 @@ def check_case(pools: RankPools, case: Case) -> Counter[str]:
     assert load_state(state)["lanes"] == load_state(end)["lanes"], "the lanes end in another state"
     if case.judge is not None:
         pools[1].run(case.judge, corpus, state)
-    return Counter(
-        resumes=len(case.stages) - 1,
-        packs=sum(map(len, steps)),
-        steps=len(reference),
-        **{"equal steps": same},
-    )
+    packs, resumes = sum(map(len, steps)), len(case.stages) - 1
+    return Counter(resumes=resumes, packs=packs, steps=len(reference), equal=same)
 
 
 def check_cases(run: Run, draw: Draw, full: int, quick: int) -> str:
@@ -188,7 +162,6 @@ def check_cases(run: Run, draw: Draw, full: int, quick: int) -> str:
     count, done = run.count(full, quick), Counter[str]()
     with RankPools() as pools:
         for number in range(count):
-            run.progress(number, count, "cases")
             with tempfile.TemporaryDirectory() as name:
                 case = draw(number, Path(name))
                 try:
@@ -197,7 +170,7 @@ def check_cases(run: Run, draw: Draw, full: int, quick: int) -> str:
                     raise AssertionError(f"case {number}: {error}; {case}") from error
     return (
         f"{count:,} cases, {done['resumes']:,} resumes, {done['packs']:,} packs: those of one process, in "
-        f"{done['equal steps']:,} of {done['steps']:,} steps, until a lane ends, also step by step; 0 counterexamples"
+        f"{done['equal']:,} of {done['steps']:,} steps, until a lane ends, also step by step; 0 counterexamples"
     )
 
 
@@ -226,13 +199,12 @@ def generate(number: int, folder: Path) -> Case:
     overlong = rng.choice(["split", "drop", "truncate"])
     longest = rng.choice([limit, 2 * limit, 4 * limit])
     count = rng.choice([1, 2, 3, 7, 20, 60, 150])
-    shape = rng.choice(["uniform", "short", "skewed", "equal"])
-    lengths = {
-        "uniform": lambda: rng.randint(1, longest),
-        "short": lambda: min(rng.randint(1, longest), rng.randint(1, longest), rng.randint(1, longest)),
-        "skewed": lambda: longest if rng.random() < 0.1 else 1,
-        "equal": lambda: max(1, limit // 2),
-    }[shape]
+    drawn = {
+        "uniform": [rng.randint(1, longest) for _ in range(count)],
+        "short": [min(rng.randint(1, longest) for _ in range(3)) for _ in range(count)],
+        "skewed": [longest if rng.random() < 0.1 else 1 for _ in range(count)],
+        "equal": [max(1, limit // 2)] * count,
+    }[rng.choice(["uniform", "short", "skewed", "equal"])]
     stages = [
         Stage(rng.choice([1, 2, 3]), rng.choice([0, 0, 0, 1, 2]), None if last else rng.randint(0, 12))
         for last in (False, False, True)
@@ -250,7 +222,6 @@ def generate(number: int, folder: Path) -> Case:
         "num_lanes": max(most, rng.choice([most, most + 1, 6, 12, 13])),
         "balance_window": rng.choice([0, 1, 5, 64]),
     }
-    drawn = [lengths() for _ in range(count)]
     if overlong == "drop" and min(drawn) > limit:
         drawn[0] = limit  # a run without a pack is an error
     return Case(Corpus(drawn, None, settings), stages)
@@ -304,13 +275,8 @@ def skewed(number: int, folder: Path) -> Case:
     lanes, workers = ((4, 0), (8, 2))[number % 2]
     # Map-style rows: lane l owns l, l + lanes, ...; 100 samples of one token make one pack.
     lengths = [100 if i % lanes == number // 2 % lanes else 1 for i in range(lanes * 100)]
-    settings = {
-        "max_seq_len": 100,
-        "num_lanes": lanes,
-        "shuffle": True,
-        "seed": number,
-        "epochs": 1 + number // 2 % 2,
-    }
+    epochs = 1 + number // 2 % 2
+    settings = {"max_seq_len": 100, "num_lanes": lanes, "shuffle": True, "seed": number, "epochs": epochs}
     return Case(Corpus(lengths, None, settings), [Stage(4, workers)], per_step=8)
 
 
@@ -332,15 +298,8 @@ ODD = [
 def odd(number: int, folder: Path) -> Case:
     """Make odd corpora, as a dataset and as files, for 1 to 4 ranks."""
     lengths, files, filling, stages = ODD[number]
-    settings = {
-        "max_seq_len": 24,
-        "num_lanes": 24,
-        "shuffle": True,
-        "overlong": "split",
-        "epochs": 2,
-        **filling,
-    }
-    corpus = Corpus(lengths, str(folder) if files else None, settings)
+    settings: dict[str, Any] = {"max_seq_len": 24, "num_lanes": 24, "shuffle": True, "epochs": 2}
+    corpus = Corpus(lengths, str(folder) if files else None, {**settings, "overlong": "split", **filling})
     if files:
         corpus.write()
     return Case(corpus, stages, per_step=12)
@@ -349,13 +308,13 @@ def odd(number: int, folder: Path) -> Case:
 TWO = (
     Layout((2, 4), ("dp", "tp"), ("dp",)),
     Layout((2, 2, 2), ("pp", "dp", "cp"), ("dp",)),
-    Layout((4, 2), ("tp", "dp"), ("dp",), by_number=True),
+    Layout((4, 2), ("tp", "dp"), ("dp",)),
 )
 FOUR = (
     Layout((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), ("dp_replicate", "dp_shard")),
     Layout((2, 4), ("tp", "dp"), ("dp",)),
 )
-ONE = (Layout((1, 8), ("dp", "tp"), ("dp",)), Layout((1, 2, 4), ("dp", "pp", "cp"), ("dp",), by_number=True))
+ONE = (Layout((1, 8), ("dp", "tp"), ("dp",)), Layout((1, 2, 4), ("dp", "pp", "cp"), ("dp",)))
 
 
 @cases(
@@ -384,17 +343,14 @@ WEIGHT = 0.002  # of the small source
 class Mixture(Corpus):
     """``folder`` holds compressed files of a few rows; the rows of ``lengths`` are beside them in memory."""
 
-    def dataset(self) -> IterablePackedDataset:
-        """See `Corpus.dataset`."""
-        assert self.folder is not None
-        small = JSONLSource(sorted(Path(self.folder).glob("*.gz")))
+    def source(self) -> Any:  # noqa: D102 - see Corpus
+        small = JSONLSource(sorted(Path(str(self.folder)).glob("*.gz")))
         large = MapSource([{"i": FIRST + i, "n": n} for i, n in enumerate(self.lengths)])
         entries = [
             {"name": "small", "source": small, "weight": WEIGHT},
             {"name": "large", "source": large, "weight": 1 - WEIGHT},
         ]
-        mix = Mix(entries, stop="never")
-        return IterablePackedDataset(mix, encoder=Numbers(), epochs=None, untrained="keep", **self.settings)
+        return Mix(entries, stop="never")
 
 
 @cases(
@@ -410,7 +366,8 @@ def small_source(number: int, folder: Path) -> Case:
         lines = [{"i": rows * file + i, "n": int(rng.integers(4, 100))} for i in range(rows)]
         write(folder / f"{file}.jsonl.gz", lines)
     settings = {
-        "max_seq_len": 256, "buffer_size": 16, "num_lanes": (8, 32)[number % 2], "shuffle": True, "shuffle_window": 32
+        "max_seq_len": 256, "buffer_size": 16, "num_lanes": (8, 32)[number % 2], "shuffle": True,
+        "shuffle_window": 32, "epochs": None,
     }  # fmt: skip
     corpus = Mixture(rng.integers(4, 200, 20_000).tolist(), str(folder), settings)
     stages = [Stage(4, 2, 62), Stage(2, 1, 31), Stage(1, 3, 32)]
@@ -442,65 +399,45 @@ def every_step(run: Run) -> str:
         done, state = 0, None
         leap = max(1, len(steps) // 20)
         for number in range(20):
-            run.progress(number, 20, "resumes in a row")
-            with Ranks(2) as fresh:
-                results = fresh.run(partial(run_rank, workers=2, steps=leap), corpus, state)
+            results = run_forked(partial(run_rank, workers=2, steps=leap), 2, corpus, state)
             assert global_steps(results) == steps[done : done + leap]
             done, state = done + leap, results[0].states[-1]
             assert state == whole[0].states[done], f"the state grew or changed by resume {number}"
-    size = max(
-        len(pickle.dumps(lane)) for state in whole[0].states for lane in load_state(state)["lanes"].values()
-    )
     return (
         f"{len(steps)} steps of {sum(map(len, steps))} packs, restored after each, also with 7, 5 and 1 packs a batch "
-        f"on 3 and 2 workers; 20 resumes in a row, each state equal to that of the run without; the largest of a lane "
-        f"{size} bytes"
+        f"on 3 and 2 workers; 20 resumes in a row, each state equal to that of the run without; at most "
+        f"{max(map(len, whole[0].states)):,} bytes"
     )
 
 
 def restore_each(corpus: Corpus, workers: int, batch_size: int) -> list[RankResult]:
     """Check that 2 ranks, restored after any step, have the same packs and state after 3 more; return the whole run."""
+    part = partial(run_rank, workers=workers, batch_size=batch_size)
     with Ranks(2) as ranks:
-        part = partial(run_rank, workers=workers, batch_size=batch_size, every_state=True)
-        whole: list[RankResult] = ranks.run(part, corpus)
+        whole: list[RankResult] = ranks.run(partial(part, every_state=True), corpus)
         check_coverage(global_steps(whole), corpus, epochs=2)
         states = whole[0].states
-        restored = ranks.run(resume_from_each, corpus, states, workers, batch_size, timeout=220)
+        restored = ranks.run(resume_from_each, partial(part, steps=3), corpus, states, timeout=220)
     for rank, found in enumerate(restored):
-        for k, (rest, after) in enumerate(found):
-            assert rest == whole[rank].steps[k : k + 3], f"rank {rank}: other packs after step {k}"
+        for k, result in enumerate(found):
+            assert result.steps == whole[rank].steps[k : k + 3], f"rank {rank}: other packs after step {k}"
             if k + 3 < len(states):
-                assert after == states[k + 3], f"another state 3 steps after {k}"
+                assert result.states[-1] == states[k + 3], f"another state 3 steps after {k}"
     return whole
 
 
 def resume_from_each(
-    corpus: Corpus, states: list[bytes], workers: int, batch_size: int
-) -> list[tuple[list[Step], bytes]]:
-    """Load each state; return the next 3 steps and the state after them. Called in a rank."""
-    found = []
-    loader = PackedDataLoader(corpus.dataset(), batch_size=batch_size, num_workers=workers)
-    for state in states:
-        loader.load_state_dict(load_state(state))
-        iterator = iter(loader)
-        rest = [record_packs(batch) for _ in range(3) if (batch := next(iterator, None)) is not None]
-        live = loader.state_dict()
-        frozen = save_state(live)
-        next(iterator, None)
-        assert save_state(live) == frozen, "a state changed while the loader went on"
-        found.append((rest, frozen))
-        del iterator
-    return found
+    part: Callable[[Corpus, bytes], RankResult], corpus: Corpus, states: list[bytes]
+) -> list[RankResult]:
+    """Run a part from each state. Called in a rank."""
+    return [part(corpus, state) for state in states]
 
 
 @job("groups", "groups: killed at 50 points, resumed at every step and on 4 -> 2 -> 3 -> 1 ranks", limit=600)
 def groups(run: Run) -> str:
-    """Every pack is checked as it is recorded: groups are whole, and their fields are at their tokens."""
-    kills = run.count(50, 2)
+    """What is recorded of a pack includes its prefixes and the fields of its segments and tokens."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3, balance_window=64, grouped=True)
-        killed = kill_and_resume(run, corpus, folder, kills=kills)
+        killed = kill_and_resume(Path(name), run.count(50, 2), grouped=True)
     with tempfile.TemporaryDirectory() as name:
         corpus = Corpus.make(run.count(900, 200), folder=Path(name), epochs=2, grouped=True)
         steps = len(restore_each(corpus, 2, 2)[0].steps)

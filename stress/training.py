@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from stress.corpus import run_apart
 from stress.job import Run, job
+from stress.kills import wait_until
 from tests.harness.processes import Ranks, free_port, kill_tree
 
+Process = subprocess.Popen[bytes]
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS: dict[str, Any] = {"data.num_lanes": 4, "num_workers": 2, "batch_size": 1, "validation": None}
 
@@ -35,11 +39,6 @@ def config_of(folder: Path, **changes: Any) -> Any:
     from tests.harness.tiny import tiny_config
 
     return tiny_config(folder, **{**SETTINGS, **changes})
-
-
-def losses_of(folder: Path) -> dict[int, float]:
-    """Return the logged loss of each step; a later line for the same step replaces an earlier one."""
-    return dict(logged_losses(folder))
 
 
 def logged_losses(folder: Path) -> list[tuple[int, float]]:
@@ -63,10 +62,26 @@ def import_recipe() -> None:
     import streampack_recipes.full_finetune  # noqa: F401
 
 
-def max_relative_difference(left: dict[int, float], right: dict[int, float]) -> float:
-    """Return the largest relative difference of two runs' losses; both must have the same steps."""
-    assert left.keys() == right.keys(), f"steps {sorted(left.keys() ^ right.keys())} are on one side only"
-    return max(abs(left[step] / right[step] - 1) for step in left)
+def train_whole(folder: Path, ranks: int, **settings: Any) -> dict[int, float]:
+    """Train without a disturbance; return the losses."""
+    run_apart(train, config_of(folder, **settings), size=ranks, timeout=200)
+    return dict(logged_losses(folder))
+
+
+def write_config(folder: Path, **settings: Any) -> None:
+    """Write the config of a run for `start`."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.save(config_of(folder, resume=True, **settings), folder / "run.yaml")
+
+
+def compare_losses(expected: dict[int, float], folder: Path, most: float = 1e-6) -> float:
+    """Check the losses of a run, those of steps that were repeated too; return the largest relative difference."""
+    found = logged_losses(folder)
+    assert expected.keys() == dict(found).keys(), "some steps are on one side only"
+    worst = max(abs(loss / expected[step] - 1) for step, loss in found)
+    assert worst < most, f"a relative difference of {worst:.1e}"
+    return worst
 
 
 @job(
@@ -81,33 +96,23 @@ def kill_training(run: Run) -> str:
     with tempfile.TemporaryDirectory() as name:
         whole, broken = Path(name) / "whole", Path(name) / "broken"
         settings = {"max_steps": steps, "checkpoint_every": 2, "lr_scheduler": None}
-        with Ranks(2, join=False) as ranks:
-            ranks.run(train, config_of(whole, **settings))
-        expected = losses_of(whole)
+        expected = train_whole(whole, 2, **settings)
         repeated = done = 0
         while done < kills:
-            run.progress(done, kills, "kills")
             before = newest_checkpoint(broken)
             assert before < steps - 4, "the run is too short for so many kills"
             config = config_of(broken, resume=True, async_checkpoint=bool(done % 2), **settings)
             with Ranks(2, join=False) as ranks:
                 ranks.start(train, config)
                 target = before + rng.randint(2, 6)
-                deadline = time.monotonic() + 60
-                while last_logged_step(broken) < target and time.monotonic() < deadline:
-                    time.sleep(0.002)
+                wait_until(lambda step=target: last_logged_step(broken) >= step, 60)
                 time.sleep(rng.random() * 0.05)
                 ranks.kill()
             assert newest_checkpoint(broken) >= before
             done += newest_checkpoint(broken) > before
             repeated += last_logged_step(broken) - newest_checkpoint(broken)
-        with Ranks(2, join=False) as ranks:
-            assert ranks.run(train, config_of(broken, resume=True, **settings)) == [steps, steps]
-        worst = max_relative_difference(expected, losses_of(broken))
-        # Lines that were logged before a kill, and again after it, must agree too.
-        for step, loss in logged_losses(broken):
-            assert abs(loss / expected[step] - 1) < 1e-6, f"step {step}: {loss}, not {expected[step]}"
-        assert worst < 1e-6
+        assert run_apart(train, config_of(broken, resume=True, **settings), size=2) == [steps, steps]
+        worst = compare_losses(expected, broken)
     return (
         f"{kills} kills in {steps} steps, {repeated} steps repeated; largest relative difference {worst:.1e}"
     )
@@ -121,8 +126,6 @@ def kill_training(run: Run) -> str:
 def sigterm(run: Run) -> str:
     """Send SIGTERM to `streampack run`: to one process and its workers, and to torchrun with 2 ranks."""
     import_recipe()
-    from omegaconf import OmegaConf
-
     signals = run.count(6, 1)
     rng = random.Random(17)
     slowest, worst, stops = 0.0, 0.0, []
@@ -132,21 +135,15 @@ def sigterm(run: Run) -> str:
             whole, broken = Path(name) / "whole", Path(name) / "broken"
             steps = 60 * (signals + 1)
             settings = {"max_steps": steps, "checkpoint_every": steps, "lr_scheduler": None}
-            with Ranks(size, join=False) as ranks:
-                ranks.run(train, config_of(whole, **settings))
-            OmegaConf.save(config_of(broken, resume=True, **settings), broken / "run.yaml")
+            expected = train_whole(whole, size, **settings)
+            write_config(broken, **settings)
             for number in range(signals + 1):
-                run.progress((size - 1) * (signals + 1) + number, 2 * (signals + 1), "runs")
                 before = newest_checkpoint(broken)
                 process = start(broken, "streampack", "run", *launched, "full_finetune")
                 try:
                     if number < signals:
-                        target = before + rng.randint(1, 40)
-                        deadline = time.monotonic() + 120
-                        while last_logged_step(broken) < target:
-                            assert process.poll() is None, log_end(broken)
-                            assert time.monotonic() < deadline, "no steps"
-                            time.sleep(0.002)
+                        step = before + rng.randint(1, 40)
+                        wait_for_step(last_logged_step, broken, step, [process])
                         sent, at = time.monotonic(), last_logged_step(broken)
                         os.killpg(process.pid, signal.SIGTERM)  # ranks of torchrun are in groups of their own
                         assert process.wait(60) == 128 + signal.SIGTERM, log_end(broken)
@@ -157,15 +154,14 @@ def sigterm(run: Run) -> str:
                         assert process.wait(120) == 0, log_end(broken)
                 finally:
                     end_agent(process)
-            worst = max(worst, max_relative_difference(losses_of(whole), losses_of(broken)))
-    assert worst < 1e-6, f"{worst:.1e}"
+            worst = max(worst, compare_losses(expected, broken))
     return (
         f"{2 * signals} signals; the slowest run had ended {slowest:.1f} s later with exit code 143, and a checkpoint "
         f"of its last step, at most {max(stops)} after the one logged before; largest relative difference {worst:.1e}"
     )
 
 
-def start(folder: Path, *words: str, number: int = 0) -> subprocess.Popen[bytes]:
+def start(folder: Path, *words: str, number: int = 0) -> Process:
     """Start a module of Python in a process group of its own, whose log is in ``folder``."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *words, "--config", str(folder / "run.yaml")]
@@ -173,18 +169,28 @@ def start(folder: Path, *words: str, number: int = 0) -> subprocess.Popen[bytes]
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, process_group=0)
 
 
+def wait_for_step(
+    reached: Callable[[Path], int], folder: Path, step: int, running: list[Process], *, seconds: float = 120
+) -> None:
+    """Wait until a run has reached a step, and require that its processes go on meanwhile."""
+
+    def there() -> bool:
+        assert all(process.poll() is None for process in running), log_end(folder)
+        return reached(folder) >= step
+
+    wait_until(there, seconds, f"step {step}")
+
+
 def newest_checkpoint(folder: Path) -> int:
     """Return the step of the newest checkpoint, 0 if there is none."""
-    found = [
-        re.fullmatch(r"step_(\d+)", path.name) for path in (folder / "out" / "checkpoints").glob("step_*")
-    ]
-    return max((int(match[1]) for match in found if match), default=0)
+    found = (path.name[5:] for path in (folder / "out" / "checkpoints").glob("step_*"))
+    return max((int(step) for step in found if step.isdecimal()), default=0)
 
 
 def last_logged_step(folder: Path) -> int:
     """Return the last step that was logged, 0 if there is none."""
     try:
-        return max(losses_of(folder), default=0)
+        return max((step for step, _ in logged_losses(folder)), default=0)
     except (FileNotFoundError, ValueError):  # half a line
         return 0
 
@@ -202,27 +208,22 @@ def kill_saves(run: Run) -> str:
     kinds: Counter[str] = Counter()
     loaded: Counter[int] = Counter()
     with tempfile.TemporaryDirectory() as name:
-        with Ranks(2, join=False) as ranks:
-            whole = ranks.run(save_and_exit, Path(name) / "whole", 0, 0)[0]
+        whole, _ = run_apart(save_and_exit, Path(name) / "whole", 0, 0, size=2)
         for victim in (0, 1):
             for number in range(1, 1000):
-                run.progress(number, 1000, f"points of rank {victim}, at most")
                 folder = Path(name) / f"{victim}-{number}"
                 with Ranks(2, join=False) as ranks:
                     ranks.start(save_and_exit, folder, victim, number)
                     completed = wait_for_victim(ranks, victim)
                 journal = (folder / f"journal-{victim}").read_text().split()
-                with Ranks(1 + number % 2, join=False) as ranks:
-                    step, weights = ranks.run(load_newest_checkpoint, folder)[0]
+                (step, weights), *_ = run_apart(load_newest_checkpoint, folder, size=1 + number % 2)
                 assert weights == whole[step], f"killed at {journal[-1]} {number} of rank {victim}: a mix"
                 loaded[step] += 1
                 if completed or (run.quick and number == 3):
                     break
                 kinds[journal[-1]] += 1
     if not run.quick:
-        assert kinds["write"] >= 5, kinds
-        assert kinds["fsync"] >= 5, kinds
-        assert kinds["rename"] >= 3, kinds
+        assert all(kinds[kind] >= least for kind, least in (("write", 5), ("fsync", 5), ("rename", 3))), kinds
         assert set(loaded) == {5, 10}
     counts = ", ".join(f"{count} {kind}s" for kind, count in kinds.most_common())
     return f"{counts}, of 2 ranks; then the previous {loaded[5]} times, the new one {loaded[10]} times, whole each time"
@@ -230,30 +231,31 @@ def kill_saves(run: Run) -> str:
 
 def wait_for_victim(ranks: Ranks, victim: int) -> bool:
     """Wait until all ranks have done their job (True) or the victim has died (False)."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if all(pipe.poll() for pipe in ranks.pipes):  # also true of a pipe whose process ended
-            ranks.processes[victim].join(1)
-        if not ranks.processes[victim].is_alive():
-            return False
-        if all(pipe.poll() for pipe in ranks.pipes):
-            ranks.collect(1)
-            return True
-        time.sleep(0.005)
-    raise AssertionError("a save hangs without a kill")
+    assert ranks.pipes[victim].poll(60), "a save hangs without a kill"  # it has answered, or is closed
+    ranks.processes[victim].join(1)
+    if not ranks.processes[victim].is_alive():
+        return False
+    ranks.collect(60)
+    return True
+
+
+@contextmanager
+def checkpointing(folder: Path) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Give a rank's world, a model, its optimizer, and their checkpoints. Called in a rank."""
+    from streampack.distributed.world import join_world
+    from streampack.training.checkpoint import Checkpoints
+
+    with join_world(torch.device("cpu"), timeout=60) as world:
+        folder.mkdir(exist_ok=True)
+        yield world, *small_model(), Checkpoints(folder / "checkpoints", keep=1, world=world)
 
 
 def save_and_exit(folder: Path, victim: int, number: int) -> dict[int, list[Any]]:
     """Save step 5, train, save step 10; rank ``victim`` exits at the ``number``-th point of that save."""
-    from streampack.distributed.world import join_world
-    from streampack.training.checkpoint import Checkpoints
     from tests.harness.runs import die_at
 
     weights = {}
-    with join_world(torch.device("cpu"), timeout=60) as world:
-        model, optimizer = small_model()
-        folder.mkdir(exist_ok=True)
-        checkpoints = Checkpoints(folder / "checkpoints", keep=1, world=world)
+    with checkpointing(folder) as (world, model, optimizer, checkpoints):
         for step in (5, 10):
             train_step(model, optimizer)
             weights[step] = full_weights(model)
@@ -265,17 +267,10 @@ def save_and_exit(folder: Path, victim: int, number: int) -> dict[int, list[Any]
 
 def load_newest_checkpoint(folder: Path) -> tuple[int, list[Any]]:
     """Load the newest checkpoint; return its step and weights. Called in a rank."""
-    from streampack.distributed.world import join_world
-    from streampack.training.checkpoint import Checkpoints
-
-    with join_world(torch.device("cpu"), timeout=60) as world:
-        model, optimizer = small_model()
+    with checkpointing(folder) as (_, model, optimizer, checkpoints):
         train_step(model, optimizer)  # so that the optimizer has a state, which loading overwrites
-        checkpoints = Checkpoints(folder / "checkpoints", keep=1, world=world)
         step = checkpoints.newest()
-        assert step is not None
-        run = checkpoints.load(step, model=model, optimizer=optimizer)
-        assert run == {"step": step}
+        assert checkpoints.load(step, model=model, optimizer=optimizer) == {"step": step}
         return step, full_weights(model)
 
 
@@ -314,41 +309,23 @@ def elastic_training(run: Run) -> str:
     steps = run.count(400, 150)
     with tempfile.TemporaryDirectory() as name:
         whole, broken = Path(name) / "whole", Path(name) / "broken"
-        settings = {
-            "max_steps": steps,
-            "checkpoint_every": 5,
-            "lr_scheduler": None,
-            "num_workers": 1,
-            "resume": True,
-        }
-        with Ranks(1, join=False) as ranks:
-            ranks.run(train, config_of(whole, **settings), timeout=200)
-        from omegaconf import OmegaConf
-
-        OmegaConf.save(config_of(broken, **settings), broken / "run.yaml")
+        settings = {"max_steps": steps, "checkpoint_every": 5, "lr_scheduler": None, "num_workers": 1}
+        expected = train_whole(whole, 1, **settings)
+        write_config(broken, **settings)
         endpoint = f"localhost:{free_port()}"
         agents = [start_agent(endpoint, broken, number) for number in range(2)]
         try:
-            deadline = time.monotonic() + 120
-            while newest_checkpoint(broken) < steps // 10:
-                assert time.monotonic() < deadline, log_end(broken)
-                assert all(agent.poll() is None for agent in agents), log_end(broken)
-                time.sleep(0.01)
+            wait_for_step(newest_checkpoint, broken, steps // 10, agents)
             killed, at = time.monotonic(), last_logged_step(broken)
             end_agent(agents[1])
-            while last_logged_step(broken) <= at + 5:
-                assert agents[0].poll() is None, log_end(broken)
-                assert time.monotonic() < killed + 240, "the other agent did not resume"
-                time.sleep(0.05)
+            wait_for_step(last_logged_step, broken, at + 6, agents[:1], seconds=240)
             delay = time.monotonic() - killed
-            code = agents[0].wait(240)
-            assert code == 0, log_end(broken)
+            assert agents[0].wait(240) == 0, log_end(broken)
         finally:
             for agent in agents:
                 end_agent(agent)
         assert at < steps, "training ended before the agent was killed"
-        worst = max_relative_difference(losses_of(whole), losses_of(broken))
-        assert worst < 1e-4, f"{worst:.1e}"
+        worst = compare_losses(expected, broken, 1e-4)
     return (
         f"killed after step {at} of {steps}; the other agent went on {delay:.0f} s later, alone; against one rank "
         f"undisturbed, largest relative difference of a loss {worst:.1e}"
@@ -360,7 +337,7 @@ def log_end(folder: Path) -> str:
     return (folder / "agent-0").read_text()[-2000:]
 
 
-def start_agent(endpoint: str, folder: Path, number: int) -> subprocess.Popen[bytes]:
+def start_agent(endpoint: str, folder: Path, number: int) -> Process:
     """Start torchrun as on a node of its own; number 0 also hosts the rendezvous."""
     words = f"""torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d
         --rdzv-endpoint={endpoint} --rdzv-id=stress --local-addr=localhost
@@ -369,7 +346,7 @@ def start_agent(endpoint: str, folder: Path, number: int) -> subprocess.Popen[by
     return start(folder, *words.split(), number=number)
 
 
-def end_agent(process: subprocess.Popen[bytes]) -> None:
+def end_agent(process: Process) -> None:
     """Kill an agent and its ranks, which torchrun starts in sessions of their own."""
     kill_tree(process.pid)
     with suppress(subprocess.TimeoutExpired):
