@@ -218,17 +218,21 @@ class RowGroups:
 def blocks_ahead(footers: Footers, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Block | None]:
     """Yield the blocks of a part to fetch ahead, the footer first if it is not known; None while that is on its way."""
     file = footers.files[part.file]
-    if footers.known(part.file) is None:
-        tail = _tail(file)
-        yield tail
-        while (data := fetcher.peek(tail)) is None:
-            yield None
-        with suppress(ValueError):  # reading the part raises it again
-            if (rest := _rest(file, data)) is not None:
-                yield rest
-                while fetcher.peek(rest) is None:
-                    yield None
-            footers.get(part.file, fetcher.claim)
+    # The reader may come to a part of this file meanwhile, and take these blocks for its footer.
+    held: dict[Block, bytes] = {}
+    block: Block | None = _tail(file)
+    with suppress(ValueError):  # reading the part raises it again
+        while block is not None and footers.known(part.file) is None:
+            yield block
+            while (data := fetcher.peek(block)) is None and footers.known(part.file) is None:
+                yield None
+            if data is not None:
+                held[block] = data
+                block = None if len(held) > 1 else _rest(file, data)
+        if footers.known(part.file) is None:
+            footers.get(part.file, held.__getitem__)
+            for arrived in held:
+                fetcher.drop(arrived)
     footer = footers.known(part.file)
     if footer is not None and footers.problem(footer) is None:
         yield from RowGroups(footers, part, offset, fetcher).planned()

@@ -113,11 +113,10 @@ class Fetcher:
         future = self.in_flight.get(block)
         return None if future is None or not future.done() or _failed(future) else future.result()
 
-    def claim(self, block: Block) -> bytes:
-        """Return the bytes of a block that `peek` has."""
-        data = self.in_flight.pop(block).result()
-        self._count(data)
-        return data
+    def drop(self, block: Block) -> None:
+        """Count the bytes of a block that `peek` has returned as read, and let them go."""
+        if (future := self.in_flight.pop(block, None)) is not None:
+            self._count(future.result())
 
     def _count(self, data: bytes) -> None:
         self.counts.bytes += len(data)
