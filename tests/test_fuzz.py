@@ -66,6 +66,11 @@ def test_many_more_runs_agree_with_the_oracle(draw: Any, cases: int) -> None:
     check(draw, cases)
 
 
+def test_what_was_wrong_once_is_right() -> None:
+    """Files went where the window of packs that had their rows ended as before; a pack came twice."""
+    assert fuzz.changes(5, 189)["changes"]
+
+
 def test_cases_are_drawn_reproducibly() -> None:
     assert fuzz.configuration(3, 2) == fuzz.configuration(3, 2) != fuzz.configuration(3, 4)
 

@@ -155,18 +155,13 @@ class Mix(Source):
         """Target fraction of trained tokens of each source."""
         return {entry.name: round(entry.weight, 7) for entry in self.entries}
 
-    def changed(self, before: Mapping[str, int]) -> str | None:
-        """Return the warning for a resume with other weights than a state's; None where they are equal."""
-        ours = dict(zip(self.names, self.weights, strict=True))
-        if not before or before == ours:
+    def changed(self, before: Any) -> str | None:
+        """Return the warning for a resume with other `target_fractions` than a state's; None where they are equal."""
+        ours = self.target_fractions
+        if not isinstance(before, Mapping) or before == ours:
             return None
-        total, theirs = sum(ours.values()), sum(before.values())
         changes = [
-            f"{name} {before[name] / theirs:.7g} -> {weight / total:.7g}"
-            if name in before
-            else f"{name} is new, {weight / total:.7g}"
-            for name, weight in ours.items()
-            if before.get(name) != weight
+            f"{name} {before.get(name)} -> {ours[name]}" for name in ours if before.get(name) != ours[name]
         ]
         return (
             f"the mixture's weights changed since the state was written: {', '.join(changes)}. The rows that wait were "

@@ -435,9 +435,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
     ) -> dict[str, Any]:
         """Return a state that holds these lanes' states, of an iteration that began in ``epoch``."""
-        # An open window of packs is planned again by these weights.
-        mix = self.mix
-        weights = {} if mix is None else {"weights": dict(zip(mix.names, mix.weights, strict=True))}
+        # For the warning when they change.
+        weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
         return {
             "version": STATE_VERSION,
             "identity": self._identity.plain(),
@@ -457,7 +456,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
         loaded, _ = self._checked(state)
-        if self.mix is not None and (changes := self.mix.changed(loaded.weights)):
+        if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
         self._resume_from(loaded)
 
@@ -511,10 +510,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             warn_user(
                 f"the corpus changed since the state was made: {described(changed)}. {what_happens(loaded)}"
             )
-        weights = (
-            tuple(loaded.weights.get(name, 0) for name in self.mix.names) if self.mix is not None else ()
-        )
-        self.lane_config = replace(self.lane_config, earlier=earlier, weights_before=weights)
+        self.lane_config = replace(self.lane_config, earlier=earlier)
         return loaded, changed
 
     def _resume_from(self, loaded: LoadedState) -> None:

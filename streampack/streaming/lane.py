@@ -207,6 +207,7 @@ class Lane:
             handed_out=0 if window is None else window.handed_out,
             window=None if window is None else window.begin,
             read_before=0 if window is None else window.read_before,
+            weights=() if window is None else window.weights,
             source_stats=tuple([stats.copy() for stats in self.source_stats]),
             bad_shards=tuple(reader.bad_shards),
             bad_in_pass=reader.bad_of_state,
@@ -227,14 +228,13 @@ class Lane:
         whole = [address for address, tokens in left.items() if tokens == address.tokens]
         whole.sort(key=lambda address: (rows[address.row_id], address.start))
         stand = Stand(reader.epoch, reader.reader.cursor, tuple(whole))
-        return replace(state, stand=stand, handed_out=0, window=None, read_before=0)
+        return replace(state, stand=stand, handed_out=0, window=None, read_before=0, weights=())
 
     def _stand(self) -> Stand:
         """Return where the lane stands, leaving out packs that wait to be handed out."""
         reader, planner = self.piece_reader, self.planner
         waiting = [piece.address for piece in planner.waiting]
-        if reader.pending:
-            waiting += reader.addresses
+        waiting += reader.addresses
         return Stand(reader.epoch, reader.reader.cursor, tuple(waiting), planner.offset)
 
     @property
@@ -254,7 +254,8 @@ class Lane:
         """Plan the packs of a window that begins here."""
         begin, read_before = self._stand(), self.ledger.tokens_in
         planned = plan_window(self.config, self.planner, epoch=self.epoch, packs=self.packs)
-        return PackWindow(planned, begin=begin, end=self._stand(), read_before=read_before)
+        weights = self.piece_reader.weights
+        return PackWindow(planned, begin=begin, end=self._stand(), read_before=read_before, weights=weights)
 
     def _restore(self, state: LaneState, rows: Rows) -> None:
         reader, begin = self.piece_reader, state.begin
@@ -293,12 +294,10 @@ class Lane:
             ValueError: if other rows were read than before.
         """
         reader, handed_out = self.piece_reader, state.handed_out
-        reader.planning_again = True
-        weights, before = self.config.weights, self.config.weights_before
-        reader.reader.weigh(before or weights)
-        bad = [*reader.bad_in_pass]
+        reader.planning_again, bad = True, [*reader.bad_in_pass]
+        reader.weigh(state.weights)
         self.window = window = self._plan()
-        reader.reader.weigh(weights)
+        reader.weigh(self.config.weights)
         reader.planning_again = False
         left = len(window.packs) - handed_out
         for _ in range(handed_out):
@@ -320,7 +319,7 @@ class Lane:
     def _go_behind(self, state: LaneState) -> None:
         """Begin again from a state without an open window."""
         reader = self.piece_reader
-        reader.pending.clear()
+        reader.forget()
         self.window, self.planner = None, Planner(self.config.packing, reader.next)
         reader.open(state.begin.epoch, state.begin.cursor)
         ids = [address.row_id for address in state.begin.waiting]

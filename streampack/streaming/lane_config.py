@@ -48,7 +48,6 @@ class LaneConfig:
     balance_cost: AttentionCost = field(default_factory=AttentionCost)  # of a pack
     use: StorageUse = field(default_factory=StorageUse)  # of this process
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
-    weights_before: tuple[int, ...] = ()  # of a mixture's sources, in the run that made a state
     # For the files of which a row could not be encoded, why none of their rows can be; None if some may.
     _unfit: dict[RowId, str | None] = field(default_factory=dict, init=False, compare=False)
     eos_ids: frozenset[int | None] = field(init=False)  # of the encoders' tokenizers

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from streampack.accounting import Ledger, SourceStats
 from streampack.types import Cursor, Pack, RowId
 
-SELDOM = ("anew", "bad_shards", "bad_in_pass", "window", "read_before")
+SELDOM = ("anew", "bad_shards", "bad_in_pass", "window", "read_before", "weights")
 """Fields of a lane state that its dict leaves out where they are False, empty or None."""
 Moved = Callable[[RowId], RowId | None]
 """The id that a row has in a corpus that has changed; None if it is gone."""
@@ -101,14 +101,13 @@ class LaneState:
     handed_out: int = 0  # of them, those of the open window
     window: Stand | None = None  # where the open window begins
     read_before: int = 0  # the ledger's tokens_in there
+    weights: tuple[int, ...] = ()  # of a mixture's sources, by which the window's rows were drawn
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
     bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
-    bad_in_pass: tuple[
-        int, ...
-    ] = ()  # bad records of the newest pass over each source; empty if there are none
-    anew: bool = (
-        False  # whether the lane reads on behind a run with other settings, and has made no pack since
-    )
+    # Bad records of the newest pass over each source; empty if there are none.
+    bad_in_pass: tuple[int, ...] = ()
+    # Whether the lane reads on behind a run with other settings, and has made no pack since.
+    anew: bool = False
 
     @property
     def begin(self) -> Stand:
@@ -129,7 +128,7 @@ class LaneState:
             return self
         ledger = self.ledger.copy()
         ledger.drop("removed", ledger.buffered - self.stand.buffered, samples=0)
-        return replace(self, ledger=ledger, handed_out=0, window=None, read_before=0)
+        return replace(self, ledger=ledger, handed_out=0, window=None, read_before=0, weights=())
 
     def behind(self, *, same_tokens: bool = True) -> LaneState:
         """Return the state of a lane that reads on behind this one with other settings, and counts from zero.
@@ -187,6 +186,7 @@ class LaneState:
             "handed_out": self.handed_out,
             "window": None if self.window is None else self.window.as_list(),
             "read_before": self.read_before,
+            "weights": list(self.weights),
             "source_stats": [stats.numbers() for stats in self.source_stats],
             "bad_shards": list(self.bad_shards),
             "bad_in_pass": list(self.bad_in_pass),
@@ -219,7 +219,7 @@ class LaneState:
         if values["handed_out"] > values["packs"]:
             raise ValueError("a window has handed out more packs than the lane" + DAMAGED)
         _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
-        for name in ("bad_shards", "bad_in_pass"):
+        for name in ("bad_shards", "bad_in_pass", "weights"):
             _require_counts(values.get(name, []), name)
         if type(values["source_stats"]) is not list:
             raise ValueError("source_stats is no list" + DAMAGED)
@@ -236,6 +236,7 @@ class LaneState:
             values["handed_out"],
             None if window is None else Stand.from_list(window),
             values.get("read_before", 0),
+            tuple(values.get("weights", ())),
             tuple(SourceStats(*numbers) for numbers in values["source_stats"]),
             tuple(values.get("bad_shards", ())),
             tuple(values.get("bad_in_pass", ())),

@@ -37,7 +37,6 @@ class LoadedState:
     num_lanes: int | None = None
     balance_window: int | None = None
     packs_per_step: int | None = None  # of the loader that made the state
-    weights: Mapping[str, int] = field(default_factory=dict)  # of a mixture's sources
     partial: bool = False  # made by one of several consumers, whose lanes are not those of the others
     phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
     in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
@@ -99,11 +98,6 @@ def checked_state(state: Any) -> LoadedState:
     packs_per_step = state.get("packs_per_step")
     if packs_per_step is not None and not (type(packs_per_step) is int and 0 < packs_per_step < 2**31):
         raise ValueError(f"the state is damaged: its packs_per_step is {packs_per_step!r}")
-    weights = state.get("weights", {})
-    if not isinstance(weights, Mapping) or any(
-        type(each) is not int or each < 0 for each in weights.values()
-    ):
-        raise ValueError("the state is damaged: the weights of its mixture are no numbers")
     for lane in lanes:
         if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
             raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
@@ -117,7 +111,6 @@ def checked_state(state: Any) -> LoadedState:
         num_lanes,
         balance_window,
         packs_per_step,
-        weights,
         state.get("partial") is True,
     )
 

@@ -23,16 +23,24 @@ class PackWindow:
         begin: where the lane stood before they were planned: a resume plans them again from there.
         end: where it stands behind them.
         read_before: the ledger's ``tokens_in`` at the beginning: if a resume reads fewer tokens, a file is gone.
+        weights: of a mixture's sources, by which its rows were drawn.
     """
 
     def __init__(
-        self, packs: Sequence[list[Placed[Piece]]], *, begin: Stand, end: Stand, read_before: int
+        self,
+        packs: Sequence[list[Placed[Piece]]],
+        *,
+        begin: Stand,
+        end: Stand,
+        read_before: int,
+        weights: tuple[int, ...],
     ) -> None:
         self.packs = deque(packs)
         self.handed_out = 0
         self.begin = begin
         self.end = end
         self.read_before = read_before
+        self.weights = weights
         self.tokens = sum(map(_tokens, packs))
 
     def take(self) -> list[Placed[Piece]]:

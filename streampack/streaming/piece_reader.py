@@ -54,7 +54,12 @@ class PieceReader:
         self.source_stats = [SourceStats() for _ in config.source.names]
         self.epoch = 0
         self.reader: Reader
-        self.pending: deque[Piece] = deque()  # that were read and not asked for
+        self.weights = config.weights  # of a mixture's sources, by which the next rows are drawn
+        # What was read and not asked for: the pieces, where to find them, and how many tokens they have. A long sample
+        # may have thousands of pieces, and a state is made for each pack.
+        self.pending: deque[Piece] = deque()
+        self.addresses: deque[Address] = deque()
+        self.pending_tokens = 0
         # Bad records of the newest pass over each source: a record counts once, however often it is read.
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.bad_shards: list[int] = []  # checksums of the names of those that this lane has left out
@@ -83,6 +88,7 @@ class PieceReader:
             earlier=config.earlier,
         )
         self.reader = config.source.read(reading)
+        self.reader.weigh(self.weights)
         config.check_shards()
         self.epoch = epoch
         self.epoch_has_rows = start is not None  # rows of it may lie before the cursor
@@ -93,6 +99,11 @@ class PieceReader:
         self.open(epoch)
         self.bad_in_pass = [0] * len(self.bad_in_pass)
 
+    def weigh(self, weights: tuple[int, ...]) -> None:
+        """Draw the next rows of a mixture by these weights."""
+        self.weights = weights
+        self.reader.weigh(weights)
+
     def next(self) -> Piece | None:
         """Return the next piece; None at the end of the epoch.
 
@@ -102,11 +113,18 @@ class PieceReader:
         while not self.pending:
             if (row := self._read()) is None:
                 return None
-            self.pending.extend(self._pieces_of(row))
-            if not self.pending:
+            if len(pieces := self._pieces_of(row)) == 1:  # as most rows make
+                self.epochs_without_pieces = 0
+                return pieces[0]
+            self._hold(pieces)
+            if not pieces:
                 self._warn_if_all_dropped()
         self.epochs_without_pieces = 0
-        return self.pending.popleft()
+        piece, first = self.pending.popleft(), self.addresses.popleft()
+        self.pending_tokens -= piece.length
+        if piece.length < first.tokens:
+            self.addresses.appendleft(first._replace(start=first.start + piece.length))
+        return piece
 
     def restore(self, waiting: Sequence[Address], rows: Iterable[Mapping[str, Any]]) -> None:
         """Encode and cut rows that waited when a state was taken, so that their pieces come first.
@@ -116,17 +134,19 @@ class PieceReader:
         """
         for address, data in zip(waiting, rows, strict=True):
             row = Row(data, (), address.row_id)
-            self.pending.extend(self._pieces_at(address, row) if address.total else self._pieces_of(row))
+            self._hold(self._pieces_at(address, row) if address.total else self._pieces_of(row))
 
-    @property
-    def addresses(self) -> list[Address]:
-        """Where to find what was read and not asked for."""
-        return joined(piece.address for piece in self.pending)
+    def _hold(self, pieces: Sequence[Piece]) -> None:
+        """Keep the pieces of a row until they are asked for."""
+        self.pending.extend(pieces)
+        self.addresses.extend(joined(piece.address for piece in pieces))
+        self.pending_tokens += sum(piece.length for piece in pieces)
 
-    @property
-    def pending_tokens(self) -> int:
-        """Tokens of what was read and not asked for."""
-        return sum(piece.length for piece in self.pending)
+    def forget(self) -> None:
+        """Forget what was read and not asked for."""
+        self.pending.clear()
+        self.addresses.clear()
+        self.pending_tokens = 0
 
     @property
     def bad_of_state(self) -> tuple[int, ...]:
@@ -212,7 +232,7 @@ class PieceReader:
         ledger.untrained += untrained
         if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
             self._book_loss(tokens, pieces, untrained=untrained)
-        if pieces and tokens > self.longest:
+        if tokens > self.longest and pieces and not self.planning_again:
             self._warn_of_giant(row.row_id, tokens)
         if self.source_stats:
             stats = self.begin_stats(row.row_id)

@@ -287,9 +287,11 @@ def resumed(state: dict[str, Any], weights: Iterable[float], **settings: Any) ->
     return data
 
 
-def test_weights_changed_at_a_resume() -> None:
-    """A second resume with the same weights changes nothing."""
+@pytest.mark.parametrize("window", [0, 6])
+def test_weights_changed_at_a_resume(window: int) -> None:
+    """A second resume with the same weights changes nothing, also in a window of packs that the old ones planned."""
     settings = {**ENDLESS, **SHUFFLED, "num_lanes": 2, "overlong": "split", "max_seq_len": 9}
+    settings["balance_window"] = window
     before = make(three("never", (7, 2, 1)), **settings)
     for _ in islice(before, 50):
         pass

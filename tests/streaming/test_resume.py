@@ -9,6 +9,7 @@ import copy
 import io
 import logging
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
@@ -47,6 +48,27 @@ def test_a_resume_reads_little_and_encodes_what_waits(tmp_path: Path, num_lanes:
             8 + 1
         ) * num_lanes + ahead + 2 * window * num_lanes + 1
         assert encoder.calls <= 9 * num_lanes + ahead, "what is gone is not tokenized again"
+
+
+def test_a_state_within_a_long_sample_costs_no_more_the_longer_it_is() -> None:
+    def calls_of_a_pack(tokens: int) -> float:
+        count = 0
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        data = make(
+            [{"input_ids": [1] * tokens}], encoder=None, epochs=1, num_lanes=1, overlong="split", max_seq_len=4
+        )
+        iterator = iter(data)
+        next(iterator)
+        sys.setprofile(note)
+        packs = sum(1 for _ in iterator)
+        sys.setprofile(None)
+        return count / packs
+
+    assert calls_of_a_pack(8000) < 1.1 * calls_of_a_pack(800)
 
 
 # What a state is.
