@@ -238,7 +238,7 @@ def kill_worker(run: Run) -> str:
 
 
 class Killed(NamedTuple):
-    """What a rank whose workers were killed returned."""
+    """Result of a rank whose workers were killed."""
 
     steps: list[Step]
     restarts: int

@@ -189,7 +189,7 @@ def upload(root: Path, url: str) -> None:
 
 
 class Read(NamedTuple):
-    """What a process read."""
+    """Counts of what one process has read."""
 
     packs: list[str]  # digests
     seconds: float

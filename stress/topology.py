@@ -435,7 +435,7 @@ def resume_from_each(
 
 @job("groups", "groups: killed at 50 points, resumed at every step and on 4 -> 2 -> 3 -> 1 ranks", limit=600)
 def groups(run: Run) -> str:
-    """What is recorded of a pack includes its prefixes and the fields of its segments and tokens."""
+    """Kill and resume runs of groups, whose packs are recorded with their prefixes and fields."""
     with tempfile.TemporaryDirectory() as name:
         killed = kill_and_resume(Path(name), run.count(50, 2), grouped=True)
     with tempfile.TemporaryDirectory() as name:

@@ -34,7 +34,7 @@ def seconds(value: float) -> str:
 
 
 class Growth(NamedTuple):
-    """What a cost is proportional to, as a function of the sizes."""
+    """A driver of costs: a name, and its amount as a function of the sizes."""
 
     formula: str
     units: Callable[..., float]

@@ -21,8 +21,7 @@ Step = list[list[int]]
 
 OBJECTIVES = ("quadratic", "linear")
 
-# The effects of other values were measured on 100,000 chat-like lengths, with 8 packs of
-# 32,768 tokens a step.
+# The effects of other values were measured on 100,000 chat-like lengths, with 8 packs of 32,768 tokens a step.
 
 FILLED_BY_COST = 0.985
 """Fraction of a step's room that is filled by cost. 0.98 makes packs 12 % less even; 0.99 makes one step more."""

@@ -80,12 +80,6 @@ class Planner(Generic[PieceT]):
         self.waiting.append(piece)
         self.lengths.append(self.packing.padded(piece.length))
 
-    def restore(self, waiting: Iterable[PieceT], *, offset: int) -> None:
-        """Fill an empty buffer with the pieces, and set the `offset`, that were in it when a state was taken."""
-        for piece in waiting:
-            self.add(piece)
-        self.offset = offset
-
     def next_pack(self) -> list[Placed[PieceT]]:
         """Plan one pack and return its pieces; an empty list when there are no more pieces and none waits."""
         if self.packing.split_across_pack:

@@ -74,7 +74,6 @@ class BadRecord(ValueError):
 
     Args:
         reason: why it cannot be read.
-        cursor: the cursor of the record's row.
         row_id: which row of the corpus it is.
         locate: turns the ``row_id`` into a place for the message. It is called only when the message is made, because
             it may read a file to count lines.
@@ -85,14 +84,12 @@ class BadRecord(ValueError):
         self,
         reason: str,
         *,
-        cursor: Cursor,
         row_id: RowId,
         locate: Callable[[RowId], str],
         lost: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.cursor = cursor
         self.row_id = row_id
         self.locate = locate
         self.lost = lost

@@ -77,11 +77,8 @@ class CorpusList:
 
         Those of a file that is not in all of these lists, with the same content, get the number `REMOVED_FILE`.
         """
-        places = [{key: number for number, key in enumerate(_distinct(files))} for files in newer]
-        now = [
-            places[-1][key] if all(key in each for each in places) else REMOVED_FILE
-            for key in _distinct(self.files)
-        ]
+        found = zip(*(moves(self.files, files) for files in newer), strict=True)
+        now = [REMOVED_FILE if None in numbers else numbers[-1] for numbers in found]
         return [[part._replace(file=now[part.file]) for part in lane] for lane in self.lanes]
 
 

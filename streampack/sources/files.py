@@ -47,7 +47,7 @@ class FileSource(Source):
     """The noun for what cannot be cut, and is shared by lanes if there are too few of it, for messages."""
 
     near = 64
-    """What `fetch_many` reads behind a URL and does not need, rather than begin again: in the unit of offsets."""
+    """The distance in offsets below which `fetch_many` reads on to the next row, instead of beginning there, by URL."""
 
     independent_files = False
     """Whether some of the files can be read without the others."""

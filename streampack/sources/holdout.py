@@ -175,9 +175,7 @@ class _Kept(Reader):
                 if isinstance(error, OSError):  # of a value that is read late; the record is not to blame
                     raise
                 reason = f"its content, by which rows are held out, cannot be hashed: {type(error).__name__}: {error}"
-                raise BadRecord(
-                    reason, cursor=row.cursor, row_id=row.row_id, locate=self.part.locate
-                ) from error
+                raise BadRecord(reason, row_id=row.row_id, locate=self.part.locate) from error
             self.unhashed = None
             if kept:
                 return row

@@ -206,7 +206,6 @@ class MixtureScheduler(Reader):
             except BadRecord as error:
                 raise BadRecord(
                     error.reason,
-                    cursor=self.cursor,
                     row_id=(self.current, *error.row_id),
                     locate=self.locate,
                     lost=error.lost,

@@ -204,14 +204,13 @@ class InOrder(Reader):
             raw = self.judge(error, [part]) or error
             raw.lost = self.lost.setdefault(part.file, raw.lost)
         except ValueError as error:
-            raise BadRecord(str(error), cursor=cursor, row_id=row_id, locate=self.locate) from None
+            raise BadRecord(str(error), row_id=row_id, locate=self.locate) from None
         if isinstance(raw, BadShard) and not raw.lost:  # of a part that lanes share
             raw = self.judge(raw, [part]) or raw
         if not isinstance(raw, BadShard):
-            raise BadRecord(str(raw), cursor=cursor, row_id=row_id, locate=self.locate)
+            raise BadRecord(str(raw), row_id=row_id, locate=self.locate)
         raise BadRecord(
             str(raw),
-            cursor=cursor,
             row_id=row_id,
             locate=lambda row_id: self.place(part, offset),  # lines of the file cannot be counted
             lost=raw.lost,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,22 @@ from streampack.streaming.piece_reader import Piece, PieceReader
 from streampack.types import Fragment, Pack, RowId
 
 Rows = Mapping[RowId, Mapping[str, Any]]
+
+
+def fetch_rows(config: LaneConfig, row_ids: Iterable[RowId]) -> Rows:
+    """Read again the rows that waited in one lane or several, side by side, those of one file at once.
+
+    Raises:
+        ValueError: if one cannot be read.
+    """
+    ids = list(dict.fromkeys(row_ids))
+    try:
+        return dict(zip(ids, config.source.fetch_many(ids, use=config.use), strict=True)) if ids else {}
+    except (ValueError, LookupError, StopIteration) as error:
+        why = error if isinstance(error, ValueError) else "it is not there; the data changed"
+        raise ValueError(
+            f"a row that waited to be packed when the state was made cannot be read again: {why}"
+        ) from error
 
 
 class Lane:
@@ -322,10 +338,7 @@ class Lane:
         reader.forget()
         self.window, self.planner = None, Planner(self.config.packing, reader.next)
         reader.open(state.begin.epoch, state.begin.cursor)
-        ids = [address.row_id for address in state.begin.waiting]
-        self._restore(
-            state, dict(zip(ids, self.config.source.fetch_many(ids, use=self.config.use), strict=True))
-        )
+        self._restore(state, fetch_rows(self.config, [address.row_id for address in state.begin.waiting]))
 
 
 def _places(stand: Stand) -> tuple[int, Sequence[int], list[Address], int]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.storage.read_ahead import SOON
-from streampack.streaming.lane import Lane
+from streampack.streaming.lane import Lane, fetch_rows
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.streaming.read_report import ReadReport, consumed_by_lanes
@@ -154,18 +154,11 @@ class PackStream:
 
 
 def restore(lanes: Sequence[Lane]) -> None:
-    """Restore lanes from their states. The rows that wait are read side by side, those of one file at once."""
-    ids = list(dict.fromkeys(row_id for lane in lanes for row_id in lane.waiting_rows()))
-    try:
-        rows = lanes[0].config.source.fetch_many(ids, use=lanes[0].config.use) if ids else []
-    except (ValueError, LookupError, StopIteration) as error:
-        why = error if isinstance(error, ValueError) else "it is not there; the data changed"
-        raise ValueError(
-            f"a row that waited to be packed when the state was made cannot be read again: {why}"
-        ) from error
-    found = dict(zip(ids, rows, strict=True))
+    """Restore lanes from their states."""
+    waiting = [row_id for lane in lanes for row_id in lane.waiting_rows()]
+    rows = fetch_rows(lanes[0].config, waiting) if waiting else {}
     for lane in lanes:
-        lane.restore(found)
+        lane.restore(rows)
 
 
 def total_ledger(lane_states: Mapping[int, LaneState]) -> Ledger:

@@ -330,7 +330,7 @@ def test_packs_longer_than_a_model_can_take_are_refused(
 def test_samples_may_be_shorter_than_their_packs(
     family: str, attention: str, changes: dict[str, Any], longest: int, why: str
 ) -> None:
-    """What depends on the longest sample limits samples, not packs."""
+    """A limit of a model on lengths holds for samples, not for packs."""
     model, inputs, alone = prepared(family, attention, **changes)
     rows = [{"tokens": [*range(5, 5 + n)], "labels": [*range(5, 5 + n)]} for n in (longest, 5, longest, 3)]
     data = IterablePackedDataset(rows, max_seq_len=4 * longest, num_lanes=1, shuffle=False)

@@ -247,7 +247,7 @@ def test_all_ways_of_packing_equal_alone(stream: str, model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*ISOLATED, *REFUSED])
 def test_other_families_are_isolated_or_refused(family: str, record_model: Record) -> None:
-    """What our own code does is tested with fewer; here a new version of transformers shows what it changed."""
+    """Each family of transformers, because a new version may change any; our own code needs fewer."""
     outcomes = {}
     for attention in ("dense", "varlen"):
         model, alone = (hf_models.build(family) for _ in range(2))
@@ -378,7 +378,7 @@ ON_CUDA = [
 def test_packed_equals_alone_on_cuda(
     library: str, family: str, attention: str, in_groups: bool, dtype: torch.dtype, grouped: Batch
 ) -> None:
-    """In fp32 as on a CPU; in bf16 within twice the rounding error of the same model against fp32."""
+    """On CUDA, packs equal samples alone: in fp32 as on a CPU, in bf16 within twice its own rounding error."""
     data, batch = (None, grouped) if in_groups else stream_and_batch("overlong")
     batch = batch.to("cuda")
     exact = run_alone(made(library, family, attention, torch.float32).cuda(), batch, data)

@@ -59,7 +59,12 @@ def test_a_state_within_a_long_sample_costs_no_more_the_longer_it_is() -> None:
             count += event == "call"
 
         data = make(
-            [{"input_ids": [1] * tokens}], encoder=None, epochs=1, num_lanes=1, overlong="split", max_seq_len=4
+            [{"input_ids": [1] * tokens}],
+            encoder=None,
+            epochs=1,
+            num_lanes=1,
+            overlong="split",
+            max_seq_len=4,
         )
         iterator = iter(data)
         next(iterator)
