@@ -49,6 +49,7 @@ class Reading:
         use: of storage by this process, to be counted and limited; None if nobody asks.
         earlier: for each source of files, by its name in a mixture (otherwise an empty one), the divisions of the
             epochs that began before its files changed, in order.
+        weights: of a mixture's sources, in place of its own; none are its own.
     """
 
     lane: int = 0
@@ -62,6 +63,7 @@ class Reading:
     read_ahead: ReadAhead | None = None
     use: StorageUse | None = None
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)
+    weights: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -147,7 +149,7 @@ class Reader(ABC):
         """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""
 
     def weigh(self, weights: Sequence[int]) -> None:  # noqa: B027  # only a mixture has any
-        """Draw the next rows of a mixture by these weights: a window that was planned by others is planned again."""
+        """Draw the next rows of a mixture by these weights, from now on."""
 
 
 def reason_of(error: Exception) -> str:

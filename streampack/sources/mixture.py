@@ -229,12 +229,15 @@ class Mix(Source):
         Whoever reads must call the reader's `Reader.charge` with the samples made of a row, before the next row is
         read: the trained tokens decide which source that comes from. A lane of an `IterablePackedDataset` does.
         """
+        weights = reading.weights or self.weights
+        if len(weights) != len(self.entries):
+            raise ValueError(f"there are {len(weights)} weights for {len(self.entries)} sources")
         return MixtureScheduler(
             self.names,
             open_source=partial(self._open, reading),
             locate=self.locate,
             stop=self.stop,
-            weights=self.weights,
+            weights=weights,
             reading=reading,
             remote=[number for number, entry in enumerate(self.entries) if not entry.source.local],
             begins=[
@@ -257,6 +260,7 @@ class Mix(Source):
             start=start,
             read_ahead=reading.read_ahead and reading.read_ahead.part(entry.weight),
             earlier={"": reading.earlier.get(entry.name, ())},
+            weights=(),
         )
         return entry.source.read(own)
 

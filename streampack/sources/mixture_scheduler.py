@@ -182,10 +182,6 @@ class MixtureScheduler(Reader):
 
     def weigh(self, weights: Sequence[int]) -> None:
         """See `Reader.weigh`."""
-        if len(weights) != len(self.names):
-            raise ValueError(
-                f"{self.place}: the state has {len(weights)} weights for {len(self.names)} sources"
-            )
         self.weights = tuple(weights)
 
     def __next__(self) -> Row:

@@ -76,6 +76,7 @@ class Lane:
         if state is None:
             self.piece_reader.open(first_epoch)
         else:
+            self.piece_reader.weights = state.weights or config.weights
             self.piece_reader.open(state.begin.epoch, state.begin.cursor)
 
     @property
@@ -311,7 +312,6 @@ class Lane:
         """
         reader, handed_out = self.piece_reader, state.handed_out
         reader.planning_again, bad = True, [*reader.bad_in_pass]
-        reader.weigh(state.weights)
         self.window = window = self._plan()
         reader.weigh(self.config.weights)
         reader.planning_again = False

@@ -86,9 +86,9 @@ class PieceReader:
             read_ahead=self.read_ahead,
             use=config.use,
             earlier=config.earlier,
+            weights=self.weights,
         )
         self.reader = config.source.read(reading)
-        self.reader.weigh(self.weights)
         config.check_shards()
         self.epoch = epoch
         self.epoch_has_rows = start is not None  # rows of it may lie before the cursor

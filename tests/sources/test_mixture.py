@@ -24,7 +24,7 @@ from streampack import (
     TokensEncoder,
 )
 from streampack.sources import Holdout, Reading
-from tests.harness.conformance import check_resume_everywhere
+from tests.harness.conformance import check_resume_everywhere, content
 from tests.harness.corpus import Numbers, rows
 from tests.harness.mixtures import (
     APART,
@@ -308,6 +308,27 @@ def test_weights_changed_at_a_resume(window: int) -> None:
         pass
     gained = np.array([stats.trained - started[name].trained for name, stats in after.source_stats().items()])
     assert np.abs(gained / gained.sum() - (0.1, 0.2, 0.7)).max() < 0.03
+
+
+def test_a_window_of_packs_keeps_the_weights_that_planned_it() -> None:
+    """Also over ends of epochs, of which it holds several here."""
+    settings = {**ENDLESS, "num_lanes": 1, "max_seq_len": 9, "balance_window": 60}
+
+    def mix(weights: tuple[int, int]) -> Mix:
+        data = [[{"tokens": [k] * n, "labels": [k] * n} for n in (3, 4, 5) * 6] for k in (1, 2)]
+        return Mix([entry(f"{k}", rows, weights[k]) for k, rows in enumerate(data)], stop="all_exhausted")
+
+    planned = list(map(content, islice(IterablePackedDataset(mix((3, 1)), **settings), 60)))
+    for done in (1, 20, 56):
+        data = IterablePackedDataset(mix((3, 1)), **settings)
+        found = list(map(content, islice(data, done)))
+        for more in (3, 57 - done):  # the second state is of a run with the new weights
+            state, data = data.state_dict(), IterablePackedDataset(mix((1, 3)), **settings)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="the mixture's weights changed")
+                data.load_state_dict(state)
+            found += map(content, islice(data, more))
+        assert found == planned
 
 
 # Resumes.
