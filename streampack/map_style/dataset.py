@@ -239,7 +239,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Any]]:
         # torch's DataLoader calls this, through its fetcher, with the numbers of a batch.
-        refuse_foreign_collator(sys._getframe(1).f_locals.get("self"), map_style=True)
+        caller = sys._getframe(1).f_locals.get("self")
+        if type(caller).__name__.endswith("DatasetFetcher"):
+            refuse_foreign_collator(caller.collate_fn, map_style=True)
         return [self[index] for index in indices]
 
     def __getitem__(self, index: Any) -> dict[str, Any]:

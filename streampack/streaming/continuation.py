@@ -10,7 +10,7 @@ from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.settings import Packing
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.loaded_state import LoadedState
+from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import restore
 
 PACKING = (
@@ -41,7 +41,7 @@ def config_before(config: LaneConfig, identity: Mapping[str, Any]) -> LaneConfig
         raise ValueError(f"the state is damaged: its settings lack {error}") from None
 
 
-def unplanned(loaded: LoadedState, config: LaneConfig) -> LoadedState:
+def unplanned(loaded: RunState, config: LaneConfig) -> RunState:
     """Return a state without open windows: the rows of packs that were planned and not handed out wait.
 
     Args:

@@ -14,7 +14,7 @@ from streampack.sources.corpus_lists import CorpusList, changes, moves, renamed
 from streampack.sources.mixture_scheduler import translated
 from streampack.sources.source import Listable, Source
 from streampack.streaming.lane_state import DAMAGED, LaneState
-from streampack.streaming.loaded_state import LoadedState
+from streampack.streaming.loaded_state import RunState
 from streampack.types import RowId
 from streampack.validation import require
 
@@ -25,7 +25,7 @@ Histories = dict[str, list[tuple[int, str]]]
 class Resumed(NamedTuple):
     """The result of `CorpusChanges.resume`: a state for the sources of now, what changed, and `Reading.earlier`."""
 
-    loaded: LoadedState
+    loaded: RunState
     changed: dict[str, str]
     earlier: dict[str, list[Division]]
 
@@ -75,7 +75,7 @@ class CorpusChanges:
         histories = {name: [list(pair) for pair in history] for name, history in self.histories.items()}
         return {"sources": list(self.source.names), "corpus": histories}
 
-    def resume(self, state: Mapping[str, Any], loaded: LoadedState) -> Resumed:
+    def resume(self, state: Mapping[str, Any], loaded: RunState) -> Resumed:
         """Return what a run needs to go on from a state.
 
         Raises:
@@ -122,7 +122,7 @@ class CorpusChanges:
         found |= {str(name): "was removed" for name in names if name not in now}
         return found or {", ".join(now): "are in another order"}
 
-    def _described(self, name: str, source: Listable, digest: str, loaded: LoadedState) -> str:
+    def _described(self, name: str, source: Listable, digest: str, loaded: RunState) -> str:
         """Describe what changed in a source's files, by the list that was kept, if there is one.
 
         Raises:
@@ -141,7 +141,7 @@ class CorpusChanges:
         paths = [file.shown for file in source.marks().files]
         return changes(before, now, paths=paths) or "the files are in another order"
 
-    def _of_files(self, name: str, source: Listable, digest: str, loaded: LoadedState) -> LoadedState:
+    def _of_files(self, name: str, source: Listable, digest: str, loaded: RunState) -> RunState:
         """Return the state with the ids that waiting rows have in a source's list of files of now."""
         if self.folder is None or loaded.num_lanes is None or loaded.nothing_read:
             return loaded
@@ -166,7 +166,7 @@ class CorpusChanges:
         stands = [state.begin if least else state.stand for state in lane_states]
         return [self.source.epochs_read(stand.epoch, stand.cursor)[name] for stand in stands]
 
-    def _require_all_lanes(self, name: str, loaded: LoadedState) -> None:
+    def _require_all_lanes(self, name: str, loaded: RunState) -> None:
         """Refuse a state without the lanes of other consumers, such as other workers of torch's DataLoader.
 
         The new list begins after the latest epoch of any lane, and each consumer would take another one, except in the
@@ -184,7 +184,7 @@ class CorpusChanges:
                 )
 
     def _earlier(
-        self, name: str, source: Listable, history: list[tuple[int, str]], loaded: LoadedState
+        self, name: str, source: Listable, history: list[tuple[int, str]], loaded: RunState
     ) -> list[Division]:
         """Return the divisions that lanes still read by, and forget the lists that none reads by any more."""
         all_begun = len(loaded.lane_states) == loaded.num_lanes
@@ -204,7 +204,7 @@ class CorpusChanges:
         return [Division(history[i + 1][0], each.parts_in(entries[i + 1 :])) for i, each in enumerate(lists)]
 
 
-def _of_sources(loaded: LoadedState, before: Sequence[str], now: Sequence[str]) -> LoadedState:
+def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> RunState:
     """Return the state of a mixture of the sources ``before`` for one of the sources ``now``, given by name."""
     to = {i: now.index(name) for i, name in enumerate(before) if name in now}
 
@@ -223,7 +223,7 @@ def _of_sources(loaded: LoadedState, before: Sequence[str], now: Sequence[str]) 
     return replace(loaded, lane_states={lane: of_lane(each) for lane, each in loaded.lane_states.items()})
 
 
-def what_happens(loaded: LoadedState) -> str:
+def what_happens(loaded: RunState) -> str:
     """Say what becomes of files that changed since a state was made."""
     if loaded.nothing_read:
         return "Nothing was read before, so the run begins with this one"
