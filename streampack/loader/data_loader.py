@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from streampack.accounting import Ledger, Shares, SourceStats
+from streampack.accounting import Ledger, SourceStats
 from streampack.distributed.corpus import identify_across_ranks
 from streampack.distributed.data_groups import data_place, gloo_group
 from streampack.distributed.one_run import require_same_run
@@ -118,7 +118,6 @@ class PackedDataLoader:
         self._packs_per_step = packs_per_step
         self._kept_packs_per_step: int | None = None  # of the state that the run goes on from
         self._progress = Progress(HandedOut({}))  # of the newest iteration
-        self._shares = Shares()
         self._trained = TrainedSteps(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)
         self._started_from: LoadedState | None = None  # where the newest iteration began
         self._version = 0  # of the dataset's epochs when the newest iteration began
@@ -216,7 +215,6 @@ class PackedDataLoader:
         self._identify("load", lambda: {"state": _digest_of(state)})
         load(state)
         self._progress, self._started_from = Progress(HandedOut({}), before=self._progress), None
-        self._shares = Shares()  # those of before count tokens that the state may not have
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
         """Collective: compare what the ranks were given, and read the corpus's fingerprint once, each rank a part."""
@@ -275,56 +273,23 @@ class PackedDataLoader:
         self._trained.require()
 
     def metrics(self) -> dict[str, float]:
-        """Return what an operator watches of this rank, by name, for a metric logger.
+        """Return how long this rank waited for batches, and how evenly the ranks shared the work, for a metric logger.
 
         >>> rows = [{"tokens": [i] * 5, "labels": [i] * 5} for i in range(40)]
         >>> loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=10, num_lanes=1))
-        >>> batches = iter(loader)
-        >>> for _ in range(10):
-        ...     batch = next(batches)
-        >>> metrics = loader.metrics()
-        >>> metrics["read_rows"], metrics["read_retries"], metrics["bad_records"]
-        (20, 0, 0)
+        >>> for batch in loader:
+        ...     pass
+        >>> sorted(loader.metrics())
+        ['data_wait', 'data_wait_mean']
 
-        Since this loader was made, over the rank's worker processes, which report once a second:
+        Each is a mean over the steps since the call before, missing if there were none, and as ``*_mean`` over all
+        steps since this loader was made:
 
-        - ``data_wait``: seconds that a step waited for batches, a mean over the steps since the call before;
-          ``data_wait_mean`` over all steps, and ``data_wait_seconds`` the sum.
-        - ``cost_imbalance``: the attention cost of the dearest rank's part of a step over the mean of the ranks, a mean
-          over the steps since the call before, and ``cost_imbalance_mean`` over all steps; several ranks have it.
-        - ``read_bytes``: from storage, as they are stored; of token shards that are mapped into memory, none.
-        - ``read_seconds``: that readers waited for them. Workers do so at the same time.
-        - ``read_retries``: how often a read was tried again.
-        - ``outage_seconds``: between the first failure of a read and its end.
-
-        Since the beginning of the run, as of the last batch handed out:
-
-        - ``read_rows``, and ``bad_records`` that were skipped.
-
-        Of a mixture each name begins with ``source_<name>_``:
-
-        - ``consumed``: about which fraction of the rank's lanes was read in this pass over the source; what waits in
-          the buffers and packs made ahead count as read. It is missing where a source cannot tell.
-        - ``fraction``: of the trained tokens, in a mixture; ``recent_fraction``: over the last 100 steps, or since
-          the call before if that is longer ago; missing at the first call.
+        - ``data_wait``: seconds that a step waited for batches.
+        - ``cost_imbalance``, of several ranks: the attention cost of the dearest rank's part of a step over the mean of
+          the ranks.
         """
-        progress, ledger = self._progress, self.ledger()
-        read = progress.report
-        metrics: dict[str, float] = progress.meter.metrics() | {
-            "data_wait_seconds": progress.meter.waited,
-            "read_rows": ledger.samples,
-            "read_bytes": read.bytes,
-            "read_seconds": read.seconds,
-            "read_retries": read.retries,
-            "outage_seconds": read.outage_seconds,
-            "bad_records": ledger.dropped_samples["bad"],
-        }
-        prefixes = [f"source_{name}_" for name in self.dataset.lane_config.source.names] or [""]
-        for prefix, fraction in zip(prefixes, read.fractions(), strict=False):
-            if fraction is not None:
-                metrics[f"{prefix}consumed"] = fraction
-        trained = {name: stats.trained for name, stats in self.source_stats().items()}
-        return metrics | self._shares.metrics(trained, step=progress.batches // self.batches_per_step)
+        return self._progress.meter.metrics()
 
     # Steps.
 

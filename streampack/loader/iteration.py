@@ -23,7 +23,6 @@ from streampack.streaming.epochs import BEGUN, ENDED
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.streaming.loaded_state import LoadedState
-from streampack.streaming.read_report import ReadReport
 from streampack.streaming.round_robin import total_ledger
 from streampack.types import Pack
 
@@ -51,14 +50,6 @@ class Progress:
         self.over = True  # whether the iteration has come to its end; also before one has begun
         # Of this iteration, and of the loader's iterations before it.
         self.meter: StepMeter = StepMeter() if before is None else before.meter
-        self.batches: int = 0 if before is None else before.batches  # handed out
-        self.read_before = ReadReport() if before is None else before.report._replace(consumed=())
-        self.reports: list[ReadReport] = []  # of the rank's workers
-
-    @property
-    def report(self) -> ReadReport:
-        """Counts of what this rank has read since its loader was made."""
-        return ReadReport.total([self.read_before, *self.reports])
 
     def require_whole(self, rank_sync: RankSync, action: str) -> None:
         """Raise if an interrupted ``next()`` may have left this rank and the others at different collectives."""
@@ -201,7 +192,6 @@ class Iteration:
         if progress.midway:
             progress.require_whole(self.rank_sync, "asked for a batch")
             self.rank_batches.close()
-            progress.read_before, progress.reports = progress.report._replace(consumed=()), []
             self._restart()
         progress.midway = True
         self.new_states = {}
@@ -212,10 +202,8 @@ class Iteration:
             progress.meter.add(self.part.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
             size = batch.tokens.numel() * self.rank_sync.world_size
             self.trained.add(self.part.trained, self.part.tokens, size, ends_step=ends_step)
-            progress.batches += 1
         elif self.rank_sync.rank == 0:
             self.loaded.warn_if_empty()
-        progress.reports = self.rank_batches.reports()
         slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
         lane_states = progress.handed.lane_states.copy()
         lane_states.update(self.new_states)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +11,6 @@ from streampack.loader.workers import Worker
 from streampack.packing.batch import trains
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.read_report import REPORT_EVERY, ReadReport
 from streampack.streaming.round_robin import PackStream
 from streampack.types import Pack
 
@@ -105,8 +102,7 @@ class RankBatches:
                 )
             else:
                 open_stream = partial(dataset.stream, consumer, consumers, lane_states=own, first_epoch=epoch)
-                begun_with = ReadReport.of(dataset.lane_config.use)
-                self.streams.append(_InProcess(open_stream, begun_with=begun_with))
+                self.streams.append(_InProcess(open_stream))
         self.epoch = epoch or 0
         # The next event of each stream is in `heads`, a heap, or the stream's number is in `unasked`.
         self.heads: list[tuple[Order, int, LaneEvent]] = []
@@ -151,10 +147,6 @@ class RankBatches:
             return first
         return None
 
-    def reports(self) -> list[ReadReport]:
-        """Return what each worker has read, as far as it has said so."""
-        return [stream.report for stream in self.streams]
-
     def close(self) -> None:
         """End the workers."""
         for stream in self.streams:
@@ -164,12 +156,9 @@ class RankBatches:
 class _InProcess:
     """Make events in this process, with the interface of a `Worker`. The stream is opened for the first event."""
 
-    def __init__(self, open_stream: Callable[[], PackStream], *, begun_with: ReadReport) -> None:
+    def __init__(self, open_stream: Callable[[], PackStream]) -> None:
         self.open_stream = open_stream
-        self.begun_with = begun_with
         self.stream: PackStream | None = None
-        self.report = ReadReport()
-        self.reported = -math.inf  # when
 
     def __iter__(self) -> _InProcess:
         return self
@@ -177,11 +166,7 @@ class _InProcess:
     def __next__(self) -> LaneEvent:
         if self.stream is None:
             self.stream = self.open_stream()
-        try:
-            return self.stream.next_event()
-        finally:
-            if time.monotonic() >= self.reported + REPORT_EVERY:
-                self.report, self.reported = self.stream.report().since(self.begun_with), time.monotonic()
+        return self.stream.next_event()
 
     def close(self) -> None:
         """Drop the lanes, which closes their files."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import multiprocessing as mp
 import os
 import pickle
@@ -25,7 +24,6 @@ from streampack.distributed.launcher import end_with_parent
 from streampack.loader.wire import Folded, fold, unfold
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.read_report import REPORT_EVERY, ReadReport
 from streampack.validation import raised_here
 
 log = logging.getLogger(__name__)
@@ -59,9 +57,6 @@ class Worker:
         prefetch: packs that may lie ready in this process, about.
         max_restarts: deaths to survive before giving up.
     """
-
-    read_before = ReadReport()  # what processes read that have died
-    report = ReadReport()  # what they and this one have read, when it last said so
 
     def __init__(
         self,
@@ -134,12 +129,8 @@ class Worker:
             kind, value = self.inbox.get()
             self.room.put(True)
             if kind == EVENTS:
-                events, report = value
-                self.arrived.extend(map(unfold, events))
-                if report is not None:
-                    self.report = ReadReport.total([self.read_before, ReadReport._make(report)])
+                self.arrived.extend(map(unfold, value))
             elif kind == END:
-                self.report = ReadReport.total([self.read_before, ReadReport._make(value)])
                 self.ended = True
                 self.close()
                 raise StopIteration
@@ -175,7 +166,6 @@ class Worker:
                 "fewer workers or a smaller buffer_size"
             )
         self.restarts += 1
-        self.read_before = self.report._replace(consumed=())
         log.warning("%s; restart %d of %d from its last state", what, self.restarts, self.max_restarts)
         self.close()
         self._start()
@@ -259,12 +249,8 @@ def _serve(
     gc.freeze()
     gc.enable()  # a trainer may have switched it off, to collect at steps of its choice, as torchtitan does
     stream, size = None, 1
-    # A fork has copied the counts of the trainer's process.
-    begun_with = ReadReport.of(dataset.lane_config.use)
-    reported = -math.inf  # when
     while True:
         events: list[Folded] = []
-        report: tuple[Any, ...] | None = None
         message: tuple[str, Any] | None = None
         try:
             if stream is None:
@@ -272,11 +258,8 @@ def _serve(
             begun = time.monotonic()
             while not events or (len(events) < size and time.monotonic() < begun + MAX_DELAY):
                 events.append(fold(stream.next_event()))
-            if time.monotonic() >= reported + REPORT_EVERY:
-                report, reported = tuple(stream.report().since(begun_with)), time.monotonic()
         except StopIteration:
-            assert stream is not None
-            message = (END, tuple(stream.report().since(begun_with)))
+            message = (END, None)
         except Exception as error:
             where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
             # The notes are sent beside the error, because not every class of errors pickles them.
@@ -284,7 +267,7 @@ def _serve(
             message = (ERROR, (_portable(error), notes, raised_here(error)))
         try:
             if events:
-                pipe.send_bytes(pickle.dumps((EVENTS, (events, report)), 5))
+                pipe.send_bytes(pickle.dumps((EVENTS, events), 5))
             if message is not None:
                 pipe.send_bytes(pickle.dumps(message))
                 if message[0] == END:

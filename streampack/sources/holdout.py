@@ -188,9 +188,6 @@ class _Kept(Reader):
     def prepare(self) -> None:
         self.reader.prepare()
 
-    def consumed(self) -> tuple[float | None, ...]:
-        return self.reader.consumed()
-
 
 def hold_out(source: Source, *, fraction: float | Mapping[str, float]) -> tuple[Source, Source]:
     """Split a source with `Holdout`, and return (training part, held-out part).

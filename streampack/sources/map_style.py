@@ -123,8 +123,5 @@ class _Rows(Reader):
         self.index += 1
         return row
 
-    def consumed(self) -> tuple[float | None, ...]:
-        return (self.index / max(1, len(self.numbers)),)
-
     def skip(self) -> None:
         self.index += 1

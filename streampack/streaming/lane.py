@@ -94,10 +94,6 @@ class Lane:
         """Counts of each source of a mixture; empty without a mixture."""
         return self.piece_reader.source_stats
 
-    def consumed(self) -> tuple[float | None, ...]:
-        """Return about which fraction of this lane was read in this pass, of each source; None if unknown."""
-        return self.piece_reader.reader.consumed()
-
     def prepare(self) -> None:
         """Begin to fetch what the lane reads next, if it is behind a URL. It changes no pack and raises no error."""
         self.piece_reader.reader.prepare()

@@ -12,7 +12,6 @@ from streampack.storage.read_ahead import SOON
 from streampack.streaming.lane import Lane, fetch_rows
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
-from streampack.streaming.read_report import ReadReport, consumed_by_lanes
 from streampack.types import Pack
 
 Converted = TypeVar("Converted")
@@ -117,13 +116,6 @@ class PackStream:
         for _, lane in heap[:SOON]:
             lane.prepare()
         return heap
-
-    def report(self) -> ReadReport:
-        """Return what this process has read so far."""
-        if not self.lanes:
-            return ReadReport()
-        consumed = consumed_by_lanes(lane.consumed() for lane in self.lanes)
-        return ReadReport.of(self.lanes[0].config.use)._replace(consumed=consumed)
 
     def lane_states(self) -> dict[int, LaneState]:
         """Return the state of every lane that has yielded a pack or ended an epoch; a fresh dict."""

@@ -13,7 +13,6 @@ from unittest import mock
 
 from streampack import Batch, IterablePackedDataset, MapSource, PackedDataLoader, Sample
 from streampack.distributed.rank_sync import RankSync, combine_counts  # private: where ranks become threads
-from streampack.streaming.read_report import ReadReport  # private: what a worker process tells its loader
 from tests.harness.corpus import Numbers
 from tests.harness.interrupts import Injector
 
@@ -123,8 +122,6 @@ def on_ranks(size: int, act: Callable[[ThreadSync], Any]) -> list[Any]:
 
 class InProcess:
     """A stand-in for `Worker` in this process."""
-
-    report = ReadReport()
 
     def __init__(
         self,

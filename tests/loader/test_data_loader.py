@@ -263,7 +263,7 @@ def test_a_loader_knows_the_costs_of_all_ranks(per_step: int, window: int | None
     assert wanted > 1.02
     for _, metrics in ranks:
         assert metrics["cost_imbalance"] == metrics["cost_imbalance_mean"] == pytest.approx(wanted)
-        assert metrics["data_wait_mean"] * len(steps) <= metrics["data_wait_seconds"] * 1.001
+        assert metrics["data_wait"] == metrics["data_wait_mean"] > 0
 
 
 def test_a_single_rank_has_no_imbalance() -> None:
@@ -274,6 +274,7 @@ def test_a_single_rank_has_no_imbalance() -> None:
     metrics = loader.metrics()
     assert metrics["data_wait"] > 0
     assert "cost_imbalance" not in metrics
+    assert loader.metrics() == {"data_wait_mean": metrics["data_wait"]}, "no step since the last call"
 
 
 # Steps, batches and runs that train nothing.

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
@@ -28,8 +26,6 @@ from streampack import (
     TokensEncoder,
     plan_packs,
 )
-from streampack.loader import merge, workers  # private: what was read is told at once, not every second
-from streampack.sources import ParquetSource
 from tests.harness.corpus import Numbers, all_of, rows, samples_in, write
 from tests.harness.hf_trainers import samples
 from tests.harness.threads import ThreadSync, on_ranks
@@ -133,95 +129,6 @@ def test_counted_packs_equal_those_of_an_epoch(changes: dict[str, Any]) -> None:
     data = IterablePackedDataset(given.pop("source"), **given)
     known = data.estimate(num_lanes=given["num_lanes"])
     assert (known.packs, known.error) == (sum(pack["epoch"] == 0 for pack in data), 0)
-
-
-# What was read, in worker processes too.
-
-ROWS = rows(4000)
-
-
-@pytest.fixture(autouse=True)
-def _report_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "REPORT_EVERY", 0.0)
-    monkeypatch.setattr(workers, "REPORT_EVERY", 0.0)
-
-
-def jsonl(folder: Path, name: str = "a", count: int = 4000) -> JSONLSource:
-    return JSONLSource(write(folder / f"{name}.jsonl", ROWS[:count]))
-
-
-def parquet(folder: Path) -> ParquetSource:
-    pq.write_table(pa.Table.from_pylist(ROWS), folder / "a.parquet", row_group_size=100)
-    return ParquetSource(folder / "a.parquet")
-
-
-def in_memory(folder: Path) -> MapSource:
-    return MapSource(ROWS)
-
-
-def loader_of(source: Any, *, num_workers: int = 0, **settings: Any) -> PackedDataLoader:
-    common: dict[str, Any] = {"max_seq_len": 64, "buffer_size": 8, "num_lanes": 4, "shuffle": True}
-    data = IterablePackedDataset(source, encoder=Numbers(), **{**common, "shuffle_window": 16, **settings})
-    return PackedDataLoader(data, num_workers=num_workers)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_bytes_and_rows_are_those_of_the_files(tmp_path: Path, num_workers: int) -> None:
-    source = jsonl(tmp_path)
-    size = source.files[0].size
-    loader = loader_of(source, num_workers=num_workers)
-    assert loader.metrics()["read_bytes"] == 0
-    for epoch in (1, 2):
-        for _ in loader:
-            pass
-        metrics = loader.metrics()
-        assert metrics["read_rows"] == len(ROWS)
-        assert epoch * size <= metrics["read_bytes"] <= 1.3 * epoch * size, "both iterations count"
-        assert metrics["read_retries"] == metrics["outage_seconds"] == metrics["bad_records"] == 0
-        assert metrics["data_wait_seconds"] > metrics["read_seconds"] > 0 or num_workers
-        assert metrics["consumed"] == 1
-
-
-@pytest.mark.parametrize(("make", "num_workers"), [(jsonl, 2), (parquet, 0), (in_memory, 0)])
-def test_the_fraction_consumed_follows_the_packs(
-    tmp_path: Path, make: Callable[[Path], Any], num_workers: int
-) -> None:
-    total = len(list(loader_of(make(tmp_path)).dataset))
-    loader = loader_of(make(tmp_path), num_workers=num_workers)
-    found = []
-    for number, _ in enumerate(loader, 1):
-        found.append(loader.metrics()["consumed"])
-        # Rows in windows and in packs made ahead are ahead of the batches.
-        assert number / total - 0.03 <= found[-1] <= number / total + (0.1 if num_workers else 0.06)
-    assert found[-1] == 1
-
-
-def test_a_source_that_cannot_tell_says_nothing() -> None:
-    loader = loader_of(IterableSource(lambda: iter(ROWS)), num_lanes=1, shuffle=False)
-    next(iter(loader))
-    assert "consumed" not in loader.metrics()
-
-
-def test_each_source_of_a_mixture_is_followed(tmp_path: Path) -> None:
-    entries = [
-        {"name": "small", "source": jsonl(tmp_path, "small", 500), "weight": 1},
-        {"name": "large", "source": jsonl(tmp_path, "large", 4000), "weight": 1},
-    ]
-    loader = loader_of(Mix(entries, stop="all_exhausted"))
-    highest = dict.fromkeys(("small", "large"), 0.0)
-    batches = iter(loader)
-    for _ in range(150):
-        next(batches)
-        metrics = loader.metrics()
-        for name in highest:
-            highest[name] = max(highest[name], metrics.get(f"source_{name}_consumed", 0.0))
-    stats = loader.source_stats()
-    assert stats["small"].epochs > 4, "of the small one several passes were read"
-    assert highest["small"] > 0.8
-    assert metrics["source_large_consumed"] == pytest.approx(stats["large"].samples / 4000, abs=0.08)
-    trained = {name: each.trained for name, each in stats.items()}
-    assert metrics["source_small_fraction"] == trained["small"] / sum(trained.values())
-    assert metrics["source_small_recent_fraction"] == pytest.approx(0.5, abs=0.05)
 
 
 # No packs.
