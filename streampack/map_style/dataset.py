@@ -239,7 +239,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Any]]:
         # torch's DataLoader calls this, through its fetcher, with the numbers of a batch.
-        caller = sys._getframe(1).f_locals.get("self")
+        caller: Any = sys._getframe(1).f_locals.get("self")
         if type(caller).__name__.endswith("DatasetFetcher"):
             refuse_foreign_collator(caller.collate_fn, map_style=True)
         return [self[index] for index in indices]

@@ -57,9 +57,8 @@ def refuse_several_ranks(of_parent: int) -> None:
     size = of_parent if here is None and get_worker_info() is not None else ranks_here()
     if size > 1:
         raise ValueError(
-            f"each of {size} ranks would read all the data, end at a different step than the others, or share the packs "
-            "out once more (accelerate); iterate a PackedDataLoader, or under Hugging Face's Trainer call "
-            "prepare_trainer_for_packing(trainer)"
+            f"each of {size} ranks would read all the data, or accelerate would share the packs out once more; iterate "
+            "a PackedDataLoader, or under Hugging Face's Trainer call prepare_trainer_for_packing(trainer)"
         )
     if here is None and get_worker_info() is None:
         warn_of_missing_group()
@@ -69,8 +68,8 @@ def refuse_foreign_loader(dataset: object) -> None:
     """Raise if a loader that accelerate has prepared, as Trainer does, reads a dataset and would lose boundaries.
 
     Raises:
-        ValueError: if its collator knows no packs; or if it dispatches: then it knows no `Batch`, and cuts each tensor of
-            a dict to as many rows as the first one has, ``cu_seq_lens`` too. Without these it does no harm.
+        ValueError: if its collator knows no packs; or if it dispatches: then it knows no `Batch`, and cuts each tensor
+            of a dict to as many rows as the first one has, ``cu_seq_lens`` too. Without these it does no harm.
     """
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     loader: Any = state().active_dataloader if state is not None else None

@@ -221,7 +221,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         self.epochs = epochs
         self.settings = RunSettings(num_lanes=num_lanes, balance_window=balance_window)
-        self._readers = Readers()
+        self.readers = Readers()
         self._ranks = 1  # of the process that pickled this for a worker process
         self._shared_logged = False
         self._untrained = UntrainedWarning(self.lane_config)
@@ -254,7 +254,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "shares them out by itself, as datasets do that ask torch for their worker; iterate a "
                 "PackedDataLoader, or use one worker"
             )
-        readers = self._readers
+        readers = self.readers
         if worker is None:
             begin = readers.of_this_process()
         else:
@@ -286,7 +286,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         num_lanes = self.fix_lanes(consumers)
         self.settings.choose_window(self.lane_config.packing, consumers)
         config = replace(self.lane_config, balance_window=self.balance_window or 0)
-        begin = self._readers.following()
+        begin = self.readers.following()
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
         lanes = range(consumer, num_lanes, consumers)
@@ -335,7 +335,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     @property
     def epoch(self) -> int:
         """The epoch, from 0, with which whoever has not read yet begins."""
-        return self._readers.following().epoch
+        return self.readers.following().epoch
 
     @property
     def num_lanes(self) -> int | None:
@@ -363,7 +363,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         process if that was left before its end. Worker processes of torch's DataLoader do not count: call it before
         each iteration. Another epoch than the loaded state's discards the state.
         """
-        self._readers.set_epoch(require_positive(epoch, "epoch", least=0))
+        self.readers.set_epoch(require_positive(epoch, "epoch", least=0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, a new dict.
@@ -375,18 +375,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if it is read by a `PackedDataLoader`, or by worker processes of torch's DataLoader, where the
                 state is theirs.
         """
-        position = self._readers.position()
+        position = self.readers.position()
         state = self._state_with(as_dicts(position.lane_states), epoch=position.epoch)
         return {**state, "partial": True} if position.partial else state
 
     def _lane_states(self) -> Mapping[int, LaneState]:
         """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
-        newest = self._readers.newest
-        return (self._readers.begin if newest is None else newest.position()).lane_states
+        newest = self.readers.newest
+        return (self.readers.begin if newest is None else newest.position()).lane_states
 
-    def _state_with(
-        self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int
-    ) -> dict[str, Any]:
+    def _state_with(self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int) -> dict[str, Any]:
         """Return a state that holds these lanes' states, of an iteration that began in ``epoch``."""
         # For the warning when they change.
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
@@ -469,7 +467,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def _resume_from(self, loaded: RunState) -> None:
         """Let whoever iterates next go on from a state."""
         self.settings.keep(loaded)
-        self._readers.command(loaded)
+        self.readers.command(loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ranks": ranks_here()}

@@ -11,7 +11,7 @@ from streampack.packing.batch import to_torchtune
 from streampack.streaming.lane_state import LaneEvent
 from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.loaded_state import RunState
-from streampack.streaming.round_robin import PackStream
+from streampack.streaming.round_robin import ANEW, PackStream
 from streampack.types import Pack
 
 Start = Callable[["PackDicts"], tuple[RunState, PackStream, int]]
@@ -27,24 +27,30 @@ class PackDicts:
     """
 
     def __init__(self, start: Start, *, untrained: UntrainedWarning) -> None:
-        self._start = start
+        self._start: Start | None = start
         self._untrained = untrained
+        self._empty = True
         self.begin = RunState()
         self.stream: PackStream | None = None
         self.following = 0
         self.process = os.getpid()
-        self.given = self.over = False  # whether it has given a pack, and whether all of them
+        self.given = False  # whether it, or one that it goes on behind, has given a pack
+        self.over = False  # whether it has come to its end
 
     def __iter__(self) -> PackDicts:
         return self
 
     def __next__(self) -> dict[str, Any]:
         if self.stream is None:
-            self.begin, self.stream, self.following = self._start(self)
+            start, self._start = self._start, None
+            if start is None:
+                raise RuntimeError(ANEW)
+            self.begin, self.stream, self.following = start(self)
+            self.given = self.begin.left
         try:
             return self.stream.next_converted(self._give)
         except StopIteration:
-            if not self.given:
+            if self._empty:
                 self.begin.warn_if_left()
             self.over = True
             raise
@@ -52,7 +58,7 @@ class PackDicts:
     def _give(self, event: LaneEvent, pack: Pack) -> dict[str, Any]:
         self._untrained.look_at(event.state.ledger)
         given = to_torchtune(pack)
-        self.given = True
+        self.given, self._empty = True, False
         return given
 
     def position(self) -> RunState:
@@ -62,4 +68,4 @@ class PackDicts:
 
     def left(self) -> RunState:
         """Return where an iteration goes on behind this one."""
-        return replace(self.position(), left=True)
+        return replace(self.position(), left=self.given)

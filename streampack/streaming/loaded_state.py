@@ -16,6 +16,7 @@ STATE_VERSION = 2
 MAX_LANES = 1 << 16
 """The most lanes that a state may have. A lane takes kilobytes, and a damaged state may hold any number."""
 
+
 @dataclass(frozen=True)
 class RunState:
     """Where a run stands: at the beginning of an epoch, or behind the last pack or batch that was handed out."""

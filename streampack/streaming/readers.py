@@ -38,7 +38,8 @@ class Readers:
         self.commands = 0  # that this process knows
         # The number of commands; the epoch of the newest; whether it loaded a state; and the process id of the first
         # worker process that has read since, or 0.
-        self._shared = torch.zeros(4, dtype=torch.int64).share_memory_()
+        self._shared: torch.Tensor = torch.zeros(4, dtype=torch.int64)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
     def command(self, begin: RunState) -> None:
         """Let whoever iterates next begin here."""
@@ -47,7 +48,9 @@ class Readers:
         if worker is None:
             self.commands = int(self._shared[COMMANDS]) + 1
             self._shared[:] = torch.tensor([self.commands, begin.epoch, begin.loaded, 0])
-        elif worker.id == 0:  # torchdata's loader loads a state in each of its workers, which is for them alone
+        elif (
+            worker.id == 0
+        ):  # torchdata's loader loads a state in each of its workers, which is for them alone
             self._shared[WORKER] = os.getpid()
 
     def set_epoch(self, epoch: int) -> None:
@@ -78,8 +81,7 @@ class Readers:
             ValueError: as `of_loader`.
         """
         newest = self.newest
-        left = newest is not None and newest.given and not newest.over
-        begin = newest.left() if left and newest is not None else self.of_loader()
+        begin = self.of_loader() if newest is None or newest.over else newest.left()
         self._shared[WORKER], self.by_loader = 0, False
         return begin
 
@@ -99,7 +101,10 @@ class Readers:
             self.begin, self.newest = RunState(epoch=int(self._shared[EPOCH])), None
         newest = self.newest
         again = newest is not None and newest.process == os.getpid() and not newest.over
-        if get_worker_info().id == 0:  # decides for all: the others may begin before it or after it
+        worker = get_worker_info()
+        if (
+            worker is not None and worker.id == 0
+        ):  # decides for all: the others may begin before it or after it
             again |= int(self._shared[WORKER]) not in (0, os.getpid())
             self._shared[WORKER] = os.getpid()
         begin = self.following()
@@ -112,10 +117,19 @@ class Readers:
             )
         return begin
 
-    def ended(self, begin: RunState, following: int, *, commands: int) -> None:
-        """Let an epoch follow a loader's iteration that has come to its end, unless there was a command since."""
+    def given_by_loader(self, commands: int) -> None:
+        """Note that a loader's iteration, which began at that number of commands, hands out a batch."""
+        if commands == self.commands:
+            self.begun = self.by_loader = True
+
+    def ended_loader(self, commands: int, *, following: int) -> None:
+        """Note that a loader's iteration has come to its end, and which epoch follows."""
         if commands == self.commands:
             self.begin, self.begun, self.newest = RunState(epoch=following), False, None
+
+    def loaded_since(self, commands: int) -> RunState | None:
+        """Return a state that was loaded after that number of commands and from which nobody has begun."""
+        return self.begin if commands != self.commands and self.begin.loaded and not self._taken else None
 
     @property
     def _taken(self) -> bool:
@@ -156,4 +170,5 @@ class Readers:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._shared.share_memory_()  # nothing is left to do in a worker process that was spawned
+        # In a worker process that was spawned, nothing is left to do.
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]

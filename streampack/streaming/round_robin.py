@@ -14,6 +14,7 @@ from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.types import Pack
 
+ANEW = "an exception has cut this iteration short; iterate anew, which goes on behind what it gave"
 Converted = TypeVar("Converted")
 
 
@@ -23,8 +24,8 @@ class PackStream:
     The next lane is the one with the fewest packs in this epoch, of equals the one with the lowest number. So the order
     follows from the lanes, and a state needs nothing besides theirs.
 
-    After an exception, such as a `KeyboardInterrupt`, a lane may be half changed, so the stream gives nothing more: what
-    it has given is in `lane_states`, and another stream goes on from there.
+    After an exception, such as a `KeyboardInterrupt`, a lane may be half changed, so the stream gives nothing more:
+    what it has given is in `lane_states`, and another stream goes on from there.
 
     Args:
         lanes: the lanes, which are restored here.
@@ -83,9 +84,7 @@ class PackStream:
     def _event(self) -> LaneEvent:
         """Return the next event; the caller records its state."""
         if self._broken:
-            raise RuntimeError(
-                "an exception has cut this iteration short; iterate anew, which goes on behind what it gave"
-            )
+            raise RuntimeError(ANEW)
         self._broken = True
         while True:
             lane = self._heap[0][1] if self._heap else None

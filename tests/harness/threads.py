@@ -13,6 +13,7 @@ from unittest import mock
 
 from streampack import Batch, IterablePackedDataset, MapSource, PackedDataLoader, Sample
 from streampack.distributed.rank_sync import RankSync, combine_counts  # private: where ranks become threads
+from streampack.loader.workers import Part
 from tests.harness.corpus import Numbers
 from tests.harness.interrupts import Injector
 
@@ -123,24 +124,8 @@ def on_ranks(size: int, act: Callable[[ThreadSync], Any]) -> list[Any]:
 class InProcess:
     """A stand-in for `Worker` in this process."""
 
-    def __init__(
-        self,
-        dataset: IterablePackedDataset,
-        *,
-        consumer: int,
-        consumers: int,
-        lane_states: Mapping[int, Any],
-        first_epoch: int | None,
-        prefetch: int,
-        max_restarts: int,
-    ) -> None:
-        self.begin = (
-            pickle.loads(pickle.dumps(dataset)),
-            consumer,
-            consumers,
-            dict(lane_states),
-            first_epoch,
-        )
+    def __init__(self, dataset: IterablePackedDataset, part: Part) -> None:
+        self.dataset, self.part = pickle.loads(pickle.dumps(dataset)), part
         self.stream: Any = None
         self.closed = False
 
@@ -154,10 +139,7 @@ class InProcess:
         if self.closed:
             raise StopIteration
         if self.stream is None:
-            dataset, consumer, consumers, lane_states, first_epoch = self.begin
-            self.stream = dataset.stream(
-                consumer, consumers, lane_states=lane_states, first_epoch=first_epoch
-            )
+            self.stream = self.part.stream(self.dataset)
         return self.stream.next_event()
 
 
@@ -205,8 +187,8 @@ def run(
 ) -> Run:
     """Take at most ``limit`` batches on every rank, then the state.
 
-    With ``packs_per_step=0`` the loader is given none. After ``peek`` batches it is iterated anew. An interrupt by the
-    ``injector`` is for a single rank: it asks for the batch again.
+    With ``packs_per_step=0`` the loader is given none. After ``peek`` batches it is iterated anew, and after an
+    interrupt by the ``injector``, which is for a single rank.
     """
     size = topology.ranks * topology.share
     board = Board(size)
@@ -236,6 +218,7 @@ def run(
                     result.ended[number] = True
                     break
                 except KeyboardInterrupt:
+                    iterator = iter(loader)
                     continue
                 result.batches[number].append(batch)
             result.states[number] = loader.state_dict()

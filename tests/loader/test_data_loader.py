@@ -106,7 +106,7 @@ def test_resumes_at_batches_with_any_number_of_workers(before, after):
 
 
 def test_a_state_counts_the_batches_that_were_returned():
-    loader = PackedDataLoader(dataset(), batch_size=2, num_workers=2, prefetch_factor=8)
+    loader = PackedDataLoader(dataset(), batch_size=2, num_workers=2)
     batch = next(iter(loader))
     assert loader.ledger().packs == 2
     assert loader.ledger().packed == batch.num_tokens
@@ -124,7 +124,6 @@ def test_a_bad_row_in_a_worker_names_its_place():
     [
         ({"batch_size": 0}, "batch_size=0 is below 1"),
         ({"num_workers": -1}, "num_workers=-1 is below 0"),
-        ({"prefetch_factor": 0}, "prefetch_factor=0"),
         ({"packs_per_step": 0}, "packs_per_step=0"),
     ],
 )

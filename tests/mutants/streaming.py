@@ -18,6 +18,7 @@ from streampack.sources.base import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
+from streampack.streaming.round_robin import PackStream
 from tests.mutants.registry import replaces
 
 
@@ -61,10 +62,10 @@ def window_key_without_start(good, count, *key):
     return good(count, *key[:3])
 
 
-@replaces(IterablePackedDataset, "_last_epoch")
-def one_epoch_too_many(good, self):
+@replaces(PackStream, "__init__")
+def one_epoch_too_many(good, self, lanes, *, last_epoch, alone=False):
     """A run has one epoch more than it should."""
-    return None if self.epochs is None else self.epoch + self.epochs
+    good(self, lanes, last_epoch=None if last_epoch is None else last_epoch + 1, alone=alone)
 
 
 @replaces(IterablePackedDataset, "load_state_dict")

@@ -333,5 +333,5 @@ def test_a_lane_in_the_middle_of_an_older_epoch_is_an_error() -> None:
 
 
 def test_iterables_need_one_consumer() -> None:
-    with pytest.raises(ValueError, match=r"2 consumers .* would take turns with the rows of an iterable"):
+    with pytest.raises(ValueError, match=r"2 worker processes would take turns with the rows of an iterable"):
         list(DataLoader(make(IterableSource(rows(10))), batch_size=None, num_workers=2))
