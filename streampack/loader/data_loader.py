@@ -187,11 +187,9 @@ class PackedDataLoader:
         begin = self._loaded or self._started_from
         epoch = self.dataset.epoch if begin is None else begin.epoch
         self._identify("save", lambda: {"slot": slot, "epoch": epoch})
-        return {
-            **self.dataset._state_with(self.rank_sync.merge_lanes(as_dicts(lane_states)), epoch=epoch),
-            "slot": slot,
-            "packs_per_step": self.packs_per_step,
-        }
+        lanes = self.rank_sync.merge_lanes(as_dicts(lane_states))
+        more = {"slot": slot, "packs_per_step": self.packs_per_step}
+        return self.dataset._state_with(lanes, more=more, epoch=epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective: let the next iteration continue after the batch of ``state``, on any topology.

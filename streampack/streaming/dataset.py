@@ -33,7 +33,7 @@ from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import UntrainedWarning
-from streampack.streaming.loaded_state import STATE_VERSION, LoadedState, Resume, checked_state
+from streampack.streaming.loaded_state import LoadedState, Resume, checked_state, state_of
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_settings import RunSettings
@@ -416,8 +416,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 state is theirs.
         """
         self._resume.require_here()
-        state = self._state_with(as_dicts(self._lane_states()))
-        return {**state, "partial": True} if self._partial else state
+        return self._state_with(
+            as_dicts(self._lane_states()), more={"partial": True} if self._partial else {}
+        )
 
     def _lane_states(self) -> Mapping[int, LaneState]:
         """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
@@ -432,22 +433,22 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return {} if pending is None else pending.lane_states
 
     def _state_with(
-        self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
+        self, lanes: Mapping[int, Mapping[str, Any]], *, more: Mapping[str, Any], epoch: int | None = None
     ) -> dict[str, Any]:
-        """Return a state that holds these lanes' states, of an iteration that began in ``epoch``."""
+        """Return a state that holds these lanes' states and ``more``, of an iteration that began in ``epoch``."""
         # For the warning when they change.
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
-        return {
-            "version": STATE_VERSION,
+        head = {
             "identity": self._identity.plain(),
             "epoch": self.epoch if epoch is None else epoch,
             "num_lanes": self.num_lanes,
             # As long as nothing was read, a resume may choose another.
             "balance_window": self.balance_window if lanes else None,
-            "lanes": dict(lanes),
             **self._changes.state(self.num_lanes),
             **weights,
+            **more,
         }
+        return state_of(head, lanes)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state: the next iteration begins after the last pack yielded when it was taken.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -475,12 +474,3 @@ def test_lists_that_cannot_be_read_are_refused(
     harm(kept)
     with pytest.raises(kind, match=message):
         make(source, **settings, corpus_changes="allow").load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "broken", [{"": []}, {"": [[0, "../x"]]}, {"": [["0", "a"]]}, {"": None}], ids=json.dumps
-)
-def test_a_damaged_history_of_files_is_refused(broken: Any, changed_files: Any) -> None:
-    source, settings, state = changed_files
-    with pytest.raises(ValueError, match="the state is damaged: it has no history of the files of a source"):
-        make(source, **settings, corpus_changes="allow").load_state_dict({**state, "corpus": broken})

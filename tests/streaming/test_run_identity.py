@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import pickle
@@ -23,7 +22,6 @@ from streampack import (
     JSONLSource,
     MapSource,
     MDSSource,
-    Mix,
     Sample,
 )
 from streampack.sources import Reading, Source
@@ -253,40 +251,6 @@ def test_a_holdout_of_other_columns_is_refused(part: str, tmp_path: Path) -> Non
         "the state was made with corpus.columns='i, n, url' and this dataset has corpus.columns='i, n'"
     )
     assert refusal(before, held_out_after(["url", "n", "i"], folder, part)) is None, "the same rows"
-
-
-# Token shards.
-
-
-# States.
-
-
-ODD: list[Any] = [None, 3, b"x", [], {}, {"files": 3}, {"content": 1.5}, {"name": []}]
-
-
-@pytest.mark.parametrize("part", ["corpus", "files", "encoder"])
-def test_hostile_identities_are_refused(part: str, tmp_path: Path) -> None:
-    held_out = Holdout(MapSource(rows(30)), fraction=0.5, part="train")
-    parts = {"a": JSONLSource(write(tmp_path / "a.jsonl", rows(20))), "b": held_out}
-    mix = Mix([{"name": name, "source": source, "weight": 1} for name, source in parts.items()])
-    for data in dataset(mix), dataset(MapSource(rows(9))):
-        state = data.state_dict()
-        for odd in ODD:
-            identity = copy.deepcopy(state["identity"])
-            if replaced(identity, part, odd):
-                with pytest.raises(ValueError, match=ENDING):
-                    data.load_state_dict({**state, "identity": identity})
-        data.load_state_dict(state)
-
-
-def replaced(identity: dict[str, Any], part: str, odd: Any) -> bool:
-    found = False
-    for key, item in list(identity.items()):
-        if key == part:
-            identity[key], found = odd, True
-        elif isinstance(item, dict):
-            found = replaced(item, part, odd) or found
-    return found
 
 
 def test_an_identity_reads_a_few_rows_once(tmp_path: Path) -> None:
