@@ -82,7 +82,6 @@ def summarize_files(source: Source) -> Listing | None:
 
 def _message(rank: int, name: str, theirs: Any, first: Any) -> str:
     """Describe that the value ``name`` is ``theirs`` on ``rank``, and ``first`` on rank 0."""
-    part, _, last = name.rpartition(".")
     if name == "is about to":
         return f"rank {rank} is about to {theirs} and rank 0 to {first}; all ranks must do the same, in the same order"
     if name == "files":
@@ -90,8 +89,9 @@ def _message(rank: int, name: str, theirs: Any, first: Any) -> str:
     if name.startswith("encoder"):
         difference = f"{name}: {theirs} and {first}"
         return f"the encoder of rank {rank} is another than that of rank 0 ({difference}); {ENCODER_ADVICE}"
-    if last in ("content", "hashed"):
-        return f"rank {rank} is given other rows than rank 0 ({part or name}); {DATA_ADVICE}"
+    for rows in (".content.", ".hashed."):
+        if name.startswith("corpus") and rows in name:
+            return f"rank {rank} is given other rows than rank 0 ({name.partition(rows)[0]}); {DATA_ADVICE}"
     advice = DATA_ADVICE if name.startswith("corpus") else SETTINGS_ADVICE
     return f"rank {rank} has {name}={theirs!r} and rank 0 has {name}={first!r}; {advice}"
 

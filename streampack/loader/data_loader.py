@@ -161,8 +161,8 @@ class PackedDataLoader:
         slot, epoch = position.slot, position.epoch
         self._identify("save", lambda: {"slot": slot, "epoch": epoch})
         lanes = self.rank_sync.merge_lanes(as_dicts(position.lane_states))
-        state = self.dataset._state_with(lanes, epoch=epoch)
-        return {**state, "slot": slot, "packs_per_step": self.packs_per_step}
+        more = {"slot": slot, "packs_per_step": self.packs_per_step}
+        return self.dataset._state_with(lanes, more=more, epoch=epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective: let the next iteration continue after the batch of ``state``, on any topology.

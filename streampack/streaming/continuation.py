@@ -20,25 +20,18 @@ PACKING = (
 
 
 def config_before(config: LaneConfig, identity: Mapping[str, Any]) -> LaneConfig:
-    """Return a configuration with the settings of a run that had the same encoder, from the identity in its state.
-
-    Raises:
-        ValueError: if the identity is damaged.
-    """
-    try:
-        settings: dict[str, Any] = {name: identity[name] for name in PACKING}
-        strategy = identity["strategy"] or "exact_fit"  # None with split_across_pack
-        return replace(
-            config,
-            packing=Packing(strategy=strategy, **settings),
-            truncate_eos=identity["truncate_eos"],
-            max_document_tokens=identity["max_document_tokens"],
-            empty=identity["empty"],
-            untrained=identity["untrained"],
-            balance_cost=AttentionCost(**identity["balance_cost"]),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"the state is damaged: its settings lack {error}") from None
+    """Return a configuration with the settings of a run that had the same encoder, from the identity in its state."""
+    settings: dict[str, Any] = {name: identity[name] for name in PACKING}
+    strategy = identity["strategy"] or "exact_fit"  # None with split_across_pack
+    return replace(
+        config,
+        packing=Packing(strategy=strategy, **settings),
+        truncate_eos=identity["truncate_eos"],
+        max_document_tokens=identity["max_document_tokens"],
+        empty=identity["empty"],
+        untrained=identity["untrained"],
+        balance_cost=AttentionCost(**identity["balance_cost"]),
+    )
 
 
 def unplanned(loaded: RunState, config: LaneConfig) -> RunState:

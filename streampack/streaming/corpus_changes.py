@@ -13,7 +13,7 @@ from streampack.sources.base import Division
 from streampack.sources.corpus_lists import CorpusList, changes, moves, renamed
 from streampack.sources.mixture_scheduler import translated
 from streampack.sources.source import Listable, Source
-from streampack.streaming.lane_state import DAMAGED, LaneState
+from streampack.streaming.lane_state import LaneState
 from streampack.streaming.loaded_state import RunState
 from streampack.types import RowId
 from streampack.validation import require
@@ -82,10 +82,12 @@ class CorpusChanges:
             ValueError: if something changed and that is not allowed, if a list is missing that is needed, or if the
                 state is that of one of several consumers.
         """
-        names = state.get("sources")
-        histories = _checked(state.get("corpus"))
+        names = state["sources"]
+        histories = {
+            name: [(epoch, digest) for epoch, digest in each] for name, each in state["corpus"].items()
+        }
         changed = self._renamed(names)
-        if changed and self.allowed and isinstance(names, list):
+        if changed and self.allowed:
             loaded = _of_sources(loaded, names, self.source.names)
         for name, source in self.source.file_sources().items():
             digest = source.marks().content
@@ -113,13 +115,13 @@ class CorpusChanges:
         self.histories = {name: histories[name] for name in earlier}
         return Resumed(loaded, changed, earlier)
 
-    def _renamed(self, names: Any) -> dict[str, str]:
+    def _renamed(self, names: Sequence[str]) -> dict[str, str]:
         """Return which sources of a mixture were added and removed."""
         now = self.source.names
-        if not isinstance(names, list) or not names or not now or names == now:
+        if not names or not now or names == now:
             return {}
         found = {name: "is new" for name in now if name not in names}
-        found |= {str(name): "was removed" for name in names if name not in now}
+        found |= {name: "was removed" for name in names if name not in now}
         return found or {", ".join(now): "are in another order"}
 
     def _described(self, name: str, source: Listable, digest: str, loaded: RunState) -> str:
@@ -212,8 +214,6 @@ def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> 
         return (to[found[0]], *found[1:]) if found[0] in to else None
 
     def of_lane(state: LaneState) -> LaneState:
-        if len(state.source_stats) != len(before):
-            raise ValueError(f"the state of a lane is not that of {len(before)} sources" + DAMAGED)
         # Other packs would be planned of an open window.
         state = state.closed().moved(row_id, lambda cursor: translated(cursor, before, now))
         stats = dict(zip(before, state.source_stats, strict=True))
@@ -236,19 +236,3 @@ def what_happens(loaded: RunState) -> str:
 def described(changed: Mapping[str, str]) -> str:
     """Return what changed in each source as one line."""
     return "; ".join(f"{name}: {what}" if name else what for name, what in changed.items())
-
-
-def _checked(found: Any) -> Histories:
-    """Check the histories in a state, which may hold anything."""
-    histories: Histories = {}
-    for name, history in (found if isinstance(found, Mapping) else {}).items():
-        pairs = [pair for pair in history if _is_pair(pair)] if isinstance(history, list) else []
-        if type(name) is not str or not pairs or len(pairs) < len(history):
-            raise ValueError("the state is damaged: it has no history of the files of a source")
-        histories[name] = [(epoch, digest) for epoch, digest in pairs]
-    return histories
-
-
-def _is_pair(found: Any) -> bool:
-    right = isinstance(found, list) and [type(value) for value in found] == [int, str]
-    return right and bool(found[1].isalnum())  # a part of a file's name

@@ -30,7 +30,7 @@ from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import UntrainedWarning
-from streampack.streaming.loaded_state import STATE_VERSION, RunState, checked_state
+from streampack.streaming.loaded_state import RunState, checked_state, state_of
 from streampack.streaming.readers import Readers
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import OF_READING, RunIdentity
@@ -376,29 +376,31 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 state is theirs.
         """
         position = self.readers.position()
-        state = self._state_with(as_dicts(position.lane_states), epoch=position.epoch)
-        return {**state, "partial": True} if position.partial else state
+        more = {"partial": True} if position.partial else {}
+        return self._state_with(as_dicts(position.lane_states), more=more, epoch=position.epoch)
 
     def _lane_states(self) -> Mapping[int, LaneState]:
         """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
         newest = self.readers.newest
         return (self.readers.begin if newest is None else newest.position()).lane_states
 
-    def _state_with(self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int) -> dict[str, Any]:
-        """Return a state that holds these lanes' states, of an iteration that began in ``epoch``."""
+    def _state_with(
+        self, lanes: Mapping[int, Mapping[str, Any]], *, more: Mapping[str, Any], epoch: int
+    ) -> dict[str, Any]:
+        """Return a state that holds these lanes' states and ``more``, of an iteration that began in ``epoch``."""
         # For the warning when they change.
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
-        return {
-            "version": STATE_VERSION,
+        head = {
             "identity": self._identity.plain(),
             "epoch": epoch,
             "num_lanes": self.num_lanes,
             # As long as nothing was read, a resume may choose another.
             "balance_window": self.balance_window if lanes else None,
-            "lanes": dict(lanes),
             **self._changes.state(self.num_lanes),
             **weights,
+            **more,
         }
+        return state_of(head, lanes)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state: the next iteration begins after the last pack yielded when it was taken.

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streampack.streaming.balance import MOST_WINDOW
-from streampack.streaming.lane_state import LaneState
+from streampack.streaming.checksum import sealed, unsealed
+from streampack.streaming.lane_state import LaneState, from_dicts
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 2
-MAX_LANES = 1 << 16
-"""The most lanes that a state may have. A lane takes kilobytes, and a damaged state may hold any number."""
+STATE_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,16 @@ class RunState:
         return min(state.epoch + state.done for state in self.lane_states.values()) - self.epoch
 
 
+def state_of(head: Mapping[str, Any], lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a run: what holds for all lanes, with a checksum, and the lanes, each with its own.
+
+    So states of several consumers are merged by merging ``lanes``.
+    """
+    return {**sealed({"version": STATE_VERSION, **head}, of="the run"), "lanes": dict(lanes)}
+
+
 def checked_state(state: Any) -> RunState:
-    """Parse a state, all but its identity, and check its types and ranges.
+    """Parse a state, all but its identity.
 
     Raises:
         ValueError: if it is no state, or damaged.
@@ -73,33 +79,23 @@ def checked_state(state: Any) -> RunState:
             f"{kind} is no state of an IterablePackedDataset (version {STATE_VERSION}){other}; give what "
             "loader.state_dict() returned during the run to go on with"
         )
-    identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
-    counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
-    if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):
-        raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
-    if num_lanes is not None and not 0 < num_lanes <= MAX_LANES:
-        raise ValueError(f"the state is damaged: it has {num_lanes} lanes, and 1 to {MAX_LANES} are possible")
-    balance_window = state.get("balance_window")
-    if balance_window is not None and not (
-        type(balance_window) is int and 0 <= balance_window <= MOST_WINDOW
+    head = unsealed({name: value for name, value in state.items() if name != "lanes"}, of="the run")
+    lanes, num_lanes = state.get("lanes"), head["num_lanes"]
+    # Numbers that went through JSON are text; taken for missing lanes, they would begin again in silence.
+    if not isinstance(lanes, Mapping) or any(
+        type(lane) is not int or lane >= (num_lanes or 0) for lane in lanes
     ):
-        raise ValueError(f"the state is damaged: its balance_window is {balance_window!r}")
-    packs_per_step = state.get("packs_per_step")
-    if packs_per_step is not None and not (type(packs_per_step) is int and 0 < packs_per_step < 2**31):
-        raise ValueError(f"the state is damaged: its packs_per_step is {packs_per_step!r}")
-    for lane in lanes:
-        if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
-            raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
-    slot = state.get("slot", 0)
-    if type(slot) is not int or not 0 <= slot < 2**63:
-        raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
+        raise ValueError(
+            f"the state is damaged or was edited: lanes does not map numbers below {num_lanes} to the states of lanes; "
+            "resume from another checkpoint"
+        )
     return RunState(
-        {lane: LaneState.from_dict(found) for lane, found in lanes.items()},
-        slot,
-        state["epoch"],
+        from_dicts(lanes),
+        head.get("slot", 0),
+        head["epoch"],
         num_lanes,
-        balance_window,
-        packs_per_step,
-        state.get("partial") is True,
+        head["balance_window"],
+        head.get("packs_per_step"),
+        head.get("partial", False),
         loaded=True,
     )

@@ -114,7 +114,7 @@ def test_another_encoder_is_refused() -> None:
         return loader(rank_sync, MapSource(DATA), lambda row: Numbers()({**row, "i": row["i"] + moved}))
 
     words = refused("iterate", encoded)
-    assert words.startswith("the encoder of rank 2 is another than that of rank 0 (encoder.samples: ")
+    assert words.startswith("the encoder of rank 2 is another than that of rank 0 (encoder.samples.0: ")
     assert words.endswith(
         "); give all ranks the same encoder: the same code, and the same files of its tokenizer"
     )

@@ -19,6 +19,7 @@ from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.round_robin import PackStream
+from streampack.streaming.run_identity import RunIdentity
 from tests.mutants.registry import replaces
 
 
@@ -76,12 +77,10 @@ def num_lanes_recomputed(good, self, state):
     self.settings.num_lanes = ours
 
 
-@replaces(IterablePackedDataset, "load_state_dict")
-def seed_not_compared(good, self, state):
+@replaces(RunIdentity, "require")
+def seed_not_compared(good, self, theirs, **others):
     """A state of another seed is taken, and its rows are read in another order from there."""
-    if isinstance(state, dict) and isinstance(state.get("identity"), dict):
-        state = {**state, "identity": {**state["identity"], "seed": self.state_dict()["identity"]["seed"]}}
-    good(self, state)
+    good(self, {**theirs, "seed": self.parts["seed"]}, **others)
 
 
 def loading(change: Callable[[LaneState], None]) -> Any:
