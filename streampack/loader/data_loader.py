@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streampack.accounting import Ledger, Shares, SourceStats
 from streampack.distributed.corpus import identify_across_ranks
-from streampack.distributed.data_groups import data_place, gloo_group
+from streampack.distributed.data_ranks import DataPlace, data_place
 from streampack.distributed.one_run import require_same_run
-from streampack.distributed.rank_sync import RankSync
+from streampack.distributed.rank_sync import RankSync, gloo_group
 from streampack.fingerprint import digest, plain
 from streampack.loader.batching import Batching
 from streampack.loader.iteration import HandedOut, Iteration, Options, Progress
@@ -62,12 +62,9 @@ class PackedDataLoader:
         max_worker_restarts: deaths of each worker process to survive before giving up.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
         timeout: seconds that ranks wait for one another before they give up.
-        mesh: the `DeviceMesh` of a model that is parallel in other ways than data parallelism. Default: every rank is
-            given batches of its own.
-        data_dims: names of the mesh's dimensions along which batches differ, such as ``("dp_replicate", "dp_shard")``.
-            Along all others (tensor, context, pipeline) ranks are given the same batches.
-        data_rank: in place of a mesh, which of ``data_world_size`` batches this rank is given.
-        data_world_size: see ``data_rank``; "ranks" above means these.
+        data_ranks: for a model that is parallel in other ways than data parallelism, the mesh of the dimensions along
+            which batches differ, such as ``mesh["dp_replicate", "dp_shard"]``; or which of how many batches this rank
+            is given, ``(rank, size)``. "Ranks" above means these. Default: every rank is given batches of its own.
         process_group: the ranks that iterate this loader. Default: all.
     """
 
@@ -83,10 +80,7 @@ class PackedDataLoader:
         max_worker_restarts: int = 3,
         pin_memory: bool = False,
         timeout: float = 1800.0,
-        mesh: DeviceMesh | None = None,
-        data_dims: str | Sequence[str] | None = None,
-        data_rank: int | None = None,
-        data_world_size: int | None = None,
+        data_ranks: DeviceMesh | DataPlace | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(dataset, IterablePackedDataset):
@@ -111,9 +105,7 @@ class PackedDataLoader:
         self.rank_sync = RankSync(
             timeout=limit,
             group=gloo_group(process_group, timeout=limit),
-            place=data_place(
-                mesh=mesh, data_dims=data_dims, data_rank=data_rank, data_world_size=data_world_size
-            ),
+            place=data_place(data_ranks),
         )
         self._packs_per_step = packs_per_step
         self._kept_packs_per_step: int | None = None  # of the state that the run goes on from

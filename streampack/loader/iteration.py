@@ -145,7 +145,7 @@ class Iteration:
     def _settings(self, start: HandedOut) -> dict[str, Any]:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
         dataset, rank_sync, mix = self.dataset, self.rank_sync, self.dataset.mix
-        dataset.lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
+        num_lanes = dataset.lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
         budget = dataset.lane_config.longest_read
         what = "max_outage" if dataset.lane_config.use.limit else "the source's retries"
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
@@ -154,9 +154,10 @@ class Iteration:
                 f"most; lower {what} or raise the loader's timeout"
             )
         return {
+            "num_lanes": num_lanes,
             "packs_per_step": self.batching.packs_per_step,
             "packs_per_batch": self.batching.packs_per_batch,
-            "data_world_size": rank_sync.data_world_size if rank_sync.has_data_groups else None,
+            "data_ranks": rank_sync.data_world_size if rank_sync.has_data_groups else None,
             "balance_window": dataset.balance_window,
             "epochs": dataset.epochs,
             "epoch": dataset.epoch,
@@ -181,7 +182,6 @@ class Iteration:
             max_restarts=self.options.max_restarts,
         )
         self.agreed_batches = AgreedBatches(self.rank_sync, cost=self.dataset.lane_config.balance_cost)
-        self.agreed_batches.start_epoch(made=self.batches)
         self.new_states: dict[int, LaneState] = {}  # lane states that the batch in the making brings
         self.part = RankBatch()  # the part of this rank
         self.over = False
@@ -249,7 +249,6 @@ class Iteration:
             else:
                 self.epoch = self.rank_batches.epoch = self.epoch + 1
                 self.batches = self.first_slot = 0
-                self.agreed_batches.start_epoch()
         return None
 
     def _make(self, number: int) -> RankBatch:
@@ -273,12 +272,13 @@ class Iteration:
             rank_batch = self.agreed_batches.take(self._make, self.batches)
         except Exception:
             self.rank_batches.close()
-            if self.agreed_batches.failing:  # all ranks raise here, so none waits for another
+            if self.agreed_batches.failed:  # all ranks raise here, so none waits for another
                 self.progress.midway = False
             raise
-        if rank_batch is None:
-            self._book(self.agreed_batches.finish_epoch())
-        return rank_batch
+        if rank_batch.exists_on_a_rank:
+            return rank_batch
+        self._book([rank_batch])
+        return None
 
     def _require_packs(self) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
