@@ -51,7 +51,7 @@ class Layout:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `PackedDataLoader`. Called in a rank."""
-        return {"mesh": mesh(self.shape, self.dims), "data_dims": self.data}
+        return {"data_ranks": mesh(self.shape, self.dims)[self.data]}
 
 
 @cache

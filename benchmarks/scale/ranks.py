@@ -23,6 +23,7 @@ from streampack.distributed.rank_sync import RankSync
 from tests.harness.processes import run_ranks
 
 ROUNDS = 200
+AGREED = [0] * (8 * 5)  # what ranks tell of 8 batches
 LANES = 15  # of each rank
 TCP_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in Linux's struct tcp_info
 
@@ -44,10 +45,10 @@ def measure(pattern: str) -> dict[str, float]:
     before = len(connections())
     rank_sync = RankSync(timeout=timedelta(seconds=60))
     sockets = len(connections()) - before
-    rank_sync.agree(1).wait()  # the first exchange of a group does more
+    rank_sync.exchange([1])()  # the first exchange of a group does more
     dist.barrier()
     received = bytes_received()
-    cost, _ = report.timed(lambda: [rank_sync.agree(8).wait() for _ in range(ROUNDS)])
+    cost, _ = report.timed(lambda: [rank_sync.exchange(AGREED)() for _ in range(ROUNDS)])
     dist.barrier()
     agreed = bytes_received() - received
     loader = PackedDataLoader(

@@ -1,4 +1,4 @@
-"""Checks that all ranks were given the same run: data, encoder, settings and state."""
+"""A check that all ranks were given the same run: data, encoder, settings and state."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from streampack.sources.source import Source
 from streampack.storage.hub import commit_of
 from streampack.streaming.dataset import IterablePackedDataset
 
-Listing = tuple[int, int, str]
-"""(number of files, their bytes, a digest of their names, sizes and versions)."""
-
-DATA_ADVICE = (
-    "give every rank the whole dataset: streampack shares it out among the ranks itself, so leave out slices such as "
-    "rows[rank::world_size], split_dataset_by_node and DistributedSampler"
-)
-ENCODER_ADVICE = "give all ranks the same encoder: the same code, and the same files of its tokenizer"
-SETTINGS_ADVICE = "give all ranks the same"
+ADVICE = {
+    "doing": "all ranks must do the same, in the same order",
+    "files": "all ranks must read one corpus: check what is mounted there, and whether its listing is an old one from "
+    "a cache; of the Hub, name the commit, hf://datasets/org/name@<commit>",
+    "corpus": "give every rank the whole dataset: streampack shares it out among the ranks itself, so leave out slices "
+    "such as rows[rank::world_size], split_dataset_by_node and DistributedSampler",
+    "encoder": "give all ranks the same encoder: the same code, and the same files of its tokenizer",
+    "num_lanes": "give num_lanes, or the same num_workers on all ranks",
+}
+"""What to do about a value that differs, by the first part of its name."""
 
 
 def require_same_run(
@@ -48,64 +49,31 @@ def require_same_run(
     if rank_sync.alone:
         settings()  # may raise
         return
-    error, ours = None, {}
-    try:
-        ours = {
-            "is about to": doing,
-            # Before the identity, so that the message is about the files where other files hold other rows.
-            "files": summarize_files(dataset.lane_config.source),
-            **dataset._identity.plain(listed=True),
-            **settings(),
-        }
-    except Exception as own:
-        error = own
-    try:
-        rank_sync.raise_on_all(error, doing=f"preparing to {doing}")
-    finally:
-        error = None  # a traceback refers to this frame, so keeping the error would make a reference cycle
-    if len(set(rank_sync.gather(digest(ours)))) == 1:
+    ours: dict[str, Any] = {"doing": doing}
+
+    def describe() -> str:
+        # Files before rows, so that the message is about the files where other files hold other rows.
+        ours["files"] = _summary_of_files(dataset.lane_config.source)
+        ours.update({**dataset._identity.plain(listed=True), **settings()})
+        return digest(ours)
+
+    if len({*rank_sync.gather_results(describe, doing=f"preparing to {doing}")}) == 1:
         return
     first, *others = rank_sync.gather(ours)
     for rank, theirs in enumerate(others, 1):
         if (found := first_difference(theirs, first)) is not None:
-            raise ValueError(_message(rank, *found))
+            name, value, value_of_first = found
+            advice = ADVICE.get(name.partition(".")[0], "give all ranks the same")
+            raise ValueError(
+                f"rank {rank} has {name}={value!r} and rank 0 has {name}={value_of_first!r}; {advice}"
+            )
 
 
-def summarize_files(source: Source) -> Listing | None:
-    """Summarize a source's files as a `Listing`; None for a source without files."""
+def _summary_of_files(source: Source) -> dict[str, Any]:
     files = source.listing()
-    if not files:
-        return None
-    found = digest(*((file.name, file.size, file.tag, commit_of(file.path)) for file in files))
-    return len(files), sum(file.size for file in files), found
-
-
-def _message(rank: int, name: str, theirs: Any, first: Any) -> str:
-    """Describe that the value ``name`` is ``theirs`` on ``rank``, and ``first`` on rank 0."""
-    if name == "is about to":
-        return f"rank {rank} is about to {theirs} and rank 0 to {first}; all ranks must do the same, in the same order"
-    if name == "files":
-        return _message_of_files(rank, theirs, first)
-    if name.startswith("encoder"):
-        difference = f"{name}: {theirs} and {first}"
-        return f"the encoder of rank {rank} is another than that of rank 0 ({difference}); {ENCODER_ADVICE}"
-    for rows in (".content.", ".hashed."):
-        if name.startswith("corpus") and rows in name:
-            return f"rank {rank} is given other rows than rank 0 ({name.partition(rows)[0]}); {DATA_ADVICE}"
-    advice = DATA_ADVICE if name.startswith("corpus") else SETTINGS_ADVICE
-    return f"rank {rank} has {name}={theirs!r} and rank 0 has {name}={first!r}; {advice}"
-
-
-def _message_of_files(rank: int, theirs: Listing | None, first: Listing | None) -> str:
-    return (
-        f"rank {rank} lists {_describe(theirs)}, and rank 0 lists {_describe(first)}; all ranks must read one "
-        "corpus: check what is mounted there, and whether its listing is an old one from a cache; of the Hub, "
-        "name the commit, hf://datasets/org/name@<commit>"
-    )
-
-
-def _describe(found: Listing | None) -> str:
-    if found is None:
-        return "no files"
-    files, size, names = found
-    return f"{files:,} file(s) of {size:,} bytes (names, sizes, versions: {names})"
+    listed = [(file.name, file.size, file.tag, commit_of(file.path)) for file in files]
+    return {
+        "number": len(files),
+        "bytes": sum(file.size for file in files),
+        "names_sizes_and_versions": digest(*listed),
+    }

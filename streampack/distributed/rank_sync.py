@@ -1,54 +1,26 @@
-"""`RankSync`: collectives over CPU tensors that keep ranks in step, and raise at once when a rank dies.
-
-Ranks have different numbers of packs. A rank that made one optimizer step more than another would wait in its gradient
-all-reduce for ever. So the ranks agree in advance on how many of the next batches exist: a batch exists if any rank has
-packs for it, and the other ranks hand out null packs.
-"""
+"""`RankSync`: collectives over CPU tensors that keep ranks in step, and raise at once when a rank dies."""
 
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from streampack.distributed.data_groups import DataPlace, is_first_of_data_rank
+from streampack.distributed.data_ranks import DataPlace, require_whole
 
 T = TypeVar("T")
-StateT = TypeVar("StateT")
+
+Exchange = Callable[[], list[list[int]]]
+"""What `RankSync.exchange` began: it waits for all ranks, and returns the integers of each, by rank."""
 
 
 class OtherRankFailed(RuntimeError):
     """Another rank raised an error. This one has its message; its traceback is in the output of that rank."""
-
-
-class Agreement:
-    """The pending result of `RankSync.agree`.
-
-    Args:
-        received: where the numbers of all ranks arrive, by rank: of each its count, and its notes.
-        work: torch's handle of the exchange.
-        ranks: how many there are.
-    """
-
-    def __init__(self, received: torch.Tensor, work: Any, *, ranks: int) -> None:
-        self.received = received
-        self.work = work
-        self.ranks = ranks
-
-    def wait(self) -> tuple[int, bool]:
-        """Wait for all ranks; return how many batches exist, and whether a rank failed after them."""
-        self.work.wait()
-        return combine_counts(self.received.view(self.ranks, -1)[:, 0].tolist())
-
-    def notes(self) -> list[list[int]]:
-        """Return the notes of each rank, after `wait`."""
-        noted: list[list[int]] = self.received.view(self.ranks, -1)[:, 1:].tolist()
-        return noted
 
 
 class RankSync:
@@ -81,52 +53,45 @@ class RankSync:
         self.data_rank, self.data_world_size = place or (self.rank, self.world_size)
         if self.data_world_size > self.world_size:
             raise ValueError(
-                f"data_world_size={self.data_world_size} needs as many ranks, and there are {self.world_size}; make "
-                "the loader after torch.distributed.init_process_group"
+                f"data_ranks of {self.data_world_size} need as many ranks, and there are {self.world_size}; make the "
+                "loader after torch.distributed.init_process_group"
             )
         if group is None and not self.alone:
             group = dist.new_group(backend="gloo", timeout=timeout)
         self.group = group  # None: there was no other rank when this was made
-        # True while `gather` runs, and afterwards if an interrupt such as KeyboardInterrupt ended it.
-        self.in_gather = False
+        self.gathering = False  # also after an error or interrupt in `gather`
 
-    def agree(self, count: int, *, failed: bool = False, notes: Sequence[int] = ()) -> Agreement:
-        """Collective: start to exchange with all ranks how many batches this one has ready, and whether it fails then.
+    def exchange(self, numbers: Sequence[int]) -> Exchange:
+        """Collective: begin to send integers to all ranks, as many on each; only for several ranks."""
+        received, work = self._all_to_all(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 
-        Only for several ranks. Returns without waiting for them. ``notes`` are further integers for all ranks, as many
-        on each.
-        """
-        number = ~count if failed else count
-        sent = torch.tensor([number, *notes], device="cpu")
-        return Agreement(*self._all_to_all(sent), ranks=self.world_size)
+        def wait() -> list[list[int]]:
+            work.wait()
+            found: list[list[int]] = received.view(self.world_size, -1).tolist()
+            return found
+
+        return wait
 
     def gather(self, value: T) -> list[T]:
         """Collective: return every rank's value, by rank; for small values that can be pickled.
 
         Raises:
-            RuntimeError: if the last call was interrupted: other ranks may still wait for a part of that call.
+            RuntimeError: if the last call did not end: other ranks may still wait for a part of it.
         """
         if self.alone:
             return [value]
-        if self.in_gather:
+        if self.gathering:
             raise RuntimeError(
-                f"rank {self.rank} was interrupted while it agreed with the other ranks, and may be out of step with "
-                "them; end this process, which they will notice, and resume from the last checkpoint"
+                f"rank {self.rank} failed or was interrupted while it heard from the other ranks, and may be out of "
+                "step with them; end this process, which they will notice, and resume from the last checkpoint"
             )
-        self.in_gather = True
-        try:
-            mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            received, work = self._all_to_all(torch.tensor([mine.numel()], device="cpu"))
-            work.wait()
-            sizes: list[int] = received.tolist()
-            received, work = self._all_to_all(mine, sizes)
-            work.wait()
-            values = [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(received, sizes)]
-        except Exception:  # another rank has died; later collectives will raise the error by themselves
-            self.in_gather = False
-            raise
-        self.in_gather = False
-        return values
+        self.gathering = True
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [size for [size] in self.exchange([mine.numel()])()]
+        received, work = self._all_to_all(mine, sizes)
+        work.wait()
+        self.gathering = False
+        return [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(received, sizes)]
 
     def gather_results(self, work: Callable[[], T], *, doing: str) -> list[T]:
         """Collective: run ``work`` on every rank and return all results, by rank; if one fails, all raise."""
@@ -147,9 +112,7 @@ class RankSync:
         """
         message = None
         if error is not None:
-            notes = [
-                note for note in getattr(error, "__notes__", ()) if "\n" not in note
-            ]  # leaves out tracebacks
+            notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]  # no tracebacks
             message = " ".join([f"{type(error).__name__}: {error}", *notes])
         messages = self.gather(message)
         try:
@@ -162,14 +125,14 @@ class RankSync:
             if failed is not None:
                 raise OtherRankFailed(f"rank {rank} failed{doing and f' while {doing}'}: {failed}")
 
-    def merge_lanes(self, lanes: Mapping[int, StateT]) -> dict[int, StateT]:
+    def merge_lanes(self, lanes: Mapping[int, T]) -> dict[int, T]:
         """Collective: return the states of all lanes, each as it is on the ranks that read it.
 
         Raises:
             ValueError: if ranks with the same data rank have different states of a lane.
         """
         mine = {lane: state for lane, state in lanes.items() if lane % self.data_world_size == self.data_rank}
-        merged: dict[int, StateT] = {}
+        merged: dict[int, T] = {}
         for rank, theirs in enumerate(self.gather(mine)):
             for lane, state in sorted(theirs.items()):
                 if merged.setdefault(lane, state) != state:
@@ -186,21 +149,19 @@ class RankSync:
         Without data ranks it is no collective, and every rank does.
 
         Raises:
-            ValueError: if the numbers of data ranks differ, or a data rank is missing.
+            ValueError: if the data ranks do not make up a whole.
         """
-        return not self.has_data_groups or is_first_of_data_rank(
-            self.gather((self.data_rank, self.data_world_size)), self.rank
-        )
+        if not self.has_data_groups:
+            return True
+        places = self.gather((self.data_rank, self.data_world_size))
+        require_whole(places)
+        return places.index(places[self.rank]) == self.rank
 
     def _all_to_all(self, sent: torch.Tensor, sizes: list[int] | None = None) -> tuple[torch.Tensor, Any]:
-        """Collective: start to send a tensor to every rank.
+        """Collective: begin to send a tensor of one dimension to every rank.
 
-        Args:
-            sent: this rank's tensor, of one dimension.
-            sizes: lengths of all ranks' tensors; None if all have the length of this one.
-
-        Returns:
-            The tensor in which those of all ranks arrive, concatenated by rank, and torch's handle to wait for it.
+        Returns the tensor in which those of all ranks arrive, one behind the other, and torch's handle to wait for it.
+        ``sizes`` are the lengths of all ranks' tensors; None if all have the length of this one.
         """
         received = sent.new_empty(self.world_size * sent.numel() if sizes is None else sum(sizes))
         own = None if sizes is None else [sent.numel()] * self.world_size
@@ -209,8 +170,21 @@ class RankSync:
         )
 
 
-_shared: dict[timedelta, tuple[weakref.ref[dist.ProcessGroup], RankSync]] = {}
-"""By timeout: the process group of torch, and the `RankSync` of its ranks that `shared_sync` made."""
+def gloo_group(process_group: dist.ProcessGroup | None, *, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Collective of the ranks of ``process_group``: make a gloo group of them; None for None, which stands for all."""
+    if process_group is None:
+        return None
+    group: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(process_group),
+        backend="gloo",
+        timeout=timeout,
+        use_local_synchronization=True,
+    )
+    return group
+
+
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[timedelta, RankSync]] = WeakKeyDictionary()
+"""What `shared_sync` made for torch's process group of all ranks."""
 
 
 def shared_sync(*, timeout: timedelta) -> RankSync:
@@ -218,26 +192,10 @@ def shared_sync(*, timeout: timedelta) -> RankSync:
 
     For what is called often: each gloo group keeps connections between all ranks until torch's process group is
     destroyed. Those who share one must exchange in the same order on all ranks, as blocking calls of one thread do.
-
-    Raises:
-        ValueError: without a process group.
     """
     world = dist.group.WORLD
-    if world is None:
-        raise ValueError("there is no process group; call torch.distributed.init_process_group first")
-    known = _shared.get(timeout)
-    if known is None or known[0]() is not world:
-        known = _shared[timeout] = weakref.ref(world), RankSync(timeout=timeout)
-    return known[1]
-
-
-def combine_counts(numbers: Sequence[int]) -> tuple[int, bool]:
-    """Combine what the ranks sent in `RankSync.agree` to (batches that exist, whether a rank fails after them).
-
-    A rank sends how many batches it has ready, as ``count``, or as ``~count`` (negative) if it fails after them.
-
-    >>> combine_counts([3, 5, 0]), combine_counts([3, ~2, 5])
-    ((5, False), (2, True))
-    """
-    failed = [~number for number in numbers if number < 0]
-    return (min(failed), True) if failed else (max(numbers), False)
+    assert world is not None
+    made = _shared.setdefault(world, {})
+    if timeout not in made:
+        made[timeout] = RankSync(timeout=timeout)
+    return made[timeout]

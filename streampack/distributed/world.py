@@ -69,7 +69,7 @@ class World:
 
     def max(self, count: int) -> int:
         """Collective: return the largest of the ranks' counts, in a single message between any two of them."""
-        return count if self.sync is None else self.sync.agree(count).wait()[0]
+        return count if self.sync is None else max(self.sync.exchange([count])())[0]
 
     def run_on_main(self, work: Callable[[], T], /, *, of: str) -> T:
         """Collective: run ``work`` on rank 0 and return its result on all ranks; if it fails there, all raise.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.distributed.corpus import identify_across_ranks
-from streampack.distributed.data_groups import data_place, gloo_group
+from streampack.distributed.data_ranks import DataPlace, data_place
 from streampack.distributed.one_run import require_same_run
-from streampack.distributed.rank_sync import RankSync
+from streampack.distributed.rank_sync import RankSync, gloo_group
 from streampack.fingerprint import digest, plain
 from streampack.loader.batching import Batching
 from streampack.loader.iteration import Iteration, Options
@@ -62,12 +62,9 @@ class PackedDataLoader:
             one batch of each rank. A step is `batches_per_step` batches on every rank, and none mixes two epochs.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
         timeout: seconds that ranks wait for one another before they give up.
-        mesh: the `DeviceMesh` of a model that is parallel in other ways than data parallelism. Default: every rank is
-            given batches of its own.
-        data_dims: names of the mesh's dimensions along which batches differ, such as ``("dp_replicate", "dp_shard")``.
-            Along all others (tensor, context, pipeline) ranks are given the same batches.
-        data_rank: in place of a mesh, which of ``data_world_size`` batches this rank is given.
-        data_world_size: see ``data_rank``; "ranks" above means these.
+        data_ranks: for a model that is parallel in other ways than data parallelism, the mesh of the dimensions along
+            which batches differ, such as ``mesh["dp_replicate", "dp_shard"]``; or which of how many batches this rank
+            is given, ``(rank, size)``. "Ranks" above means these. Default: every rank is given batches of its own.
         process_group: the ranks that iterate this loader. Default: all.
     """
 
@@ -81,10 +78,7 @@ class PackedDataLoader:
         packs_per_step: int | None = None,
         pin_memory: bool = False,
         timeout: float = 1800.0,
-        mesh: DeviceMesh | None = None,
-        data_dims: str | Sequence[str] | None = None,
-        data_rank: int | None = None,
-        data_world_size: int | None = None,
+        data_ranks: DeviceMesh | DataPlace | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(dataset, IterablePackedDataset):
@@ -105,9 +99,7 @@ class PackedDataLoader:
         self.rank_sync = RankSync(
             timeout=limit,
             group=gloo_group(process_group, timeout=limit),
-            place=data_place(
-                mesh=mesh, data_dims=data_dims, data_rank=data_rank, data_world_size=data_world_size
-            ),
+            place=data_place(data_ranks),
         )
         self._packs_per_step = packs_per_step
         self._newest: Iteration | None = None
@@ -143,6 +135,7 @@ class PackedDataLoader:
             meter=self._meter,
             trained=self._trained,
         )
+        self._newest.start()
         return self._newest
 
     # State.

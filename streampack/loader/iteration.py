@@ -41,7 +41,7 @@ class Iteration:
     A single rank makes each batch when it is asked for. Several ranks agree ahead of time which batches exist
     (`AgreedBatches`).
 
-    The first call of ``next`` checks, on all ranks, that they have the same run, and settles the number of lanes.
+    Constructing it is no collective; `start` is, and must be called first.
 
     After an error or an interrupt an iteration gives nothing more: ``handed`` is what it gave, and another iteration
     goes on from there.
@@ -78,10 +78,18 @@ class Iteration:
         self.commands = dataset.readers.commands
         self.last_epoch = None if dataset.epochs is None else begin.epoch + dataset.epochs - 1
         self.following = begin.epoch + (dataset.epochs or 1)  # the epoch of the next iteration
-        self.rank_batches: RankBatches | None = None  # None until the first batch
+
+    def start(self) -> None:
+        """Collective: check that all ranks have the same run, settle its number of lanes, and start the workers."""
+        self.broken = True
+        try:
+            self._start()
+        except Exception:
+            self.raised_on_all = True
+            raise
+        self.broken = False
 
     def _start(self) -> None:
-        """Collective: check that all ranks have the same run, and open the lanes."""
         dataset, rank_sync, options = self.dataset, self.rank_sync, self.options
         begin = self.begin
         if not rank_sync.has_data_groups:
@@ -114,7 +122,6 @@ class Iteration:
             workers=min(options.num_workers, -(-num_lanes // size)),
         )
         self.agreed_batches = AgreedBatches(rank_sync, cost=dataset.lane_config.balance_cost)
-        self.agreed_batches.start_epoch()
         self.first_slot = begin.slot  # where this iteration's first step of this epoch begins
         self.batches = 0  # of this epoch, made by this iteration
         self.new_states: dict[int, LaneState] = {}  # lane states that the batch in the making brings
@@ -123,7 +130,7 @@ class Iteration:
     def _settings(self, begin: RunState) -> dict[str, Any]:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
         dataset, rank_sync, mix = self.dataset, self.rank_sync, self.dataset.mix
-        dataset.lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
+        num_lanes = dataset.lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
         budget = dataset.lane_config.longest_read
         what = "max_outage" if dataset.lane_config.use.limit else "the source's retries"
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
@@ -132,9 +139,10 @@ class Iteration:
                 f"most; lower {what} or raise the loader's timeout"
             )
         return {
+            "num_lanes": num_lanes,
             "packs_per_step": self.options.batching.packs_per_step,
             "packs_per_batch": self.options.batching.packs_per_batch,
-            "data_world_size": rank_sync.data_world_size if rank_sync.has_data_groups else None,
+            "data_ranks": rank_sync.data_world_size if rank_sync.has_data_groups else None,
             "balance_window": dataset.balance_window,
             "epochs": dataset.epochs,
             "epoch": begin.epoch,
@@ -161,15 +169,11 @@ class Iteration:
         self.broken = True
         begun = time.perf_counter()
         try:
-            if self.rank_batches is None:
-                self._start()
             self.new_states = {}
             batch = self._next()
         except BaseException as error:
-            agreed = self.rank_batches is None or self.agreed_batches.failing
-            self.raised_on_all = isinstance(error, Exception) and agreed
-            if self.rank_batches is not None:
-                self.rank_batches.close()
+            self.raised_on_all = isinstance(error, Exception) and self.agreed_batches.failed
+            self.rank_batches.close()
             raise
         if batch is not None:
             ends_step = self.batches % self.batching.batches_per_step == 0
@@ -206,7 +210,6 @@ class Iteration:
 
     def _next(self) -> Batch | None:
         """Make the next batch; None at the end."""
-        assert self.rank_batches is not None
         while not self.over:
             rank_batch = self._take_alone() if self.rank_sync.alone else self._take_agreed()
             # Null batches complete a step that has begun.
@@ -222,12 +225,10 @@ class Iteration:
                 return None
             self.epoch = self.rank_batches.epoch = self.epoch + 1
             self.batches = self.first_slot = 0
-            self.agreed_batches.start_epoch()
         return None
 
     def _make(self, number: int) -> RankBatch:
         """Make this rank's part of batch ``number`` of the epoch."""
-        assert self.rank_batches is not None
         return self.rank_batches.next_batch(
             self.batching.room(number, slot=self.first_slot, rank=self.rank_sync.data_rank)
         )
@@ -244,9 +245,10 @@ class Iteration:
     def _take_agreed(self) -> RankBatch | None:
         """Collective: return this rank's part of the next batch; None at the epoch's end on all ranks."""
         rank_batch = self.agreed_batches.take(self._make, self.batches)
-        if rank_batch is None:
-            self._book(self.agreed_batches.finish_epoch())
-        return rank_batch
+        if rank_batch.exists_on_a_rank:
+            return rank_batch
+        self._book([rank_batch])
+        return None
 
     def _require_packs(self) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""

@@ -30,8 +30,8 @@ class RankBatch:
     """Packs, and ends of lanes before or among them."""
     more: bool = False
     """This batch has no room for a pack of this rank, and the rank has packs for later batches of the epoch."""
-    failed: bool = False
-    """This rank failed when it made the batch."""
+    exists_on_a_rank: bool = False
+    """Whether any rank's epoch reaches this batch, once they have agreed on it."""
     costs: Sequence[int] = ()
     """Attention costs of the batch on each rank; empty for a single rank."""
     trained: int = 0

@@ -108,8 +108,8 @@ def require_data_parallel(what: str) -> None:
         if not any(part in name for part in DATA_PARALLEL_NAME_PARTS):
             warn_user(
                 f"there is a device mesh with a dimension {name!r} of {size} ranks, and {what}: if they must be given "
-                "the same batches, say so with PackedDataLoader(..., mesh=mesh, data_dims=...); if not, name it in "
-                "data_dims, too"
+                "the same batches, say so with PackedDataLoader(..., data_ranks=mesh[...]), with the dimensions along "
+                "which batches differ; if not, it is one of these, too"
             )
 
 
@@ -126,8 +126,8 @@ def model_parallel_warning(model: nn.Module) -> str | None:
 def _message_of_same_batches(name: str, size: int, what: str) -> str:
     return (
         f"the device mesh has a dimension {name!r} of {size} ranks, which must be given the same batches, and {what}; "
-        "iterate a PackedDataLoader that is told so: PackedDataLoader(..., mesh=mesh, data_dims=('dp',)), with the "
-        "dimensions along which batches differ"
+        "iterate a PackedDataLoader that is told so: PackedDataLoader(..., data_ranks=mesh['dp']), with the dimensions "
+        "along which batches differ"
     )
 
 

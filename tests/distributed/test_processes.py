@@ -286,9 +286,7 @@ def on_a_mesh() -> tuple[Any, ...]:
     built = make(rows(100))
     with pytest.raises(ValueError, match="must be given the same batches"):
         next(iter(PackedDataLoader(built(), packs_per_step=12)))
-    loader = PackedDataLoader(
-        built(), batch_size=2, num_workers=1, packs_per_step=12, mesh=mesh, data_dims="dp"
-    )
+    loader = PackedDataLoader(built(), batch_size=2, num_workers=1, packs_per_step=12, data_ranks=mesh["dp"])
     return [packs_of(batch) for batch in loader], loader.state_dict()
 
 
@@ -306,13 +304,13 @@ def hybrid_sharded() -> tuple[tuple[int, int], list[PackKey]]:
     names = ("pp", "dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh("cpu", (1, 2, 2, 2), mesh_dim_names=names)
     dataset = make(rows(40))()
-    sync = PackedDataLoader(dataset, mesh=mesh, data_dims=("dp_shard", "dp_replicate")).rank_sync
-    with pytest.raises(ValueError, match=r"dimensions \['pp'.*data_dims=\['dp'\]"):
-        PackedDataLoader(dataset, mesh=mesh, data_dims=["dp"])
+    sync = PackedDataLoader(dataset, data_ranks=mesh["dp_replicate", "dp_shard"]).rank_sync
+    with pytest.raises(ValueError, match=r"dimension 'tp', along which .* data_ranks=mesh\['dp_replicate'"):
+        PackedDataLoader(dataset, data_ranks=mesh["dp_shard", "tp"])
     some, packs = dist.new_group([1, 3, 4]), []
     if dist.get_rank() in (1, 3, 4):
-        at = {"data_rank": dist.get_rank(some), "data_world_size": dist.get_world_size(some)}
-        loader = PackedDataLoader(dataset, packs_per_step=12, process_group=some, **at)
+        at = dist.get_rank(some), dist.get_world_size(some)
+        loader = PackedDataLoader(dataset, packs_per_step=12, process_group=some, data_ranks=at)
         packs = [key for batch in loader for key in packs_of(batch)]
     return (sync.data_rank, sync.data_world_size), packs
 
@@ -333,7 +331,7 @@ def a_rank_of_its_own() -> list[PackKey]:
     again.load_state_dict(loader.state_dict())
     packs += [key for batch in again for key in packs_of(batch)]
     init_device_mesh("cpu", (2, 2))
-    with pytest.warns(UserWarning, match="mesh with a dimension 'dim_[01]' of 2 ranks.*data_dims"):
+    with pytest.warns(UserWarning, match="mesh with a dimension 'dim_[01]' of 2 ranks.*data_ranks"):
         next(iter(PackedDataLoader(make(rows(60))(), packs_per_step=12)))
     return packs
 

@@ -40,7 +40,7 @@ from tests.harness.threads import (
 
 def test_a_board_sees_ranks_that_are_out_of_step() -> None:
     board = Board(2)
-    ThreadSync(board, 0).agree(1)
+    ThreadSync(board, 0).exchange([1])
     with pytest.raises(OutOfStep):
         ThreadSync(board, 1).gather("x")
 
@@ -66,7 +66,7 @@ def test_after_an_interrupted_gather_a_rank_sends_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(rank_sync, "_all_to_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rank_sync.gather(1)
-    with pytest.raises(RuntimeError, match="rank 0 was interrupted while it agreed .* last checkpoint"):
+    with pytest.raises(RuntimeError, match="rank 0 .*was interrupted while it heard from .* last checkpoint"):
         rank_sync.gather(1)
 
 
@@ -129,7 +129,7 @@ def test_the_first_batch_of_a_later_epoch_comes_at_once() -> None:
     for read in on_ranks(2, act):
         assert len(read) == 80
         assert read[40] - read[39] <= 3
-        assert read[60] - read[40] >= 20 + 8, "then a round is ahead"
+        assert read[60] - read[40] >= 20 + 7, "then a round is ahead"
 
 
 # Errors.
@@ -154,10 +154,9 @@ def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, wor
         )
         loader = PackedDataLoader(dataset, batch_size=2, num_workers=workers)
         loader.rank_sync = ThreadSync(board, number)
-        iterator = iter(loader)
         for _ in range(3):
             try:
-                for _ in iterator:
+                for _ in loader:
                     counts[number] += 1
             except Exception as error:
                 caught[number].append(error)
@@ -168,7 +167,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, wor
     assert states == [states[0]] * size
     failing = at % 12 % size
     for number, errors in enumerate(caught):
-        assert len(errors) == 3, "the next call raises again"
+        assert len(errors) == 3, "iterating anew raises again"
         for error in errors:
             if number == failing:
                 assert isinstance(error, KeyError)
@@ -186,9 +185,9 @@ def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, wor
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ([(0, 2), (0, 2)], "nobody has data rank 1 .*its part of the data would never be read"),
-        ([(0, 2), (1, 2), (0, 1)], "rank 2 has data_world_size=1 and rank 0 has data_world_size=2"),
-        ([(0, 2), (1, 2), None], "rank 2 has data_world_size=None"),
+        ([(0, 2), (0, 2)], "rank 0: 0 of 2, rank 1: 0 of 2.*its part of the data would never be read"),
+        ([(0, 2), (1, 2), (0, 1)], "rank 2 has data_ranks=1 and rank 0 has data_ranks=2"),
+        ([(0, 2), (1, 2), None], "rank 2 has data_ranks=None"),
     ],
 )
 def test_places_that_do_not_make_up_a_whole_are_refused_on_all_ranks(
@@ -267,16 +266,16 @@ def test_bad_records_are_listed_by_one_rank_of_a_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("place", "message"),
     [
-        ({"data_rank": 1}, "give both"),
-        ({"data_rank": 2, "data_world_size": 2}, "count from 0"),
-        ({"data_rank": 0, "data_world_size": 0}, "data_world_size=0"),
-        ({"data_rank": 0, "data_world_size": 2}, "data_world_size=2 needs as many ranks, and there are 1"),
-        ({"data_dims": "dp"}, "name the dimensions of the mesh"),
-        ({"data_dims": "dp", "data_rank": 0}, "give either"),
+        ((2, 2), r"data_ranks=\(2, 2\) must be \(rank, size\), counted from 0"),
+        (
+            ("dp",),
+            r"data_ranks=\('dp',\) must be .*a DeviceMesh of the dimensions along which batches differ",
+        ),
+        ((0, 2), "data_ranks of 2 need as many ranks, and there are 1"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_a_place_that_cannot_be_is_refused(place: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PackedDataLoader(make(rows(9))(), **arguments)
+        PackedDataLoader(make(rows(9))(), data_ranks=place)

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from streampack import Batch, IterablePackedDataset, MapSource, PackedDataLoader, Sample
-from streampack.distributed.rank_sync import RankSync, combine_counts  # private: where ranks become threads
+from streampack.distributed.rank_sync import Exchange, RankSync  # private: where ranks become threads
 from streampack.loader.workers import Part
 from tests.harness.corpus import Numbers
 from tests.harness.interrupts import Injector
@@ -71,29 +71,17 @@ class ThreadSync(RankSync):
         self.alone = board.world_size == 1
         self.timeout = timedelta(minutes=10)  # more than a remote source may try again
         self.group = None
-        self.numbers: list[int] = []  # sent by `agree`
 
     def placed(self, place: Place | None) -> ThreadSync:
         """Return the same rank with a place among the data ranks."""
         return ThreadSync(self.board, self.rank, place)
 
-    def agree(self, count: int, *, failed: bool = False, notes: Sequence[int] = ()) -> Any:
-        self.numbers.append(~count if failed else count)
-        return _Pending(self.board, self.board.write(self.rank, "agree", [self.numbers[-1], *notes]))
+    def exchange(self, numbers: Sequence[int]) -> Exchange:
+        index = self.board.write(self.rank, "exchange", list(numbers))
+        return lambda: self.board.read(index)
 
     def gather(self, value: Any) -> list[Any]:
         return self.board.read(self.board.write(self.rank, "gather", pickle.loads(pickle.dumps(value))))
-
-
-class _Pending:
-    def __init__(self, board: Board, index: int) -> None:
-        self.board, self.index = board, index
-
-    def wait(self) -> tuple[int, bool]:
-        return combine_counts([count for count, *_ in self.board.read(self.index)])
-
-    def notes(self) -> list[list[int]]:
-        return [notes for _, *notes in self.board.read(self.index)]
 
 
 def run_threads(size: int, rank: Callable[[int], None]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 from streampack import PackedDataLoader
-from streampack.distributed.rank_sync import Agreement, RankSync, combine_counts
+from streampack.distributed.rank_sync import RankSync
 from streampack.loader import iteration, merge
 from streampack.loader.workers import Worker
 from streampack.packing import batch
@@ -93,24 +92,10 @@ def worker_restarted_from_the_start() -> None:
     replace(Worker, "__next__", next_event)
 
 
-class _OwnAgreement(Agreement):
-    """What a rank knows without the others."""
-
-    def __init__(self, count: int, *, failed: bool = False, notes: Sequence[int] = ()) -> None:
-        self.number = ~count if failed else count
-        self.noted = list(notes)
-
-    def wait(self) -> tuple[int, bool]:
-        return combine_counts([self.number])
-
-    def notes(self) -> list[list[int]]:
-        return [self.noted]
-
-
-@replaces(RankSync, "agree")
-def ranks_do_not_agree(good, self, count, *, failed=False, notes=()):
+@replaces(RankSync, "exchange")
+def ranks_do_not_agree(good, self, numbers):
     """A rank without more data stops, whatever the others have."""
-    return _OwnAgreement(count, failed=failed, notes=notes)
+    return lambda: [list(numbers)]
 
 
 @replaces(PackedDataLoader, "__iter__")

@@ -202,8 +202,7 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
             num_workers=config.num_workers,
             pin_memory=config.pin_memory,
             timeout=config.timeout,
-            data_rank=dp_rank,
-            data_world_size=dp_world_size,
+            data_ranks=(dp_rank, dp_world_size),
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
