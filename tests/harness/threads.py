@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -250,7 +251,7 @@ class Fails:
 
     def __call__(self, row: Mapping[str, int], /) -> Sample:
         if row["i"] == self.at:
-            raise self.error
+            raise copy(self.error)
         return Numbers()(row)
 
 
