@@ -87,7 +87,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
             ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
         max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
-            that its lane gives for many packs; a warning says so at the first of more than 64 packs. Default: no limit.
+            that its lane gives for many packs. Default: no limit.
         truncate_side: the side that ``"truncate"`` cuts off.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right. Default:
             the EOS of the encoder's tokenizer, if the sample ended with it.
@@ -507,7 +507,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return trace(self.lane_config, fragment)
 
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
-        """Estimate the packs of an epoch, with their standard error, and how much of the data is cut off.
+        """Estimate the packs of an epoch, with their standard error, their padding, and the tokens that are lost.
 
         Args:
             rows: to encode, from all over the corpus.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,13 @@ from streampack.sources.passes import passes_by_all
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address, joined
-from streampack.streaming.ledger_messages import FIRST_ROWS, GIANT, warn_of_first_rows, warn_of_giant
+from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.types import Cursor, Row, RowId, Sample
+
+log = logging.getLogger(__name__)
+
+FIRST_ROWS = 1000
+"""If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
 
 
 @dataclass(slots=True)
@@ -69,7 +74,6 @@ class PieceReader:
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
         # ``stop="first_exhausted"``, a lane may be without rows in one epoch and have some in the next.
         self.epochs_without_pieces = 0
-        self.longest = GIANT * config.packing.max_seq_len  # tokens of a sample that needs no warning
         self.most_without_pieces = passes_by_all(num_lanes) if config.source.names else 1
 
     def open(self, epoch: int, start: Cursor | None = None) -> None:
@@ -232,8 +236,6 @@ class PieceReader:
         ledger.untrained += untrained
         if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
             self._book_loss(tokens, pieces, untrained=untrained)
-        if tokens > self.longest and pieces and not self.planning_again:
-            self._warn_of_giant(row.row_id, tokens)
         if self.source_stats:
             stats = self.begin_stats(row.row_id)
             stats.samples += 1
@@ -264,22 +266,12 @@ class PieceReader:
                 reason = "untrained" if untrained else "overlong" if lost else "empty"
             self.ledger.drop(reason, lost)
 
-    def _warn_of_giant(self, row_id: RowId, tokens: int) -> None:
-        config, self.longest = self.config, sys.maxsize
-        warn_of_giant(
-            self.lane,
-            config.source.locate_cheaply(row_id),
-            tokens=tokens,
-            packs=tokens // config.packing.max_seq_len,
-            mixed=bool(self.source_stats),
-        )
-
     def _warn_if_all_dropped(self) -> None:
         """Warn early if every row is dropped, because reading the whole corpus may take days."""
         ledger = self.ledger
         rows = ledger.samples + ledger.dropped_samples["bad"]
         if rows == FIRST_ROWS and not (ledger.packed or ledger.buffered or self.planning_again):
-            warn_of_first_rows(self.lane, ledger)
+            log.warning("lane %d, so far: %s; the next rows are read", self.lane, nothing_to_pack(ledger))
 
     def _skip_record(self, row_id: RowId, reason: str, *, lost: Mapping[str, int] | None) -> None:
         """Count and list a bad record as a dropped row, or a bad shard once."""

@@ -58,24 +58,23 @@ def test_an_estimate_of_much_data_is_upward_and_close(tmp_path: Path, kind: str,
     assert known.packs == pytest.approx(actual, rel=0.05)
 
 
-def test_an_estimate_counts_truncated_tokens() -> None:
+def test_an_estimate_counts_lost_tokens_and_leaves_dropped_samples_out() -> None:
     """Of 300 samples, a third is long; of half of these, the answer is cut off."""
     short = {"tokens": [1] * 10, "labels": [IGNORE_INDEX] * 5 + [1] * 5}
     answered = {"tokens": [1] * 40, "labels": [IGNORE_INDEX] * 10 + [1] * 30}
     lost = {"tokens": [1] * 40, "labels": [IGNORE_INDEX] * 30 + [1] * 10}
     rows = [short, short, short, short, answered, lost] * 50
-    known = estimated(rows, max_seq_len=20).estimate(rows=300)
-    assert (known.samples, known.longer, known.untrained) == (300, pytest.approx(1 / 3), pytest.approx(1 / 6))
-    assert known.cut == pytest.approx(40 / 120)
-    assert known.cut_trained == pytest.approx(30 / 60)
-    dropped = estimated(rows, max_seq_len=20, overlong="drop").estimate(rows=300)
-    assert (dropped.cut, dropped.cut_trained, dropped.untrained) == (
-        pytest.approx(80 / 120), pytest.approx(40 / 60), 0,
-    )  # fmt: skip
-    split = estimated(rows, max_seq_len=20, overlong="split").estimate(rows=300)
-    assert (split.cut, split.cut_trained, split.untrained) == (0, 0, 0)
-    left = estimated(rows, max_seq_len=20, untrained="drop")
-    assert left.estimate(rows=300).packs == len(list(left))
+    for settings, wanted in (
+        ({}, 40 / 120),
+        ({"overlong": "drop"}, 80 / 120),
+        ({"overlong": "split"}, 0),
+        ({"untrained": "drop"}, 60 / 120),
+    ):
+        data = estimated(rows, max_seq_len=20, **settings)
+        known = data.estimate(rows=300)
+        assert (known.samples, known.lost) == (300, pytest.approx(wanted))
+        assert known.packs == len(list(data))
+        assert known.padding == pytest.approx(data.ledger().padding)
 
 
 def test_an_estimate_needs_a_length() -> None:
@@ -200,21 +199,16 @@ def test_a_lane_whose_first_rows_are_all_dropped_says_so(caplog: pytest.LogCaptu
         caplog.clear()
         assert len(list(IterablePackedDataset(data[first:], encoder=Numbers(), **settings))) > 10
         assert (
-            caplog.text.count("the first 1,000 rows of lane 0 are all dropped (1,000 longer than a pack")
+            caplog.text.count(
+                "lane 0, so far: no row makes a pack: all 1,000 that were read are dropped (1,000 longer"
+            )
             == said
         )
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("most", "warnings", "dropped"), [(None, 1, 0), (700, 1, 0), (699, 0, 3)])
-def test_a_giant_sample_is_named_once_a_lane_or_left_out(
-    whole: bool,
-    most: int | None,
-    warnings: int,
-    dropped: int,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize(("most", "dropped"), [(None, 0), (700, 0), (699, 3)])
+def test_giant_samples_may_be_left_out(whole: bool, most: int | None, dropped: int, tmp_path: Path) -> None:
     lengths = [{"i": i, "n": 700 if i in (9, 12, 15) else 5} for i in range(30)]
     sources = [
         {"name": name, "source": JSONLSource(write(tmp_path / f"{name}.jsonl", some)), "weight": 1}
@@ -229,11 +223,6 @@ def test_a_giant_sample_is_named_once_a_lane_or_left_out(
         700 * dropped,
         dropped,
     )
-    said = [each.getMessage() for each in caplog.records if "tokens: lane" in each.getMessage()]
-    assert len(said) == warnings
-    for message in said:
-        assert "a.jsonl" in message
-        assert "has 700 tokens: lane 0 gives nothing else for about 70 packs, and until" in message
 
 
 # Samples that train nothing.
