@@ -265,8 +265,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
             Fragment((sample,), start, stop, trained(samples[sample], start, stop), length - (stop - start))
             for (sample, start, stop), length in zip(spans, seq_lens, strict=True)
         )
-        pack = Pack(tokens, labels, seq_lens, fragments, epoch=0, number=number, lane=0)
-        return to_torchtune(pack, input_pos)
+        return to_torchtune(
+            Pack(tokens, labels, seq_lens, fragments, epoch=0, number=number, lane=0, input_pos=input_pos)
+        )
 
     def ledger(self) -> Ledger:
         """Return the ledger: where every token went that was read for the plan."""

@@ -152,9 +152,9 @@ class MethodLoader:
         """
         found = []
         for each in fragments:
-            piece = self._pieces[each.row_id[0]]
-            start, stop = piece.start + each.start, piece.start + each.stop
-            found.append(each._replace(row_id=piece.row_id, start=start, stop=stop))
+            at = self._pieces[each.row_id[0]].address
+            start, stop = at.start + each.start, at.start + each.stop
+            found.append(each._replace(row_id=at.row_id, start=start, stop=stop))
         return tuple(found)
 
     @property

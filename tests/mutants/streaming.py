@@ -230,11 +230,13 @@ def fragments_from_the_start(pack):
     pack.fragments = tuple(f._replace(start=0, stop=f.stop - f.start) for f in pack.fragments)
 
 
-@replaces(Planner, "add")
-def padding_of_sequences_not_charged(good, self, piece):
+@replaces(Planner, "_pull")
+def padding_of_sequences_not_charged(good, self):
     """The planner counts sequences without the padding that ``pad_seqs_to`` adds."""
-    good(self, piece)
-    self.lengths[-1] = piece.length
+    pulled = good(self)
+    if pulled:
+        self.lengths[-1] = self.waiting[-1].length
+    return pulled
 
 
 @replaces(trains_nothing)
