@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
 
 import streampack
 from streampack import (
@@ -176,10 +175,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "strategy='bfd' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'; for documents that "
         "continue in the next pack set split_across_pack=True",
     ),
-    "default_collate": (
-        lambda: next(iter(DataLoader(packs(ROWS), batch_size=2))),
-        "give the DataLoader collate_fn=streampack.collate_packed, or iterate a PackedDataLoader",
-    ),
     "rows to the loader": (
         lambda: PackedDataLoader(ROWS),  # type: ignore[arg-type]
         "a list is no stream of packs; give PackedDataLoader an IterablePackedDataset(rows, max_seq_len=...)",
@@ -190,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no state": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({}),
-        "this dict is no state of an IterablePackedDataset (version 2); give what loader.state_dict() returned",
+        "this dict is no state of an IterablePackedDataset (version 3); give what loader.state_dict() returned",
     ),
     "other data": (
         lambda: resumed(rows=11),
