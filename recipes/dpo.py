@@ -22,7 +22,6 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from streampack.attention.prepare import prepare_model_for_packing
-from streampack.distributed.world import World, join_world
 from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import pair_of
@@ -65,6 +64,7 @@ from streampack.training.run_folder import (
     warn_of_unheeded,
 )
 from streampack.training.signals import stop_on_signals
+from streampack.training.world import World, join_world
 
 
 @parse

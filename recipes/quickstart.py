@@ -93,13 +93,13 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     """
     import torch
 
-    from streampack.distributed.world import World
     from streampack.inspection.drawing import LEGEND, draw_packs
     from streampack.inspection.picture import view
     from streampack.instantiate import build
     from streampack.packing.batch import unstack_packs
     from streampack.training.config import read_config
     from streampack.training.data import build_datasets, build_loader
+    from streampack.training.world import World
 
     cfg = read_config(config)
     datasets = build_datasets(cfg, tokenizer=build(cfg.tokenizer), vocab_size=None, world=World())

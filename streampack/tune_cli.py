@@ -6,8 +6,9 @@ import argparse
 import importlib.util
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,46 @@ def hand_over(command: str, words: Sequence[str]) -> int:
         tune.run(args)
         return 0
     _check_run(args, registry)
-    from streampack.distributed.launcher import run_torchrun, silence_torchrun
 
     tracebacks = "--traceback" in args.recipe_args
     if not (tracebacks or args.max_restarts or args.rdzv_endpoint):
         silence_torchrun()
     return run_torchrun(lambda: tune.run(args), tracebacks=tracebacks)
+
+
+def run_torchrun(run: Callable[[], None], *, tracebacks: bool) -> int:
+    """Run torchrun in this process and return its exit status, without its report of errors that ranks have printed.
+
+    That report is a traceback of torchrun itself and a table of exit codes. torchrun's log is kept, because it tells of
+    several machines and of restarts.
+
+    Args:
+        run: calls torchrun.
+        tracebacks: let torchrun print its report.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run()
+    except ChildFailedError as error:
+        if tracebacks:
+            raise
+        rank, failure = error.get_first_failure()
+        if not Path(failure.error_file).is_file():  # it has reported no error; perhaps the system killed it
+            print(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}", file=sys.stderr)  # noqa: T201
+        stopped = failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM)  # by a signal to a rank
+        return failure.exitcode if stopped else 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def silence_torchrun() -> None:
+    """Keep torchrun's warnings and errors, such as that it terminates ranks, out of the log."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def theirs(name: str) -> Path:

@@ -242,8 +242,8 @@ def wait_for_victim(ranks: Ranks, victim: int) -> bool:
 @contextmanager
 def checkpointing(folder: Path) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Give a rank's world, a model, its optimizer, and their checkpoints. Called in a rank."""
-    from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
+    from streampack.training.world import join_world
 
     with join_world(torch.device("cpu"), timeout=60) as world:
         folder.mkdir(exist_ok=True)

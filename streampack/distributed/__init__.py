@@ -1,4 +1,4 @@
-"""Ranks: joining a process group, collectives that keep ranks in step, checks that all have the same run and corpus."""
+"""Ranks: collectives that keep them in step, which ones share batches, checks that all have one run and one corpus."""
 
 from streampack.distributed.rank_sync import RankSync
 

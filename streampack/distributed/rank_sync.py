@@ -59,7 +59,7 @@ class RankSync:
         if group is None and not self.alone:
             group = dist.new_group(backend="gloo", timeout=timeout)
         self.group = group  # None: there was no other rank when this was made
-        self.gathering = False  # also after an error or interrupt in `gather`
+        self.in_gather = False  # True while `gather` runs, and after an interrupt of it, such as KeyboardInterrupt
 
     def exchange(self, numbers: Sequence[int]) -> Exchange:
         """Collective: begin to send integers to all ranks, as many on each; only for several ranks."""
@@ -76,21 +76,25 @@ class RankSync:
         """Collective: return every rank's value, by rank; for small values that can be pickled.
 
         Raises:
-            RuntimeError: if the last call did not end: other ranks may still wait for a part of it.
+            RuntimeError: if the last call was interrupted: other ranks may still wait for a part of it.
         """
         if self.alone:
             return [value]
-        if self.gathering:
+        if self.in_gather:
             raise RuntimeError(
-                f"rank {self.rank} failed or was interrupted while it heard from the other ranks, and may be out of "
-                "step with them; end this process, which they will notice, and resume from the last checkpoint"
+                f"rank {self.rank} was interrupted while it agreed with the other ranks, and may be out of step with "
+                "them; end this process, which they will notice, and resume from the last checkpoint"
             )
-        self.gathering = True
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [size for [size] in self.exchange([mine.numel()])()]
-        received, work = self._all_to_all(mine, sizes)
-        work.wait()
-        self.gathering = False
+        self.in_gather = True
+        try:
+            mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            sizes = [size for [size] in self.exchange([mine.numel()])()]
+            received, work = self._all_to_all(mine, sizes)
+            work.wait()
+        except Exception:  # another rank has died; later collectives will raise the error by themselves
+            self.in_gather = False
+            raise
+        self.in_gather = False
         return [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(received, sizes)]
 
     def gather_results(self, work: Callable[[], T], *, doing: str) -> list[T]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from streampack.accounting import Ledger
-from streampack.distributed.world import World
 from streampack.inspection.picture import view
 from streampack.inspection.run_page import run_page
 from streampack.inspection.run_report import RunReport, last_ledger
@@ -17,6 +16,7 @@ from streampack.packing.batch import Batch, unstack_packs
 from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig, to_plain
 from streampack.training.record import METRICS_FILE, read_metrics
+from streampack.training.world import World
 from streampack.types import Pack
 from streampack.validation import warn_user
 

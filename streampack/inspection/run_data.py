@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.streaming.dataset import IterablePackedDataset
+from streampack.training.world import World
 
 if TYPE_CHECKING:
     from streampack.training.config import RunConfig

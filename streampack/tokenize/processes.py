@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from streampack.distributed.launcher import end_with_parent
+from streampack.distributed.parent import end_with_parent
 from streampack.tokenize.lane_shards import Job, Progress, Report, write_lane
 
 

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.lr_scheduler import LRScheduler
 
-from streampack.distributed.world import World
 from streampack.training.checkpoint_errors import CheckpointError, plain_errors
+from streampack.training.world import World
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.map_style.flatten import join_documents
@@ -31,6 +30,7 @@ from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
 from streampack.training.methods import Loader, MethodLoader
+from streampack.training.world import World
 from streampack.types import IGNORE_INDEX, Pack, Sample
 
 

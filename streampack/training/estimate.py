@@ -10,13 +10,13 @@ from typing import Any
 
 from streampack.accounting import Ledger
 from streampack.attention.prepare import Inputs
-from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.streaming.estimate import Estimate
 from streampack.training.config import RunConfig
 from streampack.training.meters import stream_totals
 from streampack.training.methods import Loader, MethodLoader
 from streampack.training.progress import dropped_tokens
+from streampack.training.world import World
 
 log = logging.getLogger(__name__)
 

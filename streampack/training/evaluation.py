@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from streampack.attention import Inputs
-from streampack.distributed.world import World
 from streampack.losses import label_weights, summed_cross_entropy
 from streampack.packing.batch import Batch
 from streampack.training.model import evaluating
+from streampack.training.world import World
 
 
 class HeldOut(NamedTuple):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torchtune import training
 
-from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.training.checkpoint import STEP_NAME, load_weights
 from streampack.training.config import RunConfig, read_config
@@ -17,6 +16,7 @@ from streampack.training.lora import adapter_config, save_adapters, split_and_me
 from streampack.training.model import build_model, full_weights, has_adapters, seed_step
 from streampack.training.run_folder import weights_folders
 from streampack.training.weights import save_weights
+from streampack.training.world import World
 
 
 def write_weights(

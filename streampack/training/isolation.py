@@ -13,10 +13,10 @@ from streampack.attention.prepare import prepare_model_for_packing
 from streampack.attention.probe import find_leaks
 from streampack.attention.probe_pack import probe_length
 from streampack.attention.report import LeakReport
-from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.training.config import read_config
 from streampack.training.devices import pick_device
+from streampack.training.world import World
 
 
 def verify_isolation(

@@ -7,10 +7,10 @@ import time
 import torch
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.distributed.world import World
 from streampack.packing.batch import Batch
 from streampack.sources.mixture import Mix
 from streampack.training.methods import Loader
+from streampack.training.world import World
 
 COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "capacity", "samples")
 """The counts that a `StepMeter` adds up, in this order; ``capacity`` is the tokens that fit, padding included."""

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.loader.trained_steps import TrainedSteps
 from streampack.map_style.method_loader import method_loader
@@ -23,6 +22,7 @@ from streampack.sources.bad_records import Quarantine
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.piece_reader import Piece, PieceReader
+from streampack.training.world import World
 from streampack.types import IGNORE_INDEX, Fragment, Sample
 from streampack.validation import require
 

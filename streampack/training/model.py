@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune import modules, training
 from torchtune.modules import peft
 
-from streampack.distributed.world import World
 from streampack.instantiate import COMPONENT, build
 from streampack.training.config import RunConfig
 from streampack.training.lora import start_adapters
+from streampack.training.world import World
 
 # torchtune copies the logits to fp32. In this many chunks, each copy is freed before the next is made.
 OUTPUT_CHUNKS = 8

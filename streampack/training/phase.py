@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.training.checkpoint import STEP_NAME, Checkpoints
 from streampack.training.config import RunConfig
 from streampack.training.methods import Loader
+from streampack.training.world import World
 
 
 def begin_phase(

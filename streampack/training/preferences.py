@@ -15,7 +15,6 @@ from torchtune.modules import peft
 
 from streampack.attention import Inputs
 from streampack.attention.prepare import prepare_model_for_packing
-from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.losses import PreferenceLoss, pair_of, sequence_logps
 from streampack.packing.batch import Batch
@@ -24,6 +23,7 @@ from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
 from streampack.training.model import build_model, evaluating
+from streampack.training.world import World
 
 REFERENCE_FIELD = "ref_logps"
 """The field of a batch with the reference's log-probability of each answer, summed over its trained tokens."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from streampack.accounting import Ledger
-from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.sources.bad_records import Quarantine
 from streampack.training.config import RunConfig
 from streampack.training.record import METRICS_FILE, MetricRecord
+from streampack.training.world import World
 
 
 class MetricLogger:

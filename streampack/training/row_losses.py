@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from streampack.distributed.world import World
 from streampack.packing.batch import Batch
 from streampack.training.config import RunConfig
+from streampack.training.world import World
 from streampack.types import Fragment
 from streampack.validation import require
 

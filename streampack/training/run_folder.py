@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from streampack.accounting import Ledger
-from streampack.distributed.world import World
 from streampack.fingerprint import digest, plain
 from streampack.instantiate import COMPONENT
 from streampack.storage.locks import lock_folder
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig, without_secrets
+from streampack.training.world import World
 from streampack.validation import warn_user
 
 OVER = "finished.json"

@@ -17,7 +17,6 @@ from torch import nn
 from torchtune import training
 
 from streampack.attention.prepare import Inputs, prepare_model_for_packing
-from streampack.distributed.world import World, join_world
 from streampack.fingerprint import digest, plain
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder
@@ -35,6 +34,7 @@ from streampack.training.config import RunConfig, read_config, to_plain
 from streampack.training.devices import pick_device
 from streampack.training.isolation import verify_isolation
 from streampack.training.model import build_model, has_adapters, seed_step
+from streampack.training.world import World, join_world
 from streampack.types import Row, Sample
 from streampack.validation import require, require_positive
 

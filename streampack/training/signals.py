@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from streampack.distributed.world import World
+from streampack.training.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END = b"\0"

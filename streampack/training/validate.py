@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig, config_problems, to_plain
@@ -22,6 +21,7 @@ from streampack.training.data import build_datasets, entries_of, first_rows, hel
 from streampack.training.devices import missing_device, named_device
 from streampack.training.model import require_model
 from streampack.training.preferences import refuse_preferences, require_preferences
+from streampack.training.world import World
 from streampack.validation import did_you_mean
 
 SCHEDULE_STEPS = 100  # number of training steps given to the schedule that is built

@@ -15,9 +15,9 @@ import torch
 from streampack_recipes.full_finetune import train
 
 from streampack import IterablePackedDataset, MapSource, Mix, PackedDataLoader
-from streampack.distributed.world import World, join_world
 from streampack.training.config import RunConfig
 from streampack.training.data import build_loader
+from streampack.training.world import World, join_world
 from tests.harness.processes import run_ranks
 from tests.harness.tiny import losses, numbers, tiny_config
 

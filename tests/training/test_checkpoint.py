@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
-from streampack.distributed.world import join_world
 from streampack.training.checkpoint import Checkpoints, step_schedule
+from streampack.training.world import join_world
 from tests.harness.processes import run_ranks
 from tests.harness.runs import die_at
 

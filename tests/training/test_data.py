@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.distributed.world import World
 from streampack.packing.batch import Batch
 from streampack.training.config import read_config
 from streampack.training.data import build_data
 from streampack.training.estimate import opening
+from streampack.training.world import World
 from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
 
 INPUTS: Any = SimpleNamespace(attention="varlen", refused={})

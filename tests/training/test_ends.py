@@ -21,11 +21,11 @@ from streampack_recipes import full_finetune
 from streampack_recipes.full_finetune import train
 
 from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
-from streampack.distributed.world import World
 from streampack.training import errors, signals
 from streampack.training.errors import shown_errors
 from streampack.training.run_folder import Interrupted
 from streampack.training.signals import stop_on_signals
+from streampack.training.world import World
 from tests.harness.processes import run_ranks
 from tests.harness.raising import fail
 from tests.harness.runs import Run

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
-from streampack.distributed.world import World
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
 from streampack.training.config import read_config
 from streampack.training.meters import SourceMeter, StepMeter, source_ids, stream_metrics, stream_totals
@@ -19,6 +18,7 @@ from streampack.training.progress import MetricLogger
 
 # private: the record of the metrics is written by recipes and read by the report; its file is what a run keeps.
 from streampack.training.record import METRICS_FILE, MetricRecord, read_metrics
+from streampack.training.world import World
 from tests.harness.tiny import tiny_config
 
 CPU = torch.device("cpu")

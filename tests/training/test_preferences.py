@@ -15,7 +15,6 @@ from streampack import (
     collate_packed,
     prepare_model_for_packing,
 )
-from streampack.distributed.world import World
 from streampack.losses import PreferenceLoss, pair_of
 from streampack.training.config import RunConfig
 from streampack.training.preferences import (
@@ -23,6 +22,7 @@ from streampack.training.preferences import (
     Comparison,
     Reference,
 )
+from streampack.training.world import World
 from tests.harness.preferences import PairEncoder, pair_rows, whole_pairs
 from tests.harness.tiny import ADAPTERS, BASE
 

@@ -15,7 +15,6 @@ import torch
 from streampack_recipes.full_finetune import train
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.losses import label_weights
 from streampack.map_style.flatten import join_documents
@@ -25,6 +24,7 @@ from streampack.training.data import build_datasets
 # private: `streampack unpack --step` prints these packs, cut to the width of a screen.
 from streampack.training.past_steps import packs_of_step
 from streampack.training.row_losses import ROWS_FOLDER, RowLosses, hashes, ranked, read_step, step_losses
+from streampack.training.world import World
 from tests.harness.runs import Run
 from tests.harness.tiny import WORDS, losses, mixed_config, tiny_config
 

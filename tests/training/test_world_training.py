@@ -16,12 +16,12 @@ from torchtune.models.llama3 import llama3
 
 from streampack import IterablePackedDataset, collate_packed
 from streampack.attention.prepare import make_mask
-from streampack.distributed.world import join_world
 from streampack.losses import label_weights, summed_cross_entropy
 from streampack.packing.batch import null_pack, to_torchtune
 from streampack.training.config import RunConfig
 from streampack.training.meters import StepMeter
 from streampack.training.model import build_model, clip_gradients
+from streampack.training.world import join_world
 from tests.harness.processes import run_ranks
 from tests.harness.tiny import losses, tiny_config
 

@@ -22,13 +22,11 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from streampack.distributed.launcher import (
-    end_with_launcher,
-    run_torchrun,
-)  # private: what `streampack run` starts
 from streampack.distributed.rank_sync import OtherRankFailed  # private: an error that users see
-from streampack.distributed.world import OTHER_FILES, World, join_world
 from streampack.storage.locks import lock_folder  # private: to ask whether the run still holds its folder
+from streampack.training.launcher import end_with_launcher
+from streampack.training.world import OTHER_FILES, World, join_world
+from streampack.tune_cli import run_torchrun  # private: what `streampack run` starts
 from tests.harness.processes import RankError, open_store, run_ranks
 from tests.harness.tiny import losses, tiny_config
 from tests.harness.workers import gone

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +12,9 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from streampack.distributed.launcher import end_with_launcher
 from streampack.distributed.rank_sync import RankSync
+from streampack.training.launcher import end_with_launcher, open_store
 
 T = TypeVar("T")
 
@@ -82,10 +78,8 @@ class World:
                 raise ValueError(
                     f"rank {rank} reads {wanted}, and rank 0 {asked[0]}; all ranks must read the same corpus"
                 )
-        result: T | None = None
         with self.raise_on_all():
-            if self.is_main:
-                result = work()
+            result = work() if self.is_main else None
         return cast("T", self.broadcast(result))
 
     @contextmanager
@@ -95,14 +89,13 @@ class World:
         Raises:
             OtherRankFailed: on the ranks whose own block succeeded.
         """
-        if self.sync is None:
-            yield
-            return
         try:
             yield
         except Exception as error:
-            self.sync.raise_on_all(error)
-        else:
+            if self.sync is not None:
+                self.sync.raise_on_all(error)
+            raise
+        if self.sync is not None:
             self.sync.raise_on_all(None)
 
     @contextmanager
@@ -136,7 +129,7 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
     allow_connections(int(os.environ["WORLD_SIZE"]))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = _open_store(rank, size, timeout=timeout)
+        store = open_store(rank, size, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     else:
         dist.init_process_group(backend, timeout=limit)
@@ -169,50 +162,3 @@ def allow_connections(size: int) -> None:
         needed = min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def _open_store(rank: int, size: int, *, timeout: float) -> Store:
-    """Return a store in which the ranks find one another, with keys that no earlier attempt has used.
-
-    When torchrun restarts ranks, it gives them the store of the ranks that died, and torch would read the addresses of
-    dead ranks from it (https://github.com/pytorch/pytorch/issues/135712; with torch 2.13 a restart hangs). Nor does
-    torchrun give all ranks of an attempt a common value that is new. So rank 0 draws a random prefix for the keys, and
-    every other rank asks for it under a random name of its own. An answer to that name cannot be an old one.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    _require_store(address, port)
-    store = TCPStore(address, port, size, False, timedelta(seconds=timeout))
-    name = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"streampack/question/{rank}", name)
-        answer: str = store.get(f"streampack/answer/{name}").decode()  # waits for rank 0
-        store.set(f"streampack/{answer}/{rank}", "here")
-        return PrefixStore(answer, store)
-    missing = set(range(1, size))
-    deadline = time.monotonic() + timeout
-    while missing:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"ranks {sorted(missing)} of {size} did not join within {timeout:.0f} s")
-        for other in sorted(missing):
-            # The question may be of a dead rank, until the rank of this attempt overwrites it.
-            if store.check([f"streampack/question/{other}"]):
-                store.set(f"streampack/answer/{store.get(f'streampack/question/{other}').decode()}", name)
-            if store.check([f"streampack/{name}/{other}"]):
-                missing.remove(other)
-        time.sleep(0.01)
-    return PrefixStore(name, store)
-
-
-def _require_store(address: str, port: int) -> None:
-    """Raise at once if nothing listens at the store's address; torch would try to connect until its timeout.
-
-    torchrun opens the store before it starts ranks, so a refused connection means that torchrun has ended.
-    """
-    try:
-        socket.create_connection((address, port), timeout=10).close()
-    except ConnectionRefusedError:
-        raise ConnectionRefusedError(
-            f"the torchrun that keeps the ranks' store at {address}:{port} has ended, and this rank ends with it"
-        ) from None
-    except OSError:  # other errors may pass, and torch tries again
-        return
