@@ -16,9 +16,10 @@ class StepMeter:
     """
 
     def __init__(self) -> None:
-        # Sums over steps by metric, and the number of ``steps``: since the last call of `metrics`, and since the
-        # beginning.
+        # Sums over steps by metric, and the number of ``steps``: since the last call of `metrics`, between the last two
+        # calls that had steps between them, and since the beginning.
         self.recent: dict[str, float] = {}
+        self.told: dict[str, float] = {}
         self.total: dict[str, float] = {}
         self.costs: Sequence[int] = ()  # of the ranks, in this step so far
         self.waited = 0.0  # in this step so far
@@ -48,14 +49,16 @@ class StepMeter:
     def metrics(self) -> dict[str, float]:
         """Return means over the steps since the last call, and since the beginning (``*_mean``); none without a step.
 
+        Called again without a step between, it returns the same: a trainer may write two logs behind one step.
+
         ``cost_imbalance`` is the attention cost of the dearest rank's part of a step over the mean of the ranks'
         parts: 1 if all are equal. A single rank has none. ``data_wait`` are seconds.
         """
-        metrics = {
+        if self.recent:
+            self.told, self.recent = self.recent, {}
+        return {
             f"{name}{suffix}": value / sums["steps"]
-            for suffix, sums in (("", self.recent), ("_mean", self.total))
+            for suffix, sums in (("", self.told), ("_mean", self.total))
             for name, value in sums.items()
             if name != "steps"
         }
-        self.recent = {}
-        return metrics
