@@ -252,6 +252,6 @@ def _preference_pair(row: Mapping[str, Any]) -> str:
         return ""
     return (
         f"the row is a preference pair ({', '.join(map(repr, columns))}), whose answers must stay in one pack; "
-        "such rows need an encoder: encoder=PreferenceEncoder(tokenizer), or data.encoder in a config; leave TRL's own "
+        "such rows need an encoder: encoder=AnswersEncoder(tokenizer), or data.encoder in a config; leave TRL's own "
         "trainers of pairs their collator"
     )

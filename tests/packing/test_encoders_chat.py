@@ -13,7 +13,6 @@ from streampack import (
     IGNORE_INDEX,
     ChatEncoder,
     HFTokenizer,
-    PromptCompletionEncoder,
     Sample,
 )
 from tests.harness.hf_tokenizers import (
@@ -27,6 +26,7 @@ from tests.harness.hf_tokenizers import (
     EOS,
     FORGETFUL,
     MARKED,
+    Letters,
     byte_level,
     llama_like,
 )
@@ -180,16 +180,16 @@ def test_an_answer_without_a_trained_end_warns() -> None:
     before = MARKED.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
     for template in (before, CHATML.replace("{{ '<|im_end|>' }}", "")):
         with pytest.warns(UserWarning, match="ends no answer with a special token that is trained"):
-            ChatEncoder(byte_level(template=template))
+            ChatEncoder(byte_level(template=template), column="messages")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ChatEncoder(byte_level(template=MARKED))
+        ChatEncoder(byte_level(template=MARKED), column="messages")
 
 
 def test_a_template_that_writes_the_date_needs_a_date() -> None:
     for template in (DATED, DATED_UNLESS_TOLD):
         with pytest.raises(ValueError, match='writes today\'s date.*date: "2025-01-31"'):
-            ChatEncoder(byte_level(template=template))
+            ChatEncoder(byte_level(template=template))({"messages": TALK})
     told = ChatEncoder(HFTokenizer(byte_level(template=DATED), date="2025-01-31"))
     assert told.decode(told({"messages": TALK}).tokens.tolist()).startswith("31 Jan 2025\n<s>")
     kwargs = {"date_string": "then"}
@@ -212,14 +212,10 @@ def test_a_conversation_that_begins_with_an_answer(tokenizers: dict[str, Any]) -
 
 
 def test_other_tokenizers_are_refused_with_the_way_out() -> None:
-    class Torchtune:
-        def encode(self, text: str) -> list[int]:
-            return [1]
-
-    with pytest.raises(ValueError, match="a Torchtune has no chat template; give a Hugging Face tokenizer"):
-        ChatEncoder(Torchtune())
+    with pytest.raises(ValueError, match="a Letters has no chat template; give a Hugging Face tokenizer"):
+        ChatEncoder(Letters())({"messages": TALK})
     with pytest.raises(ValueError, match="has no chat template; give it one: chat_template"):
-        ChatEncoder(byte_level(template=None))
+        ChatEncoder(byte_level(template=None), column="messages")
     given = ChatEncoder(HFTokenizer(byte_level(template=None), chat_template=CHATML))
     assert trained_texts(given, given({"messages": TALK[1:3]})) == ["hello there<|im_end|>\n"]
 
@@ -229,24 +225,38 @@ def test_other_tokenizers_are_refused_with_the_way_out() -> None:
 
 def test_completions_are_trained_and_end_with_eos(tokenizers: dict[str, Any]) -> None:
     for name in ("chatml", "llama"):
-        encoder = PromptCompletionEncoder(tokenizers[name])
+        encoder = ChatEncoder(tokenizers[name])
         sample = encoder({"prompt": "User: hello\nAssistant:", "completion": " hello there"})
         text = "<s>User: hello\nAssistant: hello there</s>"
         assert encoder.decode(sample.tokens.tolist()).replace("<s> ", "<s>") == text
         assert [part.strip() for part in trained_texts(encoder, sample)] == ["hello there</s>"]
         assert sample.tokens[-1] == EOS
-    bare = PromptCompletionEncoder(
-        tokenizers["chatml"], prompt="q", completion="a", add_bos=False, add_eos=False
-    )
+    bare = ChatEncoder(tokenizers["chatml"], prompt="q", completion="a", add_bos=False, add_eos=False)
     assert bare.decode(bare({"q": "one", "a": " two"}).tokens.tolist()) == "one two"
     assert trained_texts(bare, bare({"q": "", "a": "two"})) == ["two"]
 
 
 def test_completions_of_messages_go_through_the_template(tokenizers: dict[str, Any]) -> None:
-    encoder = PromptCompletionEncoder(tokenizers["chatml"])
+    encoder = ChatEncoder(tokenizers["chatml"])
     sample = encoder({"prompt": TALK[:4], "completion": TALK[4:]})
+    text = encoder({"prompt": TALK[:4], "completion": TALK[4]["content"]})
+    assert text.tokens.tolist() == sample.tokens.tolist(), "an answer that is text is the assistant's"
     assert trained_texts(encoder, sample) == ["The answer is 42.<|im_end|>\n"]
     assert sample.tokens.tolist() == ChatEncoder(tokenizers["chatml"])({"messages": TALK}).tokens.tolist()
+
+
+def test_the_columns_tell_conversations_from_completions(tokenizers: dict[str, Any]) -> None:
+    row = {"messages": [USER, ANSWER], "prompt": "one", "completion": " two"}
+    tok = tokenizers["chatml"]
+    whole = ChatEncoder(tok)({"messages": [USER, ANSWER]}).tokens.tolist()
+    assert ChatEncoder(tok)(row).tokens.tolist() == whole
+    named = ChatEncoder(tok, completion="completion", add_eos=False)
+    assert named.decode(named(row).tokens.tolist()) == "<s>one two"
+    assert ChatEncoder(tok, column="messages")(row).tokens.tolist() == whole
+    with pytest.raises(
+        ValueError, match="column='messages' names one column of messages, prompt and completion name"
+    ):
+        ChatEncoder(tok, column="messages", prompt="prompt")
 
 
 @pytest.mark.parametrize(
@@ -254,21 +264,20 @@ def test_completions_of_messages_go_through_the_template(tokenizers: dict[str, A
     [
         ({"prompt": "A: ", "completion": "the end"}, r"a token crosses from the prompt \('A: '\) into the completion"),
         ({"prompt": "a"}, "column 'completion' is missing"),
-        ({"prompt": "a", "completion": None}, "'prompt' holds a str and 'completion' a NoneType; both must be text"),
-        ({"prompt": [USER], "completion": "b"}, "'prompt' holds a list and 'completion' a str"),
-        ({"prompt": b"a", "completion": b"b"}, "holds a bytes"),
+        ({"prompt": "a", "completion": None}, "column 'completion' is null; mend the row, or leave it out"),
+        ({"prompt": b"a", "completion": b"b"}, "column 'prompt' holds a bytes; give text, or messages"),
     ],
 )  # fmt: skip
 def test_errors_of_bad_completions(tokenizers: dict[str, Any], row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PromptCompletionEncoder(tokenizers["chatml"])(row)
+        ChatEncoder(tokenizers["chatml"])(row)
 
 
 def test_prompts_with_completions_use_tools(tokenizers: dict[str, Any]) -> None:
-    encoder = PromptCompletionEncoder(tokenizers["chatml"])
+    encoder = ChatEncoder(tokenizers["chatml"])
     row = {"prompt": [USER], "completion": [ANSWER]}
     whole = ChatEncoder(tokenizers["chatml"])({"messages": [USER, ANSWER], "tools": [TOOL]})
     assert encoder({**row, "tools": [TOOL]}).tokens.tolist() == whole.tokens.tolist()
     assert encoder(row).tokens.size < whole.tokens.size
     with pytest.raises(ValueError, match="leaves out the tool .weather."):
-        PromptCompletionEncoder(byte_level(template=DEAF))({**row, "tools": [TOOL]})
+        ChatEncoder(byte_level(template=DEAF))({**row, "tools": [TOOL]})

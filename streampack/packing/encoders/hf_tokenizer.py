@@ -101,6 +101,11 @@ class HFTokenizer:
             return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._templates)
+
     @cached_property
     def chat(self) -> ChatTemplate:
         """The chat template.
