@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
@@ -15,6 +18,7 @@ from streampack import (
     HFTokenizer,
     Sample,
 )
+from streampack.packing.encoders.template import ChatTemplate
 from tests.harness.hf_tokenizers import (
     BOS,
     CHATML,
@@ -169,6 +173,57 @@ THINKING = [USER, {"role": "assistant", "content": "<think>hm</think>yes"}, USER
 def test_what_cannot_be_rendered_or_masked_is_refused(template: str, messages: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ChatEncoder(byte_level(template=template))({"messages": messages})
+
+
+NO_SPECIALS = CHATML.replace("<|im_start|>", "### ").replace("<|im_end|>", "").replace("{{ bos_token }}", "")
+
+
+@functools.cache
+def fast_and_slow(template: str) -> tuple[ChatEncoder, ChatEncoder]:
+    fast, slow = byte_level(template=template), byte_level(template=template)
+    slow.__class__ = type(
+        "Slow", (type(slow),), {"encode": None}
+    )  # called as its class says, so without offsets
+    return ChatEncoder(fast), ChatEncoder(slow)
+
+
+@pytest.mark.filterwarnings("ignore:the chat template of .* ends no answer")
+@pytest.mark.parametrize("template", [CHATML, MARKED, NO_SPECIALS, CROSSING])
+@given(st.lists(st.text(alphabet="ab \n4漢", max_size=9), min_size=2, max_size=8))
+def test_where_tokens_begin_gives_the_masks_of_tokenizing_each_beginning(
+    template: str, texts: list[str]
+) -> None:
+    """A tokenizer that does not say where its tokens begin has the same masks, and refuses the same rows."""
+    row = {
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    }
+
+    def masked(encoder: ChatEncoder) -> Any:
+        try:
+            sample = encoder(row)
+        except ValueError as error:
+            return str(error)
+        return sample.tokens.tolist(), sample.labels.tolist()
+
+    fast, slow = fast_and_slow(template)
+    assert masked(fast) == masked(slow)
+
+
+def test_boundaries_take_time_in_proportion_to_the_text() -> None:
+    read = []
+
+    def tokenize(text: str) -> tuple[list[int], range]:
+        read.append(len(text))
+        return list(text.encode()), range(len(text))
+
+    turns = "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    template = turns + "{{ 'a: ' * add_generation_prompt }}"
+    ids, trained = ChatTemplate({"default": template}, tokenize=tokenize, settings={})(
+        [{"role": role, "content": "x" * 100} for _ in range(50) for role in ("user", "assistant")],
+        [False, True] * 50,
+    )
+    assert bytes(np.array(ids, np.uint8)[trained]) == (b"x" * 100 + b"\n") * 50
+    assert sum(read) < 2 * read[0]
 
 
 def test_a_template_that_changes_earlier_turns_serves_for_the_last_answer(tokenizers: dict[str, Any]) -> None:
