@@ -12,6 +12,7 @@ import pytest
 
 import streampack
 from streampack import (
+    AnswersEncoder,
     FlatteningCollator,
     IterablePackedDataset,
     JSONLSource,
@@ -21,7 +22,6 @@ from streampack import (
     PackedDataLoader,
     PackedDataset,
     PaddedCollator,
-    PreferenceEncoder,
     TextEncoder,
     method_loader,
     prepare_model_for_packing,
@@ -129,10 +129,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "pairs": (
         lambda: first([PAIR]),
         "the row is a preference pair ('chosen', 'rejected'), whose answers must stay in one pack; such rows need an "
-        "encoder: encoder=PreferenceEncoder(tokenizer)",
+        "encoder: encoder=AnswersEncoder(tokenizer)",
     ),
     "long pair": (
-        lambda: first([PAIR], encoder=PreferenceEncoder(byte_level())),
+        lambda: first([PAIR], encoder=AnswersEncoder(byte_level())),
         "sample 0 is a group of 65 tokens, max_seq_len is 64, and a group is never split; set overlong to 'truncate'",
     ),
     "bare text": (
