@@ -153,8 +153,6 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
 	@touch $@
 
-$(VENV)/.installed-BENCHMARKS := density inputs text scale straggling even_steps groups scoring mixers prefill balance_loss
-
-bench: $(VENV)/.installed
+$(VENV)/.installed-bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
 	@touch $@

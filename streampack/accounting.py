@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -17,8 +16,6 @@ DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained", "removed")
 that is cut off, and ``empty`` ones have no token. The tokens of ``bad`` records, which are broken, are unknown: 0.
 ``removed`` are those that waited when a run resumed without their file or source, or went on with other settings in the
 middle of a row."""
-
-RECENT_STEPS = 100
 
 
 @dataclass(slots=True)
@@ -65,17 +62,7 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """Return the counts as they are now."""
-        return Ledger(
-            samples=self.samples,
-            tokens_in=self.tokens_in,
-            packs=self.packs,
-            capacity=self.capacity,
-            packed=self.packed,
-            untrained=self.untrained,
-            bad_shards=self.bad_shards,
-            dropped=self.dropped.copy(),
-            dropped_samples=self.dropped_samples.copy(),
-        )
+        return Ledger(*_counts(self), self.dropped.copy(), self.dropped_samples.copy())  # type: ignore[call-arg]
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> Ledger:
@@ -125,33 +112,6 @@ class SourceStats:
         """Return the sum over lanes."""
         columns = zip(*(stats.numbers() for stats in source_stats), strict=True)
         return cls(*(sum(column) for column in columns))
-
-
-class Shares:
-    """Fractions of a mixture's sources: since the beginning, and over about the last `RECENT_STEPS` steps.
-
-    >>> shares = Shares()
-    >>> shares.metrics({"a": 30, "b": 10}, step=10)
-    {'source_a_fraction': 0.75, 'source_b_fraction': 0.25}
-    >>> shares.metrics({"a": 30, "b": 30}, step=20)["source_a_recent_fraction"]
-    0.0
-    """
-
-    def __init__(self) -> None:
-        self.seen: deque[tuple[int, Mapping[str, int]]] = deque()  # (step, trained tokens), the oldest first
-
-    def metrics(self, trained: Mapping[str, int], *, step: int) -> dict[str, float]:
-        """Return the fractions after a step, given the trained tokens of each source since the beginning."""
-        whole = max(1, sum(trained.values()))
-        found = {f"source_{name}_fraction": count / whole for name, count in trained.items()}
-        while len(self.seen) > 1 and self.seen[1][0] <= step - RECENT_STEPS:
-            self.seen.popleft()
-        if self.seen:
-            gained = {name: count - self.seen[0][1][name] for name, count in trained.items()}
-            recent = sum(gained.values())
-            found |= {f"source_{name}_recent_fraction": gained[name] / recent for name in gained if recent}
-        self.seen.append((step, dict(trained)))
-        return found
 
 
 _COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith("dropped"))

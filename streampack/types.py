@@ -94,8 +94,8 @@ class PackGroups:
 class Pack:
     """``max_seq_len`` tokens made of sequences that lie end to end, padded at the end.
 
-    Positions are not stored: they follow from ``seq_lens``, and are made when the pack becomes tensors. ``tokens`` is
-    int32 if those of all its sequences are, otherwise int64; so is ``labels``.
+    Positions follow from ``seq_lens``, and are made when the pack becomes tensors. ``tokens`` is int32 if those of all
+    its sequences are, otherwise int64; so is ``labels``.
     """
 
     tokens: IntArray  # [max_seq_len]
@@ -107,3 +107,4 @@ class Pack:
     number: int  # how many packs its lane made before it in this epoch
     lane: int
     groups: PackGroups | None = None  # None: it holds plain samples only
+    input_pos: IntArray | None = None  # [max_seq_len]; None: positions count from 0 in every sequence

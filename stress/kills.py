@@ -9,15 +9,15 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from streampack import PackedDataLoader
+from streampack import IterablePackedDataset, PackedDataLoader
 from stress.corpus import (
     Corpus,
     Step,
@@ -31,6 +31,7 @@ from stress.corpus import (
     worker_pids,
 )
 from stress.job import Run, job
+from tests.harness.corpus import Numbers
 from tests.harness.processes import ExitWith, Ranks, run_forked
 
 SAVE_EVERY = 4  # steps
@@ -213,28 +214,56 @@ def error(run: Run) -> str:
 
 
 @job(
-    "kill-worker", "SIGKILL of a worker, 20 times: restarted, the same packs; the 21st is an error", limit=240
+    "kill-worker",
+    "SIGKILL of a worker, 20 times: restarted, the same packs; again and again: an error",
+    limit=240,
 )
 def kill_worker(run: Run) -> str:
-    """Kill workers of 2 ranks x 2 workers: the run goes on unchanged; one kill too many raises on both ranks."""
+    """Kill workers of 2 ranks x 2 workers: the run goes on unchanged, but for a row that always kills."""
     kills = run.count(20, 3)
     # Large packs, so that few of them are queued between worker and trainer: a death is noticed only after those.
     corpus = Corpus.make(kills * 400, longest=900, max_seq_len=1536, epochs=2)
     with Ranks(2) as ranks:
         results = ranks.run(run_rank, corpus)
         check_coverage(global_steps(results), corpus, epochs=2)
-        killed = ranks.run(iterate_killing_workers, corpus, kills, kills, timeout=200)
+        killed = ranks.run(iterate_killing_workers, corpus, kills, timeout=200)
         for rank, found in enumerate(killed):
             assert found.restarts == kills, f"rank {rank} restarted {found.restarts} workers of {kills}"
             assert found.steps == results[rank].steps, f"rank {rank} returned other packs"
-            assert found.raised is None, "an error after as many kills as are allowed"
-        over = ranks.run(iterate_killing_workers, corpus, kills + 1, kills, timeout=200)
-        slowest = max(found.raised for found in over) - over[0].last
-        assert slowest < MAX_DELAY
+        raised = ranks.run(iterate_over_a_deadly_row, corpus, kills * 300 + 1, timeout=200)
+        apart = max(raised) - min(raised)
+        assert apart < MAX_DELAY
     return (
-        f"{kills} kills on each of 2 ranks: {len(results[0].steps)} steps identical; one kill more than "
-        f"max_worker_restarts={kills}: both raised within {slowest:.2f} s"
+        f"{kills} kills on each of 2 ranks: {len(results[0].steps)} steps identical; a row that kills its worker every "
+        f"time: both raised, {apart:.2f} s apart"
     )
+
+
+class Deadly(Numbers):
+    """Kills the process that encodes one row."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def __call__(self, row: Mapping[str, Any], /) -> Any:
+        """Encode a row, or die."""
+        if row["i"] == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(row)
+
+
+def iterate_over_a_deadly_row(corpus: Corpus, at: int) -> float:
+    """Return when this rank raised. Called in a rank."""
+    data = IterablePackedDataset(corpus.source(), encoder=Deadly(at), untrained="keep", **corpus.settings)
+    try:
+        for _ in PackedDataLoader(data, batch_size=2, num_workers=2, timeout=600):
+            pass
+    except RuntimeError as caught:
+        if "died of signal SIGKILL, as after each of 3 restarts" in str(caught):
+            return time.monotonic()
+        raise
+    raise AssertionError("the row that kills its worker was passed by")
 
 
 class Killed(NamedTuple):
@@ -242,33 +271,22 @@ class Killed(NamedTuple):
 
     steps: list[Step]
     restarts: int
-    last: float  # when a worker was killed last
-    raised: float | None  # when iterating raised, if it did
 
 
-def iterate_killing_workers(corpus: Corpus, kills: int, allowed: int) -> Killed:
-    """Kill workers at random, if too often those of rank 0 only. Called in a rank."""
+def iterate_killing_workers(corpus: Corpus, kills: int) -> Killed:
+    """Kill workers at random. Called in a rank."""
     rng = random.Random(dist.get_rank())
-    kills = 0 if kills > allowed and dist.get_rank() else kills
-    loader = PackedDataLoader(
-        corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=allowed, timeout=600
-    )
+    loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, timeout=600)
     steps: list[Step] = []
     seen: set[int] = set()
-    killed, last = 0, 0.0
-    try:
-        for batch in loader:
-            steps.append(record_packs(batch))
-            workers = worker_pids()
-            seen.update(workers)
-            # Not before the last kill was noticed: two deaths of one process count once.
-            if workers and len(seen) - 2 == killed < kills and len(steps) > 3:
-                time.sleep(rng.random() * 0.01)
-                last = time.monotonic()
-                os.kill(rng.choice(workers), signal.SIGKILL)
-                killed += 1
-    except RuntimeError as caught:
-        if "died" not in str(caught):
-            raise
-        return Killed(steps, len(seen) - 2, last, time.monotonic())
-    return Killed(steps, len(seen) - 2, last, None)
+    killed = 0
+    for batch in loader:
+        steps.append(record_packs(batch))
+        workers = worker_pids()
+        seen.update(workers)
+        # Not before the last kill was noticed: two deaths of one process count once.
+        if workers and len(seen) - 2 == killed < kills and len(steps) > 3:
+            time.sleep(rng.random() * 0.01)
+            os.kill(rng.choice(workers), signal.SIGKILL)
+            killed += 1
+    return Killed(steps, len(seen) - 2)

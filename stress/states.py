@@ -16,11 +16,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -135,7 +133,7 @@ def resume_time(run: Run) -> str:
 def hostile(run: Run) -> str:
     """Load each state and iterate from it, within 2 GiB and 5 s; it must work or be refused by a ValueError."""
     cases = run.count(10_000, 500)
-    verdicts, taken = Counter[str](), Counter[str]()
+    verdicts = Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         originals = [original(kind, folder / kind) for kind in ("map", "jsonl", "endless", "split")]
@@ -148,25 +146,21 @@ def hostile(run: Run) -> str:
         try:
             for number in range(cases):
                 rng = random.Random(number)
-                corpus, states, forgeable = originals[number % len(originals)]
+                corpus, states = originals[number % len(originals)]
                 attack = rng.choice(ATTACKS)
-                forged = attack is forged_number
-                state = copy.deepcopy(rng.choice(forgeable if forged else states))
+                state = copy.deepcopy(rng.choice(states))
                 blob = attack(state, rng, folder) or save_state(state)
                 signal.setitimer(signal.ITIMER_REAL, 5)
                 try:
-                    with no_checksums() if forged else nullcontext():
-                        verdict = try_state(corpus, blob)
+                    verdict = try_state(corpus, blob)
                 except BaseException as error:
                     raise AssertionError(f"state {number}, {attack.__name__}: {error!r}") from error
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 verdicts[verdict] += 1
-                taken[attack.__name__] += verdict == "still a state"
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)
         assert not verdicts["an error without a message"]
-        assert taken["forged_number"], "no forged number was taken: other checksums than crc32 stop them"
         assert not (folder / "executed").exists(), "code in a state was executed"
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - used) / 2**20
         assert grown < 256, f"memory grew by {grown:.0f} MiB"
@@ -174,8 +168,8 @@ def hostile(run: Run) -> str:
     return f"{cases:,} states: {counts}; nothing executed, memory grew by {grown:.0f} MiB at most"
 
 
-def original(kind: str, folder: Path) -> tuple[Corpus, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a corpus and the states of its first steps, and these states with checksums of 0."""
+def original(kind: str, folder: Path) -> tuple[Corpus, list[dict[str, Any]]]:
+    """Return a corpus and the states of its first steps."""
     folder.mkdir()
     corpus = Corpus.make(
         300,
@@ -185,17 +179,8 @@ def original(kind: str, folder: Path) -> tuple[Corpus, list[dict[str, Any]], lis
         overlong="split",
         num_lanes=4,
     )
-    found = []
-    for checksums in (nullcontext, no_checksums):
-        with checksums():
-            loader = PackedDataLoader(corpus.dataset(), batch_size=3)
-            found.append([loader.state_dict() for _ in islice(loader, 40)])
-    return corpus, *found
-
-
-def no_checksums() -> AbstractContextManager[Any]:
-    """Let all checksums be 0, as if whoever damages a state also corrected its checksum."""
-    return patch("zlib.crc32", lambda *given: 0)
+    loader = PackedDataLoader(corpus.dataset(), batch_size=3)
+    return corpus, [loader.state_dict() for _ in islice(loader, 40)]
 
 
 def _too_slow(signum: int, frame: object) -> None:
@@ -256,17 +241,6 @@ def flipped_bit(state: dict[str, Any], rng: random.Random, folder: Path) -> None
     change_number(state, rng, lambda number: number ^ 1 << rng.randrange(40))
 
 
-def forged_number(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """Change one or two numbers in the lane states, or the length of a list; `no_checksums` lets that pass."""
-    holder, key = place_in(state["lanes"], rng)
-    if isinstance(holder, list) and rng.random() < 0.2:
-        holder[key:] = [rng.choice(NUMBERS)] * rng.randint(0, 3)
-        return
-    for _ in range(rng.randint(1, 2)):
-        drawn = rng.choice([*NUMBERS, *map(rng.getrandbits, (8, 100, 10_000)), None])
-        change_number(state, rng, lambda number, to=drawn: number + 1 if to is None else to)
-
-
 def odd_value(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
     """Replace or remove a value anywhere in the state, or add one."""
     holder, key = place_in(state, rng)
@@ -319,8 +293,7 @@ class CreatesFile:
         return open, (str(self.path), "w")
 
 
-ATTACKS = (flipped_bit, odd_value, odd_value, forged_number, forged_number, other_lanes, damaged_file)
-NUMBERS = [0, 1, 2, 7, 500, 10**6, 2**31, 2**32, 2**53, 2**63 - 1]
+ATTACKS = (flipped_bit, odd_value, odd_value, other_lanes, damaged_file)
 ODD: list[Any] = [
     None, True, -1, 0, 1, 3, 10**6, 10**9, 2**40, 2**63, 2**70, 2**200, 1.5, float("nan"), "", "zz", "x" * 1000,
     "f" * 10**6, "$(touch executed)", b"", b"x", b"\0" * 100, [], [[]] * 1000, [2**64], (), {}, {1: 2}, {"a": 1},

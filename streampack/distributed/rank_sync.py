@@ -59,7 +59,9 @@ class RankSync:
         if group is None and not self.alone:
             group = dist.new_group(backend="gloo", timeout=timeout)
         self.group = group  # None: there was no other rank when this was made
-        self.in_gather = False  # True while `gather` runs, and after an interrupt of it, such as KeyboardInterrupt
+        self.in_gather = (
+            False  # True while `gather` runs, and after an interrupt of it, such as KeyboardInterrupt
+        )
 
     def exchange(self, numbers: Sequence[int]) -> Exchange:
         """Collective: begin to send integers to all ranks, as many on each; only for several ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import sys
 from array import array
 from collections import Counter
@@ -15,6 +14,7 @@ from streampack.accounting import trained_tokens
 from streampack.sources.bad_records import Quarantine, kind_of
 from streampack.sources.base import BadRecord, Reading
 from streampack.sources.source import Source
+from streampack.streaming.estimate import relative_error
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import Row, RowId, Sample
 
@@ -228,18 +228,8 @@ def sample_source(
         kept.append(seen.kept)
         trained.append(seen.kept_trained)
         sizes.append(_stored(example.data) if source.probed_by_bytes else 1)
-    return SampledSource(kept, trained, scale, _relative_error(kept, sizes, scale))
+    return SampledSource(kept, trained, scale, relative_error(kept, sizes, scale))
 
 
 def _stored(data: Mapping[str, Any] | None) -> int:
     return len(str(dict(data or {})))
-
-
-def _relative_error(tokens: array[int], sizes: array[int], scale: float) -> float:
-    """Return the standard error of a source's tokens, as a fraction of them; sizes are of the rows, or 1 each."""
-    count, total = len(tokens), sum(tokens)
-    if count < 2 or not total:
-        return 0.0
-    ratio = total / max(1, sum(sizes))
-    variance = sum((t - ratio * s) ** 2 for t, s in zip(tokens, sizes, strict=True)) / (count - 1)
-    return math.sqrt(variance * max(0.0, 1 - 1 / max(1.0, scale)) / count) / (total / count)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from streampack.accounting import Ledger, Shares, SourceStats
+from streampack.accounting import Ledger, SourceStats
 from streampack.distributed.corpus import identify_across_ranks
 from streampack.distributed.data_ranks import DataPlace, data_place
 from streampack.distributed.one_run import require_same_run
 from streampack.distributed.rank_sync import RankSync, gloo_group
 from streampack.fingerprint import digest, plain
 from streampack.loader.batching import Batching
-from streampack.loader.iteration import HandedOut, Iteration, Options, Progress
+from streampack.loader.iteration import Iteration, Options
+from streampack.loader.step_meter import StepMeter
 from streampack.loader.trained_steps import TrainedSteps
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane_state import LaneState, as_dicts
-from streampack.streaming.loaded_state import LoadedState
+from streampack.streaming.lane_state import as_dicts
+from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import total_ledger
 from streampack.validation import naming_nearest, require_duration, require_positive
 
@@ -56,10 +58,8 @@ class PackedDataLoader:
         batch_size: the most packs in a batch. A rank's part of a step is cut into equal batches, which may be smaller.
         num_workers: processes that read, encode and pack, for each rank. 0 does it in this one. The one with the
             most of the rank's lanes sets the pace.
-        prefetch_factor: packs that each worker makes ahead, about.
         packs_per_step: packs in an optimizer step, over all ranks; default: that of the run whose state was loaded, or
             one batch of each rank. A step is `batches_per_step` batches on every rank, and none mixes two epochs.
-        max_worker_restarts: deaths of each worker process to survive before giving up.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
         timeout: seconds that ranks wait for one another before they give up.
         data_ranks: for a model that is parallel in other ways than data parallelism, the mesh of the dimensions along
@@ -75,9 +75,7 @@ class PackedDataLoader:
         *,
         batch_size: int = 1,
         num_workers: int = 0,
-        prefetch_factor: int = 8,
         packs_per_step: int | None = None,
-        max_worker_restarts: int = 3,
         pin_memory: bool = False,
         timeout: float = 1800.0,
         data_ranks: DeviceMesh | DataPlace | None = None,
@@ -90,16 +88,12 @@ class PackedDataLoader:
                 "collate_fn=streampack.collate_packed"
             )
         require_positive(batch_size, "batch_size")
-        require_positive(prefetch_factor, "prefetch_factor")
         if packs_per_step is not None:
             require_positive(packs_per_step, "packs_per_step")
-        for value, name in ((num_workers, "num_workers"), (max_worker_restarts, "max_worker_restarts")):
-            require_positive(value, name, least=0)
+        require_positive(num_workers, "num_workers", least=0)
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_workers = num_workers
-        self.prefetch_factor = prefetch_factor
-        self.max_worker_restarts = max_worker_restarts
         self.pin_memory = pin_memory
         limit = timedelta(seconds=require_duration(timeout, "timeout", "seconds"))
         self.rank_sync = RankSync(
@@ -108,12 +102,9 @@ class PackedDataLoader:
             place=data_place(data_ranks),
         )
         self._packs_per_step = packs_per_step
-        self._kept_packs_per_step: int | None = None  # of the state that the run goes on from
-        self._progress = Progress(HandedOut({}))  # of the newest iteration
-        self._shares = Shares()
+        self._newest: Iteration | None = None
+        self._meter = StepMeter()
         self._trained = TrainedSteps(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)
-        self._started_from: LoadedState | None = None  # where the newest iteration began
-        self._version = 0  # of the dataset's epochs when the newest iteration began
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
     def __repr__(self) -> str:
@@ -126,43 +117,26 @@ class PackedDataLoader:
 
         Else the epoch begins that comes after the newest iteration's.
         """
-        dataset = self.dataset
-        self._progress.require_whole(self.rank_sync, "iterated anew")
-        if (
-            not self._progress.over
-            and self._loaded is None
-            and dataset._epochs_begun.version == self._version
-        ):
-            self.load_state_dict(self.state_dict())
-            dataset._resume.mark_left()
-        self._started_from = begin = dataset._resume.begin(by_loader=True)
-        self._kept_packs_per_step = begin.packs_per_step or self._kept_packs_per_step
-        dataset.epoch = begin.epoch
-        start = HandedOut(dict(begin.lane_states), begin.slot)
-        before = self._progress
-        self._progress = Progress(start, before=before)
-        self._progress.midway = True  # until the ranks have agreed on the run
-        options = Options(
-            self._batching, self.num_workers, self.prefetch_factor, self.max_worker_restarts, self.pin_memory
+        newest, readers = self._newest, self.dataset.readers
+        if newest is not None:
+            newest.require_whole("iterated anew")
+        if newest is None or newest.commands != readers.commands:
+            begin = readers.of_loader()
+        elif newest.over:
+            begin = RunState(epoch=newest.following)
+        else:
+            begin = newest.handed
+        begin = replace(begin, packs_per_step=self.packs_per_step)
+        self._newest = Iteration(
+            self.dataset,
+            self.rank_sync,
+            Options(self._batching, self.num_workers, self.pin_memory),
+            begin=begin,
+            meter=self._meter,
+            trained=self._trained,
         )
-        try:
-            batches = Iteration(
-                dataset,
-                self.rank_sync,
-                options,
-                loaded=begin,
-                start=start,
-                before=before,
-                trained=self._trained,
-            )
-        except Exception:
-            self._progress.midway = False
-            raise
-        self._progress = batches.progress
-        self._progress.over = False
-        dataset._epochs_begun.begin(begin.epoch, batches.following)
-        self._version = dataset._epochs_begun.version
-        return batches
+        self._newest.start()
+        return self._newest
 
     # State.
 
@@ -171,20 +145,17 @@ class PackedDataLoader:
 
         All ranks must call it, after the same number of batches.
         """
-        return self._state_of(self._lane_states, self.slot)
+        return self.state_of(self.position())
 
-    def _state_of(self, lane_states: Mapping[int, LaneState], slot: int) -> dict[str, Any]:
-        """Collective: build a state from these lane states and those of the other ranks."""
-        self._progress.require_whole(self.rank_sync, "asked for a state")
-        # Not the dataset's, which another loader may read meanwhile.
-        begin = self._loaded or self._started_from
-        epoch = self.dataset.epoch if begin is None else begin.epoch
+    def state_of(self, position: RunState) -> dict[str, Any]:
+        """Collective: return the state at an earlier `position`, the same one on all ranks."""
+        if self._newest is not None:
+            self._newest.require_whole("asked for a state")
+        slot, epoch = position.slot, position.epoch
         self._identify("save", lambda: {"slot": slot, "epoch": epoch})
-        return {
-            **self.dataset._state_with(self.rank_sync.merge_lanes(as_dicts(lane_states)), epoch=epoch),
-            "slot": slot,
-            "packs_per_step": self.packs_per_step,
-        }
+        lanes = self.rank_sync.merge_lanes(as_dicts(position.lane_states))
+        more = {"slot": slot, "packs_per_step": self.packs_per_step}
+        return self.dataset._state_with(lanes, more=more, epoch=epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective: let the next iteration continue after the batch of ``state``, on any topology.
@@ -207,8 +178,6 @@ class PackedDataLoader:
     def _load(self, state: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
         self._identify("load", lambda: {"state": _digest_of(state)})
         load(state)
-        self._progress, self._started_from = Progress(HandedOut({}), before=self._progress), None
-        self._shares = Shares()  # those of before count tokens that the state may not have
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
         """Collective: compare what the ranks were given, and read the corpus's fingerprint once, each rank a part."""
@@ -219,41 +188,32 @@ class PackedDataLoader:
 
     # How far the trainer is.
 
-    @property
-    def _lane_states(self) -> dict[int, LaneState]:
-        """Lane states after the last batch handed out: of all lanes after a load, then of this rank's."""
-        return self._handed.lane_states
+    def position(self) -> RunState:
+        """Return how far the newest iteration is, in the lanes of this rank, or a state that was loaded since."""
+        newest, readers = self._newest, self.dataset.readers
+        loaded = readers.loaded_since(0 if newest is None else newest.commands)
+        if loaded is not None:
+            return loaded
+        return readers.following() if newest is None else newest.handed
 
     @property
     def slot(self) -> int:
         """Place in this epoch: packs of the steps handed out, over all ranks, null packs included."""
-        return self._handed.slot
-
-    @property
-    def _handed(self) -> HandedOut:
-        """How far the newest iteration is, or a state that was loaded since."""
-        loaded = self._loaded
-        return self._progress.handed if loaded is None else HandedOut(dict(loaded.lane_states), loaded.slot)
-
-    @property
-    def _loaded(self) -> LoadedState | None:
-        """A state that was loaded, and from which this loader has not begun to iterate."""
-        pending = self.dataset._resume.pending
-        return None if pending is self._started_from else pending
+        return self.position().slot
 
     @property
     def epoch(self) -> int:
         """Epoch, from 0, that this rank's slowest lane is in, as of the last batch handed out."""
-        epochs = (state.epoch for state in self._lane_states.values())
-        return min(epochs, default=self.dataset.epoch)
+        position = self.position()
+        return min((state.epoch for state in position.lane_states.values()), default=position.epoch)
 
     def ledger(self) -> Ledger:
         """Count where every token of this rank's lanes went, as of the last batch handed out."""
-        return total_ledger(self._lane_states)
+        return total_ledger(self.position().lane_states)
 
     def source_stats(self) -> dict[str, SourceStats]:
         """Count what each source of a mixture gave in this rank's lanes, as of the last batch handed out."""
-        return self.dataset._source_stats_of(self._lane_states)
+        return self.dataset._source_stats_of(self.position().lane_states)
 
     def require_trained(self) -> None:
         """Raise, on all ranks alike, if a step that was handed out trains nothing, which else is a warning.
@@ -267,56 +227,23 @@ class PackedDataLoader:
         self._trained.require()
 
     def metrics(self) -> dict[str, float]:
-        """Return what an operator watches of this rank, by name, for a metric logger.
+        """Return how long this rank waited for batches, and how evenly the ranks shared the work, for a metric logger.
 
         >>> rows = [{"tokens": [i] * 5, "labels": [i] * 5} for i in range(40)]
         >>> loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=10, num_lanes=1))
-        >>> batches = iter(loader)
-        >>> for _ in range(10):
-        ...     batch = next(batches)
-        >>> metrics = loader.metrics()
-        >>> metrics["read_rows"], metrics["read_retries"], metrics["bad_records"]
-        (20, 0, 0)
+        >>> for batch in loader:
+        ...     pass
+        >>> sorted(loader.metrics())
+        ['data_wait', 'data_wait_mean']
 
-        Since this loader was made, over the rank's worker processes, which report once a second:
+        Each is a mean over the steps since the call before, or else of those of that call, and as ``*_mean`` over
+        all steps since this loader was made:
 
-        - ``data_wait``: seconds that a step waited for batches, a mean over the steps since the call before;
-          ``data_wait_mean`` over all steps, and ``data_wait_seconds`` the sum.
-        - ``cost_imbalance``: the attention cost of the dearest rank's part of a step over the mean of the ranks, a mean
-          over the steps since the call before, and ``cost_imbalance_mean`` over all steps; several ranks have it.
-        - ``read_bytes``: from storage, as they are stored; of token shards that are mapped into memory, none.
-        - ``read_seconds``: that readers waited for them. Workers do so at the same time.
-        - ``read_retries``: how often a read was tried again.
-        - ``outage_seconds``: between the first failure of a read and its end.
-
-        Since the beginning of the run, as of the last batch handed out:
-
-        - ``read_rows``, and ``bad_records`` that were skipped.
-
-        Of a mixture each name begins with ``source_<name>_``:
-
-        - ``consumed``: about which fraction of the rank's lanes was read in this pass over the source; what waits in
-          the buffers and packs made ahead count as read. It is missing where a source cannot tell.
-        - ``fraction``: of the trained tokens, in a mixture; ``recent_fraction``: over the last 100 steps, or since
-          the call before if that is longer ago; missing at the first call.
+        - ``data_wait``: seconds that a step waited for batches.
+        - ``cost_imbalance``, of several ranks: the attention cost of the dearest rank's part of a step over the mean of
+          the ranks.
         """
-        progress, ledger = self._progress, self.ledger()
-        read = progress.report
-        metrics: dict[str, float] = progress.meter.metrics() | {
-            "data_wait_seconds": progress.meter.waited,
-            "read_rows": ledger.samples,
-            "read_bytes": read.bytes,
-            "read_seconds": read.seconds,
-            "read_retries": read.retries,
-            "outage_seconds": read.outage_seconds,
-            "bad_records": ledger.dropped_samples["bad"],
-        }
-        prefixes = [f"source_{name}_" for name in self.dataset.lane_config.source.names] or [""]
-        for prefix, fraction in zip(prefixes, read.fractions(), strict=False):
-            if fraction is not None:
-                metrics[f"{prefix}consumed"] = fraction
-        trained = {name: stats.trained for name, stats in self.source_stats().items()}
-        return metrics | self._shares.metrics(trained, step=progress.batches // self.batches_per_step)
+        return self._meter.metrics()
 
     # Steps.
 
@@ -325,8 +252,7 @@ class PackedDataLoader:
         """Packs in an optimizer step, over all ranks."""
         if self._packs_per_step is not None:
             return self._packs_per_step
-        of_state = self._kept_packs_per_step if self._loaded is None else self._loaded.packs_per_step
-        return of_state or self.rank_sync.data_world_size * self.batch_size
+        return self.position().packs_per_step or self.rank_sync.data_world_size * self.batch_size
 
     @property
     def batches_per_step(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from streampack.accounting import Ledger
 from streampack.distributed.corpus import divide_across_ranks
@@ -19,55 +19,11 @@ from streampack.loader.trained_steps import TrainedSteps
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.consumers import require_loader_made_after_group
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.epochs import BEGUN, ENDED
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import nothing_to_pack
-from streampack.streaming.loaded_state import LoadedState
-from streampack.streaming.read_report import ReadReport
-from streampack.streaming.round_robin import total_ledger
+from streampack.streaming.loaded_state import RunState
+from streampack.streaming.round_robin import ANEW, total_ledger
 from streampack.types import Pack
-
-
-class HandedOut(NamedTuple):
-    """How far one iteration is: up to the last batch that the trainer was given."""
-
-    lane_states: dict[int, LaneState]  # after that batch; a new dict for each batch, never changed
-    slot: int = 0  # where the next step begins: packs of this epoch in all steps so far, over all ranks
-    epoch: int = 0
-    first_slot: int = 0  # where this iteration's first step of this epoch began; 0 unless it resumed
-    batches: int = 0  # of this epoch, handed out by this iteration
-
-
-class Progress:
-    """How far an iteration is, for itself and its loader. ``handed`` is replaced as a whole when a batch is returned.
-
-    ``midway`` is set while a ``next()`` runs. If the next call finds it set, an exception has interrupted the last one,
-    and only ``handed`` can be relied on.
-    """
-
-    def __init__(self, handed: HandedOut, *, before: Progress | None = None) -> None:
-        self.handed = handed
-        self.midway = False
-        self.over = True  # whether the iteration has come to its end; also before one has begun
-        # Of this iteration, and of the loader's iterations before it.
-        self.meter: StepMeter = StepMeter() if before is None else before.meter
-        self.batches: int = 0 if before is None else before.batches  # handed out
-        self.read_before = ReadReport() if before is None else before.report._replace(consumed=())
-        self.reports: list[ReadReport] = []  # of the rank's workers
-
-    @property
-    def report(self) -> ReadReport:
-        """Counts of what this rank has read since its loader was made."""
-        return ReadReport.total([self.read_before, *self.reports])
-
-    def require_whole(self, rank_sync: RankSync, action: str) -> None:
-        """Raise if an interrupted ``next()`` may have left this rank and the others at different collectives."""
-        if self.midway and not rank_sync.alone:
-            raise RuntimeError(
-                f"the loader of rank {rank_sync.rank} cannot be {action}: an exception cut its last next() or "
-                "iter() short, and the ranks may wait for different things; end this process, which the other ranks "
-                "will notice, and resume from the last checkpoint"
-            )
 
 
 @dataclass(frozen=True)
@@ -76,8 +32,6 @@ class Options:
 
     batching: Batching
     num_workers: int
-    prefetch: int
-    max_restarts: int
     pin_memory: bool
 
 
@@ -87,16 +41,17 @@ class Iteration:
     A single rank makes each batch when it is asked for. Several ranks agree ahead of time which batches exist
     (`AgreedBatches`).
 
-    Constructing it is a collective. It settles the dataset's number of lanes.
+    Constructing it is no collective; `start` is, and must be called first.
+
+    After an error or an interrupt an iteration gives nothing more: ``handed`` is what it gave, and another iteration
+    goes on from there.
 
     Args:
         dataset: what is iterated.
         rank_sync: the ranks.
         options: the loader's.
-        loaded: the state that the iteration resumes from, or the beginning of an epoch; its ``phase`` is kept up to
-            date.
-        start: how far the loader is, in the lanes of all ranks.
-        before: the progress of the loader's iterations before this one, whose counts go on.
+        begin: where it begins.
+        meter: is told how long each step waited, and what it cost on each rank.
         trained: is told what each step trains.
     """
 
@@ -106,43 +61,73 @@ class Iteration:
         rank_sync: RankSync,
         options: Options,
         *,
-        loaded: LoadedState,
-        start: HandedOut,
-        before: Progress | None = None,
+        begin: RunState,
+        meter: StepMeter,
         trained: TrainedSteps,
     ) -> None:
         self.dataset, self.rank_sync, self.options = dataset, rank_sync, options
-        self.trained = trained
-        self.batching, self.loaded = options.batching, loaded
+        self.meter, self.trained = meter, trained
+        self.begin = begin
+        self.handed = begin  # up to the last batch handed out; replaced as a whole when a batch is returned
+        self.given = False  # whether it has handed out a batch
+        self.broken = False  # whether the newest next() raised, or is under way
+        self.raised_on_all = (
+            False  # whether that exception was raised on all ranks, so that none waits for another
+        )
+        self.over = False  # whether it has come to its end
+        self.commands = dataset.readers.commands
+        self.last_epoch = None if dataset.epochs is None else begin.epoch + dataset.epochs - 1
+        self.following = begin.epoch + (dataset.epochs or 1)  # the epoch of the next iteration
+
+    def start(self) -> None:
+        """Collective: check that all ranks have the same run, settle its number of lanes, and start the workers."""
+        self.broken = True
+        try:
+            self._start()
+        except Exception:
+            self.raised_on_all = True
+            raise
+        self.broken = False
+
+    def _start(self) -> None:
+        dataset, rank_sync, options = self.dataset, self.rank_sync, self.options
+        begin = self.begin
         if not rank_sync.has_data_groups:
             require_loader_made_after_group(made_for_one_rank=rank_sync.group is None)
-        require_same_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
+        require_same_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(begin))
+        if begin.left:  # then it has the lanes of this rank
+            begin = replace(begin, lane_states=rank_sync.merge_lanes(begin.lane_states))
         rank, size = rank_sync.data_rank, rank_sync.data_world_size
         num_lanes = dataset.fix_lanes(size * max(1, options.num_workers))
         dataset.settings.choose_window(dataset.lane_config.packing, size)
-        self.workers = min(options.num_workers, -(-num_lanes // size))
         self.batching = replace(options.batching, num_lanes=num_lanes)
         self.batching.warn(num_workers=options.num_workers, rank=rank_sync.rank)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
         dataset.lane_config.check_shards()
         if rank_sync.rank == 0:
             dataset._log_shared()
-        # Of the ranks that are given the same batches, one lists the bad records.
-        self.read = dataset if rank_sync.lists_bad_records() else dataset._unlisted()
-        self.last_epoch = dataset._last_epoch
-        self.following = dataset.epoch + (dataset.epochs or 1)  # the epoch of the next iteration
-        self.version = dataset._epochs_begun.version
-        epoch = 0
+        self.epoch = 0
         if self.last_epoch is not None:
             # The same on all ranks: also on one whose lanes have made no pack of this epoch yet.
-            epochs = (state.epoch for state in start.lane_states.values())
-            epoch = max(epochs, default=dataset.epoch)
-        own = {lane: state for lane, state in start.lane_states.items() if lane % size == rank}
-        # The loader's Progress cannot be shared: it may belong to a newer iteration by the time this one is used.
-        self.progress = Progress(HandedOut(own, start.slot, epoch, start.slot), before=before)
-        self._restart()
+            self.epoch = max((state.epoch for state in begin.lane_states.values()), default=begin.epoch)
+        own = {lane: state for lane, state in begin.lane_states.items() if lane % size == rank}
+        self.handed = replace(begin, lane_states=own, left=True)
+        # Of the ranks that are given the same batches, one lists the bad records.
+        self.rank_batches = RankBatches(
+            dataset if rank_sync.lists_bad_records() else dataset._unlisted(),
+            begin=self.handed,
+            epoch=None if self.last_epoch is None else self.epoch,
+            rank=rank,
+            world_size=size,
+            workers=min(options.num_workers, -(-num_lanes // size)),
+        )
+        self.agreed_batches = AgreedBatches(rank_sync, cost=dataset.lane_config.balance_cost)
+        self.first_slot = begin.slot  # where this iteration's first step of this epoch begins
+        self.batches = 0  # of this epoch, made by this iteration
+        self.new_states: dict[int, LaneState] = {}  # lane states that the batch in the making brings
+        self.part = RankBatch()  # the part of this rank
 
-    def _settings(self, start: HandedOut) -> dict[str, Any]:
+    def _settings(self, begin: RunState) -> dict[str, Any]:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
         dataset, rank_sync, mix = self.dataset, self.rank_sync, self.dataset.mix
         num_lanes = dataset.lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
@@ -155,36 +140,17 @@ class Iteration:
             )
         return {
             "num_lanes": num_lanes,
-            "packs_per_step": self.batching.packs_per_step,
-            "packs_per_batch": self.batching.packs_per_batch,
+            "packs_per_step": self.options.batching.packs_per_step,
+            "packs_per_batch": self.options.batching.packs_per_batch,
             "data_ranks": rank_sync.data_world_size if rank_sync.has_data_groups else None,
             "balance_window": dataset.balance_window,
             "epochs": dataset.epochs,
-            "epoch": dataset.epoch,
+            "epoch": begin.epoch,
             "on_bad_record": "error" if dataset.lane_config.quarantine is None else "skip",
             "weights": None if mix is None else mix.target_fractions,
-            "slot": start.slot,
-            "state": digest(sorted(as_dicts(start.lane_states).items())),
+            "slot": begin.slot,
+            "state": None if begin.left else digest(sorted(as_dicts(begin.lane_states).items())),
         }
-
-    def _restart(self) -> None:
-        """Start, or start again, after the last batch that was handed out."""
-        handed = self.progress.handed
-        self.epoch, self.first_slot, self.batches = handed.epoch, handed.first_slot, handed.batches
-        self.rank_batches = RankBatches(
-            self.read,
-            lane_states=handed.lane_states,
-            epoch=None if self.last_epoch is None else self.epoch,
-            rank=self.rank_sync.data_rank,
-            world_size=self.rank_sync.data_world_size,
-            workers=self.workers,
-            prefetch=self.options.prefetch,
-            max_restarts=self.options.max_restarts,
-        )
-        self.agreed_batches = AgreedBatches(self.rank_sync, cost=self.dataset.lane_config.balance_cost)
-        self.new_states: dict[int, LaneState] = {}  # lane states that the batch in the making brings
-        self.part = RankBatch()  # the part of this rank
-        self.over = False
 
     def __iter__(self) -> Iteration:
         return self
@@ -193,43 +159,54 @@ class Iteration:
         """Collective: return the next batch.
 
         Raises:
-            Exception: whatever failed. Nothing is consumed: the next call of a single rank starts again after the last
-                batch handed out, and makes what it had made beyond that anew.
-            RuntimeError: if the previous call was interrupted and there are several ranks.
+            Exception: whatever failed. Nothing is consumed: iterating the loader anew goes on behind the last batch
+                handed out.
+            RuntimeError: if an earlier call raised.
         """
-        progress = self.progress
-        if progress.midway:
-            progress.require_whole(self.rank_sync, "asked for a batch")
-            self.rank_batches.close()
-            progress.read_before, progress.reports = progress.report._replace(consumed=()), []
-            self._restart()
-        progress.midway = True
-        self.new_states = {}
+        self.require_whole("asked for a batch")
+        if self.broken:
+            raise RuntimeError(ANEW)
+        self.broken = True
         begun = time.perf_counter()
-        batch = self._next()
+        try:
+            self.new_states = {}
+            batch = self._next()
+        except BaseException as error:
+            self.raised_on_all = isinstance(error, Exception) and self.agreed_batches.failed
+            self.rank_batches.close()
+            raise
         if batch is not None:
             ends_step = self.batches % self.batching.batches_per_step == 0
-            progress.meter.add(self.part.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
+            self.meter.add(self.part.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
             size = batch.tokens.numel() * self.rank_sync.world_size
             self.trained.add(self.part.trained, self.part.tokens, size, ends_step=ends_step)
-            progress.batches += 1
-        elif self.rank_sync.rank == 0:
-            self.loaded.warn_if_empty()
-        progress.reports = self.rank_batches.reports()
+        elif self.rank_sync.rank == 0 and not self.given:
+            self.begin.warn_if_left()
         slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
-        lane_states = progress.handed.lane_states.copy()
-        lane_states.update(self.new_states)
-        handed = HandedOut(lane_states, slot, self.epoch, self.first_slot, self.batches)
+        handed = replace(self.handed, lane_states={**self.handed.lane_states, **self.new_states}, slot=slot)
+        readers = self.dataset.readers
+        if batch is None:
+            readers.ended_loader(self.commands, following=self.following)
+        else:
+            readers.given_by_loader(self.commands)
         # CPython checks for signals at calls and loops. There are none below, so no Ctrl-C can come between recording
         # a batch and returning it.
-        progress.handed = handed
-        progress.midway = False
-        progress.over = batch is None
-        self.loaded.phase = ENDED if batch is None else BEGUN
+        self.handed = handed
+        self.broken = False
         if batch is None:
-            self.dataset._epochs_begun.end(self.following, version=self.version)
+            self.over = True
             raise StopIteration
+        self.given = True
         return batch
+
+    def require_whole(self, action: str) -> None:
+        """Raise if an interrupted ``next()`` may have left this rank and the others at different collectives."""
+        if self.broken and not self.raised_on_all and not self.rank_sync.alone:
+            raise RuntimeError(
+                f"the loader of rank {self.rank_sync.rank} cannot be {action}: an exception cut its last next() "
+                "short, and the ranks may wait for different things; end this process, which the other ranks "
+                "will notice, and resume from the last checkpoint"
+            )
 
     def _next(self) -> Batch | None:
         """Make the next batch; None at the end."""
@@ -245,10 +222,9 @@ class Iteration:
             if not self.batches:
                 self._require_packs()
             if self.last_epoch is None or self.epoch >= self.last_epoch:
-                self.over = True
-            else:
-                self.epoch = self.rank_batches.epoch = self.epoch + 1
-                self.batches = self.first_slot = 0
+                return None
+            self.epoch = self.rank_batches.epoch = self.epoch + 1
+            self.batches = self.first_slot = 0
         return None
 
     def _make(self, number: int) -> RankBatch:
@@ -268,13 +244,7 @@ class Iteration:
 
     def _take_agreed(self) -> RankBatch | None:
         """Collective: return this rank's part of the next batch; None at the epoch's end on all ranks."""
-        try:
-            rank_batch = self.agreed_batches.take(self._make, self.batches)
-        except Exception:
-            self.rank_batches.close()
-            if self.agreed_batches.failed:  # all ranks raise here, so none waits for another
-                self.progress.midway = False
-            raise
+        rank_batch = self.agreed_batches.take(self._make, self.batches)
         if rank_batch.exists_on_a_rank:
             return rank_batch
         self._book([rank_batch])
@@ -282,9 +252,9 @@ class Iteration:
 
     def _require_packs(self) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
-        lane_states = {**self.progress.handed.lane_states, **self.new_states}
+        lane_states = {**self.handed.lane_states, **self.new_states}
         # Lanes that read on behind an earlier run may have nothing left of this epoch.
-        anew = any(state.anew for state in self.progress.handed.lane_states.values())
+        anew = any(state.anew for state in self.handed.lane_states.values())
         found = self.rank_sync.gather((self.rank_sync.data_rank, total_ledger(lane_states), anew))
         whole = Ledger.total({rank: ledger for rank, ledger, _ in found}.values())
         if not whole.packs and not any(anew for _, _, anew in found):

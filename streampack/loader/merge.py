@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import heapq
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
-from streampack.loader.workers import Worker
+from streampack.loader.workers import Part, Worker
 from streampack.packing.batch import trains
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.read_report import REPORT_EVERY, ReadReport
-from streampack.streaming.round_robin import PackStream
+from streampack.streaming.lane_state import LaneEvent
+from streampack.streaming.loaded_state import RunState
 from streampack.types import Pack
 
 Order = tuple[int, int, int]
@@ -65,54 +62,34 @@ class RankBatches:
 
     Args:
         dataset: what the workers iterate.
-        lane_states: where each lane resumes; a lane without a state begins.
-        epoch: the epoch to begin with, also for lanes without a state; None if epochs follow one another without an
+        begin: where the iteration begins, with the states of this rank's lanes; a lane without a state begins.
+        epoch: the epoch to go on with, also for lanes without a state; None if epochs follow one another without an
             end (``epochs=None``).
         rank: this rank reads the lanes whose number is ``rank`` modulo ``world_size``.
         world_size: see ``rank``.
         workers: the number of processes; with 0, this process does their work.
-        prefetch: packs that each worker makes ahead.
-        max_restarts: how many deaths of each worker to survive.
     """
 
     def __init__(
         self,
         dataset: IterablePackedDataset,
         *,
-        lane_states: Mapping[int, LaneState],
+        begin: RunState,
         epoch: int | None,
         rank: int,
         world_size: int,
         workers: int,
-        prefetch: int,
-        max_restarts: int,
     ) -> None:
         consumers = world_size * max(1, workers)
-        self.streams: list[Worker | _InProcess] = []
+        self.streams: list[Worker | Generator[LaneEvent]] = []
         for consumer in range(rank, consumers, world_size):
-            own = {lane: state for lane, state in lane_states.items() if lane % consumers == consumer}
-            if workers:
-                self.streams.append(
-                    Worker(
-                        dataset,
-                        consumer=consumer,
-                        consumers=consumers,
-                        lane_states=own,
-                        first_epoch=epoch,
-                        prefetch=prefetch,
-                        max_restarts=max_restarts,
-                    )
-                )
-            else:
-                open_stream = partial(dataset.stream, consumer, consumers, lane_states=own, first_epoch=epoch)
-                begun_with = ReadReport.of(dataset.lane_config.use)
-                self.streams.append(_InProcess(open_stream, begun_with=begun_with))
+            own = {lane: state for lane, state in begin.lane_states.items() if lane % consumers == consumer}
+            part = Part(consumer, consumers, own, begin.epoch, epoch)
+            self.streams.append(Worker(dataset, part) if workers else _in_process(dataset, part))
         self.epoch = epoch or 0
         # The next event of each stream is in `heads`, a heap, or the stream's number is in `unasked`.
         self.heads: list[tuple[Order, int, LaneEvent]] = []
         self.unasked = [*reversed(range(len(self.streams)))]
-        # The batch in the making. It is kept when an error interrupts `next_batch`, so that no event is lost.
-        self.unfinished = RankBatch()
 
     def next_batch(self, room: int) -> RankBatch:
         """Return this rank's part of the next batch: at most ``room`` packs, fewer at the epoch's end.
@@ -121,11 +98,9 @@ class RankBatches:
         whether a pack follows: if so, the rank's epoch goes on (`RankBatch.more`).
 
         Raises:
-            Exception: whatever failed where packs are made. After an error of a stream or a worker the next call
-                continues the same batch; after any other, such as an interrupt, make a new `RankBatches`.
+            Exception: whatever failed where packs are made. Make a new `RankBatches` after it.
         """
-        rank_batch = self.unfinished
-        left = room - len(rank_batch.packs)
+        rank_batch, left = RankBatch(), room
         while not room or left:
             event = self._first()
             if event is None:
@@ -137,55 +112,30 @@ class RankBatches:
             if event.pack is not None:
                 left -= 1
             self.unasked.append(heapq.heappop(self.heads)[1])
-        self.unfinished = RankBatch()
         return rank_batch
 
     def _first(self) -> LaneEvent | None:
         """Return the next event of this epoch, in the order of a single process; None if no stream has any."""
         while self.unasked:
-            i = self.unasked[-1]
+            i = self.unasked.pop()
             if (event := next(self.streams[i], None)) is not None:
                 heapq.heappush(self.heads, (_order_of(event), i, event))
-            self.unasked.pop()  # only now, so that after an error the same stream is asked again
         if self.heads and (first := self.heads[0][2]).epoch == self.epoch:
             return first
         return None
 
-    def reports(self) -> list[ReadReport]:
-        """Return what each worker has read, as far as it has said so."""
-        return [stream.report for stream in self.streams]
-
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, or drop the lanes."""
         for stream in self.streams:
             stream.close()  # explicitly, because the traceback of an error may keep the stream alive
 
 
-class _InProcess:
-    """Make events in this process, with the interface of a `Worker`. The stream is opened for the first event."""
-
-    def __init__(self, open_stream: Callable[[], PackStream], *, begun_with: ReadReport) -> None:
-        self.open_stream = open_stream
-        self.begun_with = begun_with
-        self.stream: PackStream | None = None
-        self.report = ReadReport()
-        self.reported = -math.inf  # when
-
-    def __iter__(self) -> _InProcess:
-        return self
-
-    def __next__(self) -> LaneEvent:
-        if self.stream is None:
-            self.stream = self.open_stream()
-        try:
-            return self.stream.next_event()
-        finally:
-            if time.monotonic() >= self.reported + REPORT_EVERY:
-                self.report, self.reported = self.stream.report().since(self.begun_with), time.monotonic()
-
-    def close(self) -> None:
-        """Drop the lanes, which closes their files."""
-        self.stream = None
+def _in_process(dataset: IterablePackedDataset, part: Part) -> Generator[LaneEvent]:
+    """Make events in this process. The stream is opened for the first one; closing drops its lanes and their files."""
+    stream = part.stream(dataset)
+    with suppress(StopIteration):
+        while True:
+            yield stream.next_event()
 
 
 def _order_of(event: LaneEvent) -> Order:

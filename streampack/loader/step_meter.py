@@ -3,16 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class StepTotals:
-    """Sums over some steps."""
-
-    steps: int = 0
-    imbalance: float = 0.0
-    waited: float = 0.0  # seconds
 
 
 class StepMeter:
@@ -21,20 +11,18 @@ class StepMeter:
     >>> meter = StepMeter()
     >>> for costs in ([4, 2], [0, 2]):
     ...     meter.add(costs, waited=0.5, ends_step=True)
-    >>> meter.metrics()["cost_imbalance"], meter.metrics()["data_wait"]
+    >>> meter.metrics()["cost_imbalance"], meter.metrics()["data_wait_mean"]
     (1.6666666666666665, 0.5)
     """
 
     def __init__(self) -> None:
-        self.waited = 0.0  # seconds, in all batches
-        self.total = StepTotals()
-        self.reported = StepTotals()  # as of the last call of `metrics` after which there were steps
-        self.before = StepTotals()  # as of the one before that
-        self.several_ranks = False
-        self._step: tuple[Sequence[int], float] = (
-            (),
-            0.0,
-        )  # costs of the ranks, and seconds, in this step so far
+        # Sums over steps by metric, and the number of ``steps``: since the last call of `metrics`, between that call
+        # and the one before it, and since the beginning.
+        self.recent: dict[str, float] = {}
+        self.reported: dict[str, float] = {}
+        self.total: dict[str, float] = {}
+        self.costs: Sequence[int] = ()  # of the ranks, in this step so far
+        self.waited = 0.0  # in this step so far
 
     def add(self, costs: Sequence[int], *, waited: float, ends_step: bool) -> None:
         """Count a batch.
@@ -44,34 +32,33 @@ class StepMeter:
             waited: seconds that the trainer waited for it.
             ends_step: whether it is the last batch of its step.
         """
-        before, seconds = self._step
-        if before and costs:
-            costs = [a + b for a, b in zip(before, costs, strict=True)]
-        costs, seconds = costs or before, seconds + waited
-        self.waited += waited
-        self.several_ranks = self.several_ranks or bool(costs)
+        if self.costs and costs:
+            costs = [a + b for a, b in zip(self.costs, costs, strict=True)]
+        self.costs, self.waited = costs or self.costs, self.waited + waited
         if not ends_step:
-            self._step = costs, seconds
             return
-        whole = sum(costs)
-        imbalance = max(costs) * len(costs) / whole if whole else 1.0
-        total = self.total
-        self.total = StepTotals(total.steps + 1, total.imbalance + imbalance, total.waited + seconds)
-        self._step = (), 0.0
+        step = {"steps": 1.0, "data_wait": self.waited}
+        if self.costs:
+            whole = sum(self.costs)
+            step["cost_imbalance"] = max(self.costs) * len(self.costs) / whole if whole else 1.0
+        for sums in (self.recent, self.total):
+            for name, value in step.items():
+                sums[name] = sums.get(name, 0.0) + value
+        self.costs, self.waited = (), 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return means over the steps since the last call, and since the beginning (``*_mean``); nothing before a step.
+        """Return means over the steps since the last call, and since the beginning (``*_mean``); none before a step.
+
+        Without a step since, they are those of the call before.
 
         ``cost_imbalance`` is the attention cost of the dearest rank's part of a step over the mean of the ranks'
         parts: 1 if all are equal. A single rank has none. ``data_wait`` are seconds.
         """
-        total = self.total
-        if total.steps > self.reported.steps:
-            self.before, self.reported = self.reported, total
-        metrics = {}
-        for suffix, since in (("", self.before), ("_mean", StepTotals())):
-            if steps := total.steps - since.steps:
-                metrics[f"data_wait{suffix}"] = (total.waited - since.waited) / steps
-                if self.several_ranks:
-                    metrics[f"cost_imbalance{suffix}"] = (total.imbalance - since.imbalance) / steps
-        return metrics
+        if self.recent:
+            self.reported, self.recent = self.recent, {}
+        return {
+            f"{name}{suffix}": value / sums["steps"]
+            for suffix, sums in (("", self.reported), ("_mean", self.total))
+            for name, value in sums.items()
+            if name != "steps"
+        }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import multiprocessing as mp
 import os
 import pickle
@@ -17,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -25,18 +25,43 @@ from streampack.distributed.parent import end_with_parent
 from streampack.loader.wire import Folded, fold, unfold
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.read_report import REPORT_EVERY, ReadReport
+from streampack.streaming.round_robin import PackStream
 from streampack.validation import raised_here
 
 log = logging.getLogger(__name__)
 
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
+MAX_RESTARTS = 3
+"""Deaths of a worker in a row, without a pack between them, that are survived."""
+MESSAGES = 2
+"""Messages of a worker that wait in the trainer's process. One more is being returned and one is being made."""
 MAX_EVENTS = 4
 """The most events in one message. Packs that are ready wait until the message has so many, ..."""
 MAX_DELAY = 0.1
 """... but after so many seconds no further pack is begun for it."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that `Worker.close` waits for a killed process, and for its receiver thread."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The lanes that one of several consumers (ranks x workers) reads, and where they begin."""
+
+    consumer: int
+    consumers: int
+    lane_states: Mapping[int, LaneState]
+    epoch: int  # in which the iteration began
+    first_epoch: int | None  # which lanes begin that have ended an earlier one; None with ``epochs=None``
+
+    def stream(self, dataset: IterablePackedDataset) -> PackStream:
+        """Open the lanes."""
+        return dataset.stream(
+            self.consumer,
+            self.consumers,
+            lane_states=self.lane_states,
+            epoch=self.epoch,
+            first_epoch=self.first_epoch,
+        )
 
 
 class Worker:
@@ -47,43 +72,21 @@ class Worker:
     at a time where they are made quickly, because each arrival takes a core of the trainer's process.
 
     torch's DataLoader raises a worker's death wherever the trainer happens to be; here the next call notices it, and
-    starts a new process after the last pack that arrived. An error in the stream is raised here, and the next call
-    tries again; an error that cannot be pickled arrives as a RuntimeError with its message. After any other exception,
-    such as an interrupt, close the worker and make a new one.
+    starts a new process after the last pack that arrived. An error in the stream is raised here; one that cannot be
+    pickled arrives as a RuntimeError with its message. After an exception, make a new worker.
 
     Args:
         dataset: as it stands in this process; forked, or pickled where processes are spawned.
-        consumer: which of ``consumers`` parts of the lanes.
-        lane_states: where to begin.
-        first_epoch: see `IterablePackedDataset.stream`.
-        prefetch: packs that may lie ready in this process, about.
-        max_restarts: deaths to survive before giving up.
+        part: which lanes, and where they begin.
     """
 
-    read_before = ReadReport()  # what processes read that have died
-    report = ReadReport()  # what they and this one have read, when it last said so
-
-    def __init__(
-        self,
-        dataset: IterablePackedDataset,
-        *,
-        consumer: int,
-        consumers: int,
-        lane_states: Mapping[int, LaneState],
-        first_epoch: int | None = None,
-        prefetch: int = 8,
-        max_restarts: int = 3,
-    ) -> None:
+    def __init__(self, dataset: IterablePackedDataset, part: Part) -> None:
         self.dataset = dataset
-        self.consumer = consumer
-        self.consumers = consumers
-        self.lane_states = dict(lane_states)  # after the last event that `__next__` returned
-        self.first_epoch = first_epoch
-        self.prefetch = prefetch
-        self.max_restarts = max_restarts
+        self.part = part
+        self.lane_states = dict(part.lane_states)  # after the last event that `__next__` returned
         self.restarts = 0
+        self.in_vain = 0  # the newest of them, without an event since
         self.ended = False
-        self.erred = False  # whether the process has sent an error, and waits for a request to try again
         self.arrived: deque[LaneEvent] = deque()  # events that `__next__` has not returned yet
         self._start()
 
@@ -96,22 +99,11 @@ class Worker:
         self.inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         # Holds a True for each message that the receiver may read, and a False when it shall end.
         self.room: SimpleQueue[bool] = SimpleQueue()
-        most = max(1, min(MAX_EVENTS, self.prefetch // 2))
-        # Besides the messages that wait here, one is being returned and, if messages hold several events, one is being
-        # made; together they hold about `prefetch` packs.
-        for _ in range(1 + self.prefetch // most - (most > 1)):
+        for _ in range(MESSAGES):
             self.room.put(True)
         self.pipe, self.theirs = mp.Pipe()
-        arguments = (
-            self.theirs,
-            self.dataset,
-            self.consumer,
-            self.consumers,
-            self.lane_states,
-            self.first_epoch,
-            most,
-        )
-        self.process = mp.Process(target=_serve, args=arguments, daemon=True)
+        part = replace(self.part, lane_states=self.lane_states)
+        self.process = mp.Process(target=_serve, args=(self.theirs, self.dataset, part), daemon=True)
         self.process.start()
         self.theirs.close()  # an open copy here would keep the pipe open when the process has died
         self.receiver = threading.Thread(
@@ -126,25 +118,18 @@ class Worker:
         if self.ended:
             raise StopIteration
         self._require_open()
-        if self.erred:
-            self.erred = False
-            with suppress(OSError):  # if the process has died since, the inbox says so
-                self.pipe.send(None)
         while not self.arrived:
             kind, value = self.inbox.get()
             self.room.put(True)
             if kind == EVENTS:
-                events, report = value
-                self.arrived.extend(map(unfold, events))
-                if report is not None:
-                    self.report = ReadReport.total([self.read_before, ReadReport._make(report)])
+                self.arrived.extend(map(unfold, value))
+                self.in_vain = 0
             elif kind == END:
-                self.report = ReadReport.total([self.read_before, ReadReport._make(value)])
                 self.ended = True
                 self.close()
                 raise StopIteration
             elif kind == ERROR:
-                self.erred = True
+                self.close()
                 error, error.__notes__, error.raised_here = value
                 try:
                     raise error
@@ -160,23 +145,22 @@ class Worker:
     def _require_open(self) -> None:
         if self.pipe.closed:
             raise RuntimeError(
-                f"worker {self.consumer} of {self.consumers} was closed; iterate the loader anew"
+                f"worker {self.part.consumer} of {self.part.consumers} was closed; iterate the loader anew"
             )
 
     def _restart(self) -> None:
         _end(self.process)  # it may have closed its pipe only
-        what = f"worker {self.consumer} of {self.consumers} (pid {self.process.pid}) died"
+        what = f"worker {self.part.consumer} of {self.part.consumers} (pid {self.process.pid}) died"
         code = self.process.exitcode or 0
         what += f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
-        if self.restarts >= self.max_restarts:
-            self.inbox.put((DIED, None))  # so that the next call raises again
+        if self.in_vain >= MAX_RESTARTS:
+            self.close()
             raise RuntimeError(
-                f"{what}, after {self.restarts} restart(s); if the system killed it, it may lack memory: use "
-                "fewer workers or a smaller buffer_size"
+                f"{what}, as after each of {self.in_vain} restarts before it, without a pack; if the system killed it, "
+                "it may lack memory: use fewer workers or a smaller buffer_size"
             )
-        self.restarts += 1
-        self.read_before = self.report._replace(consumed=())
-        log.warning("%s; restart %d of %d from its last state", what, self.restarts, self.max_restarts)
+        self.restarts, self.in_vain = self.restarts + 1, self.in_vain + 1
+        log.warning("%s; it is started again from its last state", what)
         self.close()
         self._start()
 
@@ -234,22 +218,14 @@ def _receive(pipe: Connection, inbox: SimpleQueue[tuple[str, Any]], room: Simple
     ):  # mostly EOFError or OSError; whatever it is, the trainer must not wait for ever
         while not ends and room.get():
             message = pipe.recv()
-            ends = message[0] == END
+            ends = message[0] in (END, ERROR)
             inbox.put(message)
             del message  # an error in it holds a traceback, and so all that the trainer's frames hold
     if not ends:
         inbox.put((DIED, None))
 
 
-def _serve(
-    pipe: Connection,
-    dataset: IterablePackedDataset,
-    consumer: int,
-    consumers: int,
-    lane_states: Mapping[int, LaneState],
-    first_epoch: int | None,
-    most: int,
-) -> None:
+def _serve(pipe: Connection, dataset: IterablePackedDataset, part: Part) -> None:
     """Run the stream and send its events, in the worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of a handler that was forked from the trainer
@@ -259,40 +235,32 @@ def _serve(
     gc.freeze()
     gc.enable()  # a trainer may have switched it off, to collect at steps of its choice, as torchtitan does
     stream, size = None, 1
-    # A fork has copied the counts of the trainer's process.
-    begun_with = ReadReport.of(dataset.lane_config.use)
-    reported = -math.inf  # when
-    while True:
+    last: tuple[str, Any] | None = None
+    while last is None:
         events: list[Folded] = []
-        report: tuple[Any, ...] | None = None
-        message: tuple[str, Any] | None = None
         try:
             if stream is None:
-                stream = dataset.stream(consumer, consumers, lane_states=lane_states, first_epoch=first_epoch)
+                stream = part.stream(dataset)
             begun = time.monotonic()
             while not events or (len(events) < size and time.monotonic() < begun + MAX_DELAY):
                 events.append(fold(stream.next_event()))
-            if time.monotonic() >= reported + REPORT_EVERY:
-                report, reported = tuple(stream.report().since(begun_with)), time.monotonic()
         except StopIteration:
-            assert stream is not None
-            message = (END, tuple(stream.report().since(begun_with)))
+            last = (END, None)
         except Exception as error:
-            where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
+            where = f"in worker {part.consumer} of {part.consumers}:\n{traceback.format_exc()}"
             # The notes are sent beside the error, because not every class of errors pickles them.
             notes = [*getattr(error, "__notes__", ()), where]
-            message = (ERROR, (_portable(error), notes, raised_here(error)))
+            last = (ERROR, (_portable(error), notes, raised_here(error)))
         try:
             if events:
-                pipe.send_bytes(pickle.dumps((EVENTS, (events, report)), 5))
-            if message is not None:
-                pipe.send_bytes(pickle.dumps(message))
-                if message[0] == END:
-                    return
-                pipe.recv()
-        except (EOFError, OSError):
+                pipe.send_bytes(pickle.dumps((EVENTS, events), 5))
+            if last is not None:
+                pipe.send_bytes(pickle.dumps(last))
+        except OSError:
             return
-        size = min(2 * size, most)  # the first messages are short, so that the first batch comes at once
+        size = min(
+            2 * size, MAX_EVENTS
+        )  # the first messages are short, so that the first batch comes at once
 
 
 def _portable(error: Exception) -> Exception:

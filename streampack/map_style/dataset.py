@@ -239,7 +239,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Any]]:
         # torch's DataLoader calls this, through its fetcher, with the numbers of a batch.
-        refuse_foreign_collator(sys._getframe(1).f_locals.get("self"), map_style=True)
+        caller: Any = sys._getframe(1).f_locals.get("self")
+        if type(caller).__name__.endswith("DatasetFetcher"):
+            refuse_foreign_collator(caller.collate_fn, map_style=True)
         return [self[index] for index in indices]
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
@@ -263,8 +265,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
             Fragment((sample,), start, stop, trained(samples[sample], start, stop), length - (stop - start))
             for (sample, start, stop), length in zip(spans, seq_lens, strict=True)
         )
-        pack = Pack(tokens, labels, seq_lens, fragments, epoch=0, number=number, lane=0)
-        return to_torchtune(pack, input_pos)
+        return to_torchtune(
+            Pack(tokens, labels, seq_lens, fragments, epoch=0, number=number, lane=0, input_pos=input_pos)
+        )
 
     def ledger(self) -> Ledger:
         """Return the ledger: where every token went that was read for the plan."""

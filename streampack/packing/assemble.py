@@ -33,17 +33,17 @@ def assemble(
     >>> assemble([a, b], max_seq_len=8, pad_seqs_to=4)[0].tolist()
     [7, 8, 9, 0, 4, 5, 0, 0]
     """
+    filler = _padding(max_seq_len, padding_idx)
     if pad_seqs_to > 1:
-        with_padding = ((each, _padding(-each.tokens.size % pad_seqs_to, padding_idx)) for each in sequences)
-        sequences = [part for pair in with_padding for part in pair if part.tokens.size]
-    tokens, labels = map(list, zip(*sequences, strict=True)) if sequences else ([], [])
+        padded = ((each, filler.cut(0, -each.tokens.size % pad_seqs_to)) for each in sequences)
+        sequences = [part for pair in padded for part in pair if part.tokens.size]
+    tokens, labels = [each.tokens for each in sequences], [each.labels for each in sequences]
     starts = list(accumulate(map(len, tokens), initial=0))
     padding = max_seq_len - starts.pop()
     assert padding >= 0, f"{max_seq_len - padding} tokens planned into a pack of {max_seq_len}"
     if padding:
-        filler = _padding(padding, padding_idx)
-        tokens.append(filler.tokens)
-        labels.append(filler.labels)
+        tokens.append(filler.tokens[:padding])
+        labels.append(filler.labels[:padding])
     row = np.concatenate(tokens)
     # If every sample's labels are its tokens, copying the row takes a quarter of the time of concatenating again.
     targets = row.copy() if all(map(operator.is_, tokens, labels)) else np.concatenate(labels)
@@ -52,10 +52,13 @@ def assemble(
     return row, targets
 
 
+@lru_cache(maxsize=4)
 def _padding(length: int, padding_idx: int) -> Sample:
-    """Return so many tokens of padding, whose labels no loss counts."""
+    """Return so many tokens of padding, whose labels no loss counts, in read-only arrays that are cached."""
     ids = np.full(length, padding_idx, INT32 if padding_idx < 2**31 else INT64)
-    return Sample(ids, np.full(length, IGNORE_INDEX, INT32))
+    labels = np.full(length, IGNORE_INDEX, INT32)
+    ids.flags.writeable = labels.flags.writeable = False
+    return Sample(ids, labels)
 
 
 def positions(

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from streampack.packing.assemble import assemble, positions
 from streampack.packing.groups import ROOT, path_starts
-from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack, PackGroups
+from streampack.types import IGNORE_INDEX, FloatArray, Fragment, IntArray, Pack, PackGroups
 
 
-def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any]:
+def to_torchtune(pack: Pack) -> dict[str, Any]:
     """Convert a pack to the dict of ``torchtune.datasets.PackedDataset``, with four keys more.
 
     ``seq_lens`` ends with the padding's length where there is padding, because torchtune's collate function needs
-    the sum to be ``max_seq_len``; ``num_seqs`` counts the real sequences. By default, positions restart in every
-    sequence and in the padding; ``input_pos`` gives others.
+    the sum to be ``max_seq_len``; ``num_seqs`` counts the real sequences.
 
     A pack with groups has the key ``groups``. Where sequences share prefixes, their lengths are under ``segment_lens``:
     a collator that made a mask of ``seq_lens`` would hide prompts from their answers.
     """
-    if input_pos is None:
-        [input_pos] = _positions([pack])
+    [input_pos] = _positions([pack])
     shared = pack.groups is not None and any(parent != ROOT for parent in pack.groups.parents)
+    lengths = torch.from_numpy(np.array(_segment_lengths(pack)))  # torch.tensor takes ten times as long
     return {
         "tokens": torch.from_numpy(pack.tokens.astype(np.int64, copy=False)),  # [max_seq_len]
         "labels": torch.from_numpy(pack.labels.astype(np.int64, copy=False)),  # [max_seq_len]
         "input_pos": torch.from_numpy(input_pos),  # [max_seq_len]
-        "segment_lens" if shared else "seq_lens": torch.tensor(_segment_lengths(pack)),  # [num_seqs (+ 1)]
+        "segment_lens" if shared else "seq_lens": lengths,  # [num_seqs (+ 1)]
         "num_seqs": len(pack.seq_lens),
         "fragments": pack.fragments,
         "epoch": pack.epoch,
@@ -154,44 +152,36 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
     Raises:
         ValueError: if a pack has more than ``segments``.
     """
-    lengths = [pack["segment_lens" if "segment_lens" in pack else "seq_lens"].tolist() for pack in packs]
-    seq_lens = _stack_seq_lens(lengths, segments)
-    return Batch(
-        tokens=torch.stack([pack["tokens"] for pack in packs]),
-        labels=torch.stack([pack["labels"] for pack in packs]),
-        input_pos=torch.stack([pack["input_pos"] for pack in packs]),
-        seq_lens=seq_lens,
-        fragments=tuple(tuple(pack["fragments"]) for pack in packs),
-        groups=_stack_groups(
-            [pack.get("groups") for pack in packs],
-            [pack["num_seqs"] for pack in packs],
-            max_seq_len=packs[0]["tokens"].numel(),
-            width=seq_lens.shape[1],
-        ),
-    )
+    arrays = ("tokens", "labels", "input_pos")
+    found = [
+        _pack_of(
+            pack["fragments"], groups=pack.get("groups"), **{name: pack[name].numpy() for name in arrays}
+        )
+        for pack in packs
+    ]
+    return stack_packs(found, segments=segments)
 
 
 def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
-    """Stack packs to the batch that `collate_packed` makes of their dicts, but without four small tensors a pack.
-
-    Ids become int64.
+    """Stack packs to a batch, as `collate_packed` does with dicts. Ids become int64.
 
     Raises:
         ValueError: as `collate_packed`.
     """
-    seq_lens = _stack_seq_lens([_segment_lengths(pack) for pack in packs], segments)
+    lengths = [_segment_lengths(pack) for pack in packs]
+    most = max(map(len, lengths))
+    width = most if segments is None else segments
+    if most > width:
+        raise ValueError(
+            f"a pack has {most} segments, padding included, and segments={width}; give max_seqs_per_pack + 1"
+        )
     return Batch(
         tokens=_stack_ids([pack.tokens for pack in packs]),
         labels=_stack_ids([pack.labels for pack in packs]),
         input_pos=torch.from_numpy(_positions(packs)),
-        seq_lens=seq_lens,
+        seq_lens=_stack_rows(lengths, width),
         fragments=tuple(pack.fragments for pack in packs),
-        groups=_stack_groups(
-            [pack.groups for pack in packs],
-            [len(pack.seq_lens) for pack in packs],
-            max_seq_len=packs[0].tokens.size,
-            width=seq_lens.shape[1],
-        ),
+        groups=_stack_groups(packs, width),
     )
 
 
@@ -216,23 +206,31 @@ def unstack_packs(batch: Batch) -> list[Pack]:
                 {name: values[number, :count].numpy().copy() for name, values in batch.groups.fields.items()},
                 {name: values[number].numpy().copy() for name, values in batch.groups.token_fields.items()},
             )
-        packs.append(
-            Pack(
-                tokens=batch.tokens[number].numpy().copy(),
-                labels=batch.labels[number].numpy().copy(),
-                seq_lens=tuple(fragment.length for fragment in fragments),
-                fragments=fragments,
-                epoch=-1,
-                number=-1,
-                lane=-1,
-                groups=groups,
-            )
-        )
+        tokens, labels = (ids[number].numpy().copy() for ids in (batch.tokens, batch.labels))
+        packs.append(_pack_of(fragments, groups=groups, tokens=tokens, labels=labels))
     return packs
+
+
+def _pack_of(
+    fragments: Iterable[Fragment],
+    *,
+    groups: PackGroups | None,
+    tokens: IntArray,
+    labels: IntArray,
+    input_pos: IntArray | None = None,
+) -> Pack:
+    """Return a pack of unknown origin."""
+    fragments = tuple(fragments)
+    lengths = tuple([fragment.length for fragment in fragments])
+    return Pack(
+        tokens, labels, lengths, fragments, epoch=-1, number=-1, lane=-1, groups=groups, input_pos=input_pos
+    )
 
 
 def _positions(packs: Sequence[Pack]) -> IntArray:
     """Return the positions of tokens ``[len(packs), max_seq_len]``, which go on where a sequence continues another."""
+    if all(pack.input_pos is not None for pack in packs):
+        return np.array([pack.input_pos for pack in packs])
     starts = None
     if any(pack.groups is not None for pack in packs):
         starts = [
@@ -242,40 +240,30 @@ def _positions(packs: Sequence[Pack]) -> IntArray:
     return positions([pack.seq_lens for pack in packs], packs[0].tokens.size, starts=starts)
 
 
-def _stack_groups(
-    rows: Sequence[PackGroups | None], counts: Sequence[int], *, max_seq_len: int, width: int
-) -> BatchGroups | None:
-    """Stack what packs say of their groups.
-
-    Args:
-        rows: of each pack; None for one of plain samples.
-        counts: sequences of each pack.
-        max_seq_len: of a pack.
-        width: of ``seq_lens``.
-    """
-    if all(row is None for row in rows):
+def _stack_groups(packs: Sequence[Pack], width: int) -> BatchGroups | None:
+    """Stack what packs say of their groups, for a batch with ``seq_lens`` of this ``width``."""
+    if all(pack.groups is None for pack in packs):
         return None
-    first_labels = np.full((len(rows), width), IGNORE_INDEX, np.int64)
-    fields: dict[str, npt.NDArray[np.float32]] = {}
-    token_fields: dict[str, npt.NDArray[np.float32]] = {}
+    first_labels = np.full((len(packs), width), IGNORE_INDEX, np.int64)
+    fields: dict[str, FloatArray] = {}
+    token_fields: dict[str, FloatArray] = {}
     parents = []
-    for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        if row is None:
-            parents.append((ROOT,) * count)
+    for number, pack in enumerate(packs):
+        groups, count = pack.groups, len(pack.seq_lens)
+        parents.append((ROOT,) * count if groups is None else groups.parents)
+        if groups is None:
             continue
-        parents.append(row.parents)
-        first_labels[number, :count] = row.first_labels
-        for name, values in row.fields.items():
-            fields.setdefault(name, np.full((len(rows), width), np.nan, np.float32))[number, :count] = values
-        for name, values in row.token_fields.items():
-            empty = np.full((len(rows), max_seq_len), np.nan, np.float32)
-            token_fields.setdefault(name, empty)[number] = values
-    return BatchGroups(
-        tuple(parents),
-        torch.from_numpy(first_labels),
-        {name: torch.from_numpy(values) for name, values in fields.items()},
-        {name: torch.from_numpy(values) for name, values in token_fields.items()},
-    )
+        first_labels[number, :count] = groups.first_labels
+        for stacked, size, given in (
+            (fields, width, groups.fields), (token_fields, pack.tokens.size, groups.token_fields)
+        ):  # fmt: skip
+            for name, values in given.items():
+                empty = np.full((len(packs), size), np.nan, np.float32)
+                stacked.setdefault(name, empty)[number, : values.size] = values
+    tensors = [
+        {name: torch.from_numpy(each) for name, each in found.items()} for found in (fields, token_fields)
+    ]
+    return BatchGroups(tuple(parents), torch.from_numpy(first_labels), *tensors)
 
 
 def _stack_ids(rows: list[IntArray]) -> torch.Tensor:
@@ -289,18 +277,6 @@ def _segment_lengths(pack: Pack) -> tuple[int, ...]:
     """Return the lengths of a pack's sequences, followed by that of its padding if there is any."""
     padding = pack.tokens.size - sum(pack.seq_lens)
     return (*pack.seq_lens, padding) if padding else pack.seq_lens
-
-
-def _stack_seq_lens(rows: Sequence[Sequence[int]], width: int | None) -> torch.Tensor:
-    """Stack segment lengths as ``[len(rows), width]`` int32, padded with zeros. Default width: that of the longest."""
-    most = max(map(len, rows))
-    if width is None:
-        width = most
-    elif most > width:
-        raise ValueError(
-            f"a pack has {most} segments, padding included, and segments={width}; give max_seqs_per_pack + 1"
-        )
-    return _stack_rows(rows, width)
 
 
 def _stack_rows(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,15 @@ LENGTHS = "seq_lengths"
 """The column in which TRL stores the lengths of a row's sequences."""
 
 POSITIONS = ("position_ids", "input_pos")
-BOUNDARY_COLUMNS = frozenset({*REFUSED_COLUMNS, LENGTHS, *POSITIONS, "attention_mask"})
+BOUNDARY_COLUMNS = (LENGTHS, *POSITIONS, "attention_mask")
 """Columns from which the functions below tell whether a row holds one sequence, without padding."""
 
 
-def require_one_sequence(row: Mapping[str, Any]) -> None:
-    """Refuse a row whose columns show that it holds several sequences or images; see also `require_no_padding`.
+def require_one_sequence(row: Mapping[str, Any], size: int, columns: Iterable[str]) -> None:
+    """Refuse a row of ``size`` tokens if one of its boundary ``columns`` shows several sequences, or padding.
 
-    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 2]})
-    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 0]})
+    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 2]}, 3, ["position_ids"])
+    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 0]}, 3, ["position_ids"])
     Traceback (most recent call last):
     ...
     ValueError: column 'position_ids' begins anew, so the row holds 2 sequences: its samples would see one another; \
@@ -36,21 +36,16 @@ give the dataset as it was before it was packed
     Raises:
         ValueError: for such a row.
     """
-    if BOUNDARY_COLUMNS.isdisjoint(row):
-        return
-    for column, why in REFUSED_COLUMNS.items():
-        if column in row:
-            raise ValueError(f"there is a column {column!r}: {why}")
-    if (lengths := column_of(row, LENGTHS)) is not None and len(lengths) > 1:
-        raise ValueError(
-            f"column {LENGTHS!r} says that the row holds {len(lengths)} sequences: {SEVERAL_SEQUENCES}"
-        )
-    for column in POSITIONS:
-        positions = column_of(row, column)
-        if positions is not None and (count := len(_starts(positions, column))) > 1:
-            raise ValueError(
-                f"column {column!r} begins anew, so the row holds {count} sequences: {SEVERAL_SEQUENCES}"
-            )
+    for column in columns:
+        if column == "attention_mask":
+            require_no_padding(row, size)
+            continue
+        if (found := column_of(row, column)) is None:
+            continue
+        count = len(found if column == LENGTHS else _starts(found, column))
+        if count > 1:
+            says = "says that the row" if column == LENGTHS else "begins anew, so the row"
+            raise ValueError(f"column {column!r} {says} holds {count} sequences: {SEVERAL_SEQUENCES}")
 
 
 def require_no_padding(row: Mapping[str, Any], size: int, column: str = "attention_mask") -> None:

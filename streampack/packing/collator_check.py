@@ -12,22 +12,18 @@ COLUMN_REMOVER = "transformers.trainer_utils.RemoveColumnsCollator"
 """A Trainer's wrapper around its collator. It removes all columns that the model's ``forward`` does not name."""
 
 
-def refuse_foreign_collator(caller: object, *, map_style: bool = False) -> None:
+def refuse_foreign_collator(collate: Any, *, map_style: bool = False) -> None:
     """Raise if packs would go to a collator that drops their tokens or boundaries, or fails without a clear error.
 
     Collators of other libraries, and the user's own, pass: they may be made for packs.
 
     Args:
-        caller: the object that asks the dataset for packs. Only torch's fetchers have a ``collate_fn``; anything else
-            passes.
+        collate: the collator.
         map_style: whether the packs are those of a `PackedDataset`.
 
     Raises:
         ValueError: for the default collator of torch, and for those of transformers and TRL; with the way out.
     """
-    if not type(caller).__name__.endswith("DatasetFetcher"):
-        return
-    collate: Any = getattr(caller, "collate_fn", None)
     if collate is default_collate:
         raise ValueError(
             "torch's default_collate cannot stack packs, which hold different numbers of samples; give the DataLoader "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array as machine_array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,37 +13,24 @@ import numpy.typing as npt
 
 from streampack.types import INT32, INT64, IntArray
 
-READ_AS: dict[str, np.dtype[Any]] = {"I": INT32, "i": INT32, "Q": INT64, "q": INT64}
-"""Type codes of `array.array`, and the type as which its memory is read: signed, for unsigned codes too."""
+UINT32 = np.dtype(np.uint32)
 
 
-def ids_from_column(values: Any, column: str, *, type_codes: str, frozen: bool) -> IntArray:
+def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArray:
     """Return a column as int32 or int64, in memory that nothing else will change.
 
-    A list of ints goes through an `array.array` of the first of the ``type_codes`` that holds all of them.
+    It is copied, except for int32 in ``frozen`` memory.
 
     Raises:
         ValueError: for anything but a flat sequence of whole numbers.
     """
     if type(values) is np.ndarray:
-        if values.dtype is INT64 and values.ndim == 1:
-            return narrowed(values)
         if values.dtype is INT32 and values.ndim == 1:
-            # A read-only array that owns its memory cannot change, so it needs no copy.
-            frozen = frozen or not (values.flags.writeable or values.base is not None)
             return values if frozen else values.copy()
-    elif type(values) is list and values and type(values[0]) is int:
-        # Tokenizers return lists of ints. `array.array` parses the unsigned codes "I" and "Q" in a third of the time
-        # of "i", "q" and numpy. Their memory is read as signed, so a negative number means that an id did not fit. A
-        # list that fits none of the codes is left to numpy, below.
-        for code in type_codes:
-            with suppress(TypeError, OverflowError):
-                parsed = np.frombuffer(machine_array(code, values), READ_AS[code])
-                least = int(np.minimum.reduce(parsed))
-                if code.islower() or least >= 0:
-                    if least <= 1:
-                        refuse_booleans(values, parsed, column)
-                    return parsed
+    elif type(values) is list and (parsed := _parsed(values)) is not None:
+        if parsed.item(parsed.argmin()) <= 1:
+            refuse_booleans(values, parsed, column)
+        return parsed.view(INT32)
     try:
         found = np.asarray(values)
     except ValueError:  # numpy's error for sequences of different lengths
@@ -51,6 +39,11 @@ def ids_from_column(values: Any, column: str, *, type_codes: str, frozen: bool) 
         ) from None
     if found.ndim == 1 and found.size == 0:
         return found.astype(INT32)
+    if found.ndim == 0 and column == "labels":
+        raise ValueError(
+            "'labels' is one number for the whole row: rows to be classified or scored cannot be packed, only those "
+            "whose tokens are predicted; train on them unpacked, with transformers' DataCollatorWithPadding"
+        )
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(
             f"column {column!r} has shape {list(found.shape)} and type {found.dtype}; "
@@ -61,6 +54,21 @@ def ids_from_column(values: Any, column: str, *, type_codes: str, frozen: bool) 
     if found.dtype.kind == "u" and found.itemsize == 8 and np.maximum.reduce(found) >= 2**63:
         raise ValueError(f"column {column!r} holds {np.maximum.reduce(found)}, which is no int64")
     return narrowed(found)
+
+
+def _parsed(values: list[Any]) -> npt.NDArray[np.uint32] | None:
+    """Return a list of ints as the bytes of int32; None if one does not fit, or is none. numpy takes longer.
+
+    `array.array` parses unsigned numbers in less time than anything else, and refuses negative ones.
+    """
+    if not values or type(values[0]) is not int:
+        return None
+    with suppress(TypeError, OverflowError):
+        ids = np.frombuffer(machine_array("I", values), UINT32)
+        return ids if ids.item(ids.argmax()) < 2**31 else None
+    with suppress(struct.error):
+        return np.frombuffer(struct.pack(f"{len(values)}i", *values), UINT32)
+    return None
 
 
 def refuse_booleans(values: Sequence[Any], ids: npt.NDArray[Any], column: str) -> None:

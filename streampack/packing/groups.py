@@ -60,7 +60,7 @@ class Group(Sample):
         """Check the arguments, which the class describes."""
         tokens, labels = (
             values if type(values) is np.ndarray and values.ndim == 1 and values.dtype in (INT32, INT64)
-            else ids_from_column(values, f"{name} of a group", type_codes="q", frozen=False)
+            else ids_from_column(values, f"{name} of a group")
             for name, values in (("tokens", tokens), ("labels", labels))
         )  # fmt: skip
         lengths = tuple(map(int, lengths))

@@ -75,11 +75,6 @@ class Planner(Generic[PieceT]):
         waiting = sum([piece.length for piece in self.waiting]) - self.offset
         return waiting + sum(stop - start for _, start, stop in self.placed)
 
-    def add(self, piece: PieceT) -> None:
-        """Put a piece at the end of the buffer."""
-        self.waiting.append(piece)
-        self.lengths.append(self.packing.padded(piece.length))
-
     def next_pack(self) -> list[Placed[PieceT]]:
         """Plan one pack and return its pieces; an empty list when there are no more pieces and none waits."""
         if self.packing.split_across_pack:
@@ -98,7 +93,8 @@ class Planner(Generic[PieceT]):
         """Pull one more piece into the buffer; return False if the buffer is full or there are no more pieces."""
         if len(self.lengths) >= self.packing.buffer_size or (piece := self.pull()) is None:
             return False
-        self.add(piece)
+        self.waiting.append(piece)
+        self.lengths.append(self.packing.padded(piece.length))
         return True
 
     def _fill_by_cutting(self) -> None:

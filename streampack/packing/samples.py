@@ -1,18 +1,19 @@
 """From a row of ready tokens, or from what an encoder returned, to a checked `Sample`.
 
-`sample_from_row` and `sample_from_encoded` find out which form of data they were given, `sample_from_columns` and
-`sample_from_pair` convert it, and `check_sample` checks the ids. No function here calls an encoder.
+`columns_of` finds out by the names of a row's columns which of them to read, `sample_from_row` reads them, and
+`check_sample` checks the ids. No function here calls an encoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack.packing.boundaries import require_no_padding, require_one_sequence
-from streampack.packing.columns import ids_from_column, mask_from_column, shown
+from streampack.packing.boundaries import BOUNDARY_COLUMNS, REFUSED_COLUMNS, require_one_sequence
+from streampack.packing.columns import UINT32, ids_from_column, mask_from_column, shown
 from streampack.packing.groups import Group
 from streampack.sources.arrow_rows import ArrowRow, column_of
 from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
@@ -25,55 +26,101 @@ A row may have several, as TRL's rows with ``assistant_only_loss``: a token is t
 """
 
 AS_UNSIGNED: dict[np.dtype[Any], tuple[np.dtype[Any], int]] = {
-    INT32: (np.dtype(np.uint32), 2**31),
+    INT32: (UINT32, 2**31),
     INT64: (np.dtype(np.uint64), 2**63),
 }
 """For each type of ids: the unsigned type of the same width, and the lowest number that the signed type cannot hold."""
 
 
-def sample_from_row(row: Any) -> Sample:
-    """Convert a row of ready tokens, in torchtune's or Hugging Face's convention, to a `Sample`.
+class Columns(NamedTuple):
+    """Which columns of a row to read."""
 
-    torchtune's has ``tokens`` and ``labels``. Hugging Face's has ``input_ids``, and labels, or a mask of what is
-    trained (``completion_mask``, ``assistant_masks``, ``loss_mask``; if several, what all train), or none: then all is
-    trained. A bare sequence of ids is treated as ``input_ids`` alone. Columns may be lists, numpy arrays or tensors.
+    tokens: str
+    labels: str | None  # None: all tokens are trained, or those of the masks
+    masks: tuple[str, ...]  # see `TRAINED_MASKS`
+    boundaries: tuple[str, ...]  # that say whether the row is one sequence
+
+
+@lru_cache(maxsize=256)
+def columns_of(names: tuple[str, ...], tokens: str | None = None, labels: str | None = "labels") -> Columns:
+    """Choose the columns to read of rows that have these columns; see `sample_from_row`.
+
+    >>> columns_of(("input_ids", "attention_mask", "completion_mask"))
+    Columns(tokens='input_ids', labels=None, masks=('completion_mask',), boundaries=('attention_mask',))
+
+    Raises:
+        ValueError: if one is missing, for the columns of both conventions, and for a row for another kind of training.
+    """
+    for column, why in REFUSED_COLUMNS.items():
+        if column in names:
+            raise ValueError(f"there is a column {column!r}: {why}")
+    if tokens is None:
+        tokens = "input_ids" if "input_ids" in names else "tokens"
+        if labels == "labels" and {"input_ids", "tokens"}.issubset(names):
+            raise ValueError(
+                "there are both 'tokens' and 'input_ids'; remove the one that is not to be trained on"
+            )
+    if tokens not in names:
+        if pair := [name for name in names if str(name).startswith(("chosen", "rejected"))]:
+            raise ValueError(
+                f"the row is a preference pair ({', '.join(map(repr, pair))}), whose answers must stay in one pack; "
+                "such rows need an encoder: encoder=PreferenceEncoder(tokenizer), or data.encoder in a config; leave "
+                "TRL's own trainers of pairs their collator"
+            )
+        raise missing_column(dict.fromkeys(names), tokens)
+    masks: tuple[str, ...] = ()
+    if labels is not None and labels not in names:
+        if (tokens, labels) != ("input_ids", "labels"):
+            raise missing_column(dict.fromkeys(names), labels)
+        if "mask" in names:
+            raise ValueError(
+                "there are no labels, and 'mask' may be 1 where a token is trained, or, as torchtune's, where it is "
+                "not; name it completion_mask (1: trained), or remove it"
+            )
+        labels, masks = None, tuple(name for name in TRAINED_MASKS if name in names)
+    return Columns(tokens, labels, masks, tuple(name for name in BOUNDARY_COLUMNS if name in names))
+
+
+def sample_from_row(row: Any, *, tokens: str | None = None, labels: str | None = "labels") -> Sample:
+    """Convert a row of ready tokens to a `Sample`, which has memory of its own; ids that fit become int32.
+
+    By default the row is in torchtune's or Hugging Face's convention. torchtune's has ``tokens`` and ``labels``.
+    Hugging Face's has ``input_ids``, and labels, or a mask of what is trained (``completion_mask``,
+    ``assistant_masks``, ``loss_mask``; if several, what all train), or none: then all is trained. A bare sequence of
+    ids is treated as ``input_ids`` alone. Columns may be lists, numpy arrays or tensors.
 
     >>> sample_from_row({"input_ids": [1, 5, 2]}).labels.tolist()
     [1, 5, 2]
     >>> sample_from_row({"input_ids": [1, 5, 2], "completion_mask": [0, 1, 1]}).labels.tolist()
     [-100, 5, 2]
 
+    Args:
+        row: a mapping, or a sequence of ids.
+        tokens: the name of the column of ids.
+        labels: the name of the column of labels; None: all tokens are trained.
+
     Raises:
-        ValueError: for a row with the columns of both conventions, a row for another kind of training (preference
-            pairs, classification), and all that `sample_from_columns` refuses.
+        ValueError: for a missing column, the columns of both conventions, a row for another kind of training
+            (preference pairs, classification), anything but flat sequences of whole numbers of equal length, and a row
+            that holds several sequences or padding.
     """
-    row = as_mapping(row)
-    if "input_ids" not in row:
-        if "tokens" not in row and (why := _preference_pair(row)):
-            raise ValueError(why)
-        return sample_from_columns(row)
-    if "tokens" in row:
-        raise ValueError(
-            "there are both 'tokens' and 'input_ids'; remove the one that is not to be trained on"
-        )
-    if "labels" in row:
-        if _is_scalar(column_of(row, "labels")):
-            raise ValueError(
-                "'labels' is one number for the whole row: rows to be classified or scored cannot be packed, only "
-                "those whose tokens are predicted; train on them unpacked, with transformers' DataCollatorWithPadding"
-            )
-        return sample_from_columns(row, tokens="input_ids")
-    if "mask" in row:
-        raise ValueError(
-            "there are no labels, and 'mask' may be 1 where a token is trained, or, as torchtune's, where it is not; "
-            "name it completion_mask (1: trained), or remove it"
-        )
-    tokens, labels = sample_from_columns(row, tokens="input_ids", labels=None)
-    for column in TRAINED_MASKS:
-        if column in row:
-            mask = mask_from_column(column_of(row, column), column, tokens.size)
-            labels = np.where(mask, labels, tokens.dtype.type(IGNORE_INDEX))
-    return Sample(tokens, labels)
+    if type(row) is not dict:
+        row = as_mapping(row)
+    columns = columns_of(tuple(row), tokens, labels)
+    frozen = type(row) is ArrowRow
+    get = row.stored if frozen else row.get
+    ids = get(columns.tokens)
+    targets = ids if columns.labels is None else get(columns.labels)
+    sample = sample_from_pair(
+        ids, targets, tokens=columns.tokens, labels=columns.labels or columns.tokens, frozen=frozen
+    )
+    if columns.boundaries:
+        require_one_sequence(row, sample.tokens.size, columns.boundaries)
+    for column in columns.masks:
+        mask = mask_from_column(column_of(row, column), column, sample.tokens.size)
+        trained = np.where(mask, sample.labels, sample.tokens.dtype.type(IGNORE_INDEX))
+        sample = Sample(sample.tokens, trained)
+    return sample
 
 
 def sample_from_encoded(encoded: Any) -> Sample:
@@ -101,33 +148,6 @@ def sample_from_encoded(encoded: Any) -> Sample:
     return sample_from_row(encoded)
 
 
-def sample_from_columns(
-    row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | None = "labels"
-) -> Sample:
-    """Convert two columns of a row, named ``tokens`` and ``labels``, to a `Sample`.
-
-    The columns may be lists, numpy arrays or tensors. ``labels=None`` trains on every token: the labels are the tokens
-    themselves. Ids that fit become int32.
-
-    >>> sample_from_columns({"tokens": [1, 5, 2], "labels": [-100, 5, 2]}).labels.tolist()
-    [-100, 5, 2]
-
-    Raises:
-        ValueError: for a missing column, anything but a flat sequence of whole numbers, tokens and labels of
-            different length, and a row that holds several sequences or padding.
-    """
-    require_one_sequence(row)
-    if tokens not in row:
-        raise missing_column(row, tokens)
-    if labels is not None and labels not in row:
-        raise missing_column(row, labels)
-    ids, frozen = column_of(row, tokens), type(row) is ArrowRow
-    targets = ids if labels is None else column_of(row, labels)
-    sample = sample_from_pair(ids, targets, tokens=tokens, labels=labels or tokens, frozen=frozen)
-    require_no_padding(row, sample.tokens.size)
-    return sample
-
-
 def sample_from_pair(
     ids: Any, targets: Any, *, tokens: str = "tokens", labels: str = "labels", frozen: bool = False
 ) -> Sample:
@@ -138,11 +158,11 @@ def sample_from_pair(
     Raises:
         ValueError: for anything but a flat sequence of whole numbers, and for ids and labels of different length.
     """
-    id_array = ids_from_column(ids, tokens, type_codes="IQq", frozen=frozen)
+    id_array = ids_from_column(ids, tokens, frozen=frozen)
     if targets is ids:
         # Every token is trained. Sharing one array lets `trained_tokens`, `assemble` and others see that at once.
         return Sample(id_array, id_array)
-    label_array = ids_from_column(targets, labels, type_codes="Iiq", frozen=frozen)
+    label_array = ids_from_column(targets, labels, frozen=frozen)
     if id_array.size != label_array.size:
         raise ValueError(
             f"{tokens!r} has {id_array.size} entries and {labels!r} has {label_array.size}; "
@@ -163,8 +183,7 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     if not isinstance(sample, Sample):
         raise ValueError(f"the encoder gave a {type(sample).__name__}; it must give a streampack.Sample")
     tokens, labels = sample
-    labels_are_tokens = labels is tokens
-    for array in (tokens,) if labels_are_tokens else sample:
+    for array in (tokens, labels):
         # The usual case comes first, because every sample of a run passes here.
         if type(array) is np.ndarray and array.dtype is INT32 and array.ndim == 1:
             continue
@@ -179,34 +198,40 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
         )
     if not tokens.size:
         return
-    unsigned, limit = AS_UNSIGNED[tokens.dtype]
-    if vocab_size is not None and vocab_size < limit:
-        limit = vocab_size
-    # A negative id, read as unsigned, is above every limit, so one pass finds ids that are too low and ids that are too
-    # high. `argmax` starts in half of the time that `max` takes to start.
-    ids = tokens.view(unsigned)
-    if ids.item(ids.argmax()) >= limit:
-        bad = tokens[(tokens < 0) | (tokens >= limit)][0]
+    if (bad := _outside(tokens, vocab_size)) is not None:
         hint = "; use the model's own tokenizer, or resize the model's embeddings" if bad >= 0 else ""
         raise ValueError(f"token id {bad} is outside the vocabulary of {vocabulary_text(vocab_size)}{hint}")
-    if not labels_are_tokens and not _are_labels(labels, vocab_size):
-        outside = (labels < 0) & (labels != IGNORE_INDEX)
-        if vocab_size is not None:
-            outside |= labels >= vocab_size
+    if labels is not tokens and (bad := _outside(labels, vocab_size, ignored=True)) is not None:
         raise ValueError(
-            f"label {labels[outside][0]} is neither {IGNORE_INDEX} nor in the vocabulary of "
-            f"{vocabulary_text(vocab_size)}"
+            f"label {bad} is neither {IGNORE_INDEX} nor in the vocabulary of {vocabulary_text(vocab_size)}"
         )
 
 
-def _are_labels(labels: IntArray, vocab_size: int | None) -> bool:
-    """Return whether every label is ``IGNORE_INDEX`` or an id of the vocabulary."""
-    if vocab_size is not None and labels.item(labels.argmax()) >= vocab_size:
-        return False
-    if labels.item(labels.argmin()) >= 0:
-        return True
-    # Comparing bytes gives the same as np.array_equal on the two masks, with a third of its call overhead.
-    return bool((labels < 0).tobytes() == (labels == IGNORE_INDEX).tobytes())
+def _outside(ids: IntArray, vocab_size: int | None, *, ignored: bool = False) -> int | None:
+    """Return the first number that is no id of the vocabulary, None if there is none.
+
+    Args:
+        ids: at least one.
+        vocab_size: that ids are below.
+        ignored: whether a number may be ``IGNORE_INDEX``.
+    """
+    unsigned_type, half = AS_UNSIGNED[ids.dtype]
+    limit = half if vocab_size is None else min(half, vocab_size)
+    # A negative number, read as unsigned, is above all ids, and the higher the nearer it is to 0. So one pass finds ids
+    # that are too low and ids that are too high. `argmax` starts in half of the time that `max` takes to start.
+    unsigned = ids.view(unsigned_type)
+    most = unsigned.item(unsigned.argmax())
+    if most < limit:
+        return None
+    if (
+        ignored
+        and most == 2 * half + IGNORE_INDEX
+        and ids.item(ids.argmin()) == IGNORE_INDEX  # the only negative number, then
+        and (limit == half or ids.item(ids.argmax()) < limit)
+    ):
+        return None
+    bad = (ids < 0) | (ids >= limit)
+    return int(ids[bad & (ids != IGNORE_INDEX) if ignored else bad][0])
 
 
 def as_mapping(row: Any) -> Mapping[str, Any]:
@@ -243,15 +268,3 @@ def missing_column(row: Any, column: str, *, option: str | None = None) -> Value
 def _is_scalar(value: Any) -> bool:
     """Return whether a value is a number, a text or None, rather than a sequence of ids."""
     return not isinstance(value, list | tuple) and (isinstance(value, str | bytes) or np.ndim(value) == 0)
-
-
-def _preference_pair(row: Mapping[str, Any]) -> str:
-    """Return why a row with a preference pair is refused; an empty string for any other row."""
-    columns = [name for name in row if str(name).startswith(("chosen", "rejected"))]
-    if not columns:
-        return ""
-    return (
-        f"the row is a preference pair ({', '.join(map(repr, columns))}), whose answers must stay in one pack; "
-        "such rows need an encoder: encoder=PreferenceEncoder(tokenizer), or data.encoder in a config; leave TRL's own "
-        "trainers of pairs their collator"
-    )

@@ -141,10 +141,6 @@ class Reader(ABC):
     def prepare(self) -> None:  # noqa: B027  # only a reader of files behind a URL has a use for it
         """Begin to fetch what the next rows need, because they will be asked for soon. It changes no row or error."""
 
-    def consumed(self) -> tuple[float | None, ...]:
-        """Return about which fraction of the lane's rows was read in this pass, of each source; None if unknown."""
-        return (None,)
-
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
         """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""
 

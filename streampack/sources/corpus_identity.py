@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from streampack.sources.examples import UNKNOWN
 from streampack.sources.source import Source
 
-
-class Compared(Protocol):
-    """A part of an identity that is compared by content, and describes how it differs."""
-
-    def state(self) -> Any:
-        """Return the plain values that a checkpoint keeps, some kilobytes at most."""
-
-    def listed(self) -> Any:
-        """Return as much of `state` as is known before a run without reading files."""
-
-    def difference(self, theirs: Any) -> str | None:
-        """Describe what differs from another's `state`; return None if nothing does.
-
-        ``theirs`` comes from a checkpoint, so it may be of any type.
-        """
+OF_ROWS = ("content", "hashed", "samples")
+"""Entries that hold marks of a few rows. A mark that is unknown, or that only one of two identities has, is equal to
+any other, so that a run can go on after a row, or a bug in the encoder, was mended."""
 
 
 def identity_of(source: Source) -> dict[str, Any]:
-    """Return what distinguishes a source from others, by name: plain values, mappings of them, and `Compared`.
+    """Return what distinguishes a source from others: see `Source.identity`.
 
     A user's class may inherit from one of our sources and override only ``fingerprint``. The inherited ``identity``
     then describes another corpus, so the identity is made of the fingerprint instead.
@@ -35,53 +24,65 @@ def identity_of(source: Source) -> dict[str, Any]:
     return Source.identity(source)
 
 
-def state_of(value: Any, *, listed: bool = False) -> Any:
-    """Return an identity as plain values.
+def plain_identity(value: Any, *, listed: bool = False) -> Any:
+    """Return an identity as plain values; with ``listed``, without those that must be read from files.
 
-    With ``listed``, values that must be read from files are left out.
-
-    >>> state_of({"rows": 3, "of": {"source": "MapSource"}})
-    {'rows': 3, 'of': {'source': 'MapSource'}}
+    >>> plain_identity({"rows": 3, "of": {"files": lambda: "1 file(s)"}}, listed=True)
+    {'rows': 3, 'of': {'files': None}}
     """
     if isinstance(value, Mapping):
-        return {name: state_of(item, listed=listed) for name, item in value.items()}
-    if hasattr(value, "difference"):
-        compared: Compared = value
-        return compared.listed() if listed else compared.state()
+        return {name: plain_identity(item, listed=listed) for name, item in value.items()}
+    if callable(value):
+        return None if listed else value()
     return value
 
 
-def difference(theirs: Any, ours: Any) -> str | None:
-    """Describe the first difference of ``ours`` from the state of another identity; None if there is none.
+def difference(theirs: Any, ours: Any, *, skip: Callable[[str], bool] = lambda _: False) -> str | None:
+    """Describe the first difference of ``ours`` from another identity, which a state holds; None if there is none.
 
     >>> difference({"seed": 0}, {"seed": 1})
     'with seed=0 and this dataset has seed=1'
     """
-    found = first_difference(theirs, ours)
-    if found is None:
+    if (found := first_difference(theirs, ours, skip=skip)) is None:
         return None
     name, before, now = found
-    if hasattr(now, "difference"):
-        return f"with another {name.partition('.')[0]}: {now.difference(before)}"
-    return f"with {name}={before!r} and this dataset has {name}={now!r}"
+    words = f"with {name}={before!r} and this dataset has {name}={now!r}"
+    if name.endswith(".files"):
+        words += (
+            " (the digest is of names, sizes and contents; a name is relative to the folder that is given, or to the "
+            "part of a pattern before its first wildcard)"
+        )
+    return words
 
 
-def first_difference(theirs: Any, ours: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """Return the dotted name of the first part that differs, and both its values; None if none does.
+def first_difference(
+    theirs: Any, ours: Any, name: str = "", *, skip: Callable[[str], bool] = lambda _: False
+) -> tuple[str, Any, Any] | None:
+    """Return the dotted name of the first value that differs between two plain identities, and both values.
 
     >>> first_difference({"corpus": {"rows": 3}}, {"corpus": {"rows": 4}})
     ('corpus.rows', 3, 4)
+
+    Args:
+        theirs: may be anything, as it comes from a state.
+        ours: decides which names are compared.
+        name: of both.
+        skip: whether not to compare what has this name.
     """
-    if isinstance(ours, Mapping):
-        known = theirs if isinstance(theirs, Mapping) else {}
-        for key, value in ours.items():
-            found = first_difference(known.get(key), value, f"{name}.{key}" if name else str(key))
-            if found is not None:
-                return found
+    if skip(name):
         return None
-    if hasattr(ours, "difference"):
-        return None if ours.difference(theirs) is None else (name, theirs, ours)
-    return None if type(theirs) is type(ours) and theirs == ours else (name, theirs, ours)
+    if not isinstance(ours, Mapping):
+        return None if type(theirs) is type(ours) and theirs == ours else (name, theirs, ours)
+    known = theirs if isinstance(theirs, Mapping) else {}
+    of_rows = name.rpartition(".")[2] in OF_ROWS
+    for key, value in ours.items():
+        before = known.get(key, UNKNOWN if of_rows else None)
+        if of_rows and UNKNOWN in (before, value):
+            continue
+        found = first_difference(before, value, f"{name}.{key}" if name else str(key), skip=skip)
+        if found is not None:
+            return found
+    return None
 
 
 def _definer(source: Source, method: str) -> type | None:

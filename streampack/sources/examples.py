@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,10 +12,9 @@ from streampack.types import RowId
 
 EXAMPLES = 12
 UNKNOWN = "-"
-"""The mark of a row that could not be read or encoded. It counts as equal to any other mark, so that a run can go on
-after the row, or a bug in the encoder, was fixed."""
+"""The mark of a row that could not be read or encoded."""
 END = "end"
-"""The mark that follows the last row's, if a source has fewer rows than `EXAMPLES`."""
+"""The mark that follows the last row's, if an iterable has fewer rows than `EXAMPLES`."""
 
 
 class Example(NamedTuple):
@@ -73,62 +70,23 @@ def mark(value: Any) -> str:
         return UNKNOWN
 
 
-@dataclass(frozen=True)
-class MarkedRows:
-    """The marks of some rows, and functions that describe the place of each of them."""
+def marks(
+    examples: Iterable[Example], mark_of: Callable[[Example], str] = lambda row: mark(row.data)
+) -> dict[str, str]:
+    """Return the marks of rows, or of what becomes of them, by their ids.
 
-    marks: tuple[str, ...]
-    places: tuple[Callable[[], str], ...]
-
-    @classmethod
-    def of(
-        cls, examples: Iterable[Example], locate: Callable[[RowId], str], *, ended: bool = False
-    ) -> MarkedRows:
-        """Mark rows by their content. ``ended`` says that the source has no other rows."""
-        given = list(examples)
-        marks = [UNKNOWN if row.data is None else mark(row.data) for row in given]
-        places = tuple(partial(locate, row.row_id) for row in given)
-        return cls((*marks, END) if ended else tuple(marks), places)
-
-    def state(self) -> str:
-        """See `Compared`."""
-        return " ".join(self.marks)
-
-    def listed(self) -> str:
-        """See `Compared`."""
-        return self.state()
-
-    def difference(self, theirs: Any) -> str | None:
-        """Describe the first row whose content differs; None where all are the same."""
-        if not isinstance(theirs, str):
-            return "the rows that were looked at are unknown"
-        number = differs_at(theirs.split(" ") if theirs else [], self.marks)
-        if number is None:
-            return None
-        return (
-            f"{self.places[number]()} is another row"
-            if number < len(self.places)
-            else f"it has {number} row(s)"
-        )
-
-
-def differs_at(theirs: Iterable[str], ours: Iterable[str]) -> int | None:
-    """Return the index of the first mark that differs; None if all are the same.
-
-    A list that ends with `UNKNOWN` may have broken off at an unreadable row, so then only as many marks are compared
-    as the shorter list has.
-
-    >>> differs_at(["a", "-", "c"], ["a", "b", "d"]), differs_at(["a"], ["a", "b"]), differs_at(["-"], ["a", "b"])
-    (2, 1, None)
+    >>> marks([Example((0, 7), None)])
+    {'0.7': '-'}
     """
-    theirs, ours = list(theirs), list(ours)
-    if UNKNOWN in (*theirs[-1:], *ours[-1:]):
-        shorter = min(len(theirs), len(ours))
-        theirs, ours = theirs[:shorter], ours[:shorter]
-    for number, pair in enumerate(zip(theirs, ours, strict=False)):
-        if pair[0] != pair[1] and UNKNOWN not in pair:
-            return number
-    return None if len(theirs) == len(ours) else min(len(theirs), len(ours))
+    return {".".join(map(str, row.row_id)): UNKNOWN if row.data is None else mark_of(row) for row in examples}
+
+
+def leading_marks(given: Sequence[Example]) -> dict[str, str]:
+    """Return the marks of rows that `leading` returned, and of the end if they are all rows of part 0."""
+    found = marks(given)
+    if len(given) < EXAMPLES and not (given and given[-1].data is None):
+        found[f"0.{len(given)}"] = END
+    return found
 
 
 def columns_of(examples: Iterable[Example]) -> list[str] | None:

@@ -115,7 +115,11 @@ class FileSource(Source):
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
         left_out = digest(self.odd) if self.odd else None
-        return {"source": type(self).__name__, "files": self.corpus, "left_out": left_out}
+        return {
+            "source": type(self).__name__,
+            "files": lambda: self.marks().described(),
+            "left_out": left_out,
+        }
 
     def corpora(self) -> list[Corpus]:
         """See `Source.corpora`."""

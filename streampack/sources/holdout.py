@@ -15,7 +15,7 @@ from streampack.fingerprint import digest, plain
 from streampack.sources.arrow_rows import column_of
 from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.corpus_identity import identity_of
-from streampack.sources.examples import Example, MarkedRows, columns_of
+from streampack.sources.examples import Example, columns_of, marks
 from streampack.sources.mixture import Mix
 from streampack.sources.source import Source
 from streampack.sources.wrapped import WrappedSource
@@ -60,8 +60,7 @@ class Holdout(WrappedSource):
 
     def fingerprint(self) -> str:
         """Digest the source, the fraction, the part, and the content that decides which rows are held out."""
-        hashed = self.identity()["hashed"].state()
-        return digest(self.source.fingerprint(), self.fraction, self.part, hashed)
+        return digest(self.source.fingerprint(), self.fraction, self.part, self.identity()["hashed"])
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`. It includes the columns, because with other columns other rows are held out."""
@@ -74,7 +73,7 @@ class Holdout(WrappedSource):
             "fraction": self.fraction,
             "part": self.part,
             "columns": None if columns is None else ", ".join(columns),
-            "hashed": MarkedRows.of(self._examples, self.locate),
+            "hashed": marks(self._examples),
         }
 
     def of_files(self, files: Sequence[tuple[int, str]]) -> Holdout:
@@ -187,9 +186,6 @@ class _Kept(Reader):
 
     def prepare(self) -> None:
         self.reader.prepare()
-
-    def consumed(self) -> tuple[float | None, ...]:
-        return self.reader.consumed()
 
 
 def hold_out(source: Source, *, fraction: float | Mapping[str, float]) -> tuple[Source, Source]:

@@ -13,8 +13,7 @@ from streampack.sources.arrow_dataset import has_plain_ids
 from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.base import Reader, Reading, own_row
 from streampack.sources.column_tables import by_rows
-from streampack.sources.corpus_identity import state_of
-from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
+from streampack.sources.examples import EXAMPLES, Example, leading, leading_marks, marks
 from streampack.sources.map_style import MapSource
 from streampack.sources.parts import Part, Record
 from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
@@ -145,14 +144,15 @@ class _Stream(Source):
         self._identity: dict[str, Any] | None = None
 
     def fingerprint(self) -> str:
-        return digest(state_of(self.identity()))
+        return digest(self.identity())
 
     def identity(self) -> dict[str, Any]:
         if self._identity is None:
             info, features = self.dataset.info, self.dataset.features
-            first = self.examples(EXAMPLES)
-            if self.shards > 1:
-                first += leading(self._rows(self.shards - 1), 1, part=self.shards - 1)
+            last = self.shards - 1
+            first = leading_marks(self.examples(EXAMPLES))
+            if last > 0:
+                first |= marks(leading(self._rows(last), 1, part=last))
             self._identity = {
                 "source": "HFSource",
                 "name": info.dataset_name,
@@ -161,7 +161,7 @@ class _Stream(Source):
                 "shards": self.shards,
                 "columns": None if features is None else ", ".join(sorted(features)),
                 "features": None if features is None else digest(sorted(map(str, features.items()))),
-                "content": MarkedRows.of(first, self.locate),
+                "content": first,
             }
         return self._identity
 

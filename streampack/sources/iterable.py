@@ -8,7 +8,7 @@ from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.sources.base import own_row
-from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
+from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, leading, leading_marks
 from streampack.sources.source import Source
 from streampack.sources.turns import sharing
 from streampack.storage.use import StorageUse
@@ -51,14 +51,14 @@ class IterableSource(Source):
         self.iterable = rows
         # The last iterator, to notice if the next one is the same object.
         self._newest: Iterator[Any] | None = None
-        self._first: MarkedRows | None = None  # marks of the first rows, once they were read
+        self._first: dict[str, str] | None = None  # marks of the first rows, once they were read
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": None}
 
     def fingerprint(self) -> str:
         """Digest the first twelve rows. The other rows are not read for it."""
-        return digest(self.identity()["content"].state())
+        return digest(self.identity()["content"])
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`.
@@ -67,11 +67,9 @@ class IterableSource(Source):
             ValueError: if the iterable, iterated again, begins with another row.
         """
         if self._first is None:
-            given = self.examples(EXAMPLES)
-            broken = any(row.data is None for row in given[-1:])
-            first = MarkedRows.of(given, self.locate, ended=len(given) < EXAMPLES and not broken)
-            again = MarkedRows.of(self.examples(1), self.locate, ended=not given)
-            if differs_at(again.marks, first.marks[:1]) is not None:
+            first, again = (leading_marks(self.examples(count)) for count in (EXAMPLES, 1))
+            both = {marked.get("0.0", UNKNOWN) for marked in (first, again)}
+            if len(both) == 2 and UNKNOWN not in both:
                 raise ValueError(
                     f"{type(self.iterable).__name__} gives other rows each time it is iterated, so neither a second "
                     "epoch nor a resume is possible; make it begin anew, in the same order: shuffle with "

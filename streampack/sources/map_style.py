@@ -10,7 +10,7 @@ import numpy as np
 
 from streampack.fingerprint import digest
 from streampack.sources.base import BadRecord, Reader, Reading, permutation, reason_of, spread
-from streampack.sources.examples import EXAMPLES, Example, MarkedRows, example
+from streampack.sources.examples import EXAMPLES, Example, example, marks
 from streampack.sources.source import Source
 from streampack.types import Cursor, Row, RowId
 
@@ -44,17 +44,17 @@ class MapSource(Source):
                 f"the dataset ({type(dataset).__name__}) is empty; it must have at least one row"
             )
         self.dataset = dataset
-        self._rows: MarkedRows | None = None  # marks of the examples, once they were read
+        self._rows: dict[str, str] | None = None  # marks of the examples, once they were read
 
     def fingerprint(self) -> str:
         """Digest the number of rows and the content of twelve of them."""
         identity = self.identity()
-        return digest(identity["rows"], identity["content"].state())
+        return digest(identity["rows"], identity["content"])
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
         if self._rows is None:
-            self._rows = MarkedRows.of(self.examples(EXAMPLES), self.locate)
+            self._rows = marks(self.examples(EXAMPLES))
         return {"source": "MapSource", "rows": len(self.dataset), "content": self._rows}
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
@@ -122,9 +122,6 @@ class _Rows(Reader):
         row = Row(data, (self.index,), (number,))
         self.index += 1
         return row
-
-    def consumed(self) -> tuple[float | None, ...]:
-        return (self.index / max(1, len(self.numbers)),)
 
     def skip(self) -> None:
         self.index += 1

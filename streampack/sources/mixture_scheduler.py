@@ -229,10 +229,6 @@ class MixtureScheduler(Reader):
             if state.reader is not None:
                 state.reader.prepare()
 
-    def consumed(self) -> tuple[float | None, ...]:
-        """See `Reader.consumed`."""
-        return tuple(None if state.reader is None else state.reader.consumed()[0] for state in self.states)
-
     def charge(self, parts: Sequence[Sample]) -> None:
         """See `Reader.charge`."""
         if self.awaits_charge:  # a record that was skipped is counted already

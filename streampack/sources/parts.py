@@ -178,16 +178,6 @@ class InOrder(Reader):
         if begins or records:
             self.preparation.expect(records, now=now)
 
-    def consumed(self) -> tuple[float | None, ...]:
-        """See `Reader.consumed`: in parts, which are about equally long."""
-        if self.part_index >= len(self.parts):  # above only by a forged state
-            return (1.0,)
-        part = self.parts[self.part_index]
-        if part.stop is None and len(self.parts) == 1:
-            return (None,)
-        within = 0.0 if part.stop is None else (self.offset - part.start) / max(1, part.stop - part.start)
-        return ((self.part_index + min(1.0, within)) / len(self.parts),)
-
     def row_of(self, found: FoundRecord, cursor: Cursor) -> Row:
         """Decode a record that `find` returned, as the row whose cursor is ``cursor``.
 

@@ -39,7 +39,6 @@ class WindowReader(Reader):
         self.window: list[FoundRecord | None] = []
         self.window_bytes = 0
         self.counts: list[int] = []  # of the current window's records, see above
-        self.before = 0.0  # what was consumed where the window begins
         self.index = 0  # how many rows of the window have been returned or skipped
         # The records of the next window while it is being read. An error in the middle leaves them here, so that the
         # next call goes on behind them.
@@ -76,13 +75,6 @@ class WindowReader(Reader):
         if len(self.window) - self.index <= self.reading.shuffle_window // 4:
             self.ordered.prepare(self.reading.shuffle_window)
 
-    def consumed(self) -> tuple[float | None, ...]:
-        """See `Reader.consumed`; of the window, the rows that were returned count."""
-        (read,) = self.ordered.consumed()
-        if read is None or not self.window:
-            return (read,)
-        return (self.before + (read - self.before) * self.index / len(self.window),)
-
     def skip(self) -> None:
         """See `Reader.skip`."""
         self._go_to(self.index + 1)
@@ -109,7 +101,7 @@ class WindowReader(Reader):
         ordered = self.ordered
         if self.filling is None:
             self.filling, self.window = [], []
-            self.start, self.before = ordered.position, ordered.consumed()[0] or 0.0
+            self.start = ordered.position
         ordered.prepare(self.reading.shuffle_window, now=True)
         while len(self.filling) < self.reading.shuffle_window and (found := ordered.find()):
             self.filling.append(found)

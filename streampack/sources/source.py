@@ -144,7 +144,7 @@ class Source(ABC):
         return first_rows(self.read(Reading()), count)
 
     def identity(self) -> dict[str, Any]:
-        """Return what distinguishes this corpus, by name: plain values, mappings of them, and `Compared`."""
+        """Return what distinguishes this corpus, by name: plain values, mappings, and functions that read files."""
         return {"source": type(self).__name__, "fingerprint": self.fingerprint()}
 
     def corpora(self) -> list[Corpus]:

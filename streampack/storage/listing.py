@@ -118,18 +118,6 @@ class Corpus:
         self._marks = FileMarks(self.files, tags)
         return self._marks
 
-    def state(self) -> dict[str, Any]:
-        """See `Compared`."""
-        return self.marks().state()
-
-    def listed(self) -> str:
-        """See `Compared`: before a run, files are compared by `require_same_run`."""
-        return "listed"
-
-    def difference(self, theirs: Any) -> str | None:
-        """See `Compared`."""
-        return self.marks().difference(theirs)
-
     def tag(self, file: File) -> str:
         """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is known to be unreadable.
 

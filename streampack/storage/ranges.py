@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class Fetcher:
         retries: how often a read is tried.
         read_ahead: how much may be fetched ahead.
         counts: of what all readers of a source have read.
-        use: of storage by this process, to be counted; it limits how long a read is tried whose retries are used up.
+        use: limits how long this process tries reads whose retries are used up.
     """
 
     def __init__(
@@ -120,7 +119,6 @@ class Fetcher:
 
     def _count(self, data: bytes) -> None:
         self.counts.bytes += len(data)
-        self.use.bytes += len(data)
 
     def take(self, block: Block) -> bytes:
         """Return the bytes of one block.
@@ -146,11 +144,7 @@ class Fetcher:
             return future.result()
 
         doing = f"reading {file.shown}, bytes {start} to {stop}"
-        begun = time.perf_counter()
-        try:
-            data = self.retries.call(read, doing=doing, use=self.use)
-        finally:
-            self.use.seconds += time.perf_counter() - begun
+        data = self.retries.call(read, doing=doing, use=self.use)
         self._count(data)
         return data
 

@@ -99,13 +99,10 @@ class Retries:
                             "%s%s; the storage has not answered for %s; trying again in %.1f s, giving up in %s",
                             error, while_doing, duration(now - failed), pause, duration(rest),
                         )  # fmt: skip
-                use.retries += 1
                 time.sleep(pause)
         finally:
-            if failed is not None:
-                now = time.monotonic()
-                use.waited += now - failed
-                use.spent += 0.0 if outage is None else now - outage
+            if outage is not None:
+                use.spent += time.monotonic() - outage
 
 
 def _jittered(wait: float) -> float:

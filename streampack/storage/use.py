@@ -1,4 +1,4 @@
-"""Counts of what one process reads from storage, and the limit of its waits for storage that does not answer."""
+"""The limit of a process's waits for storage that does not answer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StorageUse:
-    """Counts of what one process has read from storage, and how long it may wait for storage that does not answer.
+    """How long one process may wait for storage that does not answer.
 
     Attributes:
         limit: seconds for which reads that have used up their retries may be tried again, all reads together.
         spent: seconds of them that are used up.
-        retries: how often any read was tried again.
-        waited: seconds between the first failure of a read and its end, over all reads.
-        bytes: that were read, as they are stored.
-        seconds: for which readers waited for those bytes, ``waited`` included.
     """
 
     limit: float = 0.0
     spent: float = 0.0
-    retries: int = 0
-    waited: float = 0.0
-    bytes: int = 0
-    seconds: float = 0.0
 
     @property
     def left(self) -> float:

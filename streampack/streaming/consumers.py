@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from streampack.packing.batch import collate_packed
+from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.validation import warn_user
 
 MODEL_PARALLEL_DIMS = {
@@ -27,65 +28,57 @@ class Ranks(NamedTuple):
 
     rank: int = 0
     world_size: int = 1
-    accelerated: bool = False  # whether accelerate has set up the process group
 
     @classmethod
     def here(cls) -> Ranks | None:
         """Return those of the default process group; None without a group."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-        return cls(dist.get_rank(), dist.get_world_size(), bool(state is not None and state._shared_state))
+        return cls(dist.get_rank(), dist.get_world_size())
 
 
-def ranks_for_plain_iteration(pickled: Ranks | None, *, epochs: int | None) -> Ranks:
-    """Return the rank for which a stream is read when it is iterated without a `PackedDataLoader`.
+def ranks_here() -> int:
+    """Return the number of ranks, as this process knows it."""
+    here = Ranks.here()
+    return 1 if here is None else here.world_size
 
-    Raises where several ranks would silently train on wrong data or hang. ``pickled`` are the ranks as the process knew
-    them that pickled the dataset for this worker process: a spawned worker has no process group.
+
+def refuse_several_ranks(of_parent: int) -> None:
+    """Raise if several ranks would iterate a dataset without a `PackedDataLoader`.
+
+    Args:
+        of_parent: the number of ranks as the process knew it that pickled the dataset for this worker process: a
+            spawned worker has no process group.
 
     Raises:
-        ValueError: if ranks would end at different steps, accelerate would share the packs out once more, or ranks
-            of one model-parallel group would read different data.
+        ValueError: for several ranks.
     """
-    ranks = Ranks.here()
-    if ranks is None and get_worker_info() is not None:
-        ranks = pickled
-    if ranks is None:
-        warn_of_missing_group()
-        return Ranks()
-    if ranks.world_size == 1:
-        return ranks
-    if ranks.accelerated:
+    here = Ranks.here()
+    size = of_parent if here is None and get_worker_info() is not None else ranks_here()
+    if size > 1:
         raise ValueError(
-            f"accelerate runs {ranks.world_size} processes, and a loader that it prepares shares the packs out once "
-            "more, so that at least half of the data would never be read; under Hugging Face's Trainer call "
-            "prepare_trainer_for_packing(trainer), elsewhere iterate a PackedDataLoader, which accelerate leaves alone"
-        )
-    if epochs is not None:
-        raise ValueError(
-            f"{ranks.world_size} ranks reading {epochs} epoch(s) each end at a different step and would hang; iterate "
+            f"each of {size} ranks would read all the data, or accelerate would share the packs out once more; iterate "
             "a PackedDataLoader, or under Hugging Face's Trainer call prepare_trainer_for_packing(trainer)"
         )
-    require_data_parallel("every rank reads packs of its own")
-    return ranks
+    if here is None and get_worker_info() is None:
+        warn_of_missing_group()
 
 
-def refuse_dispatching(dataset: object) -> None:
-    """Raise if accelerate's dispatching loader is about to read a dataset, on a single process, too.
-
-    It knows no `Batch`, and cuts each tensor of a dict to as many rows as the first one has, ``cu_seq_lens`` too.
-    Without these it does no harm.
+def refuse_foreign_loader(dataset: object) -> None:
+    """Raise if a loader that accelerate has prepared, as Trainer does, reads a dataset and would lose boundaries.
 
     Raises:
-        ValueError: if it is, and gets one of the two.
+        ValueError: if its collator knows no packs; or if it dispatches: then it knows no `Batch`, and cuts each tensor
+            of a dict to as many rows as the first one has, ``cu_seq_lens`` too. Without these it does no harm.
     """
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     loader: Any = state().active_dataloader if state is not None else None
-    if type(loader).__name__ != "DataLoaderDispatcher" or loader.dataset is not dataset:
+    if loader is None or loader.dataset is not dataset:
         return
+    refuse_foreign_collator(loader.collate_fn)
     collate = getattr(loader.collate_fn, "func", loader.collate_fn)  # of a partial
-    if collate is collate_packed or getattr(collate, "return_flash_attn_kwargs", False):
+    cuts = collate is collate_packed or getattr(collate, "return_flash_attn_kwargs", False)
+    if cuts and type(loader).__name__ == "DataLoaderDispatcher":
         raise ValueError(
             "a loader that accelerate prepares for an iterable dataset cuts its batches into rows, and boundaries of "
             "packs are no rows; iterate a PackedDataLoader, which accelerate leaves alone, or under Hugging Face's "

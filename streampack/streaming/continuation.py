@@ -10,7 +10,7 @@ from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.settings import Packing
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.loaded_state import LoadedState
+from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import restore
 
 PACKING = (
@@ -20,28 +20,21 @@ PACKING = (
 
 
 def config_before(config: LaneConfig, identity: Mapping[str, Any]) -> LaneConfig:
-    """Return a configuration with the settings of a run that had the same encoder, from the identity in its state.
-
-    Raises:
-        ValueError: if the identity is damaged.
-    """
-    try:
-        settings: dict[str, Any] = {name: identity[name] for name in PACKING}
-        strategy = identity["strategy"] or "exact_fit"  # None with split_across_pack
-        return replace(
-            config,
-            packing=Packing(strategy=strategy, **settings),
-            truncate_eos=identity["truncate_eos"],
-            max_document_tokens=identity["max_document_tokens"],
-            empty=identity["empty"],
-            untrained=identity["untrained"],
-            balance_cost=AttentionCost(**identity["balance_cost"]),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"the state is damaged: its settings lack {error}") from None
+    """Return a configuration with the settings of a run that had the same encoder, from the identity in its state."""
+    settings: dict[str, Any] = {name: identity[name] for name in PACKING}
+    strategy = identity["strategy"] or "exact_fit"  # None with split_across_pack
+    return replace(
+        config,
+        packing=Packing(strategy=strategy, **settings),
+        truncate_eos=identity["truncate_eos"],
+        max_document_tokens=identity["max_document_tokens"],
+        empty=identity["empty"],
+        untrained=identity["untrained"],
+        balance_cost=AttentionCost(**identity["balance_cost"]),
+    )
 
 
-def unplanned(loaded: LoadedState, config: LaneConfig) -> LoadedState:
+def unplanned(loaded: RunState, config: LaneConfig) -> RunState:
     """Return a state without open windows: the rows of packs that were planned and not handed out wait.
 
     Args:

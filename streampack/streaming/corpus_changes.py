@@ -13,8 +13,8 @@ from streampack.sources.base import Division
 from streampack.sources.corpus_lists import CorpusList, changes, moves, renamed
 from streampack.sources.mixture_scheduler import translated
 from streampack.sources.source import Listable, Source
-from streampack.streaming.lane_state import DAMAGED, LaneState
-from streampack.streaming.loaded_state import LoadedState
+from streampack.streaming.lane_state import LaneState
+from streampack.streaming.loaded_state import RunState
 from streampack.types import RowId
 from streampack.validation import require
 
@@ -25,7 +25,7 @@ Histories = dict[str, list[tuple[int, str]]]
 class Resumed(NamedTuple):
     """The result of `CorpusChanges.resume`: a state for the sources of now, what changed, and `Reading.earlier`."""
 
-    loaded: LoadedState
+    loaded: RunState
     changed: dict[str, str]
     earlier: dict[str, list[Division]]
 
@@ -75,17 +75,19 @@ class CorpusChanges:
         histories = {name: [list(pair) for pair in history] for name, history in self.histories.items()}
         return {"sources": list(self.source.names), "corpus": histories}
 
-    def resume(self, state: Mapping[str, Any], loaded: LoadedState) -> Resumed:
+    def resume(self, state: Mapping[str, Any], loaded: RunState) -> Resumed:
         """Return what a run needs to go on from a state.
 
         Raises:
             ValueError: if something changed and that is not allowed, if a list is missing that is needed, or if the
                 state is that of one of several consumers.
         """
-        names = state.get("sources")
-        histories = _checked(state.get("corpus"))
+        names = state["sources"]
+        histories = {
+            name: [(epoch, digest) for epoch, digest in each] for name, each in state["corpus"].items()
+        }
         changed = self._renamed(names)
-        if changed and self.allowed and isinstance(names, list):
+        if changed and self.allowed:
             loaded = _of_sources(loaded, names, self.source.names)
         for name, source in self.source.file_sources().items():
             digest = source.marks().content
@@ -113,16 +115,16 @@ class CorpusChanges:
         self.histories = {name: histories[name] for name in earlier}
         return Resumed(loaded, changed, earlier)
 
-    def _renamed(self, names: Any) -> dict[str, str]:
+    def _renamed(self, names: Sequence[str]) -> dict[str, str]:
         """Return which sources of a mixture were added and removed."""
         now = self.source.names
-        if not isinstance(names, list) or not names or not now or names == now:
+        if not names or not now or names == now:
             return {}
         found = {name: "is new" for name in now if name not in names}
-        found |= {str(name): "was removed" for name in names if name not in now}
+        found |= {name: "was removed" for name in names if name not in now}
         return found or {", ".join(now): "are in another order"}
 
-    def _described(self, name: str, source: Listable, digest: str, loaded: LoadedState) -> str:
+    def _described(self, name: str, source: Listable, digest: str, loaded: RunState) -> str:
         """Describe what changed in a source's files, by the list that was kept, if there is one.
 
         Raises:
@@ -141,7 +143,7 @@ class CorpusChanges:
         paths = [file.shown for file in source.marks().files]
         return changes(before, now, paths=paths) or "the files are in another order"
 
-    def _of_files(self, name: str, source: Listable, digest: str, loaded: LoadedState) -> LoadedState:
+    def _of_files(self, name: str, source: Listable, digest: str, loaded: RunState) -> RunState:
         """Return the state with the ids that waiting rows have in a source's list of files of now."""
         if self.folder is None or loaded.num_lanes is None or loaded.nothing_read:
             return loaded
@@ -166,7 +168,7 @@ class CorpusChanges:
         stands = [state.begin if least else state.stand for state in lane_states]
         return [self.source.epochs_read(stand.epoch, stand.cursor)[name] for stand in stands]
 
-    def _require_all_lanes(self, name: str, loaded: LoadedState) -> None:
+    def _require_all_lanes(self, name: str, loaded: RunState) -> None:
         """Refuse a state without the lanes of other consumers, such as other workers of torch's DataLoader.
 
         The new list begins after the latest epoch of any lane, and each consumer would take another one, except in the
@@ -184,7 +186,7 @@ class CorpusChanges:
                 )
 
     def _earlier(
-        self, name: str, source: Listable, history: list[tuple[int, str]], loaded: LoadedState
+        self, name: str, source: Listable, history: list[tuple[int, str]], loaded: RunState
     ) -> list[Division]:
         """Return the divisions that lanes still read by, and forget the lists that none reads by any more."""
         all_begun = len(loaded.lane_states) == loaded.num_lanes
@@ -204,7 +206,7 @@ class CorpusChanges:
         return [Division(history[i + 1][0], each.parts_in(entries[i + 1 :])) for i, each in enumerate(lists)]
 
 
-def _of_sources(loaded: LoadedState, before: Sequence[str], now: Sequence[str]) -> LoadedState:
+def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> RunState:
     """Return the state of a mixture of the sources ``before`` for one of the sources ``now``, given by name."""
     to = {i: now.index(name) for i, name in enumerate(before) if name in now}
 
@@ -212,8 +214,6 @@ def _of_sources(loaded: LoadedState, before: Sequence[str], now: Sequence[str]) 
         return (to[found[0]], *found[1:]) if found[0] in to else None
 
     def of_lane(state: LaneState) -> LaneState:
-        if len(state.source_stats) != len(before):
-            raise ValueError(f"the state of a lane is not that of {len(before)} sources" + DAMAGED)
         # Other packs would be planned of an open window.
         state = state.closed().moved(row_id, lambda cursor: translated(cursor, before, now))
         stats = dict(zip(before, state.source_stats, strict=True))
@@ -223,7 +223,7 @@ def _of_sources(loaded: LoadedState, before: Sequence[str], now: Sequence[str]) 
     return replace(loaded, lane_states={lane: of_lane(each) for lane, each in loaded.lane_states.items()})
 
 
-def what_happens(loaded: LoadedState) -> str:
+def what_happens(loaded: RunState) -> str:
     """Say what becomes of files that changed since a state was made."""
     if loaded.nothing_read:
         return "Nothing was read before, so the run begins with this one"
@@ -236,19 +236,3 @@ def what_happens(loaded: LoadedState) -> str:
 def described(changed: Mapping[str, str]) -> str:
     """Return what changed in each source as one line."""
     return "; ".join(f"{name}: {what}" if name else what for name, what in changed.items())
-
-
-def _checked(found: Any) -> Histories:
-    """Check the histories in a state, which may hold anything."""
-    histories: Histories = {}
-    for name, history in (found if isinstance(found, Mapping) else {}).items():
-        pairs = [pair for pair in history if _is_pair(pair)] if isinstance(history, list) else []
-        if type(name) is not str or not pairs or len(pairs) < len(history):
-            raise ValueError("the state is damaged: it has no history of the files of a source")
-        histories[name] = [(epoch, digest) for epoch, digest in pairs]
-    return histories
-
-
-def _is_pair(found: Any) -> bool:
-    right = isinstance(found, list) and [type(value) for value in found] == [int, str]
-    return right and bool(found[1].isalnum())  # a part of a file's name

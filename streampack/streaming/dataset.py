@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
@@ -15,7 +14,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.attention_cost import AttentionCost
-from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.encoders import TokensEncoder, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
@@ -23,17 +21,17 @@ from streampack.sources.bad_records import BAD_FRACTION, quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
-from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration, refuse_dispatching
+from streampack.streaming.consumers import ranks_here, refuse_foreign_loader, refuse_several_ranks
 from streampack.streaming.continuation import config_before, unplanned
 from streampack.streaming.corpus_changes import CorpusChanges, described, what_happens
-from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
-from streampack.streaming.iteration import PackDicts, RefusedIteration
+from streampack.streaming.iteration import PackDicts
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import UntrainedWarning
-from streampack.streaming.loaded_state import STATE_VERSION, LoadedState, Resume, checked_state
+from streampack.streaming.loaded_state import RunState, checked_state, state_of
+from streampack.streaming.readers import Readers
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_settings import RunSettings
@@ -89,7 +87,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
             ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
         max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
-            that its lane gives for many packs; a warning says so at the first of more than 64 packs. Default: no limit.
+            that its lane gives for many packs. Default: no limit.
         truncate_side: the side that ``"truncate"`` cuts off.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right. Default:
             the EOS of the encoder's tokenizer, if the sample ended with it.
@@ -222,23 +220,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.lane_config.check_shards()
         self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         self.epochs = epochs
-        self.epoch = 0  # in which the newest iteration began, or the first one will begin
-        self._epochs_begun = EpochCounter()
         self.settings = RunSettings(num_lanes=num_lanes, balance_window=balance_window)
-        # A loaded state, and whether an iteration has gone on from it.
-        self._resume = Resume(self._epochs_begun)
-        self._stream: PackStream | None = None  # the packs of the newest iteration
-        self._partial = False  # whether it has some of the lanes only, or the loaded state has
-        # In a copy of a dataset: the lane states after the newest pack of the original.
-        self._newest: PackDicts | None = None  # iteration in this process
-        self._copied: dict[int, LaneState] | None = None
+        self.readers = Readers()
+        self._ranks = 1  # of the process that pickled this for a worker process
         self._shared_logged = False
         self._untrained = UntrainedWarning(self.lane_config)
         self._identity = RunIdentity(self.lane_config)
         self._changes = CorpusChanges(source, allowed=corpus_changes, folder=corpus_lists)
         self._estimates: dict[tuple[int, int], Estimate] = {}
-        # In a worker process: rank and world size of the process that made it.
-        self._ranks: Ranks | None = None
 
     def __repr__(self) -> str:
         config, mix = self.lane_config, self.mix
@@ -251,62 +240,31 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        try:
-            # The fetcher of torch's DataLoader calls iter() in a method of its own. Its collator can only be seen
-            # there, and those of torch and transformers would drop the packs' boundaries.
-            refuse_foreign_collator(sys._getframe(1).f_locals.get("self"))
-            return self._iterate()
-        except ValueError as error:
-            if get_worker_info() is None:
-                raise
-            # Raised here, it would end a worker process that is kept, and the trainer would see no reason.
-            return RefusedIteration(error)
+        return PackDicts(self._start, untrained=self._untrained)
 
-    def _iterate(self) -> Iterator[dict[str, Any]]:
-        rank, world_size, _ = ranks_for_plain_iteration(self._ranks, epochs=self.epochs)
-        refuse_dispatching(self)
+    def _start(self, packs: PackDicts) -> tuple[RunState, PackStream, int]:
+        """Return where an iteration begins, its packs from there on, and the epoch that follows it."""
+        refuse_several_ranks(self._ranks)
+        refuse_foreign_loader(self)
         worker = get_worker_info()
-        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        consumer, consumers = rank + world_size * worker_id, world_size * num_workers
+        consumer, consumers = (worker.id, worker.num_workers) if worker else (0, 1)
         if consumers > 1 and self.lane_config.source.varies_by_process:
             raise ValueError(
-                f"{consumers} consumers (ranks x workers) would take turns with the rows of an iterable, and lose rows "
-                "if it shares them out by itself, as datasets do that ask torch for their rank or worker; iterate a "
-                "PackedDataLoader, or use one consumer"
+                f"{consumers} worker processes would take turns with the rows of an iterable, and lose rows if it "
+                "shares them out by itself, as datasets do that ask torch for their worker; iterate a "
+                "PackedDataLoader, or use one worker"
             )
-        if worker is None and self._left_in_the_middle():
-            self.load_state_dict(self.state_dict())
-            self._resume.mark_left()
-        begin = self._resume.begin()
-        self.epoch = begin.epoch
-        self.settings.choose_window(self.lane_config.packing, world_size)
-        self._stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
-        self._partial = consumers > 1
+        readers = self.readers
+        if worker is None:
+            begin = readers.of_this_process()
+        else:
+            begin = readers.of_worker(shuffled=self.lane_config.shuffle_window > 0)
+        self.settings.choose_window(self.lane_config.packing, 1)
+        stream = self.stream(consumer, consumers, lane_states=begin.lane_states, epoch=begin.epoch)
         if consumer == 0:
             self._log_shared()
-        if (self.num_lanes or 0) < world_size:
-            raise ValueError(
-                f"{self.num_lanes} lanes cannot feed {world_size} ranks: some would have no packs, and others wait "
-                "for them; iterate a PackedDataLoader, which hands out null packs, or use fewer ranks"
-            )
-        self._copied = None
-        following = self.epoch + (self.epochs or 1)
-        self._epochs_begun.begin(self.epoch, following, phase=begin.phase)
-        self._newest = PackDicts(
-            self._stream, begin, following=following, untrained=self._untrained, counter=self._epochs_begun
-        )
-        return self._newest
-
-    def _left_in_the_middle(self) -> bool:
-        """Return whether the newest iteration in this process was left before its end, and nothing was set since."""
-        newest = self._newest
-        return not (
-            newest is None
-            or newest.over
-            or newest.version != self._epochs_begun.version
-            or self._resume.by_loader
-            or self._resume.pending is not None
-        )
+        readers.newest = packs
+        return replace(begin, partial=consumers > 1), stream, begin.epoch + (self.epochs or 1)
 
     def stream(
         self,
@@ -314,41 +272,44 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         consumers: int = 1,
         *,
         lane_states: Mapping[int, LaneState] | None = None,
+        epoch: int | None = None,
         first_epoch: int | None = None,
     ) -> PackStream:
         """Return the packs of one of several consumers (ranks x workers); this fixes num_lanes and balance_window.
 
         Consumer c owns lanes c, c + consumers, and so on. They resume from ``lane_states``, by default those of the
-        loaded state. Lanes that have ended an epoch before ``first_epoch`` begin that one.
+        loaded state, and read ``epochs`` epochs from ``epoch`` on, by default the next one. Lanes that have ended an
+        epoch before ``first_epoch`` begin that one.
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
         num_lanes = self.fix_lanes(consumers)
         self.settings.choose_window(self.lane_config.packing, consumers)
         config = replace(self.lane_config, balance_window=self.balance_window or 0)
-        epoch = self.epoch
+        begin = self.readers.following()
+        states = begin.lane_states if lane_states is None else lane_states
+        first = begin.epoch if epoch is None else epoch
         lanes = range(consumer, num_lanes, consumers)
         read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
 
-        def open_lane(number: int, state: LaneState | None) -> Lane:
+        def open_lane(number: int) -> Lane:
+            state = states.get(number)
             if first_epoch is not None:
-                begin = first_epoch
+                least = first_epoch
             else:  # a lane that resumes continues its own epoch
-                begin = epoch if state is None else 0
+                least = first if state is None else 0
             return Lane(
                 config,
                 lane=number,
                 num_lanes=num_lanes,
                 state=state,
-                first_epoch=begin,
+                first_epoch=least,
                 read_ahead=read_ahead,
             )
 
         return PackStream(
-            lanes,
-            open_lane,
-            lane_states=self._loaded_lane_states if lane_states is None else lane_states,
-            last_epoch=self._last_epoch,
+            [open_lane(number) for number in lanes],
+            last_epoch=None if self.epochs is None else first + self.epochs - 1,
             alone=consumers == 1,
         )
 
@@ -372,9 +333,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return copied
 
     @property
-    def _last_epoch(self) -> int | None:
-        """The number, from 0, of the epoch that ends an iteration; None if it never ends."""
-        return None if self.epochs is None else self.epoch + self.epochs - 1
+    def epoch(self) -> int:
+        """The epoch, from 0, with which whoever has not read yet begins."""
+        return self.readers.following().epoch
 
     @property
     def num_lanes(self) -> int | None:
@@ -399,11 +360,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
 
         Without it, an iteration begins with the epoch after the last, or goes on behind what the last gave in this
-        process if that was left before its end. Another epoch than the loaded state's discards the state.
+        process if that was left before its end. Worker processes of torch's DataLoader do not count: call it before
+        each iteration. Another epoch than the loaded state's discards the state.
         """
-        require_positive(epoch, "epoch", least=0)
-        self._resume.set_epoch(epoch, keep=epoch == self.epoch)
-        self.epoch = epoch
+        self.readers.set_epoch(require_positive(epoch, "epoch", least=0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, a new dict.
@@ -415,39 +375,32 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if it is read by a `PackedDataLoader`, or by worker processes of torch's DataLoader, where the
                 state is theirs.
         """
-        self._resume.require_here()
-        state = self._state_with(as_dicts(self._lane_states()))
-        return {**state, "partial": True} if self._partial else state
+        position = self.readers.position()
+        more = {"partial": True} if position.partial else {}
+        return self._state_with(as_dicts(position.lane_states), more=more, epoch=position.epoch)
 
     def _lane_states(self) -> Mapping[int, LaneState]:
         """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
-        if self._stream is not None:
-            return self._stream.lane_states()
-        return self._loaded_lane_states if self._copied is None else self._copied
-
-    @property
-    def _loaded_lane_states(self) -> Mapping[int, LaneState]:
-        """The lanes' states of the loaded state, until a pack is yielded; then none."""
-        pending = self._resume.pending
-        return {} if pending is None else pending.lane_states
+        newest = self.readers.newest
+        return (self.readers.begin if newest is None else newest.position()).lane_states
 
     def _state_with(
-        self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
+        self, lanes: Mapping[int, Mapping[str, Any]], *, more: Mapping[str, Any], epoch: int
     ) -> dict[str, Any]:
-        """Return a state that holds these lanes' states, of an iteration that began in ``epoch``."""
+        """Return a state that holds these lanes' states and ``more``, of an iteration that began in ``epoch``."""
         # For the warning when they change.
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
-        return {
-            "version": STATE_VERSION,
+        head = {
             "identity": self._identity.plain(),
-            "epoch": self.epoch if epoch is None else epoch,
+            "epoch": epoch,
             "num_lanes": self.num_lanes,
             # As long as nothing was read, a resume may choose another.
             "balance_window": self.balance_window if lanes else None,
-            "lanes": dict(lanes),
             **self._changes.state(self.num_lanes),
             **weights,
+            **more,
         }
+        return state_of(head, lanes)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state: the next iteration begins after the last pack yielded when it was taken.
@@ -498,7 +451,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def _checked(
         self, state: Mapping[str, Any], *, names: Collection[str] | None = None
-    ) -> tuple[LoadedState, Collection[str]]:
+    ) -> tuple[RunState, Collection[str]]:
         """Check a state, by these parts of its identity, and prepare to read its corpus where that has changed.
 
         Returns:
@@ -513,18 +466,13 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.lane_config = replace(self.lane_config, earlier=earlier)
         return loaded, changed
 
-    def _resume_from(self, loaded: LoadedState) -> None:
-        """Let the next iteration go on from a state."""
+    def _resume_from(self, loaded: RunState) -> None:
+        """Let whoever iterates next go on from a state."""
         self.settings.keep(loaded)
-        self._resume.load(loaded)
-        self.epoch, self._partial = loaded.epoch, loaded.partial
-        self._stream = self._copied = None
+        self.readers.command(loaded)
 
     def __getstate__(self) -> dict[str, Any]:
-        # An iteration has files open, so it stays in its process.
-        copied = self._copied if self._stream is None else self._stream.lane_states()
-        left = {"_stream": None, "_newest": None, "_ranks": Ranks.here(), "_copied": copied}
-        return {**self.__dict__, **left}
+        return {**self.__dict__, "_ranks": ranks_here()}
 
     def ledger(self) -> Ledger:
         """Return the ledger of what this process has read, as of the last pack."""
@@ -559,7 +507,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return trace(self.lane_config, fragment)
 
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
-        """Estimate the packs of an epoch, with their standard error, and how much of the data is cut off.
+        """Estimate the packs of an epoch, with their standard error, their padding, and the tokens that are lost.
 
         Args:
             rows: to encode, from all over the corpus.

@@ -16,7 +16,7 @@ from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address, LaneEvent, LaneState, Stand, joined
 from streampack.streaming.pack_window import PackWindow, plan_window
 from streampack.streaming.piece_reader import Piece, PieceReader
-from streampack.types import Fragment, Pack, RowId
+from streampack.types import Fragment, Pack, RowId, Sample
 
 Rows = Mapping[RowId, Mapping[str, Any]]
 
@@ -94,10 +94,6 @@ class Lane:
         """Counts of each source of a mixture; empty without a mixture."""
         return self.piece_reader.source_stats
 
-    def consumed(self) -> tuple[float | None, ...]:
-        """Return about which fraction of this lane was read in this pass, of each source; None if unknown."""
-        return self.piece_reader.reader.consumed()
-
     def prepare(self) -> None:
         """Begin to fetch what the lane reads next, if it is behind a URL. It changes no pack and raises no error."""
         self.piece_reader.reader.prepare()
@@ -154,13 +150,14 @@ class Lane:
         if not placed:
             self.done = True
             return None
-        packing, mixed = self.config.packing, bool(self.source_stats)
-        sequences, fragments = [], []
+        reader, packing = self.piece_reader, self.config.packing
+        sequences: list[Sample] = []
+        fragments: list[Fragment] = []
         seq_lens: list[int] = []
-        grouped = False
+        grouped, mixed = False, bool(self.source_stats)
         packed = 0
         for piece, start, stop in placed:
-            sequence, length = piece.sample, stop - start
+            sequence, (row_id, first, *_), length = piece.sample, piece.address, stop - start
             packed += length
             if length < piece.length:
                 if piece.trained is None:
@@ -172,16 +169,13 @@ class Lane:
             if type(sequence) is Group:
                 grouped = True
                 seq_lens += sequence.lengths
-                fragments += [Fragment(piece.row_id, *bounds) for bounds in sequence.bounds]
+                fragments += [Fragment(row_id, *bounds) for bounds in sequence.bounds]
             else:
-                seq_lens.append(padded := packing.padded(length))
-                fragments.append(
-                    Fragment(
-                        piece.row_id, piece.start + start, piece.start + stop, piece.trained, padded - length
-                    )
-                )
+                padding = -length % packing.pad_seqs_to
+                seq_lens.append(length + padding)
+                fragments.append(Fragment(row_id, first + start, first + stop, piece.trained, padding))
             if mixed:
-                stats = self.piece_reader.stats(piece.row_id)
+                stats = reader.stats(row_id)
                 stats.packed += length
                 stats.trained += trained_tokens(sequence)
         tokens, labels = assemble(
@@ -192,7 +186,7 @@ class Lane:
         )
         groups = pack_groups(sequences, labels, max_seq_len=packing.max_seq_len) if grouped else None
         self.packs += 1
-        ledger = self.ledger
+        ledger = reader.ledger
         ledger.packs += 1
         ledger.capacity += packing.max_seq_len
         ledger.packed += packed
@@ -201,7 +195,7 @@ class Lane:
             labels=labels,
             seq_lens=tuple(seq_lens),
             fragments=tuple(fragments),
-            epoch=0 if self.config.endless else self.epoch,
+            epoch=0 if self.config.endless else reader.epoch,
             number=self.packs - 1,
             lane=self.lane,
             groups=groups,
@@ -209,26 +203,27 @@ class Lane:
 
     def state(self) -> LaneState:
         """Return a snapshot to resume from. Call it between packs only."""
-        reader, window = self.piece_reader, self.window
+        reader, window, held = self.piece_reader, self.window, self._held
+        ledger = reader.ledger.copy()
         assert not self.planner.placed, "a state is taken between packs"
-        if self.ledger.buffered != self._held:
+        if ledger.buffered != held:
             raise RuntimeError(
-                f"lane {self.lane} lost tokens: the ledger counts {self.ledger.buffered} buffered tokens "
-                f"and the lane holds {self._held}; this is a bug in streampack, do not trust this run"
+                f"lane {self.lane} lost tokens: the ledger counts {ledger.buffered} buffered tokens and the lane holds "
+                f"{held}; this is a bug in streampack, do not trust this run"
             )
-        return LaneState(
-            stand=self._stand() if window is None else window.end,
-            ledger=self.ledger.copy(),
-            done=self.done,
-            packs=self.packs,
-            handed_out=0 if window is None else window.handed_out,
-            window=None if window is None else window.begin,
-            read_before=0 if window is None else window.read_before,
-            weights=() if window is None else window.weights,
-            source_stats=tuple([stats.copy() for stats in self.source_stats]),
+        state = LaneState(
+            self._stand() if window is None else window.end,
+            ledger,
+            self.done,
+            self.packs,
+            source_stats=tuple([stats.copy() for stats in reader.source_stats]),
             bad_shards=tuple(reader.bad_shards),
             bad_in_pass=reader.bad_of_state,
         )
+        if window is not None:
+            state.window, state.handed_out = window.begin, window.handed_out
+            state.read_before, state.weights = window.read_before, window.weights
+        return state
 
     def state_without_window(self) -> LaneState:
         """Return a state that plans nothing ahead: what was not handed out waits, if none of its piece was."""
@@ -237,7 +232,7 @@ class Lane:
         placed += [
             (piece, 0 if i else planner.offset, piece.length) for i, piece in enumerate(planner.waiting)
         ]
-        placed += [(piece, 0, piece.length) for piece in reader.pending]
+        placed += [(piece, 0, piece.length) for pieces in reader.pending for piece in pieces]
         left: Counter[Address] = Counter()
         for piece, start, stop in placed:
             left[piece.address] += stop - start
@@ -251,14 +246,13 @@ class Lane:
         """Return where the lane stands, leaving out packs that wait to be handed out."""
         reader, planner = self.piece_reader, self.planner
         waiting = [piece.address for piece in planner.waiting]
-        waiting += reader.addresses
-        return Stand(reader.epoch, reader.reader.cursor, tuple(waiting), planner.offset)
+        return Stand(reader.epoch, reader.reader.cursor, (*waiting, *reader.waiting), planner.offset)
 
     @property
     def _held(self) -> int:
         """Tokens that were read and are in no pack that was handed out."""
         window = 0 if self.window is None else self.window.tokens
-        return self.planner.buffered + window + self.piece_reader.pending_tokens
+        return self.planner.buffered + window + sum([each.tokens for each in self.piece_reader.waiting])
 
     def _take(self) -> list[Placed[Piece]]:
         """Return the next pack of the open window, and plan a window if none is open; empty at the epoch's end."""
@@ -335,7 +329,7 @@ class Lane:
     def _go_behind(self, state: LaneState) -> None:
         """Begin again from a state without an open window."""
         reader = self.piece_reader
-        reader.forget()
+        reader.pending.clear()
         self.window, self.planner = None, Planner(self.config.packing, reader.next)
         reader.open(state.begin.epoch, state.begin.cursor)
         self._restore(state, fetch_rows(self.config, [address.row_id for address in state.begin.waiting]))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger, SourceStats
+from streampack.streaming.checksum import sealed, unsealed
 from streampack.types import Cursor, Pack, RowId
 
-SELDOM = ("anew", "bad_shards", "bad_in_pass", "window", "read_before", "weights")
-"""Fields of a lane state that its dict leaves out where they are False, empty or None."""
+STAND = ("epoch", "cursor", "waiting", "offset")
+"""Names in the dict of a lane state of where it stands."""
 Moved = Callable[[RowId], RowId | None]
 """The id that a row has in a corpus that has changed; None if it is gone."""
-DAMAGED = "; the state of this lane is damaged, resume from another checkpoint"
 
 
 class Address(NamedTuple):
@@ -60,24 +59,10 @@ class Stand:
         return [self.epoch, list(self.cursor), addresses, self.offset]
 
     @classmethod
-    def from_list(cls, found: Any) -> Stand:
-        """Make a stand from what `as_list` returned.
-
-        Raises:
-            ValueError: if it is none.
-        """
-        if not isinstance(found, list) or len(found) != 4 or not isinstance(found[2], list):
-            raise ValueError("where a lane stands is four values" + DAMAGED)
+    def from_list(cls, found: Sequence[Any]) -> Stand:
+        """Make a stand from what `as_list` returned."""
         epoch, cursor, waiting, offset = found
-        _require_counts([epoch, offset], "epoch or offset")
-        _require_counts(cursor, "cursor")
-        for numbers in waiting:
-            _require_counts(numbers, "waiting")
-            if len(numbers) < 4:
-                raise ValueError("an address has too few numbers" + DAMAGED)
         addresses = tuple(Address(tuple(numbers[:-3]), *numbers[-3:]) for numbers in waiting)
-        if offset and (not addresses or offset >= addresses[0].tokens):
-            raise ValueError("more of a piece is packed than it has" + DAMAGED)
         return cls(epoch, tuple(cursor), addresses, offset)
 
 
@@ -174,74 +159,36 @@ class LaneState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes."""
-        epoch, cursor, waiting, offset = self.stand.as_list()
-        found = {
-            "epoch": epoch,
-            "cursor": cursor,
-            "waiting": waiting,
-            "offset": offset,
+        often = {
+            **dict(zip(STAND, self.stand.as_list(), strict=True)),
             "ledger": self.ledger.numbers(),
             "done": self.done,
             "packs": self.packs,
             "handed_out": self.handed_out,
+            "source_stats": [stats.numbers() for stats in self.source_stats],
+        }
+        seldom = {
             "window": None if self.window is None else self.window.as_list(),
             "read_before": self.read_before,
             "weights": list(self.weights),
-            "source_stats": [stats.numbers() for stats in self.source_stats],
             "bad_shards": list(self.bad_shards),
             "bad_in_pass": list(self.bad_in_pass),
             "anew": self.anew,
         }
-        for name in SELDOM:
-            if not found[name]:  # as in nearly all states, which shall be small
-                del found[name]
-        return {**found, "checksum": _checksum(found)}
+        # Nearly all states have none of these, and they shall be small.
+        return often | {name: value for name, value in seldom.items() if value}
 
     @classmethod
-    def from_dict(cls, found: object) -> LaneState:
-        """Make a lane state from the dict that `as_dict` returned.
-
-        Raises:
-            ValueError: if it is not the state of a lane, or a damaged one.
-        """
-        stand = ("epoch", "cursor", "waiting", "offset")
-        names = {field.name for field in fields(cls)} - {"stand"} | {*stand}
-        if not isinstance(found, Mapping) or not names - {*SELDOM} <= {*found} - {"checksum"} <= names:
-            raise ValueError(
-                f"a lane's state is a dict of {', '.join(sorted(names))}, and here it is not" + DAMAGED
-            )
-        values: dict[str, Any] = {name: found[name] for name in names if name in found}
-        checksum = found.get("checksum")
-        if type(checksum) is not int or checksum != _checksum(values):
-            raise ValueError("the checksum is wrong" + DAMAGED)
-        counts = [values["packs"], values["handed_out"], values.get("read_before", 0)]
-        _require_counts(counts, "packs, handed_out or read_before")
-        if values["handed_out"] > values["packs"]:
-            raise ValueError("a window has handed out more packs than the lane" + DAMAGED)
-        _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
-        for name in ("bad_shards", "bad_in_pass", "weights"):
-            _require_counts(values.get(name, []), name)
-        if type(values["source_stats"]) is not list:
-            raise ValueError("source_stats is no list" + DAMAGED)
-        for numbers in values["source_stats"]:
-            _require_counts(numbers, "source_stats", len(fields(SourceStats)))
-        if any(type(values.get(name, False)) is not bool for name in ("done", "anew")):
-            raise ValueError("done or anew is no bool" + DAMAGED)
-        window = values.get("window")
-        return cls(
-            Stand.from_list([values[name] for name in stand]),
-            Ledger.from_numbers(values["ledger"]),
-            values["done"],
-            values["packs"],
-            values["handed_out"],
-            None if window is None else Stand.from_list(window),
-            values.get("read_before", 0),
-            tuple(values.get("weights", ())),
-            tuple(SourceStats(*numbers) for numbers in values["source_stats"]),
-            tuple(values.get("bad_shards", ())),
-            tuple(values.get("bad_in_pass", ())),
-            values.get("anew", False),
-        )
+    def from_dict(cls, found: Mapping[str, Any]) -> LaneState:
+        """Make a lane state from the dict that `as_dict` returned."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+        }
+        values["stand"] = Stand.from_list([values.pop(name) for name in STAND])
+        values["ledger"] = Ledger.from_numbers(found["ledger"])
+        values["source_stats"] = tuple(SourceStats(*numbers) for numbers in found["source_stats"])
+        values["window"] = Stand.from_list(found["window"]) if "window" in found else None
+        return cls(**values)
 
 
 @dataclass(slots=True)
@@ -255,8 +202,17 @@ class LaneEvent:
 
 
 def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
-    """Return the states of some lanes as a checkpoint holds them."""
-    return {lane: state.as_dict() for lane, state in states.items()}
+    """Return the states of some lanes as a checkpoint holds them, each with its checksum."""
+    return {lane: sealed(state.as_dict(), of=f"lane {lane}") for lane, state in states.items()}
+
+
+def from_dicts(found: Mapping[int, Any]) -> dict[int, LaneState]:
+    """Invert `as_dicts`.
+
+    Raises:
+        ValueError: if one is damaged.
+    """
+    return {lane: LaneState.from_dict(unsealed(each, of=f"lane {lane}")) for lane, each in found.items()}
 
 
 def joined(waiting: Iterable[Address]) -> list[Address]:
@@ -272,13 +228,3 @@ def joined(waiting: Iterable[Address]) -> list[Address]:
         else:
             found.append(each)
     return found
-
-
-def _require_counts(found: Any, name: str, size: int | None = None) -> None:
-    right_size = isinstance(found, list) and (size is None or len(found) == size)
-    if not (right_size and all(type(number) is int and 0 <= number < 2**63 for number in found)):
-        raise ValueError(f"{name} holds something else than counts below 2**63" + DAMAGED)
-
-
-def _checksum(values: Mapping[str, Any]) -> int:
-    return zlib.crc32(repr(sorted(values.items())).encode(errors="replace"))

@@ -9,10 +9,6 @@ from streampack.streaming.lane_config import LaneConfig
 
 log = logging.getLogger(__name__)
 
-FIRST_ROWS = 1000
-"""If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
-GIANT = 64
-"""Packs. Of the first sample of a lane that fills more, a warning says that it takes the lane over."""
 WORDS = {
     "overlong": "longer than a pack",
     "empty": "without a token",
@@ -29,42 +25,15 @@ def nothing_to_pack(ledger: Ledger) -> ValueError:
     >>> print(nothing_to_pack(nothing))  # doctest: +ELLIPSIS
     no row makes a pack: all 1 that were read are dropped (1 broken, and skipped); check what the source reads, and ...
     """
-    if not (rows := _rows(ledger)):
-        left_out = f"; {_reasons(ledger)}" if ledger.bad_shards else ""
-        return ValueError(f"the source has no rows at all{left_out}; check what it reads")
-    return ValueError(
-        f"no row makes a pack: all {rows:,} that were read are dropped ({_reasons(ledger)}); check what the source "
-        "reads, and the encoder, max_seq_len and the settings that drop rows"
-    )
-
-
-def warn_of_first_rows(lane: int, ledger: Ledger) -> None:
-    """Log why all rows that a lane has read so far were dropped."""
-    log.warning(
-        "the first %s rows of lane %d are all dropped (%s), and the next are read; check what the source reads, and "
-        "the encoder, max_seq_len and the settings that drop rows",
-        f"{_rows(ledger):,}", lane, _reasons(ledger),
-    )  # fmt: skip
-
-
-def warn_of_giant(lane: int, place: str, *, tokens: int, packs: int, mixed: bool) -> None:
-    """Log that a sample fills this many packs of a lane."""
-    log.warning(
-        "%s has %s tokens: lane %d gives nothing else for about %d packs%s; set max_document_tokens to leave such "
-        "samples out, or shorten them before",
-        place, f"{tokens:,}", lane, packs,
-        ", and until it has caught up the mixture's fractions are not those that were asked for" if mixed else "",
-    )  # fmt: skip
-
-
-def _rows(ledger: Ledger) -> int:
-    return ledger.samples + ledger.dropped_samples["bad"]
-
-
-def _reasons(ledger: Ledger) -> str:
     counts = [(ledger.dropped_samples[reason], words) for reason, words in WORDS.items()]
     counts.append((ledger.bad_shards, "bad shards left out"))
-    return "; ".join(f"{count:,} {words}" for count, words in counts if count)
+    reasons = "; ".join(f"{count:,} {words}" for count, words in counts if count)
+    if not (rows := ledger.samples + ledger.dropped_samples["bad"]):
+        return ValueError(f"the source has no rows at all{reasons and '; '}{reasons}; check what it reads")
+    return ValueError(
+        f"no row makes a pack: all {rows:,} that were read are dropped ({reasons}); check what the source reads, and "
+        "the encoder, max_seq_len and the settings that drop rows"
+    )
 
 
 class UntrainedWarning:
@@ -86,17 +55,11 @@ class UntrainedWarning:
 
 def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
     """Log how many samples a ledger counts that train nothing, if it counts any."""
-    if not ledger.untrained:
-        return
-    truncated = ledger.dropped_samples["truncated"]
-    log.warning(
-        "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never counts, and "
-        "of messages only the assistant's are%s. "
-        "The ledger goes on counting them as untrained. Set untrained='drop' to leave them out, 'error' to see where "
-        "one is, or 'keep' if they are meant to be there",
-        ledger.untrained,
-        ledger.samples,
-        f" ({truncated} were truncated to max_seq_len={max_seq_len}, which may have cut answers off)"
-        if truncated
-        else "",
-    )
+    if ledger.untrained:
+        log.warning(
+            "%d of the first %d samples train nothing (%d were truncated to max_seq_len=%d, which may have cut answers "
+            "off): no label is trained but perhaps the first, which never counts, and of messages only the "
+            "assistant's are. Set untrained='drop' to leave them out, 'error' to see where one is, or 'keep' if they "
+            "are meant to be there",
+            ledger.untrained, ledger.samples, ledger.dropped_samples["truncated"], max_seq_len,
+        )  # fmt: skip

@@ -1,35 +1,23 @@
-"""A dataset's loaded state, and the one iteration that resumes from it, in whichever process."""
+"""`RunState`: where a run stands, and the check of one that is loaded."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-from torch.utils.data import get_worker_info
-
-from streampack.streaming.balance import MOST_WINDOW
-from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
-from streampack.streaming.lane_state import LaneState
+from streampack.streaming.checksum import sealed, unsealed
+from streampack.streaming.lane_state import LaneState, from_dicts
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 2
-MAX_LANES = 1 << 16
-"""The most lanes that a state may have. A lane takes kilobytes, and a damaged state may hold any number."""
-
-UNFINISHED = (
-    "an iteration began from the loaded state and stopped before its end, so another one would begin elsewhere than "
-    "the state says. To begin from the state again, load it again; to go on behind what that iteration gave, call "
-    "load_state_dict(state_dict()) first; to read an epoch from its beginning, call set_epoch(epoch) of the dataset"
-)
+STATE_VERSION = 3
 
 
-@dataclass
-class LoadedState:
-    """Where an iteration begins: at a loaded state, or at the beginning of an epoch."""
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands: at the beginning of an epoch, or behind the last pack or batch that was handed out."""
 
     lane_states: Mapping[int, LaneState] = field(default_factory=dict)  # a lane without a state begins
     slot: int = 0  # the slot at which the next step begins
@@ -38,11 +26,10 @@ class LoadedState:
     balance_window: int | None = None
     packs_per_step: int | None = None  # of the loader that made the state
     partial: bool = False  # made by one of several consumers, whose lanes are not those of the others
-    phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
-    in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
+    loaded: bool = False  # from `load_state_dict` or `continue_from`
     left: bool = False  # of an iteration in this process that was left before its end
 
-    def behind(self, *, same_tokens: bool) -> LoadedState:
+    def behind(self, *, same_tokens: bool) -> RunState:
         """Return the state of a run that reads on behind this one with other settings; see `LaneState.behind`."""
         states = {lane: state.behind(same_tokens=same_tokens) for lane, state in self.lane_states.items()}
         return replace(self, lane_states=states, slot=0, balance_window=None, packs_per_step=None)
@@ -52,9 +39,9 @@ class LoadedState:
         """Whether the run has not given a pack yet, as far as the consumer that made this knows of all lanes."""
         return not self.lane_states and not self.partial
 
-    def warn_if_empty(self) -> None:
-        """Warn at the end of an iteration that gave nothing, if a loop over as many batches as an epoch has is why."""
-        if self.left and self.phase == WAITING:
+    def warn_if_left(self) -> None:
+        """Warn that an iteration from here gave nothing, if a loop over as many batches as an epoch has is why."""
+        if self.left:
             log.warning(
                 "this iteration gave nothing: the one before was left behind the last batch of its epoch, so this "
                 "was the rest of that epoch, and the next iteration is another epoch. Read epochs to their end or call "
@@ -69,8 +56,16 @@ class LoadedState:
         return min(state.epoch + state.done for state in self.lane_states.values()) - self.epoch
 
 
-def checked_state(state: Any) -> LoadedState:
-    """Parse a state, all but its identity, and check its types and ranges.
+def state_of(head: Mapping[str, Any], lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a run: what holds for all lanes, with a checksum, and the lanes, each with its own.
+
+    So states of several consumers are merged by merging ``lanes``.
+    """
+    return {**sealed({"version": STATE_VERSION, **head}, of="the run"), "lanes": dict(lanes)}
+
+
+def checked_state(state: Any) -> RunState:
+    """Parse a state, all but its identity.
 
     Raises:
         ValueError: if it is no state, or damaged.
@@ -84,118 +79,23 @@ def checked_state(state: Any) -> LoadedState:
             f"{kind} is no state of an IterablePackedDataset (version {STATE_VERSION}){other}; give what "
             "loader.state_dict() returned during the run to go on with"
         )
-    identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
-    counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
-    if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):
-        raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
-    if num_lanes is not None and not 0 < num_lanes <= MAX_LANES:
-        raise ValueError(f"the state is damaged: it has {num_lanes} lanes, and 1 to {MAX_LANES} are possible")
-    balance_window = state.get("balance_window")
-    if balance_window is not None and not (
-        type(balance_window) is int and 0 <= balance_window <= MOST_WINDOW
+    head = unsealed({name: value for name, value in state.items() if name != "lanes"}, of="the run")
+    lanes, num_lanes = state.get("lanes"), head["num_lanes"]
+    # Numbers that went through JSON are text; taken for missing lanes, they would begin again in silence.
+    if not isinstance(lanes, Mapping) or any(
+        type(lane) is not int or lane >= (num_lanes or 0) for lane in lanes
     ):
-        raise ValueError(f"the state is damaged: its balance_window is {balance_window!r}")
-    packs_per_step = state.get("packs_per_step")
-    if packs_per_step is not None and not (type(packs_per_step) is int and 0 < packs_per_step < 2**31):
-        raise ValueError(f"the state is damaged: its packs_per_step is {packs_per_step!r}")
-    for lane in lanes:
-        if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
-            raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
-    slot = state.get("slot", 0)
-    if type(slot) is not int or not 0 <= slot < 2**63:
-        raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
-    return LoadedState(
-        {lane: LaneState.from_dict(found) for lane, found in lanes.items()},
-        slot,
-        state["epoch"],
+        raise ValueError(
+            f"the state is damaged or was edited: lanes does not map numbers below {num_lanes} to the states of lanes; "
+            "resume from another checkpoint"
+        )
+    return RunState(
+        from_dicts(lanes),
+        head.get("slot", 0),
+        head["epoch"],
         num_lanes,
-        balance_window,
-        packs_per_step,
-        state.get("partial") is True,
+        head["balance_window"],
+        head.get("packs_per_step"),
+        head.get("partial", False),
+        loaded=True,
     )
-
-
-class Resume:
-    """Keep a loaded state until the iteration that resumes from it has ended.
-
-    That may be an iteration of the dataset, of a `PackedDataLoader`, or of the worker processes of torch's DataLoader.
-    Worker processes tell the process that started them through the memory that an `EpochCounter` shares.
-    """
-
-    def __init__(self, counter: EpochCounter) -> None:
-        self.counter = counter
-        self.loaded: LoadedState | None = None
-        self.by_loader = False  # whether the newest iteration is a `PackedDataLoader`'s
-
-    def load(self, loaded: LoadedState) -> None:
-        """Keep a state for the next iteration."""
-        self.counter.set(loaded.epoch, loaded=True)
-        loaded.in_worker = get_worker_info() is not None
-        self.loaded, self.by_loader = loaded, False
-
-    def mark_left(self) -> None:
-        """Note that the loaded state is that of an iteration which is gone on with."""
-        assert self.loaded is not None
-        self.loaded.left = True
-
-    def set_epoch(self, epoch: int, *, keep: bool) -> None:
-        """Let the next iteration begin with this epoch.
-
-        Args:
-            epoch: from 0.
-            keep: keep a loaded state, if no pack was handed out since it was loaded.
-        """
-        self.loaded = self.pending if keep else None
-        self.counter.set(epoch, loaded=self.loaded is not None)
-
-    @property
-    def pending(self) -> LoadedState | None:
-        """The loaded state, as long as no pack was handed out since; then None."""
-        return self.loaded if self._phase() == WAITING else None
-
-    def begin(self, *, by_loader: bool = False) -> LoadedState:
-        """Return where a new iteration begins.
-
-        Raises:
-            ValueError: if one began from the loaded state and did not end, or the state was loaded after this worker
-                process had been started.
-        """
-        if self.counter.renew():
-            self.loaded = None
-        if (phase := self._phase()) == BEGUN:
-            raise ValueError(UNFINISHED)
-        if phase == ENDED:
-            self.loaded = None
-        self.by_loader = by_loader
-        return LoadedState(epoch=self.counter.upcoming(), phase=ENDED) if self.loaded is None else self.loaded
-
-    def require_here(self) -> None:
-        """Raise if a loader or worker processes iterate the dataset, because then only they know the state.
-
-        Raises:
-            ValueError: naming whose state_dict() to call.
-        """
-        if self.by_loader:
-            raise ValueError(
-                "a PackedDataLoader reads this dataset and knows what it has handed out: call its state_dict(), not "
-                "the dataset's"
-            )
-        if self.counter.in_workers:
-            raise ValueError(
-                "worker processes of a DataLoader read this dataset, and what they have read is not known here; use "
-                "PackedDataLoader(dataset, num_workers=...), whose state_dict() counts what it has handed out, or "
-                "torchdata's StatefulDataLoader"
-            )
-
-    def _phase(self) -> int:
-        """Return the phase of the iteration from the loaded state, in this process or in worker processes."""
-        if self.loaded is None:
-            return ENDED
-        if self.loaded.phase != WAITING or self.loaded.in_worker:
-            return self.loaded.phase
-        return self.counter.phase()
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.loaded is None or get_spawning_popen() is not None:
-            return self.__dict__  # pickled for a worker process, which asks the counter for the phase
-        return {**self.__dict__, "loaded": replace(self.loaded, phase=self._phase())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,14 @@ from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.passes import passes_by_all
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import Address, joined
-from streampack.streaming.ledger_messages import FIRST_ROWS, GIANT, warn_of_first_rows, warn_of_giant
+from streampack.streaming.lane_state import Address
+from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.types import Cursor, Row, RowId, Sample
+
+log = logging.getLogger(__name__)
+
+FIRST_ROWS = 1000
+"""If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
 
 
 @dataclass(slots=True)
@@ -25,15 +30,8 @@ class Piece:
 
     sample: Sample  # the piece's own tokens and labels
     length: int  # in tokens
-    row_id: RowId
-    start: int  # the piece's first token, counted in the row's whole sample
-    total: int  # tokens of all pieces of the row
+    address: Address  # where to find it again
     trained: int | None  # see Fragment
-
-    @property
-    def address(self) -> Address:
-        """Where to find it again."""
-        return Address(self.row_id, self.start, self.start + self.length, self.total)
 
 
 class PieceReader:
@@ -55,11 +53,8 @@ class PieceReader:
         self.epoch = 0
         self.reader: Reader
         self.weights = config.weights  # of a mixture's sources, by which the next rows are drawn
-        # What was read and not asked for: the pieces, where to find them, and how many tokens they have. A long sample
-        # may have thousands of pieces, and a state is made for each pack.
-        self.pending: deque[Piece] = deque()
-        self.addresses: deque[Address] = deque()
-        self.pending_tokens = 0
+        # What was read and not asked for: of each row the pieces that are left, which follow one another in it.
+        self.pending: deque[deque[Piece]] = deque()
         # Bad records of the newest pass over each source: a record counts once, however often it is read.
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.bad_shards: list[int] = []  # checksums of the names of those that this lane has left out
@@ -69,7 +64,7 @@ class PieceReader:
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
         # ``stop="first_exhausted"``, a lane may be without rows in one epoch and have some in the next.
         self.epochs_without_pieces = 0
-        self.longest = GIANT * config.packing.max_seq_len  # tokens of a sample that needs no warning
+        self.max_seq_len = config.packing.max_seq_len
         self.most_without_pieces = passes_by_all(num_lanes) if config.source.names else 1
 
     def open(self, epoch: int, start: Cursor | None = None) -> None:
@@ -116,14 +111,15 @@ class PieceReader:
             if len(pieces := self._pieces_of(row)) == 1:  # as most rows make
                 self.epochs_without_pieces = 0
                 return pieces[0]
-            self._hold(pieces)
-            if not pieces:
+            if pieces:
+                self.pending.append(deque(pieces))
+            else:
                 self._warn_if_all_dropped()
         self.epochs_without_pieces = 0
-        piece, first = self.pending.popleft(), self.addresses.popleft()
-        self.pending_tokens -= piece.length
-        if piece.length < first.tokens:
-            self.addresses.appendleft(first._replace(start=first.start + piece.length))
+        of_row = self.pending[0]
+        piece = of_row.popleft()
+        if not of_row:
+            self.pending.popleft()
         return piece
 
     def restore(self, waiting: Sequence[Address], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -134,19 +130,13 @@ class PieceReader:
         """
         for address, data in zip(waiting, rows, strict=True):
             row = Row(data, (), address.row_id)
-            self._hold(self._pieces_at(address, row) if address.total else self._pieces_of(row))
+            if pieces := self._pieces_at(address, row) if address.total else self._pieces_of(row):
+                self.pending.append(deque(pieces))
 
-    def _hold(self, pieces: Sequence[Piece]) -> None:
-        """Keep the pieces of a row until they are asked for."""
-        self.pending.extend(pieces)
-        self.addresses.extend(joined(piece.address for piece in pieces))
-        self.pending_tokens += sum(piece.length for piece in pieces)
-
-    def forget(self) -> None:
-        """Forget what was read and not asked for."""
-        self.pending.clear()
-        self.addresses.clear()
-        self.pending_tokens = 0
+    @property
+    def waiting(self) -> list[Address]:
+        """Where to find what was read and not asked for; in a long sample there may be thousands of pieces."""
+        return [each[0].address._replace(stop=each[-1].address.stop) for each in self.pending]
 
     @property
     def bad_of_state(self) -> tuple[int, ...]:
@@ -177,25 +167,50 @@ class PieceReader:
                 return None
             self.begin_epoch(self.epoch + 1)
 
-    def _cut(self, row: Row) -> tuple[Sample, list[Piece], bool] | tuple[str, Mapping[str, int] | None]:
-        """Encode a row and cut it: its sample, the pieces, and whether no token is trained; or why it is a bad record.
+    def _pieces_of(self, row: Row, *, counted: bool = False) -> list[Piece]:
+        """Encode a row, cut it to pieces, and count it unless it is ``counted``; none if it is dropped.
 
         Raises:
             ValueError: for a row that makes no sample, if bad records are not skipped, and for one that the settings
                 refuse.
         """
-        config = self.config
+        config, ledger, row_id = self.config, self.ledger, row.row_id
         sample = config.sample(row)
         if isinstance(sample, str):
-            return config.judged(row, sample)
-        row_id, length = row.row_id, sample.tokens.size
-        if type(sample) is Sample and 0 < length <= config.packing.max_seq_len:  # most are one piece
-            untrained = trains_nothing(sample)
-            if not untrained or config.untrained in (None, "keep"):
-                return sample, [Piece(sample, length, row_id, 0, length, None)], untrained
+            if not counted:
+                reason, lost = config.judged(row, sample)
+                self._skip_record(row_id, reason, lost=lost)
+                self.reader.charge([])
+            return []
+        length, untrained = sample.tokens.size, False
+        if (
+            type(sample) is Sample and length <= self.max_seq_len and not trains_nothing(sample)
+        ):  # as most are
+            pieces = [Piece(sample, length, Address(row_id, 0, length, length), None)]
+            kept = length
+        else:
+            pieces, untrained = self._cut(sample, row_id)
+            kept = sum([piece.length for piece in pieces])
+        if counted:
+            return pieces
+        ledger.samples += 1
+        ledger.tokens_in += length
+        ledger.untrained += untrained
+        if kept < length or not pieces:
+            reason = "untrained" if untrained else "overlong" if length else "empty"
+            ledger.drop("truncated" if pieces else reason, length - kept)
+        if self.source_stats:
+            self.reader.charge([piece.sample for piece in pieces])
+            stats = self.begin_stats(row_id)
+            stats.samples += 1
+            stats.tokens_in += length
+        return pieces
+
+    def _cut(self, sample: Sample, row_id: RowId) -> tuple[list[Piece], bool]:
+        """Return the pieces of a sample, none if it is dropped, and whether no token of them is trained."""
+        config, trained = self.config, None
         try:
             parts = config.cut(sample)
-            trained = None
             if len(parts) > 1:
                 trained = trained_tokens(sample, [start for start, _ in parts[1:]])
                 untrained = trained == 0
@@ -206,47 +221,20 @@ class PieceReader:
         except ValueError as error:
             raise ValueError(f"{config.source.locate(row_id)} {error}") from None
         if untrained and config.untrained == "drop":
-            parts = []
+            return [], True
         lengths = [part.tokens.size for _, part in parts]
         total = sum(lengths)
         pieces = [
-            Piece(part, length, row_id, start, total, trained)
+            Piece(part, length, Address(row_id, start, start + length, total), trained)
             for (start, part), length in zip(parts, lengths, strict=True)
         ]
-        return sample, pieces, untrained
-
-    def _pieces_of(self, row: Row) -> list[Piece]:
-        """Encode a row, cut it to pieces, and count it; none if it is dropped."""
-        cut = self._cut(row)
-        if len(cut) == 2:
-            reason, lost = cut
-            self._skip_record(row.row_id, reason, lost=lost)
-            self.reader.charge([])
-            return []
-        sample, pieces, untrained = cut
-        if self.source_stats:
-            self.reader.charge([piece.sample for piece in pieces])
-        ledger, tokens = self.ledger, sample.tokens.size
-        ledger.samples += 1
-        ledger.tokens_in += tokens
-        ledger.untrained += untrained
-        if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
-            self._book_loss(tokens, pieces, untrained=untrained)
-        if tokens > self.longest and pieces and not self.planning_again:
-            self._warn_of_giant(row.row_id, tokens)
-        if self.source_stats:
-            stats = self.begin_stats(row.row_id)
-            stats.samples += 1
-            stats.tokens_in += tokens
-        return pieces
+        return pieces, untrained
 
     def _pieces_at(self, address: Address, row: Row) -> list[Piece]:
-        """Encode a row again and return the pieces of it that waited. They are counted already."""
-        cut = self._cut(row)
-        pieces = cut[1] if len(cut) == 3 else []
-        waited = [piece for piece in pieces if address.start <= piece.start < address.stop]
-        there = [waited[0].start, waited[-1].address.stop, waited[0].total] if waited else []
-        if there != [*address[1:]]:
+        """Encode a row again and return the pieces of it that waited."""
+        pieces = self._pieces_of(row, counted=True)
+        waited = [piece for piece in pieces if address.start <= piece.address.start < address.stop]
+        if not waited or waited[0].address._replace(stop=waited[-1].address.stop) != address:
             raise ValueError(
                 f"lane {self.lane}: {self.config.source.locate(row.row_id)} makes other pieces than the tokens "
                 f"{address.start} to {address.stop} of {address.total} that the state says; the data or the encoder "
@@ -254,32 +242,12 @@ class PieceReader:
             )
         return waited
 
-    def _book_loss(self, tokens: int, pieces: list[Piece], *, untrained: bool) -> None:
-        """Count the tokens of a sample that are in none of its pieces."""
-        lost = tokens - sum(piece.length for piece in pieces)
-        if lost or not pieces:
-            if pieces:
-                reason = "truncated"
-            else:
-                reason = "untrained" if untrained else "overlong" if lost else "empty"
-            self.ledger.drop(reason, lost)
-
-    def _warn_of_giant(self, row_id: RowId, tokens: int) -> None:
-        config, self.longest = self.config, sys.maxsize
-        warn_of_giant(
-            self.lane,
-            config.source.locate_cheaply(row_id),
-            tokens=tokens,
-            packs=tokens // config.packing.max_seq_len,
-            mixed=bool(self.source_stats),
-        )
-
     def _warn_if_all_dropped(self) -> None:
         """Warn early if every row is dropped, because reading the whole corpus may take days."""
         ledger = self.ledger
         rows = ledger.samples + ledger.dropped_samples["bad"]
         if rows == FIRST_ROWS and not (ledger.packed or ledger.buffered or self.planning_again):
-            warn_of_first_rows(self.lane, ledger)
+            log.warning("lane %d, so far: %s; the next rows are read", self.lane, nothing_to_pack(ledger))
 
     def _skip_record(self, row_id: RowId, reason: str, *, lost: Mapping[str, int] | None) -> None:
         """Count and list a bad record as a dropped row, or a bad shard once."""

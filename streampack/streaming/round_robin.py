@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeVar
 
@@ -12,10 +12,9 @@ from streampack.storage.read_ahead import SOON
 from streampack.streaming.lane import Lane, fetch_rows
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
-from streampack.streaming.read_report import ReadReport, consumed_by_lanes
 from streampack.types import Pack
 
-OpenLane = Callable[[int, LaneState | None], Lane]
+ANEW = "an exception has cut this iteration short; iterate anew, which goes on behind what it gave"
 Converted = TypeVar("Converted")
 
 
@@ -25,42 +24,29 @@ class PackStream:
     The next lane is the one with the fewest packs in this epoch, of equals the one with the lowest number. So the order
     follows from the lanes, and a state needs nothing besides theirs.
 
-    An exception such as a `KeyboardInterrupt` may leave a lane half changed. So the stream keeps the state of each lane
-    after its last pack, and after an exception it makes that lane again from this state.
+    After an exception, such as a `KeyboardInterrupt`, a lane may be half changed, so the stream gives nothing more:
+    what it has given is in `lane_states`, and another stream goes on from there.
 
     Args:
-        lanes: the numbers of the lanes.
-        open_lane: makes a lane from its number and its state, which is None for a lane that begins.
-        lane_states: where lanes resume; a lane without a state begins.
+        lanes: the lanes, which are restored here.
         last_epoch: the epoch after which the stream ends; None if it never does.
         alone: whether these are all the lanes of the run; then a run without a pack is an error.
     """
 
-    def __init__(
-        self,
-        lanes: Iterable[int],
-        open_lane: OpenLane,
-        *,
-        lane_states: Mapping[int, LaneState],
-        last_epoch: int | None,
-        alone: bool = False,
-    ) -> None:
-        self.open_lane = open_lane
-        self.lanes = [open_lane(lane, lane_states.get(lane)) for lane in lanes]
-        self.fetches = any(not lane.config.source.local for lane in self.lanes[:1])
-        self._place = {lane.lane: i for i, lane in enumerate(self.lanes)}
-        resumed = [lane for lane in self.lanes if lane.lane in lane_states]
+    def __init__(self, lanes: Sequence[Lane], *, last_epoch: int | None, alone: bool = False) -> None:
+        self.lanes = lanes
+        self.fetches = any(not lane.config.source.local for lane in lanes[:1])
+        self._place = {lane.lane: i for i, lane in enumerate(lanes)}
+        resumed = [(lane, lane.resumes_from) for lane in lanes if lane.resumes_from is not None]
         # What lanes read next is fetched beside the rows that waited in all of them.
-        for lane in resumed[:SOON]:
+        for lane, _ in resumed[:SOON]:
             lane.prepare()
-        restore(resumed)
+        restore([lane for lane, _ in resumed])
         # Lanes that read on behind an earlier run may have nothing left of this epoch.
-        self.alone = alone and not any(state.anew for state in lane_states.values())
+        self.alone = alone and not any(state.anew for _, state in resumed)
         self.last_epoch = last_epoch
-        self._lane_states = {
-            lane.lane: lane_states[lane.lane] for lane in self.lanes if lane.lane in lane_states
-        }
-        self._midway: int | None = None  # the lane that may be half changed
+        self._lane_states = {lane.lane: state for lane, state in resumed}
+        self._broken = False  # whether the newest call raised, or is under way
         # The lane with the smallest key is next. Lanes that are done come last in their epoch: if one of them is next,
         # the epoch is over.
         key = ("done", "packs", "lane")
@@ -83,54 +69,43 @@ class PackStream:
             event = self._event()
             if event.pack is not None:
                 converted = convert(event, event.pack)
-                self._lane_states[event.lane], self._midway = event.state, None
+                self._lane_states[event.lane], self._broken = event.state, False
                 return converted
-            self._lane_states[event.lane], self._midway = event.state, None
+            self._lane_states[event.lane], self._broken = event.state, False
 
     def next_event(self) -> LaneEvent:
         """Return the next pack, or the end of a lane's epoch; its state counts rows dropped since the last pack."""
         event = self._event()
         # CPython checks for signals at calls and loops. There are none between here and the return, so that no
         # KeyboardInterrupt can come between recording an event and returning it (tests/loader/test_interrupts.py).
-        self._lane_states[event.lane], self._midway = event.state, None
+        self._lane_states[event.lane], self._broken = event.state, False
         return event
 
     def _event(self) -> LaneEvent:
-        """Return the next event. Unless the caller then records its state, the next call makes its lane again."""
-        if self._midway is not None:
-            self._open_again(self._midway)
+        """Return the next event; the caller records its state."""
+        if self._broken:
+            raise RuntimeError(ANEW)
+        self._broken = True
         while True:
-            if not self._heap:  # this consumer has no lane
-                raise StopIteration
-            lane = self._heap[0][1]
-            if lane.done:
+            lane = self._heap[0][1] if self._heap else None
+            if lane is None or lane.done:
                 if self.alone and not any(each.ledger.packs for each in self.lanes):
                     raise nothing_to_pack(Ledger.total(each.ledger for each in self.lanes))
-                epoch = lane.epoch
-                if self.last_epoch is None or epoch >= self.last_epoch:
+                if lane is None or self.last_epoch is None or lane.epoch >= self.last_epoch:
+                    self._broken = False
                     raise StopIteration
+                epoch = lane.epoch
                 for ended in self.lanes:
                     if ended.epoch == epoch:
-                        self._midway = ended.lane
                         ended.start_epoch(epoch + 1)
                 self._heap = self._build_heap()
-                self._midway = None
                 continue
-            self._midway = lane.lane
             if self.fetches:
                 ahead = min(SOON, len(self.lanes) - 1)
                 self.lanes[(self._place[lane.lane] + ahead) % len(self.lanes)].prepare()
             event = lane.next_event()
             heapq.heapreplace(self._heap, (self._order_key(lane), lane))
             return event
-
-    def _open_again(self, number: int) -> None:
-        i = self._place[number]
-        lane = self.open_lane(number, self._lane_states.get(number))
-        restore([lane])
-        self.lanes[i] = lane
-        self._heap = self._build_heap()
-        self._midway = None
 
     def _build_heap(self) -> list[tuple[tuple[int, ...], Lane]]:
         # Keys differ, so lanes are not compared.
@@ -140,13 +115,6 @@ class PackStream:
         for _, lane in heap[:SOON]:
             lane.prepare()
         return heap
-
-    def report(self) -> ReadReport:
-        """Return what this process has read so far."""
-        if not self.lanes:
-            return ReadReport()
-        consumed = consumed_by_lanes(lane.consumed() for lane in self.lanes)
-        return ReadReport.of(self.lanes[0].config.use)._replace(consumed=consumed)
 
     def lane_states(self) -> dict[int, LaneState]:
         """Return the state of every lane that has yielded a pack or ended an epoch; a fresh dict."""

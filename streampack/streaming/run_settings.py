@@ -8,7 +8,7 @@ from streampack.packing.settings import Packing
 from streampack.sources.source import Source
 from streampack.streaming.balance import default_window, require_window
 from streampack.streaming.lane_config import DEFAULT_LANES, count_lanes
-from streampack.streaming.loaded_state import LoadedState
+from streampack.streaming.loaded_state import RunState
 from streampack.validation import require_positive, warn_user
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RunSettings:
                 "0 switches it off", window, ranks,
             )  # fmt: skip
 
-    def keep(self, loaded: LoadedState) -> None:
+    def keep(self, loaded: RunState) -> None:
         """Take what a loaded state has; warn if the user asked for something else."""
         for name in ("num_lanes", "balance_window"):
             before, asked = getattr(loaded, name), self.asked_for.get(name)

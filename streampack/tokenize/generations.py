@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from streampack.sources.corpus_identity import first_difference
 from streampack.sources.corpus_lists import Entry, changes
 from streampack.sources.source import Source
 from streampack.storage.folders import Folder, write_file
-from streampack.streaming.run_identity import Encoded
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,12 @@ def require_plan(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, shown: s
     Raises:
         ValueError: which names the first setting that differs, and ``shown``.
     """
-    for key, value in ours.items():
-        if isinstance(value, Encoded):
-            difference = value.difference(theirs.get(key))
-            different = None if difference is None else f"another {key}: {difference}"
-        else:
-            other = theirs.get(key)
-            different = None if other == value else f"{key}={other!r} and this is {key}={value!r}"
-        if different is not None:
-            raise ValueError(
-                f"{shown} was made with {different}; give another folder, or remove the old shards"
-            )
+    if (found := first_difference(theirs, ours)) is not None:
+        name, before, now = found
+        raise ValueError(
+            f"{shown} was made with {name}={before!r} and this is {name}={now!r}; give another folder, or remove the "
+            "old shards"
+        )
 
 
 def name_of(number: int) -> str:

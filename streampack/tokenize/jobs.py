@@ -65,7 +65,7 @@ def jobs_of(source: Source, folder: Folder, make: Make, *, add: bool, alone: boo
                     len(files), files[0].name,
                 )  # fmt: skip
             return jobs or [job]
-        ours = Generation(job.recorded, files)
+        ours = Generation(job.plan, files)
         ours.save(folder, len(recorded), replace=alone)
         # Another process may have been faster, and may have found other files.
         if read_generations(folder)[len(recorded) :] == [ours]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from streampack.packing.groups import Group
 from streampack.sources.base import BadRecord, Reading
-from streampack.sources.corpus_identity import state_of
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
 from streampack.storage.folders import Folder
 from streampack.storage.locks import PATIENCE
@@ -38,12 +37,6 @@ class Job:
     def lanes(self) -> range:
         """The numbers of its lanes."""
         return range(self.first, self.first + int(self.plan["lanes"]))
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """The plan as plain values, without the encoder's name: a renamed encoder makes the same bytes."""
-        plan = state_of(self.plan)
-        return {**plan, "encoder": {key: plan["encoder"][key] for key in ("fingerprint", "samples")}}
 
 
 class Progress(NamedTuple):
@@ -122,7 +115,7 @@ def _write_rest(job: Job, progress: Progress, report: Report) -> Progress:
     if progress.ended:
         return progress
     lane, shards, writer, unreported = progress.lane, list(progress.shards), None, 0
-    notes = {"lane": lane, "plan": job.recorded}
+    notes = {"lane": lane, "plan": job.plan}
     samples = _Samples(job, progress)
     try:
         for count, (row, sample) in enumerate(samples, 1):

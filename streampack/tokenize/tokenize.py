@@ -26,7 +26,7 @@ from streampack.storage.base import map_in_threads
 from streampack.storage.folders import Folder, LocalFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.streaming.lane_config import Encode, LaneConfig
-from streampack.streaming.run_identity import Encoded
+from streampack.streaming.run_identity import encoder_identity
 from streampack.tokenize.jobs import jobs_of
 from streampack.tokenize.lane_shards import Job, Progress, read_progress
 from streampack.tokenize.on_ray import write_on_ray
@@ -155,7 +155,7 @@ def tokenize(
         settings = {"lanes": require_positive(lanes_of_it, "lanes"), "shard_tokens": shard_tokens, **earlier}
         plan = {
             "corpus": part.fingerprint(),
-            "encoder": Encoded.of(encode, part),
+            "encoder": encoder_identity(encode, part),
             "lanes": settings["lanes"],
             "shard_tokens": require_positive(settings["shard_tokens"], "shard_tokens"),
             "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
@@ -301,7 +301,7 @@ def _write_index(jobs: Sequence[Job], lanes: Sequence[Progress]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "dtype": jobs[-1].plan["dtype"],
-        "generations": [job.recorded for job in jobs],
+        "generations": [job.plan for job in jobs],
         "bad_records": bad,
         "bad_shards": len(bad_shards),
         "shards": [

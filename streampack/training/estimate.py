@@ -128,15 +128,10 @@ def _opening(
         lines["so far"] = f"{ledger.tokens_in:,} tokens read, {dropped_tokens(ledger)}"
     if estimate is None:
         return lines
-    if estimate.longer and packing.overlong in ("truncate", "drop"):
+    if estimate.lost and packing.overlong in ("truncate", "drop"):
         lines["overlong"] = (
-            f"{estimate.longer:.1%} of {estimate.samples:,} samples looked at are longer than "
-            f"max_seq_len={packing.max_seq_len}: overlong={packing.overlong} loses {estimate.cut:.1%} of the tokens, "
-            f"{estimate.cut_trained:.1%} of the trained ones"
-        )
-    if estimate.untrained:
-        lines["untrained"] = (
-            f"{estimate.untrained:.1%} of {estimate.samples:,} samples looked at train nothing (data.untrained)"
+            f"overlong={packing.overlong} with max_seq_len={packing.max_seq_len} loses {estimate.lost:.1%} of the "
+            f"tokens of {estimate.samples:,} samples looked at; streampack inspect says which"
         )
     return lines
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from streampack.accounting import Ledger, Shares, SourceStats
+from streampack.accounting import Ledger, SourceStats
 from streampack.packing.batch import Batch
 from streampack.sources.mixture import Mix
 from streampack.training.methods import Loader
@@ -130,8 +130,6 @@ class SourceMeter:
         self.mix = loader.dataset.mix
         self.world = world
         self.device = device
-        self.shares = Shares()
-        self.batches = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -143,7 +141,6 @@ class SourceMeter:
         """Count one batch of this rank: its `token_losses`, and the weights of its labels (on the CPU)."""
         if self.mix is None:
             return
-        self.batches += 1
         ids = source_ids(batch, self.mix)
         self.weight.index_add_(0, ids.flatten(), weights.double().flatten())
         ids = ids.to(self.device, non_blocking=True)
@@ -154,8 +151,7 @@ class SourceMeter:
 
         ``loss`` covers the time since the last call, and is missing if no token was trained in it. The others cover all
         lanes since the beginning: ``epochs`` (mean over the lanes), ``tokens_in``, ``packed``, ``trained``, and
-        ``fraction``, the source's fraction of the trained tokens. ``recent_fraction`` is that of the last 100 steps,
-        from the second call on.
+        ``fraction``, the source's fraction of the trained tokens.
         """
         if self.mix is None:
             return {}
@@ -164,6 +160,7 @@ class SourceMeter:
         self._reset()
         ranks = self.world.gather(self.loader.source_stats())
         totals = {name: SourceStats.total(stats[name] for stats in ranks) for name in self.mix.names}
+        whole = max(1, sum(stats.trained for stats in totals.values()))
         metrics: dict[str, float] = {}
         for (name, stats), loss, weight in zip(totals.items(), losses, weights, strict=True):
             if weight:
@@ -172,8 +169,8 @@ class SourceMeter:
             metrics[f"source_{name}_tokens_in"] = stats.tokens_in
             metrics[f"source_{name}_packed"] = stats.packed
             metrics[f"source_{name}_trained"] = stats.trained
-        trained = {name: stats.trained for name, stats in totals.items()}
-        return metrics | self.shares.metrics(trained, step=self.batches // self.loader.batches_per_step)
+            metrics[f"source_{name}_fraction"] = stats.trained / whole
+        return metrics
 
 
 def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
@@ -201,24 +198,14 @@ def stream_totals(loader: Loader, world: World) -> tuple[Ledger, int]:
 
 
 def stream_metrics(loader: Loader, world: World) -> dict[str, float]:
-    """Collective: return the ledger of all ranks, the lowest epoch, and what an operator watches, by name.
-
-    Of the metrics of `PackedDataLoader.metrics`, counts are added up over the ranks. Of ``*_seconds``, ``data_wait*``
-    and ``cost_imbalance*`` the largest is taken, of ``*consumed`` the mean.
-    """
+    """Collective: return the ledger of all ranks, the lowest epoch, and the largest of `PackedDataLoader.metrics`."""
     ledgers, epochs, ranks = zip(
         *world.gather((loader.ledger(), loader.epoch, loader.metrics())), strict=True
     )
     found: dict[str, float] = {"epoch": min(epochs)}
     found |= {f"ledger_{name}": value for name, value in Ledger.total(ledgers).as_dict().items()}
     for name in sorted({name for metrics in ranks for name in metrics}):
-        values = [metrics[name] for metrics in ranks if name in metrics]
-        if name.endswith("_seconds") or name.startswith(("data_wait", "cost_imbalance")):
-            found[name] = max(values)
-        elif name.endswith("consumed"):
-            found[name] = sum(values) / len(values)
-        elif name.startswith("read_"):
-            found[name] = sum(values)
+        found[name] = max(metrics[name] for metrics in ranks if name in metrics)
     return found
 
 

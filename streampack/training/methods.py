@@ -152,9 +152,9 @@ class MethodLoader:
         """
         found = []
         for each in fragments:
-            piece = self._pieces[each.row_id[0]]
-            start, stop = piece.start + each.start, piece.start + each.stop
-            found.append(each._replace(row_id=piece.row_id, start=start, stop=stop))
+            at = self._pieces[each.row_id[0]].address
+            start, stop = at.start + each.start, at.start + each.stop
+            found.append(each._replace(row_id=at.row_id, start=start, stop=stop))
         return tuple(found)
 
     @property
@@ -209,9 +209,8 @@ class MethodLoader:
         self._trained.require()
 
     def metrics(self) -> dict[str, float]:
-        """Return the rows read and the bad records; see `PackedDataLoader.metrics`. The rest is not counted here."""
-        ledger = self.ledger()
-        return {"read_rows": ledger.samples, "bad_records": ledger.dropped_samples["bad"]}
+        """Return nothing: here the waiting of steps is not measured."""
+        return {}
 
     def source_stats(self) -> dict[str, SourceStats]:
         """Return statistics of a mixture's sources; here there are none."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import unstack_packs
 from streampack.streaming.dataset import IterablePackedDataset
+from streampack.streaming.loaded_state import state_of
 from streampack.training.checkpoint import Checkpoints, read_run
 from streampack.types import Pack
 
@@ -45,12 +46,13 @@ def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) 
             f"the run began at step {after['begun']} behind another run, and {checkpoints} has no checkpoint before "
             f"step {step}; its first one is of step {steps[0]}"
         )
-    else:
-        state = {**state, "lanes": {}, "slot": 0, "epoch": 0}
     if "method" in state:
         raise ValueError(
             f"the run had data.method={state['method']}, whose steps are not kept; remove the step"
         )
+    if not begun:
+        head = {name: value for name, value in state.items() if name not in ("lanes", "checksum")}
+        state = state_of({**head, "slot": 0, "epoch": 0}, {})
     dataset.load_state_dict(state)
     loader = PackedDataLoader(dataset, batch_size=packs_per_step, packs_per_step=packs_per_step)
     if (batch := next(islice(loader, step - begun - 1, None), None)) is None:

@@ -28,7 +28,7 @@ from streampack.scoring.requests import OVERLONG, fit, read_request
 from streampack.scoring.score import Score, score
 from streampack.sources.base import BadRecord, Reading
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.run_identity import Encoded
+from streampack.streaming.run_identity import encoder_identity
 from streampack.tokenize.tokenize import from_config
 from streampack.training.config import RunConfig, read_config, to_plain
 from streampack.training.devices import pick_device
@@ -274,10 +274,9 @@ def _settings(
 ) -> dict[str, str]:
     """Return all that decides the lines of a result, by name."""
     weights = [values.get("model"), values.get("checkpointer"), values.get("dtype")]
-    encoder = Encoded.of(rows.encode, rows.source).state()
     return {
         "data.source": rows.source.fingerprint(),
-        "data.encoder": digest(encoder["fingerprint"], repr(encoder["samples"])),
+        "data.encoder": digest(encoder_identity(rows.encode, rows.source)),
         "model": model or digest(plain(weights)),
         "overlong": overlong if overlong == "error" else f"{overlong} to {rows.max_seq_len} tokens",
         "per_token": str(per_token),

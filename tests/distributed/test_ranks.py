@@ -154,10 +154,9 @@ def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, wor
         )
         loader = PackedDataLoader(dataset, batch_size=2, num_workers=workers)
         loader.rank_sync = ThreadSync(board, number)
-        iterator = iter(loader)
         for _ in range(3):
             try:
-                for _ in iterator:
+                for _ in loader:
                     counts[number] += 1
             except Exception as error:
                 caught[number].append(error)
@@ -168,7 +167,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, wor
     assert states == [states[0]] * size
     failing = at % 12 % size
     for number, errors in enumerate(caught):
-        assert len(errors) == 3, "the next call raises again"
+        assert len(errors) == 3, "iterating anew raises again"
         for error in errors:
             if number == failing:
                 assert isinstance(error, KeyError)

@@ -137,13 +137,11 @@ def check_traces(dataset: IterablePackedDataset, packs: list[dict[str, Any]]) ->
 def _refused(case: Case) -> int:
     """A run with rows that are errors, or with no row that makes a pack: refused, naming one, and again when asked."""
     dataset, packs, said = case.dataset(), [], []
-    iterator = iter(dataset)
     for _ in range(2):
         try:
-            while len(packs) < 10**5:
-                packs.append(next(iterator))
-            raise AssertionError("reads on for ever")
-        except StopIteration:
+            for pack in dataset:
+                packs.append(pack)
+                assert len(packs) < 10**5, "reads on for ever"
             raise AssertionError("rows that are errors were passed by") from None
         except ValueError as error:
             said.append(str(error))
@@ -284,8 +282,8 @@ def _cut_dataset(case: Case, total: int) -> tuple[int, list[Plain], dict[str, An
         peeked = case.rng.randint(0, number // 2)  # whoever iterates again goes on behind that
         case.drew["peeks"] += peeked > 0
         injector = Injector(case.rng.randint(1, 3000))
-        packs += interrupted(iter(dataset), peeked, injector)
-        packs += interrupted(iter(dataset), number - peeked, injector)
+        packs += interrupted(dataset, peeked, injector)
+        packs += interrupted(dataset, number - peeked, injector)
         case.drew["interrupts"] += injector.raised
         if resumes == 6 or (len(packs) >= total and resumes):
             break
@@ -296,14 +294,16 @@ def _cut_dataset(case: Case, total: int) -> tuple[int, list[Plain], dict[str, An
     return resumes, of_dicts(packs), dataset.ledger().as_dict()
 
 
-def interrupted(iterator: Iterator[Any], number: int, injector: Injector) -> Iterator[Any]:
-    """The next packs of an iterator, which is asked again where it is interrupted."""
+def interrupted(dataset: IterablePackedDataset, number: int, injector: Injector) -> Iterator[Any]:
+    """The next packs of a dataset, which is iterated anew where it is interrupted."""
+    iterator = iter(dataset)
     while number > 0:
         try:
             pack = injector.call(iterator.__next__)
         except StopIteration:
             return
         except KeyboardInterrupt:
+            iterator = iter(dataset)
             continue
         yield pack
         number -= 1

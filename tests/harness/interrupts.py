@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ class Injector:
         self.error = error
         self.places = 0
         self.raised = False
+        self.home = os.getpid()  # and not its worker processes, which inherit the profiler
 
     def call(self, function: Callable[[], Result]) -> Result:
         """``function()``, which must be Python code; ``error`` is raised somewhere below it, once."""
@@ -37,6 +39,8 @@ class Injector:
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         if event not in ("call", "c_return") or frame.f_code.co_filename == __file__:
+            return
+        if os.getpid() != self.home:
             return
         self.places += 1
         if self.at is not None and self.places >= self.at and not self.raised and not _shielded(frame):

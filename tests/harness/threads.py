@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from unittest import mock
 
 from streampack import Batch, IterablePackedDataset, MapSource, PackedDataLoader, Sample
 from streampack.distributed.rank_sync import Exchange, RankSync  # private: where ranks become threads
-from streampack.streaming.read_report import ReadReport  # private: what a worker process tells its loader
+from streampack.loader.workers import Part
 from tests.harness.corpus import Numbers
 from tests.harness.interrupts import Injector
 
@@ -112,26 +113,8 @@ def on_ranks(size: int, act: Callable[[ThreadSync], Any]) -> list[Any]:
 class InProcess:
     """A stand-in for `Worker` in this process."""
 
-    report = ReadReport()
-
-    def __init__(
-        self,
-        dataset: IterablePackedDataset,
-        *,
-        consumer: int,
-        consumers: int,
-        lane_states: Mapping[int, Any],
-        first_epoch: int | None,
-        prefetch: int,
-        max_restarts: int,
-    ) -> None:
-        self.begin = (
-            pickle.loads(pickle.dumps(dataset)),
-            consumer,
-            consumers,
-            dict(lane_states),
-            first_epoch,
-        )
+    def __init__(self, dataset: IterablePackedDataset, part: Part) -> None:
+        self.dataset, self.part = pickle.loads(pickle.dumps(dataset)), part
         self.stream: Any = None
         self.closed = False
 
@@ -145,10 +128,7 @@ class InProcess:
         if self.closed:
             raise StopIteration
         if self.stream is None:
-            dataset, consumer, consumers, lane_states, first_epoch = self.begin
-            self.stream = dataset.stream(
-                consumer, consumers, lane_states=lane_states, first_epoch=first_epoch
-            )
+            self.stream = self.part.stream(self.dataset)
         return self.stream.next_event()
 
 
@@ -196,8 +176,8 @@ def run(
 ) -> Run:
     """Take at most ``limit`` batches on every rank, then the state.
 
-    With ``packs_per_step=0`` the loader is given none. After ``peek`` batches it is iterated anew. An interrupt by the
-    ``injector`` is for a single rank: it asks for the batch again.
+    With ``packs_per_step=0`` the loader is given none. After ``peek`` batches it is iterated anew, and after an
+    interrupt by the ``injector``, which is for a single rank.
     """
     size = topology.ranks * topology.share
     board = Board(size)
@@ -227,6 +207,7 @@ def run(
                     result.ended[number] = True
                     break
                 except KeyboardInterrupt:
+                    iterator = iter(loader)
                     continue
                 result.batches[number].append(batch)
             result.states[number] = loader.state_dict()
@@ -270,7 +251,7 @@ class Fails:
 
     def __call__(self, row: Mapping[str, int], /) -> Sample:
         if row["i"] == self.at:
-            raise self.error
+            raise copy(self.error)
         return Numbers()(row)
 
 

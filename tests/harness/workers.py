@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streampack import IterablePackedDataset
-from streampack.loader.workers import Worker  # private: processes that are killed at any moment
+from streampack.loader.workers import Part, Worker  # private: processes that are killed at any moment
 from streampack.streaming.lane_state import LaneEvent
 from tests.harness.corpus import Numbers, plain, rows
 
@@ -27,12 +27,9 @@ def dataset(source: Any = ROWS, **settings: Any) -> IterablePackedDataset:
 
 
 def worker(
-    of: IterablePackedDataset, *, consumer: int = 0, consumers: int = 1, prefetch: int = 2, **settings: Any
+    of: IterablePackedDataset, *, consumer: int = 0, consumers: int = 1, lane_states: Any = None
 ) -> Worker:
-    return Worker(
-        of,
-        **{"consumer": consumer, "consumers": consumers, "lane_states": {}, "prefetch": prefetch} | settings,
-    )
+    return Worker(of, Part(consumer, consumers, lane_states or {}, of.epoch, None))
 
 
 def content(event: LaneEvent) -> tuple[Any, ...]:

@@ -106,7 +106,7 @@ def test_resumes_at_batches_with_any_number_of_workers(before, after):
 
 
 def test_a_state_counts_the_batches_that_were_returned():
-    loader = PackedDataLoader(dataset(), batch_size=2, num_workers=2, prefetch_factor=8)
+    loader = PackedDataLoader(dataset(), batch_size=2, num_workers=2)
     batch = next(iter(loader))
     assert loader.ledger().packs == 2
     assert loader.ledger().packed == batch.num_tokens
@@ -124,7 +124,6 @@ def test_a_bad_row_in_a_worker_names_its_place():
     [
         ({"batch_size": 0}, "batch_size=0 is below 1"),
         ({"num_workers": -1}, "num_workers=-1 is below 0"),
-        ({"prefetch_factor": 0}, "prefetch_factor=0"),
         ({"packs_per_step": 0}, "packs_per_step=0"),
     ],
 )
@@ -263,7 +262,7 @@ def test_a_loader_knows_the_costs_of_all_ranks(per_step: int, window: int | None
     assert wanted > 1.02
     for _, metrics in ranks:
         assert metrics["cost_imbalance"] == metrics["cost_imbalance_mean"] == pytest.approx(wanted)
-        assert metrics["data_wait_mean"] * len(steps) <= metrics["data_wait_seconds"] * 1.001
+        assert metrics["data_wait"] == metrics["data_wait_mean"] > 0
 
 
 def test_a_single_rank_has_no_imbalance() -> None:
@@ -274,6 +273,7 @@ def test_a_single_rank_has_no_imbalance() -> None:
     metrics = loader.metrics()
     assert metrics["data_wait"] > 0
     assert "cost_imbalance" not in metrics
+    assert loader.metrics() == metrics, "no step since the last call"
 
 
 # Steps, batches and runs that train nothing.

@@ -50,7 +50,7 @@ def lane_end_recorded_too_early(good, self, number):
     rank_batch = good(self, number)
     for event in (*rank_batch.events, *(head for *_, head in self.rank_batches.heads)):
         if event.pack is None:
-            self.progress.handed.lane_states[event.lane] = event.state
+            self.handed.lane_states[event.lane] = event.state
     return rank_batch
 
 
@@ -60,7 +60,7 @@ def state_ahead_of_packs() -> None:
 
     def make(good: Any, self: Any, number: int) -> Any:
         rank_batch = good(self, number)
-        self.progress.handed.lane_states.update({event.lane: event.state for event in rank_batch.events})
+        self.handed.lane_states.update({event.lane: event.state for event in rank_batch.events})
         return rank_batch
 
     replace(iteration.Iteration, "_make", make)

@@ -18,6 +18,8 @@ from streampack.sources.base import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
+from streampack.streaming.round_robin import PackStream
+from streampack.streaming.run_identity import RunIdentity
 from tests.mutants.registry import replaces
 
 
@@ -61,10 +63,10 @@ def window_key_without_start(good, count, *key):
     return good(count, *key[:3])
 
 
-@replaces(IterablePackedDataset, "_last_epoch")
-def one_epoch_too_many(good, self):
+@replaces(PackStream, "__init__")
+def one_epoch_too_many(good, self, lanes, *, last_epoch, alone=False):
     """A run has one epoch more than it should."""
-    return None if self.epochs is None else self.epoch + self.epochs
+    good(self, lanes, last_epoch=None if last_epoch is None else last_epoch + 1, alone=alone)
 
 
 @replaces(IterablePackedDataset, "load_state_dict")
@@ -75,12 +77,10 @@ def num_lanes_recomputed(good, self, state):
     self.settings.num_lanes = ours
 
 
-@replaces(IterablePackedDataset, "load_state_dict")
-def seed_not_compared(good, self, state):
+@replaces(RunIdentity, "require")
+def seed_not_compared(good, self, theirs, **others):
     """A state of another seed is taken, and its rows are read in another order from there."""
-    if isinstance(state, dict) and isinstance(state.get("identity"), dict):
-        state = {**state, "identity": {**state["identity"], "seed": self.state_dict()["identity"]["seed"]}}
-    good(self, state)
+    good(self, {**theirs, "seed": self.parts["seed"]}, **others)
 
 
 def loading(change: Callable[[LaneState], None]) -> Any:
@@ -230,11 +230,13 @@ def fragments_from_the_start(pack):
     pack.fragments = tuple(f._replace(start=0, stop=f.stop - f.start) for f in pack.fragments)
 
 
-@replaces(Planner, "add")
-def padding_of_sequences_not_charged(good, self, piece):
+@replaces(Planner, "_pull")
+def padding_of_sequences_not_charged(good, self):
     """The planner counts sequences without the padding that ``pad_seqs_to`` adds."""
-    good(self, piece)
-    self.lengths[-1] = piece.length
+    pulled = good(self)
+    if pulled:
+        self.lengths[-1] = self.waiting[-1].length
+    return pulled
 
 
 @replaces(trains_nothing)

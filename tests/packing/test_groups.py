@@ -408,5 +408,5 @@ def test_an_encoder_that_groups_otherwise_is_another_encoder(change: str) -> Non
     loader = PackedDataLoader(dataset(encoder=Regrouped("")))
     next(iter(loader))
     other = PackedDataLoader(dataset(encoder=Regrouped(change)))
-    with pytest.raises(ValueError, match="Regrouped makes other tokens of sample"):
+    with pytest.raises(ValueError, match="made with encoder.samples"):
         other.load_state_dict(loader.state_dict())

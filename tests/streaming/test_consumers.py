@@ -32,6 +32,11 @@ from tests.harness.threads import ThreadSync, on_ranks
 ROWS = [{"tokens": [i + 1] * 8, "labels": [i + 1] * 8} for i in range(32)]
 
 
+ALONE = (
+    "each of 2 ranks would read all the data, or accelerate would share the packs out once more; iterate a"
+)
+
+
 def stream(**changes: Any) -> IterablePackedDataset:
     return IterablePackedDataset(ROWS, max_seq_len=8, **({"epochs": None, "num_lanes": 4} | changes))
 
@@ -58,17 +63,16 @@ def read_plainly() -> dict[str, Any]:
     found: dict[str, Any] = {
         "early": refusal(lambda: next(iter(early))),
         "epochs": refusal(lambda: next(iter(stream(epochs=1)))),
-        "seen": seen(stream(), 16),
+        "endless": refusal(lambda: next(iter(stream()))),
     }
     sent = pickle.dumps(stream())
     for name in ("tp", "dp"):
         init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))  # nothing shows in these names
         init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))  # a group of one is no group
-        found["before " + name] = refusal(lambda: next(iter(stream())))
+        found["before " + name] = refusal(lambda: next(iter(PackedDataLoader(stream()))))
     # What torch makes of the dimensions of a mesh; two ranks are not enough for one of two dimensions.
     dist.new_group([0, 1], group_desc="mesh_tp")
     for name, action in (
-        ("tp stream", lambda: next(iter(stream()))),
         ("tp loader", lambda: next(iter(PackedDataLoader(stream())))),
         ("tp sampler", lambda: MultipackBatchSampler([8] * 32, max_tokens=8)),
     ):
@@ -83,7 +87,7 @@ def read_plainly() -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.utils.data._utils.worker._worker_info", Worker)  # as in a worker of torch
-        found["spawned"] = seen(pickle.loads(sent), 16)
+        found["spawned"] = refusal(lambda: next(iter(pickle.loads(sent))))
     return found
 
 
@@ -117,27 +121,18 @@ def test_accelerate_never_shares_packs_out_a_second_time() -> None:
     for rank, refusals in enumerate(run_ranks(read_by_accelerate, 2)):
         assert len(refusals) == (2 if rank else 4)
         for message in refusals:
-            assert "accelerate runs 2 processes" in message
-            assert (
-                "call prepare_trainer_for_packing(trainer), elsewhere iterate a PackedDataLoader" in message
-            )
+            assert ALONE in message
 
 
 def test_ranks_in_plain_torch() -> None:
     found = run_ranks(read_plainly, 2)
-    for name in ("seen", "spawned"):
-        assert found[0][name] | found[1][name] == set(range(1, 33))
-        assert not found[0][name] & found[1][name]
     for rank in found:
         assert "made before the process group of 2 ranks, and each would read all the data" in rank["early"]
-        assert (
-            "2 ranks reading 1 epoch(s) each end at a different step and would hang; iterate"
-            in rank["epochs"]
-        )
-        assert "epochs=None" not in rank["epochs"]  # under accelerate, that was the silent case
+        assert rank["epochs"].startswith(ALONE)
+        assert rank["endless"].startswith(ALONE)
+        assert rank["spawned"].startswith(ALONE)
         assert rank["before tp"] == rank["before dp"] == ""
         for name, why in {
-            "stream": "every rank reads packs of its own",
             "loader": "a PackedDataLoader gives each rank its own",
             "sampler": "without rank= each rank gets its own",
         }.items():

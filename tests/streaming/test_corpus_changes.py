@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -400,7 +399,7 @@ def test_a_corpus_whose_files_look_renamed_is_refused_where_changes_are_allowed(
         ({"corpus_changes": "error"}, renamed),
         (
             {"corpus_changes": "error", "corpus_lists": None},
-            "as many files of as many bytes, so they may be the same",
+            "a name is relative to the folder that is given",
         ),
     ):
         with pytest.raises(ValueError) as error:
@@ -447,7 +446,7 @@ def test_the_error_names_what_was_added_removed_and_changed(changed_files: Any, 
         make(source, **settings).load_state_dict(state)
     for changes, words in (
         ({"seed": 1}, "with seed=0 and this dataset has seed=1"),
-        ({"encoder": Numbers("other")}, "with another encoder"),
+        ({"encoder": Numbers("other")}, "made with encoder.fingerprint="),
     ):
         with pytest.raises(ValueError, match=words):
             make(source, **settings, **changes).load_state_dict(state)
@@ -475,12 +474,3 @@ def test_lists_that_cannot_be_read_are_refused(
     harm(kept)
     with pytest.raises(kind, match=message):
         make(source, **settings, corpus_changes="allow").load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "broken", [{"": []}, {"": [[0, "../x"]]}, {"": [["0", "a"]]}, {"": None}], ids=json.dumps
-)
-def test_a_damaged_history_of_files_is_refused(broken: Any, changed_files: Any) -> None:
-    source, settings, state = changed_files
-    with pytest.raises(ValueError, match="the state is damaged: it has no history of the files of a source"):
-        make(source, **settings, corpus_changes="allow").load_state_dict({**state, "corpus": broken})

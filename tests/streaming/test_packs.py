@@ -291,8 +291,8 @@ def test_a_stream_makes_the_same_packs_after_any_error(
     while True:
         try:
             packs += (content(pack) for pack in dataset)
-        except kind as error:
-            assert "no luck" in said(error)
+        except (kind, ValueError) as error:  # a row that waited cannot be read again
+            assert "no luck" in said(error) or isinstance(error.__cause__, kind)
             errors += 1
             continue
         break

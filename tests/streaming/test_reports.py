@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
@@ -28,8 +26,6 @@ from streampack import (
     TokensEncoder,
     plan_packs,
 )
-from streampack.loader import merge, workers  # private: what was read is told at once, not every second
-from streampack.sources import ParquetSource
 from tests.harness.corpus import Numbers, all_of, rows, samples_in, write
 from tests.harness.hf_trainers import samples
 from tests.harness.threads import ThreadSync, on_ranks
@@ -62,24 +58,23 @@ def test_an_estimate_of_much_data_is_upward_and_close(tmp_path: Path, kind: str,
     assert known.packs == pytest.approx(actual, rel=0.05)
 
 
-def test_an_estimate_counts_truncated_tokens() -> None:
+def test_an_estimate_counts_lost_tokens_and_leaves_dropped_samples_out() -> None:
     """Of 300 samples, a third is long; of half of these, the answer is cut off."""
     short = {"tokens": [1] * 10, "labels": [IGNORE_INDEX] * 5 + [1] * 5}
     answered = {"tokens": [1] * 40, "labels": [IGNORE_INDEX] * 10 + [1] * 30}
     lost = {"tokens": [1] * 40, "labels": [IGNORE_INDEX] * 30 + [1] * 10}
     rows = [short, short, short, short, answered, lost] * 50
-    known = estimated(rows, max_seq_len=20).estimate(rows=300)
-    assert (known.samples, known.longer, known.untrained) == (300, pytest.approx(1 / 3), pytest.approx(1 / 6))
-    assert known.cut == pytest.approx(40 / 120)
-    assert known.cut_trained == pytest.approx(30 / 60)
-    dropped = estimated(rows, max_seq_len=20, overlong="drop").estimate(rows=300)
-    assert (dropped.cut, dropped.cut_trained, dropped.untrained) == (
-        pytest.approx(80 / 120), pytest.approx(40 / 60), 0,
-    )  # fmt: skip
-    split = estimated(rows, max_seq_len=20, overlong="split").estimate(rows=300)
-    assert (split.cut, split.cut_trained, split.untrained) == (0, 0, 0)
-    left = estimated(rows, max_seq_len=20, untrained="drop")
-    assert left.estimate(rows=300).packs == len(list(left))
+    for settings, wanted in (
+        ({}, 40 / 120),
+        ({"overlong": "drop"}, 80 / 120),
+        ({"overlong": "split"}, 0),
+        ({"untrained": "drop"}, 60 / 120),
+    ):
+        data = estimated(rows, max_seq_len=20, **settings)
+        known = data.estimate(rows=300)
+        assert (known.samples, known.lost) == (300, pytest.approx(wanted))
+        assert known.packs == len(list(data))
+        assert known.padding == pytest.approx(data.ledger().padding)
 
 
 def test_an_estimate_needs_a_length() -> None:
@@ -133,95 +128,6 @@ def test_counted_packs_equal_those_of_an_epoch(changes: dict[str, Any]) -> None:
     data = IterablePackedDataset(given.pop("source"), **given)
     known = data.estimate(num_lanes=given["num_lanes"])
     assert (known.packs, known.error) == (sum(pack["epoch"] == 0 for pack in data), 0)
-
-
-# What was read, in worker processes too.
-
-ROWS = rows(4000)
-
-
-@pytest.fixture(autouse=True)
-def _report_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "REPORT_EVERY", 0.0)
-    monkeypatch.setattr(workers, "REPORT_EVERY", 0.0)
-
-
-def jsonl(folder: Path, name: str = "a", count: int = 4000) -> JSONLSource:
-    return JSONLSource(write(folder / f"{name}.jsonl", ROWS[:count]))
-
-
-def parquet(folder: Path) -> ParquetSource:
-    pq.write_table(pa.Table.from_pylist(ROWS), folder / "a.parquet", row_group_size=100)
-    return ParquetSource(folder / "a.parquet")
-
-
-def in_memory(folder: Path) -> MapSource:
-    return MapSource(ROWS)
-
-
-def loader_of(source: Any, *, num_workers: int = 0, **settings: Any) -> PackedDataLoader:
-    common: dict[str, Any] = {"max_seq_len": 64, "buffer_size": 8, "num_lanes": 4, "shuffle": True}
-    data = IterablePackedDataset(source, encoder=Numbers(), **{**common, "shuffle_window": 16, **settings})
-    return PackedDataLoader(data, num_workers=num_workers)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_bytes_and_rows_are_those_of_the_files(tmp_path: Path, num_workers: int) -> None:
-    source = jsonl(tmp_path)
-    size = source.files[0].size
-    loader = loader_of(source, num_workers=num_workers)
-    assert loader.metrics()["read_bytes"] == 0
-    for epoch in (1, 2):
-        for _ in loader:
-            pass
-        metrics = loader.metrics()
-        assert metrics["read_rows"] == len(ROWS)
-        assert epoch * size <= metrics["read_bytes"] <= 1.3 * epoch * size, "both iterations count"
-        assert metrics["read_retries"] == metrics["outage_seconds"] == metrics["bad_records"] == 0
-        assert metrics["data_wait_seconds"] > metrics["read_seconds"] > 0 or num_workers
-        assert metrics["consumed"] == 1
-
-
-@pytest.mark.parametrize(("make", "num_workers"), [(jsonl, 2), (parquet, 0), (in_memory, 0)])
-def test_the_fraction_consumed_follows_the_packs(
-    tmp_path: Path, make: Callable[[Path], Any], num_workers: int
-) -> None:
-    total = len(list(loader_of(make(tmp_path)).dataset))
-    loader = loader_of(make(tmp_path), num_workers=num_workers)
-    found = []
-    for number, _ in enumerate(loader, 1):
-        found.append(loader.metrics()["consumed"])
-        # Rows in windows and in packs made ahead are ahead of the batches.
-        assert number / total - 0.03 <= found[-1] <= number / total + (0.1 if num_workers else 0.06)
-    assert found[-1] == 1
-
-
-def test_a_source_that_cannot_tell_says_nothing() -> None:
-    loader = loader_of(IterableSource(lambda: iter(ROWS)), num_lanes=1, shuffle=False)
-    next(iter(loader))
-    assert "consumed" not in loader.metrics()
-
-
-def test_each_source_of_a_mixture_is_followed(tmp_path: Path) -> None:
-    entries = [
-        {"name": "small", "source": jsonl(tmp_path, "small", 500), "weight": 1},
-        {"name": "large", "source": jsonl(tmp_path, "large", 4000), "weight": 1},
-    ]
-    loader = loader_of(Mix(entries, stop="all_exhausted"))
-    highest = dict.fromkeys(("small", "large"), 0.0)
-    batches = iter(loader)
-    for _ in range(150):
-        next(batches)
-        metrics = loader.metrics()
-        for name in highest:
-            highest[name] = max(highest[name], metrics.get(f"source_{name}_consumed", 0.0))
-    stats = loader.source_stats()
-    assert stats["small"].epochs > 4, "of the small one several passes were read"
-    assert highest["small"] > 0.8
-    assert metrics["source_large_consumed"] == pytest.approx(stats["large"].samples / 4000, abs=0.08)
-    trained = {name: each.trained for name, each in stats.items()}
-    assert metrics["source_small_fraction"] == trained["small"] / sum(trained.values())
-    assert metrics["source_small_recent_fraction"] == pytest.approx(0.5, abs=0.05)
 
 
 # No packs.
@@ -293,21 +199,16 @@ def test_a_lane_whose_first_rows_are_all_dropped_says_so(caplog: pytest.LogCaptu
         caplog.clear()
         assert len(list(IterablePackedDataset(data[first:], encoder=Numbers(), **settings))) > 10
         assert (
-            caplog.text.count("the first 1,000 rows of lane 0 are all dropped (1,000 longer than a pack")
+            caplog.text.count(
+                "lane 0, so far: no row makes a pack: all 1,000 that were read are dropped (1,000 longer"
+            )
             == said
         )
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("most", "warnings", "dropped"), [(None, 1, 0), (700, 1, 0), (699, 0, 3)])
-def test_a_giant_sample_is_named_once_a_lane_or_left_out(
-    whole: bool,
-    most: int | None,
-    warnings: int,
-    dropped: int,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize(("most", "dropped"), [(None, 0), (700, 0), (699, 3)])
+def test_giant_samples_may_be_left_out(whole: bool, most: int | None, dropped: int, tmp_path: Path) -> None:
     lengths = [{"i": i, "n": 700 if i in (9, 12, 15) else 5} for i in range(30)]
     sources = [
         {"name": name, "source": JSONLSource(write(tmp_path / f"{name}.jsonl", some)), "weight": 1}
@@ -322,11 +223,6 @@ def test_a_giant_sample_is_named_once_a_lane_or_left_out(
         700 * dropped,
         dropped,
     )
-    said = [each.getMessage() for each in caplog.records if "tokens: lane" in each.getMessage()]
-    assert len(said) == warnings
-    for message in said:
-        assert "a.jsonl" in message
-        assert "has 700 tokens: lane 0 gives nothing else for about 70 packs, and until" in message
 
 
 # Samples that train nothing.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import pickle
@@ -23,7 +22,6 @@ from streampack import (
     JSONLSource,
     MapSource,
     MDSSource,
-    Mix,
     Sample,
 )
 from streampack.sources import Reading, Source
@@ -122,39 +120,15 @@ def test_encoders_are_compared_by_their_output(kind: str, source: str, tmp_path:
     lanes = {"num_lanes": 1}
     before = dataset(make(), encoder(0), **lanes)
     words = refusal(before, dataset(make(), encoder(1000), **lanes))
-    assert words is not None
-    found = re.fullmatch(
-        r"the state was made with another encoder: (.*) makes other tokens of (.*) than it made then", words
-    )
-    assert found, words
-    place = {
-        "jsonl": "a.jsonl:",
-        "gz": "a.jsonl.gz:",
-        "mds": ", sample ",
-        "iterable": "row 0",
-        "bare": "row 0",
-    }.get(source, "sample 0")
-    assert place in found[2]
+    row = r"encoder\.samples(\.\d+)+='\w{8}'"
+    assert re.fullmatch(f"the state was made with {row} and this dataset has {row}", words or ""), words
     assert refusal(before, dataset(make(), encoder(0), **lanes)) is None
     assert refusal(before, dataset(make(), renamed, **lanes)) is None, "a name decides nothing"
 
 
-def test_the_message_names_both_encoders() -> None:
-    words = refusal(dataset(MapSource(rows(9)), shifted(0)), dataset(MapSource(rows(9)), Numbers()))
-    assert words == (
-        "the state was made with another encoder: tests.harness.corpus.Numbers makes other tokens of sample 0 than "
-        "tests.streaming.test_run_identity.shifted.<locals>.encode made"
-    )
-    again = functools.partial(by_keyword, k=3)
-    assert "partial(tests.streaming.test_run_identity.by_keyword)" in (
-        refusal(dataset(rows(9)), dataset(rows(9), again)) or ""
-    )
-
-
 def test_an_encoders_own_fingerprint_is_compared_too() -> None:
     assert refusal(dataset(rows(9)), dataset(rows(9), Numbers("letters"))) == (
-        "the state was made with another encoder: the fingerprint of tests.harness.corpus.Numbers is 'letters' and was "
-        "'numbers'"
+        "the state was made with encoder.fingerprint='numbers' and this dataset has encoder.fingerprint='letters'"
     )
 
 
@@ -165,7 +139,7 @@ def test_an_encoder_that_makes_random_tokens_warns() -> None:
         return Sample(*[rng.integers(0, 9, row["n"])] * 2)
 
     with pytest.warns(
-        UserWarning, match=r"encode makes other tokens of the same row each time \(sample \d+\): a resum"
+        UserWarning, match=r"encode makes other tokens of the same row each time \(row \d+\): a resum"
     ):
         state = dataset(rows(50), encode).state_dict()
     with pytest.warns(UserWarning, match="each time"):
@@ -214,7 +188,8 @@ def test_map_style_data_are_compared_by_more_than_ten_rows() -> None:
         changed = list(data)
         changed[number] = {**data[number], "n": 20}
         words = refusal(dataset(data), dataset(changed))
-        assert words == f"the state was made with another corpus: sample {number} is another row"
+        assert words
+        assert words.startswith(f"the state was made with corpus.content.{number}=")
     few = rows(11)
     for number in range(11):
         changed = [{**row, "n": 20} if row["i"] == number else row for row in few]
@@ -228,10 +203,12 @@ def test_iterables_are_compared_by_their_first_rows() -> None:
         words = refusal(
             dataset(IterableSource(data), num_lanes=1), dataset(IterableSource(changed), num_lanes=1)
         )
-        assert words == f"the state was made with another corpus: row {i} is another row"
+        assert words
+        assert words.startswith(f"the state was made with corpus.content.0.{i}=")
     short = [dataset(IterableSource(data[:count]), num_lanes=1) for count in (5, 6)]
-    assert refusal(*short) == "the state was made with another corpus: row 5 is another row"
-    assert refusal(*reversed(short)) == "the state was made with another corpus: it has 5 row(s)"
+    words = [refusal(*pair) or "" for pair in (short, reversed(short))]
+    assert "made with corpus.content.0.5='end' and " in words[0]
+    assert words[1].endswith(" has corpus.content.0.5='end'")
 
 
 class Handle:
@@ -274,40 +251,6 @@ def test_a_holdout_of_other_columns_is_refused(part: str, tmp_path: Path) -> Non
         "the state was made with corpus.columns='i, n, url' and this dataset has corpus.columns='i, n'"
     )
     assert refusal(before, held_out_after(["url", "n", "i"], folder, part)) is None, "the same rows"
-
-
-# Token shards.
-
-
-# States.
-
-
-ODD: list[Any] = [None, 3, b"x", [], {}, {"files": 3}, {"content": 1.5}, {"name": []}]
-
-
-@pytest.mark.parametrize("part", ["corpus", "files", "encoder", "samples", "content"])
-def test_hostile_identities_are_refused(part: str, tmp_path: Path) -> None:
-    held_out = Holdout(MapSource(rows(30)), fraction=0.5, part="train")
-    parts = {"a": JSONLSource(write(tmp_path / "a.jsonl", rows(20))), "b": held_out}
-    mix = Mix([{"name": name, "source": source, "weight": 1} for name, source in parts.items()])
-    for data in dataset(mix), dataset(MapSource(rows(9))):
-        state = data.state_dict()
-        for odd in ODD:
-            identity = copy.deepcopy(state["identity"])
-            if replaced(identity, part, odd):
-                with pytest.raises(ValueError, match=ENDING):
-                    data.load_state_dict({**state, "identity": identity})
-        data.load_state_dict(state)
-
-
-def replaced(identity: dict[str, Any], part: str, odd: Any) -> bool:
-    found = False
-    for key, item in list(identity.items()):
-        if key == part:
-            identity[key], found = odd, True
-        elif isinstance(item, dict):
-            found = replaced(item, part, odd) or found
-    return found
 
 
 def test_an_identity_reads_a_few_rows_once(tmp_path: Path) -> None:

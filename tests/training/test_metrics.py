@@ -79,20 +79,15 @@ def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest() -> None:
     ledger, epoch = stream_totals(loader, World())
     assert (ledger.samples, ledger.packed, epoch) == (3, 9, 0)
     own = loader.metrics()
-    other = {**own, "read_bytes": own["read_bytes"] + 5, "data_wait_seconds": 1e6, "consumed": 0.5}
-    other |= {"data_wait": 7.0, "cost_imbalance": 1.5}
+    other = {**own, "data_wait": 7.0, "cost_imbalance": 1.5}
 
     class TwoRanks(World):
         def gather(self, value: Any) -> Any:
-            ledger, epoch, metrics = value
-            return [(ledger, epoch, {**metrics, "consumed": 1.0}), (ledger, epoch, other)]
+            return [value, (ledger, epoch, other)]
 
     found = stream_metrics(loader, TwoRanks())
-    assert found["read_bytes"] == 2 * own["read_bytes"] + 5
-    assert found["read_rows"] == found["ledger_samples"] == 6
-    assert found["data_wait_seconds"] == 1e6
+    assert found["ledger_samples"] == 6
     assert (found["data_wait"], found["cost_imbalance"]) == (7.0, 1.5)
-    assert found["consumed"] == 0.75
 
 
 def mix() -> Mix:

@@ -184,7 +184,7 @@ class Hooks:
         state = None if self.checkpoint is None else read_stream(self.checkpoint)
         loader = self._loader(self.packs, self.trainer._train_batch_size, accumulation, state=state)
         if self.steps is None:
-            self.first_epoch = self.packs._epochs_begun.upcoming()
+            self.first_epoch = self.packs.epoch
         # A second training reads the same packs as the first, as with Trainer's own loaders.
         self.packs.set_epoch(self.first_epoch)
         steps_before = 0
@@ -343,7 +343,6 @@ class Hooks:
             packs,
             batch_size=batch_size,
             num_workers=args.dataloader_num_workers,
-            prefetch_factor=args.dataloader_prefetch_factor or 8,
             packs_per_step=batch_size * accumulation_steps * ranks,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             timeout=args.ddp_timeout,

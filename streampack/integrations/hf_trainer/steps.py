@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from streampack.accounting import Ledger
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
-from streampack.streaming.lane_state import LaneState
+from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import total_ledger
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class Steps:
         self.planned_epochs = planned_epochs
         self.given = 0  # batches handed out to Trainer
         self.epoch = 0  # epoch of the last batch handed out, counted from the run's first epoch
-        # Lane states and slot before the first batch of the newest step was fetched.
-        self._before: tuple[dict[int, LaneState], int] = ({}, 0)
+        self._before = RunState()  # before the first batch of the newest step was fetched
         self._batches: Any = None  # the running iteration of the loader; None before the first batch
         # If `_fetched`, `_next` is the first batch of the next step, or None at the end of the data.
         self._fetched = False
@@ -92,13 +91,13 @@ class Steps:
         if not self._fetched:
             if self._batches is None:
                 self._batches = iter(self.loader)
-            self._before = dict(self.loader._lane_states), self.loader.slot
+            self._before = self.loader.position()
             self._next, self._fetched = next(self._batches, None), True
         return self._next
 
     def _epoch(self) -> int:
         """Return the epoch of the last batch fetched, counted from the run's first epoch."""
-        return int(self._batches.epoch - self.loader.dataset.epoch)
+        return int(self._batches.epoch - self._batches.handed.epoch)
 
     def ends_epoch(self) -> bool:
         """Collective: return whether the newest step ended an epoch and another epoch follows."""
@@ -110,20 +109,20 @@ class Steps:
 
     def steps_in_epoch(self) -> int:
         """Count the steps made in this epoch, including those before a resume."""
-        return self._after_last_step()[1] // self.loader.packs_per_step
+        return self._after_last_step().slot // self.loader.packs_per_step
 
-    def _after_last_step(self) -> tuple[dict[int, LaneState], int]:
-        """Return the lane states and the slot after the last step that was made."""
+    def _after_last_step(self) -> RunState:
+        """Return where the stream stands after the last step that was made."""
         made = self.trainer.state.global_step - self.steps_before
         # The loader is ahead if a batch was fetched in advance. It also is if Trainer has the batches of a step that it
         # has not made: with enable_jit_checkpoint it saves a checkpoint at once when it gets a SIGTERM.
         if self._fetched or self.given > made * self.loader.batches_per_step:
             return self._before
-        return self.loader._lane_states, self.loader.slot
+        return self.loader.position()
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the stream's state after the last step that was made."""
-        return self.loader._state_of(*self._after_last_step())
+        return self.loader.state_of(self._after_last_step())
 
     def totals(self, *, metered: bool) -> tuple[Ledger, dict[str, float]]:
         """Collective: return the ledger of all ranks, and of `PackedDataLoader.metrics` those in `METERED`.
@@ -137,7 +136,8 @@ class Steps:
         found = self.loader.metrics() if metered else {}
         mine = {name: found[name] for name in METERED if name in found}
         ledgers, ranks = zip(
-            *self.loader.rank_sync.gather((total_ledger(self._after_last_step()[0]), mine)), strict=True
+            *self.loader.rank_sync.gather((total_ledger(self._after_last_step().lane_states), mine)),
+            strict=True,
         )
         return Ledger.total(ledgers), {name: max(rank[name] for rank in ranks) for name in mine}
 

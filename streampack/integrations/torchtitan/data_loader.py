@@ -116,7 +116,6 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         num_workers: int = 0
         """Processes of each rank that read, encode and pack. 0: the rank does it itself."""
 
-        prefetch_factor: int = 8
         """Packs that each of these processes makes ahead."""
 
         pin_memory: bool = False
@@ -201,7 +200,6 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
             batch_size=local_batch_size,
             packs_per_step=local_batch_size * dp_world_size,  # one batch: torchtitan counts those of a step
             num_workers=config.num_workers,
-            prefetch_factor=config.prefetch_factor,
             pin_memory=config.pin_memory,
             timeout=config.timeout,
             data_ranks=(dp_rank, dp_world_size),

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest
-from streampack.packing.boundaries import BOUNDARY_COLUMNS
-from streampack.packing.samples import TRAINED_MASKS, as_mapping, sample_from_columns, sample_from_row
+from streampack.packing.samples import columns_of, sample_from_row
 from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
 
@@ -73,24 +72,16 @@ class TokensEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        tokens, labels = self.tokens, self.labels
         try:
-            if labels == "labels" and tokens in (None, "input_ids"):
-                if tokens is not None and isinstance(row, Mapping) and "tokens" in row:
-                    row = {name: value for name, value in row.items() if name != "tokens"}
-                return sample_from_row(row)
-            if tokens is None:
-                row = as_mapping(row)
-                tokens = "input_ids" if "input_ids" in row else "tokens"
-            return sample_from_columns(row, tokens=tokens, labels=labels)
+            return sample_from_row(row, tokens=self.tokens, labels=self.labels)
         except ValueError as error:
             there = row if isinstance(row, Mapping) else ()
             hint = next((encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there), None)
             if hint is None:  # rows whose ids have another name
-                ids = [name for name, value in dict(there).items() if _is_ids(value) and name != labels]
-                labels = labels if labels in there else None
+                ids = [name for name, value in dict(there).items() if _is_ids(value) and name != self.labels]
+                labels = self.labels if self.labels in there else None
                 hint = f"TokensEncoder(tokens={ids[0]!r}, labels={labels!r})" if len(ids) == 1 else None
-            if hint is None or not {"tokens", "input_ids", tokens}.isdisjoint(there):
+            if hint is None or not {"tokens", "input_ids", self.tokens}.isdisjoint(there):
                 raise
             raise ValueError(
                 f"{error}; such rows need an encoder: encoder={hint}, or data.encoder in a config"
@@ -119,22 +110,21 @@ class TokensEncoder(Encoder):
         return batch.checked[key]
 
     def _look_through(self, batch: ArrowBatch) -> CheckedIds | None:
-        names = batch.names.keys()
-        tokens, labels = self.tokens or ("input_ids" if "input_ids" in names else "tokens"), self.labels
-        for column in BOUNDARY_COLUMNS & names:
+        try:
+            columns = columns_of(tuple(batch.names), self.tokens, self.labels)
+        except ValueError:  # of every row, which raises it with its place
+            return None
+        ids = batch.ids.get(columns.tokens)
+        if ids is None or columns.masks:
+            return None
+        for column in columns.boundaries:
             # A mask of ones is what tokenizers give with every row: nothing is hidden.
             mask = batch.ids.get(column) if column == "attention_mask" else None
             if mask is None or mask.limits(narrow=batch.whole) != (1, 1):
                 return None
-            if (ids := batch.ids.get(tokens)) is None or not np.array_equal(ids.starts, mask.starts):
+            if not np.array_equal(ids.starts, mask.starts):
                 return None
-        if labels == "labels" and self.tokens is None and {"tokens", "input_ids"} <= names:
-            return None  # an error of every row
-        if labels == "labels" and tokens == "input_ids" and labels not in names:
-            if not names.isdisjoint((*TRAINED_MASKS, "mask")):
-                return None
-            labels = None
-        return CheckedIds.of(batch, tokens, labels)
+        return CheckedIds.of(batch, columns.tokens, columns.labels)
 
 
 def qualified_name(thing: Any) -> str:

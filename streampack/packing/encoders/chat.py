@@ -17,7 +17,7 @@ from streampack.packing.encoders.conversation import (
 )
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
-from streampack.packing.samples import missing_column, sample_from_columns
+from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require
 
@@ -221,5 +221,5 @@ def joined(before: Messages, after: Messages, name: str) -> tuple[Messages, list
 
 def masked_sample(ids: Any, trained: Any) -> Sample:
     """Make a sample of ids, and a mask of those that are trained."""
-    tokens = sample_from_columns({"tokens": ids}, labels=None).tokens
+    tokens = sample_from_pair(ids, ids).tokens
     return Sample(tokens, np.where(trained, tokens, IGNORE_INDEX))

@@ -19,7 +19,7 @@ from streampack.packing.encoders.conversation import (
 )
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_tokenizer, own_fingerprint
-from streampack.packing.samples import missing_column, sample_from_columns
+from streampack.packing.samples import missing_column, sample_from_row
 from streampack.types import IGNORE_INDEX, Sample
 
 ROLES = ("system", "user", "assistant")
@@ -89,7 +89,7 @@ class MessagesEncoder(Encoder):
             for message in messages:
                 message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
             raise
-        tokens = sample_from_columns(encoded, labels=None).tokens
+        tokens = sample_from_row(encoded, labels=None).tokens
         mask = mask_from_column(encoded["mask"], "mask", tokens.size)
         return Sample(tokens, np.where(mask, IGNORE_INDEX, tokens))
 

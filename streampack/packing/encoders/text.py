@@ -8,7 +8,7 @@ from typing import Any
 from streampack.fingerprint import digest, plain
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
-from streampack.packing.samples import missing_column, sample_from_columns
+from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import Sample
 
 
@@ -51,7 +51,7 @@ class TextEncoder(Encoder):
         except Exception:
             text.encode()  # raises for half a surrogate pair, of which SentencePiece's RuntimeError says nothing
             raise
-        return sample_from_columns({"tokens": tokens}, labels=None)
+        return sample_from_pair(tokens, tokens)
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
