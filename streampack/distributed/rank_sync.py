@@ -15,8 +15,8 @@ from streampack.distributed.data_ranks import DataPlace, require_whole
 
 T = TypeVar("T")
 
-Exchange = Callable[[], list[list[int]]]
-"""What `RankSync.exchange` began: it waits for all ranks, and returns the integers of each, by rank."""
+Exchange = Callable[[], list[Any]]
+"""What `RankSync.exchange` began: it waits for all ranks, and returns what each sent, by rank."""
 
 
 class OtherRankFailed(RuntimeError):
@@ -63,13 +63,17 @@ class RankSync:
             False  # True while `gather` runs, and after an interrupt of it, such as KeyboardInterrupt
         )
 
-    def exchange(self, numbers: Sequence[int]) -> Exchange:
-        """Collective: begin to send integers to all ranks, as many on each; only for several ranks."""
-        received, work = self._all_to_all(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+    def exchange(self, numbers: Sequence[Any]) -> Exchange:
+        """Collective: begin to send integers, or lists of them, to all ranks; only for several ranks.
 
-        def wait() -> list[list[int]]:
+        They have the same shape on each.
+        """
+        sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        received, work = self._all_to_all(sent.flatten())
+
+        def wait() -> list[Any]:
             work.wait()
-            found: list[list[int]] = received.view(self.world_size, -1).tolist()
+            found: list[Any] = received.view(self.world_size, *sent.shape).tolist()
             return found
 
         return wait

@@ -18,9 +18,6 @@ One for each batch was tried. It costs two ranks 0.1 to 0.3 ms of CPU, more than
 already, and a thousand ranks 80 ms.
 """
 
-NUMBERS = 5
-"""Told of each part: whether this rank has packs for it, whether it failed, cost, trained packs, tokens."""
-
 MakePart = Callable[[int], RankBatch]
 """Makes this rank's part of the batch with the number given, counted from the epoch's beginning."""
 
@@ -48,9 +45,9 @@ class AgreedBatches:
     def _start_epoch(self) -> None:
         self.taken = 0  # batches of this epoch
         self.parts: deque[RankBatch] = deque()  # made, and not taken
-        self.untold: list[int] = []  # what the others must know of the newest of them
+        self.untold: list[tuple[int, ...]] = []  # what the other ranks must know of the newest of them
         self.exchanges: deque[Exchange] = deque()  # under way
-        self.told: deque[list[list[int]]] = deque()  # what all ranks have told of the oldest parts
+        self.told: deque[tuple[list[int], ...]] = deque()  # what each rank has told of the oldest parts
 
     def take(self, make_part: MakePart, number: int) -> RankBatch:
         """Collective: return this rank's part of a batch; after the last one, a part that exists on no rank.
@@ -61,30 +58,24 @@ class AgreedBatches:
             number: of the batch in its epoch: one more than in the call before, or the first of an epoch.
 
         Raises:
-            Exception: on all ranks, and again at each call, if one failed while it made its part.
+            Exception: on all ranks, if one failed while it made its part.
         """
-        # The first rounds are short, so that the first batch comes at once.
-        size = min(self.taken + 1, ROUND)
+        size = min(self.taken + 1, ROUND)  # the first rounds are short, so that the first batch comes at once
         while len(self.parts) <= size:
             self._make_one(make_part, number + len(self.parts))
-            if len(self.untold) == size * NUMBERS:
+            if len(self.untold) == size:
                 self.exchanges.append(self.rank_sync.exchange(self.untold))
                 self.untold = []
         if not self.told:
-            ranks = self.exchanges.popleft()()
-            for begin in range(0, len(ranks[0]), NUMBERS):
-                self.told.append([told[begin : begin + NUMBERS] for told in ranks])
-        part = self.parts[0]
-        exist, failed, part.costs, trained, tokens = zip(*self.told[0], strict=True)
+            self.told += zip(*self.exchanges.popleft()(), strict=True)
+        part, told = self.parts.popleft(), self.told.popleft()
+        exist, failed, part.costs, trained, tokens = zip(*told, strict=True)
         part.exists_on_a_rank, part.trained, part.tokens = any(exist), sum(trained), sum(tokens)
         if any(failed):
             self.failed = True
             self.rank_sync.raise_on_all(self.error, doing="making packs")
-        if part.exists_on_a_rank:
-            self.taken += 1
-            self.parts.popleft()
-            self.told.popleft()
-        else:
+        self.taken += 1
+        if not part.exists_on_a_rank:
             self._start_epoch()  # later parts hold nothing: the ends of lanes are in the first one without a pack
         return part
 
@@ -97,7 +88,7 @@ class AgreedBatches:
                 self.error = error
         self.parts.append(part)
         cost = sum(map(self._cost_of, part.packs))
-        self.untold += [part.exists, self.error is not None, cost, *part.count()]
+        self.untold.append((part.exists, self.error is not None, cost, *part.count()))
 
     def _cost_of(self, pack: Pack) -> int:
         starts = None if pack.groups is None else path_starts(pack.seq_lens, pack.groups.parents)
