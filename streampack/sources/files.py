@@ -117,7 +117,7 @@ class FileSource(Source):
         left_out = digest(self.odd) if self.odd else None
         return {
             "source": type(self).__name__,
-            "files": lambda: self.marks().described(),
+            "files": lambda: self.marks().described,
             "left_out": left_out,
         }
 

@@ -121,7 +121,7 @@ class TokenShardSource(IndexedSource):
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
-        return {"source": "TokenShardSource", "files": lambda: self.marks().described()}
+        return {"source": "TokenShardSource", "files": lambda: self.marks().described}
 
     def marks(self) -> FileMarks:
         """See `FileSource.marks`: the tags are the index's checksums."""

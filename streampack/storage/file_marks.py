@@ -23,7 +23,8 @@ class FileMarks:
         named = ((file.name, file.size, tag) for file, tag in zip(self.files, self.tags, strict=True))
         return digest(*named)
 
+    @cached_property
     def described(self) -> str:
-        """Return what the identity of a run has of the files: how many, their bytes, and the digest."""
+        """What the identity of a run has of the files: how many, their bytes, and the digest."""
         size = sum(file.size for file in self.files)
         return f"{len(self.files):,} file(s) of {size:,} bytes, digest {self.content}"

@@ -82,7 +82,7 @@ class CorpusChanges:
             ValueError: if something changed and that is not allowed, if a list is missing that is needed, or if the
                 state is that of one of several consumers.
         """
-        names = state["sources"]
+        names = list(state["sources"])
         histories = {
             name: [(epoch, digest) for epoch, digest in each] for name, each in state["corpus"].items()
         }

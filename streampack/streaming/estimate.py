@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger, trained_tokens
@@ -27,8 +28,9 @@ COUNTED_TOKENS = 1 << 22
 """A source with no more rows and no more tokens is counted, a larger one is estimated."""
 ENOUGH_ROWS = 64
 """Once so many rows with `COUNTED_TOKENS` tokens are encoded, the estimate takes no more."""
-SIMULATED_PACKS = 100
-"""About so many packs are planned from the sampled lengths, to find how full the strategy makes them."""
+SIMULATED_PACKS, SIMULATED_PIECES = 200, 50_000
+"""About so many packs are planned from the sampled lengths, to find how full the strategy makes them, and of about so
+many pieces at most."""
 
 
 class Estimate(NamedTuple):
@@ -76,25 +78,23 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         tokens = sampled[0].tokens * sampled[0].scale
     else:
         sampled, tokens = _sample_mixture(config, mix, rows)
-    fill = _fill([length for each in sampled for row in each.kept for length in row], packing)
     [first, *_] = sampled
     small = len(first.kept) * first.scale <= COUNTED_ROWS and first.read * first.scale <= COUNTED_TOKENS
-    if mix is None and small:
-        ledger = _count(config, num_lanes)
-        packs, error, padding = float(ledger.packs), 0.0, ledger.padding
+    counted = _count(config, num_lanes) if mix is None and small else None
+    if counted is None or config.endless:
+        fill = _fill([length for each in sampled for row in each.kept for length in row], packing)
     else:
+        fill = 1 - counted.padding
+    if counted is None:
         full = tokens / (packing.max_seq_len * fill)
         packs = full + num_lanes / 2  # the last pack of each lane is half empty on average
         error = packs * max(each.error for each in sampled)
-        padding = 1 - fill * full / packs
+        fill *= 1.0 if config.endless else full / packs
+    else:
+        packs, error = float(counted.packs), 0.0
     read, kept = sum(each.read for each in sampled), sum(each.tokens for each in sampled)
-    return Estimate(
-        packs,
-        error,
-        sum(len(each.kept) for each in sampled),
-        1 - kept / max(1, read),
-        1 - fill if config.endless else padding,
-    )
+    looked_at = sum(len(each.kept) for each in sampled)
+    return Estimate(packs, error, looked_at, lost=1 - kept / max(1, read), padding=1 - fill)
 
 
 def _sample(config: LaneConfig, source: Source, encode: Encode, rows: int) -> _Sampled:
@@ -159,14 +159,18 @@ def _sample_mixture(config: LaneConfig, mix: Mix, rows: int) -> tuple[list[_Samp
 
 
 def _fill(lengths: Sequence[int], packing: Packing) -> float:
-    """Return how full the strategy makes packs of such pieces, 0 to 1, by planning some."""
-    tokens = sum(lengths)
-    if not tokens:
+    """Return how full the strategy makes packs of such pieces, 0 to 1: the first packs of an endless stream of them."""
+    if not lengths:
         return 1.0
-    again = math.ceil(SIMULATED_PACKS * packing.max_seq_len / tokens)
-    drawn = [lengths[i] for turn in range(again) for i in permutation(len(lengths), turn).tolist()]
-    packs = sum(1 for _ in plan_samples(enumerate(drawn), packing))
-    return min(1.0, tokens * again / ((packs - 0.5) * packing.max_seq_len))
+    orders = (permutation(len(lengths), turn).tolist() for turn in count())
+    pieces = enumerate(lengths[i] for order in orders for i in order)
+    packs = tokens = 0
+    for pack in islice(plan_samples(pieces, packing), SIMULATED_PACKS):
+        packs += 1
+        tokens += sum(span.stop - span.start for span in pack)
+        if pack[-1].index > SIMULATED_PIECES:
+            break
+    return tokens / (packs * packing.max_seq_len)
 
 
 def relative_error(tokens: Sequence[int], sizes: Sequence[int], scale: float) -> float:
