@@ -153,8 +153,8 @@ class MethodLoader:
         found = []
         for each in fragments:
             piece = self._pieces[each.row_id[0]]
-            start, stop = piece.start + each.start, piece.start + each.stop
-            found.append(each._replace(row_id=piece.row_id, start=start, stop=stop))
+            start, stop = piece.address.start + each.start, piece.address.start + each.stop
+            found.append(each._replace(row_id=piece.address.row_id, start=start, stop=stop))
         return tuple(found)
 
     @property
