@@ -62,7 +62,17 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """Return the counts as they are now."""
-        return Ledger(*_counts(self), self.dropped.copy(), self.dropped_samples.copy())  # type: ignore[call-arg]
+        return Ledger(
+            samples=self.samples,
+            tokens_in=self.tokens_in,
+            packs=self.packs,
+            capacity=self.capacity,
+            packed=self.packed,
+            untrained=self.untrained,
+            bad_shards=self.bad_shards,
+            dropped=self.dropped.copy(),
+            dropped_samples=self.dropped_samples.copy(),
+        )
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> Ledger:

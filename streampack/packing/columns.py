@@ -63,12 +63,16 @@ def _parsed(values: list[Any]) -> npt.NDArray[np.uint32] | None:
     """
     if not values or type(values[0]) is not int:
         return None
-    with suppress(TypeError, OverflowError):
-        ids = np.frombuffer(machine_array("I", values), UINT32)
-        return ids if ids.item(ids.argmax()) < 2**31 else None
-    with suppress(struct.error):
+    try:
+        if values[0] >= 0:
+            ids = np.frombuffer(machine_array("I", values), UINT32)
+            return ids if ids.item(ids.argmax()) < 2**31 else None
+    except (TypeError, OverflowError):
+        pass
+    try:
         return np.frombuffer(struct.pack(f"{len(values)}i", *values), UINT32)
-    return None
+    except struct.error:
+        return None
 
 
 def refuse_booleans(values: Sequence[Any], ids: npt.NDArray[Any], column: str) -> None:

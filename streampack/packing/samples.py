@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -180,10 +180,20 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     Raises:
         ValueError: for anything else.
     """
+    check_arrays(sample)
+    check_ids([sample], vocab_size)
+
+
+def check_arrays(sample: Sample) -> None:
+    """Raise unless a sample is two flat arrays of equal length, int32 or int64.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if not isinstance(sample, Sample):
         raise ValueError(f"the encoder gave a {type(sample).__name__}; it must give a streampack.Sample")
     tokens, labels = sample
-    for array in (tokens, labels):
+    for array in sample:
         # The usual case comes first, because every sample of a run passes here.
         if type(array) is np.ndarray and array.dtype is INT32 and array.ndim == 1:
             continue
@@ -196,25 +206,30 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
         raise ValueError(
             f"a sample has {tokens.size} tokens and {labels.size} labels; give one label per token"
         )
-    if not tokens.size:
-        return
-    if (bad := _outside(tokens, vocab_size)) is not None:
+
+
+def check_ids(samples: Sequence[Sample], vocab_size: int | None) -> None:
+    """Raise unless all ids of these samples, at least one, are from 0 and below ``vocab_size``.
+
+    Raises:
+        ValueError: which names an id, and not the sample that has it.
+    """
+    bad = _outside([sample.tokens for sample in samples], vocab_size)
+    if bad is not None:
         hint = "; use the model's own tokenizer, or resize the model's embeddings" if bad >= 0 else ""
         raise ValueError(f"token id {bad} is outside the vocabulary of {vocabulary_text(vocab_size)}{hint}")
-    if labels is not tokens and (bad := _outside(labels, vocab_size, ignored=True)) is not None:
+    labels = [sample.labels for sample in samples if sample.labels is not sample.tokens]
+    if labels and (bad := _outside(labels, vocab_size, ignored=True)) is not None:
         raise ValueError(
             f"label {bad} is neither {IGNORE_INDEX} nor in the vocabulary of {vocabulary_text(vocab_size)}"
         )
 
 
-def _outside(ids: IntArray, vocab_size: int | None, *, ignored: bool = False) -> int | None:
-    """Return the first number that is no id of the vocabulary, None if there is none.
-
-    Args:
-        ids: at least one.
-        vocab_size: that ids are below.
-        ignored: whether a number may be ``IGNORE_INDEX``.
-    """
+def _outside(arrays: list[IntArray], vocab_size: int | None, *, ignored: bool = False) -> int | None:
+    """Return the first number that is no id of the vocabulary, nor, if those are ``ignored``, ``IGNORE_INDEX``."""
+    ids = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    if not ids.size:
+        return None
     unsigned_type, half = AS_UNSIGNED[ids.dtype]
     limit = half if vocab_size is None else min(half, vocab_size)
     # A negative number, read as unsigned, is above all ids, and the higher the nearer it is to 0. So one pass finds ids

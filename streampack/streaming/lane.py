@@ -147,6 +147,7 @@ class Lane:
         if self.done:
             return None
         placed = self._take() if self.config.balance_window else self.planner.next_pack()
+        self.piece_reader.check()
         if not placed:
             self.done = True
             return None

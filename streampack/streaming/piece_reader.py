@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 FIRST_ROWS = 1000
 """If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
+CHECKED_AT_ONCE = 64  # rows
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class PieceReader:
         self.weights = config.weights  # of a mixture's sources, by which the next rows are drawn
         # What was read and not asked for: of each row the pieces that are left, which follow one another in it.
         self.pending: deque[deque[Piece]] = deque()
+        self.unchecked: list[tuple[RowId, Sample]] = []  # what was read since the last `check`
         # Bad records of the newest pass over each source: a record counts once, however often it is read.
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.bad_shards: list[int] = []  # checksums of the names of those that this lane has left out
@@ -100,13 +102,14 @@ class PieceReader:
         self.reader.weigh(weights)
 
     def next(self) -> Piece | None:
-        """Return the next piece; None at the end of the epoch.
+        """Return the next piece; None at the end of the epoch. Its ids are checked by the next `check`, or at the end.
 
         Raises:
             ValueError: for a bad row, with its place.
         """
         while not self.pending:
             if (row := self._read()) is None:
+                self.check()
                 return None
             if len(pieces := self._pieces_of(row)) == 1:  # as most rows make
                 self.epochs_without_pieces = 0
@@ -116,11 +119,21 @@ class PieceReader:
             else:
                 self._warn_if_all_dropped()
         self.epochs_without_pieces = 0
-        of_row = self.pending[0]
-        piece = of_row.popleft()
-        if not of_row:
+        first = self.pending[0]
+        piece = first.popleft()
+        if not first:
             self.pending.popleft()
         return piece
+
+    def check(self) -> None:
+        """Check the ids of what was read.
+
+        Raises:
+            ValueError: for an id outside the vocabulary, with the place of its row.
+        """
+        if self.unchecked:
+            unchecked, self.unchecked = self.unchecked, []
+            self.config.check_ids(unchecked)
 
     def restore(self, waiting: Sequence[Address], rows: Iterable[Mapping[str, Any]]) -> None:
         """Encode and cut rows that waited when a state was taken, so that their pieces come first.
@@ -175,7 +188,9 @@ class PieceReader:
                 refuse.
         """
         config, ledger, row_id = self.config, self.ledger, row.row_id
-        sample = config.sample(row)
+        if len(self.unchecked) >= CHECKED_AT_ONCE:
+            self.check()
+        sample = config.sample(row, unchecked=self.unchecked)
         if isinstance(sample, str):
             if not counted:
                 reason, lost = config.judged(row, sample)
