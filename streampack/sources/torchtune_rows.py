@@ -27,7 +27,7 @@ def require_content(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
     """Raise if a column that a transform reads, or a message in it, holds no text.
 
     torchtune's ``OpenAIToMessages`` gives a message without text the content of the message before it, so that the
-    prompt is trained as the answer, and drops tool calls; ``AlpacaToMessages`` formats ``None`` into the prompt.
+    prompt is trained as the answer; ``AlpacaToMessages`` formats ``None`` into the prompt.
 
     Args:
         row: for the transform.
@@ -49,14 +49,8 @@ def require_content(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
         for i, message in enumerate(value):
             if not isinstance(message, Mapping):
                 continue
-            role = message.get("role") or message.get("from")
-            calls = message.get("tool_calls")
-            if calls is not None and len(calls):
-                raise ValueError(
-                    f"column {column!r}, message {i} ({role}) has tool calls, which torchtune's transform drops; "
-                    "render them by the model's chat template, with ChatEncoder"
-                )
             if message.get("value" if name == "conversations" else "content") is None:
+                role = message.get("role") or message.get("from")
                 raise ValueError(
                     f"column {column!r}, message {i} ({role}) has no content (null), for which torchtune's transform "
                     "may put that of the message before it; mend the row, or leave it out (on_bad_record: skip)"

@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from streampack.fingerprint import digest
 from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.answer_groups import columns_of, group_of, numbers_of, require_trained
-from streampack.packing.encoders.base import Encoder, qualified_name
+from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.completion import masked_sample
 from streampack.packing.encoders.conversation import (
+    FLAGS,
     REASONING,
     UnreadColumns,
     is_empty,
     parse_json,
-    refuse_flags,
     refuse_left_out,
 )
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
@@ -28,6 +27,9 @@ from streampack.types import Sample
 
 PAIR = ("chosen", "rejected")
 CONVERSATIONS = ("messages", "conversations", *PAIR)
+LEFT_OUT = {"tool_calls", "weight", *FLAGS, *REASONING}
+"""Keys of messages that change what is trained, and that torchtune's transforms leave out."""
+
 COLUMNS = (*CONVERSATIONS, "image", "prompt", "instruction", "input", "output")
 """Names in the ``column_map`` of torchtune's transforms, first those of columns that may hold messages."""
 
@@ -78,7 +80,7 @@ class MessagesEncoder(Encoder):
         self.mask_shared = mask_shared
         self.fields = columns_of(fields, "fields", several=True)
         self.share_prefix = share_prefix
-        self.ignore = tuple(ignore)
+        self.ignore = frozenset(ignore)
         self.columns = columns_read(message_transform)
         what = type(message_transform).__name__
         if unknown := sorted(self.columns.keys() - {*COLUMNS}):
@@ -116,7 +118,7 @@ class MessagesEncoder(Encoder):
 
     def _checked(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a row of which torchtune's transform invents and drops nothing, with messages that it may change."""
-        refuse_left_out(row, used=tuple(self.columns.values()), ignore=self.ignore)
+        refuse_left_out(row, used=self.columns.values(), ignore=self.ignore)
         self.unread.name(row)
         image = self.columns.get("image", "image")
         if row.get(image) is not None and image not in self.ignore:
@@ -128,31 +130,24 @@ class MessagesEncoder(Encoder):
                     raise missing_column(row, column)
             elif name in CONVERSATIONS:
                 turns = parse_json(row[column], f"column {column!r}")
-                if not isinstance(turns, list | tuple | np.ndarray) or not all(
-                    isinstance(turn, Mapping) for turn in turns
-                ):
+                if not isinstance(turns, list | tuple | np.ndarray) or not all(map(_is_message, turns)):
                     raise ValueError(f"column {column!r} holds {shown(turns)}; it must be a list of messages")
-                if name in PAIR and turns and turns[0].get("role") == "assistant":
+                if name in PAIR and len(turns) and turns[0].get("role") == "assistant":
                     raise ValueError(
                         f"column {column!r} begins with an answer, to which the transform adds no prompt; "
                         "AnswersEncoder puts the column of the prompt before both answers"
                     )
-                for i, turn in enumerate(turns):
-                    self._require_read(turn, f"column {column!r}, message {i}")
                 found[column] = [dict(turn) for turn in turns]
+                for i, turn in enumerate(turns):
+                    for key in sorted(LEFT_OUT & turn.keys() - self.ignore):
+                        if not is_empty(turn[key]) and (key, turn[key]) != ("weight", 1):
+                            raise ValueError(
+                                f"column {column!r}, message {i} has {key}={turn[key]!r}, which torchtune's transform "
+                                f"leaves out; say ignore: [{key}], or use ChatEncoder, or AnswersEncoder, which read "
+                                "weights and render tool calls and reasoning"
+                            )
         require_content(found, self.columns)
         return found
-
-    def _require_read(self, turn: Mapping[str, Any], place: str) -> None:
-        """Raise if a message has a key that changes what is trained, and that torchtune's transforms leave out."""
-        refuse_flags(turn, place)
-        for key in ("weight", *REASONING):
-            value = turn.get(key)
-            if key not in self.ignore and not is_empty(value) and (key, value) != ("weight", 1):
-                raise ValueError(
-                    f"{place} has {key}={shown(value)}, which torchtune's transform leaves out; say ignore: "
-                    f"[{key}], or use ChatEncoder or AnswersEncoder"
-                )
 
     def _sample(self, messages: Sequence[Any]) -> Sample:
         """Tokenize messages, all text."""
@@ -178,9 +173,9 @@ class MessagesEncoder(Encoder):
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
 
-    def fingerprint(self) -> str:
-        """Return a digest of the transform's name."""
-        return digest("messages", qualified_name(self.message_transform))
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _mask_shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:
