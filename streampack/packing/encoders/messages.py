@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.answer_groups import columns_of, group_of, numbers_of, require_trained
 from streampack.packing.encoders.base import Encoder
-from streampack.packing.encoders.completion import masked_sample
+from streampack.packing.encoders.completion import Messages, masked_sample
 from streampack.packing.encoders.conversation import (
-    FLAGS,
     REASONING,
     UnreadColumns,
-    is_empty,
+    parse_conversation,
     parse_json,
     refuse_left_out,
 )
@@ -27,7 +24,7 @@ from streampack.types import Sample
 
 PAIR = ("chosen", "rejected")
 CONVERSATIONS = ("messages", "conversations", *PAIR)
-LEFT_OUT = {"tool_calls", "weight", *FLAGS, *REASONING}
+LEFT_OUT = {"tool_calls", *REASONING}
 """Keys of messages that change what is trained, and that torchtune's transforms leave out."""
 
 COLUMNS = (*CONVERSATIONS, "image", "prompt", "instruction", "input", "output")
@@ -90,20 +87,23 @@ class MessagesEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
+        given, stated = self._checked(row) if self.columns else (row, {})
         try:
-            made = self.message_transform(self._checked(row) if self.columns else row)
-            single = "messages" in made
-            conversations = [made[name] for name in (("messages",) if single else PAIR)]
-        except KeyError as error:  # a column, or something within one: the key of a turn, a role
+            made = self.message_transform(given)
+            names = ("messages",) if "messages" in made else PAIR
+            conversations = [made[name] for name in names]
+        except KeyError as error:  # a column, or something within one
             raise ValueError(
                 f"the message transform found no {error}, in the row or within it; the row's columns are "
                 f"{', '.join(map(repr, row)) or 'none'}"
             ) from error
-        if single:
+        for name, messages in zip(names, conversations, strict=True):
+            self._mask_weight_0(messages, stated.get(name, []))
+        if names != PAIR:
             from torchtune.data import validate_messages  # takes nine seconds to import
 
-            validate_messages(made["messages"])
-            return self._sample(made["messages"])
+            validate_messages(conversations[0])
+            return self._sample(conversations[0])
         if self.mask_shared:
             _mask_shared(*conversations)
         return group_of(
@@ -116,38 +116,47 @@ class MessagesEncoder(Encoder):
             share_prefix=self.share_prefix,
         )
 
-    def _checked(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a row of which torchtune's transform invents and drops nothing, with messages that it may change."""
+    def _checked(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Messages]]:
+        """Return a row of which torchtune's transform invents and drops nothing, and the messages that it states."""
         refuse_left_out(row, used=self.columns.values(), ignore=self.ignore)
         self.unread.name(row)
-        image = self.columns.get("image", "image")
-        if row.get(image) is not None and image not in self.ignore:
-            raise ValueError(f"column {image!r}: {NO_IMAGE}")
-        found = {name: value for name, value in row.items() if name != image}  # a null would be opened
+        found, stated = dict(row), {}
+        if hasattr(self.message_transform, "image_dir"):
+            for name in {"image", self.columns.get("image", "image")} & row.keys():
+                if found.pop(name) is not None:  # a null would be opened
+                    raise ValueError(f"column {name!r}: {NO_IMAGE}")
         for name, column in self.columns.items():
-            if column not in row:
-                if name != "image" and (name, column) != ("input", "input"):  # these two may be missing
-                    raise missing_column(row, column)
-            elif name in CONVERSATIONS:
-                turns = parse_json(row[column], f"column {column!r}")
-                if not isinstance(turns, list | tuple | np.ndarray) or not all(map(_is_message, turns)):
-                    raise ValueError(f"column {column!r} holds {shown(turns)}; it must be a list of messages")
-                if name in PAIR and len(turns) and turns[0].get("role") == "assistant":
+            optional = name == "image" or name == column == "input"
+            if column not in row and not optional:
+                raise missing_column(row, column)
+            if name in CONVERSATIONS:
+                stated["messages" if name == "conversations" else name] = parse_conversation(row, column)
+                found[column] = parse_json(row[column], column)
+                if (
+                    name != "conversations"
+                ):  # torchtune's transforms write into the messages that they are given
+                    found[column] = [dict(message) for message in stated[name]]
+        for name, messages in stated.items():
+            for i, message in enumerate(messages):
+                for key in sorted(LEFT_OUT & message.keys() - self.ignore):
                     raise ValueError(
-                        f"column {column!r} begins with an answer, to which the transform adds no prompt; "
-                        "AnswersEncoder puts the column of the prompt before both answers"
+                        f"message {i} of {name} has {key}={shown(message[key])}, which torchtune's transform leaves "
+                        f"out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which render it"
                     )
-                found[column] = [dict(turn) for turn in turns]
-                for i, turn in enumerate(turns):
-                    for key in sorted(LEFT_OUT & turn.keys() - self.ignore):
-                        if not is_empty(turn[key]) and (key, turn[key]) != ("weight", 1):
-                            raise ValueError(
-                                f"column {column!r}, message {i} has {key}={turn[key]!r}, which torchtune's transform "
-                                f"leaves out; say ignore: [{key}], or use ChatEncoder, or AnswersEncoder, which read "
-                                "weights and render tool calls and reasoning"
-                            )
+            if name in PAIR and messages[0]["role"] == "assistant":
+                raise ValueError(
+                    f"{name} begins with an answer, to which the transform adds no prompt; AnswersEncoder puts the "
+                    "column of the prompt before both answers"
+                )
         require_content(found, self.columns)
-        return found
+        return found, stated
+
+    def _mask_weight_0(self, made: Sequence[Any], stated: Messages) -> None:
+        """Mask the messages that the transform made of those of weight 0, which it does not read."""
+        if getattr(self.message_transform, "new_system_prompt", None) is not None:  # it replaces the row's
+            stated = [message for message in stated if message["role"] != "system"]
+        for message, turn in zip(made[len(made) - len(stated) :], stated, strict=True):
+            message.masked = message.masked or turn.get("weight") == 0
 
     def _sample(self, messages: Sequence[Any]) -> Sample:
         """Tokenize messages, all text."""
@@ -172,10 +181,6 @@ class MessagesEncoder(Encoder):
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _mask_shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:
