@@ -27,7 +27,7 @@ def require_content(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
     """Raise if a column that a transform reads, or a message in it, holds no text.
 
     torchtune's ``OpenAIToMessages`` gives a message without text the content of the message before it, so that the
-    prompt is trained as the answer, and drops tool calls; ``AlpacaToMessages`` formats ``None`` into the prompt.
+    prompt is trained as the answer; ``AlpacaToMessages`` formats ``None`` into the prompt.
 
     Args:
         row: for the transform.
@@ -36,31 +36,30 @@ def require_content(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
     Raises:
         ValueError: naming the column and the message.
     """
+    alpaca = "instruction" in columns  # it has an optional input
     for name, column in columns.items():
         if name == "image" or column not in row:
             continue
         value = row[column]
-        if value is None and not (name == "input" and "instruction" in columns):
+        if isinstance(value, list | tuple | np.ndarray):
+            key = "value" if name == "conversations" else "content"
+            for i, message in enumerate(value):
+                content = message.get(key, "") if isinstance(message, Mapping) else ""
+                if not isinstance(content, str | list):
+                    role = message.get("role") or message.get("from")
+                    raise ValueError(
+                        f"column {column!r}, message {i} ({role}) has {_no_text(content)}, for which torchtune's "
+                        "transform may put that of the message before it; mend the row, or leave it out "
+                        "(on_bad_record: skip)"
+                    )
+        elif not isinstance(value, str) and not (value is None and (name, alpaca) == ("input", True)):
             raise ValueError(
-                f"column {column!r} is null; mend the row, or leave it out (on_bad_record: skip)"
+                f"column {column!r} has {_no_text(value)}; mend the row, or leave it out (on_bad_record: skip)"
             )
-        if not isinstance(value, list | tuple | np.ndarray):
-            continue
-        for i, message in enumerate(value):
-            if not isinstance(message, Mapping):
-                continue
-            role = message.get("role") or message.get("from")
-            calls = message.get("tool_calls")
-            if calls is not None and len(calls):
-                raise ValueError(
-                    f"column {column!r}, message {i} ({role}) has tool calls, which torchtune's transform drops; "
-                    "render them by the model's chat template, with ChatEncoder"
-                )
-            if message.get("value" if name == "conversations" else "content") is None:
-                raise ValueError(
-                    f"column {column!r}, message {i} ({role}) has no content (null), for which torchtune's transform "
-                    "may put that of the message before it; mend the row, or leave it out (on_bad_record: skip)"
-                )
+
+
+def _no_text(value: Any) -> str:
+    return "no content (null)" if value is None else f"content of type {type(value).__name__}, not text"
 
 
 class _NoNulls:

@@ -140,8 +140,9 @@ def texts_cut_at_the_models_length(good, self, text, add_bos=True, add_eos=True)
     return good(self, text, add_bos, add_eos)[: self.tokenizer.model_max_length]
 
 
-@replaces(HFTokenizer, "fingerprint")
-def template_settings_not_compared(good, self):
-    """A run that goes on with other ``template_kwargs`` is not refused."""
-    plain = HFTokenizer(self.tokenizer, chat_template=self._templates.get("default"), date=self._date)
-    return good(plain)
+@replaces(HFTokenizer, "__init__")
+def template_settings_left_out(
+    good, self, path, *, chat_template=None, template_kwargs=None, date=None, revision=None
+):
+    """The chat template is rendered without the user's ``template_kwargs``."""
+    good(self, path, chat_template=chat_template, date=date, revision=revision)

@@ -1,6 +1,6 @@
 """Encoders turn rows into samples: ready tokens, plain text, conversations, prompts with completions.
 
-An encoder is a callable ``row -> Sample`` with a ``fingerprint()``; of pairs and rollouts it makes a `Group`.
+An encoder is a callable ``row -> Sample``; of a prompt with several answers it makes a `Group`.
 Tokenizers of torchtune and of Hugging Face work alike. A tokenizer's own length limit is switched off, because it would
 drop tokens uncounted: ``overlong`` decides what becomes of a long sample.
 """

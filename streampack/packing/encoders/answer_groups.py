@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.packing.columns import shown
 from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column
 from streampack.types import IGNORE_INDEX, FloatArray, Sample
@@ -200,14 +201,9 @@ def _as_numbers(value: Any, place: str, shape: tuple[int, ...] | None) -> Any:
         raise ValueError(f"{place} holds lists of different lengths; give one number for each") from None
     if found.dtype.kind not in "fiub" or not (np.abs(found) <= np.finfo(np.float32).max).all():
         raise ValueError(
-            f"{place} holds {_shown(value)}; give finite numbers, and leave out rows that lack them"
+            f"{place} holds {shown(value)}; give finite numbers, and leave out rows that lack them"
         )
     if shape is not None and found.shape != shape:
         wanted = f"{shape[0]} numbers, one for each token" if shape else "one number"
         raise ValueError(f"{place} has shape {list(found.shape)}; give {wanted}")
     return found
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 40 else text[:36] + "..."

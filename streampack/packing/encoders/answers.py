@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack.fingerprint import digest, plain
 from streampack.packing.boundaries import require_no_padding
 from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.answer_groups import (
@@ -19,7 +18,7 @@ from streampack.packing.encoders.answer_groups import (
     require_trained,
     token_numbers,
 )
-from streampack.packing.encoders.base import PROBE_TEXT, Encoder
+from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.completion import (
     Completions,
     Content,
@@ -30,7 +29,6 @@ from streampack.packing.encoders.completion import (
     read_content,
 )
 from streampack.packing.encoders.conversation import UnreadColumns, read_tools, refuse_left_out
-from streampack.packing.encoders.tokenizer import own_fingerprint
 from streampack.packing.groups import Group
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import INT64, FloatArray, IntArray, Sample
@@ -43,19 +41,12 @@ PROMPTS = ("question", "instruction", "input", "query", "context", "conversation
 
 
 class Given(NamedTuple):
-    """The answers of a row, each with its name in errors, and the endings of the columns if TRL or torchtune made them.
+    """The answers of a row."""
 
-    Args:
-        names: such as ``chosen`` or ``completions[0]``.
-        values: what the row holds.
-        columns: that hold them.
-        ending: ``_ids`` or ``_input_ids`` of columns of tokens, otherwise empty.
-    """
-
-    names: list[str]
+    names: list[str]  # in errors, such as ``completions[0]``
     values: list[Any]
     columns: tuple[str, ...]
-    ending: str = ""
+    ending: str = ""  # ``_ids`` or ``_input_ids`` of columns of tokens that TRL or torchtune made
 
 
 class AnswersEncoder(Encoder):
@@ -333,14 +324,6 @@ class AnswersEncoder(Encoder):
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
-
-    def fingerprint(self) -> str:
-        """Return a digest of the columns, the settings and the tokenizer."""
-        ends = (self.completions.add_bos, self.completions.add_eos)
-        columns = (self.prompt, self.answers, self.tools, self.mask, self.share_prefix, self.ignore)
-        fields = (sorted(self.fields.items()), sorted(self.token_fields.items()))
-        probe = plain(self.tokenizer.encode(PROBE_TEXT, add_bos=True, add_eos=False))
-        return digest("answers", ends, columns, fields, probe, own_fingerprint(self.tokenizer))
 
 
 def _is_ids(value: Any) -> bool:

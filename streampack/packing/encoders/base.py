@@ -14,7 +14,7 @@ from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
 
 PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
-"""The text on which tokenizers are checked, and whose tokens are part of an encoder's fingerprint."""
+"""The text on which tokenizers are checked."""
 
 SUGGESTED_ENCODERS = {
     "completions": "AnswersEncoder(tokenizer)",
@@ -38,10 +38,6 @@ class Encoder(ABC):
     @abstractmethod
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """Encode a row. Raise ValueError for one that makes no sample; the caller adds its place."""
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Return a digest of all that decides the tokens. A state made with another fingerprint is refused."""
 
     def ids_below(self, stored: int | None) -> int | None:
         """Return a number that every token id is below, whatever the rows; None if there is no such guarantee.
@@ -88,7 +84,7 @@ class TokensEncoder(Encoder):
             ) from None
 
     def fingerprint(self) -> str:
-        """Return a digest of the columns' names."""
+        """Return a digest of the columns' names: they tell this encoder from another, and no row need be encoded."""
         return digest("tokens", self.tokens, self.labels)
 
     def ids_below(self, stored: int | None) -> int | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streampack.fingerprint import digest, plain
-from streampack.packing.encoders.base import PROBE_TEXT, Encoder
+from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.completion import Completions, Content, as_messages, joined, read_content
 from streampack.packing.encoders.conversation import (
     UnreadColumns,
@@ -14,7 +13,6 @@ from streampack.packing.encoders.conversation import (
     read_tools,
     refuse_left_out,
 )
-from streampack.packing.encoders.tokenizer import own_fingerprint
 from streampack.packing.samples import missing_column
 from streampack.types import Sample
 from streampack.validation import require
@@ -117,18 +115,3 @@ class ChatEncoder(Encoder):
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens, special tokens included."""
         return str(self.tokenizer.decode(tokens))
-
-    def fingerprint(self) -> str:
-        """Return a digest of the tokenizer, its template and the settings."""
-        ends = (self.completions.add_bos, self.completions.add_eos)
-        settings = (
-            self.column,
-            self.prompt,
-            self.completion,
-            self.named,
-            self.tools,
-            self.answers,
-            self.ignore,
-        )
-        probe = plain(self.tokenizer.encode(PROBE_TEXT, add_bos=True, add_eos=False))
-        return digest("chat", *settings, *ends, probe, own_fingerprint(self.tokenizer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ def read_tools(row: Mapping[str, Any], column: str, *, ignore: Sequence[str]) ->
     return None if is_empty(found) else found
 
 
-def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequence[str]) -> None:
+def refuse_left_out(row: Mapping[str, Any], *, used: Collection[str], ignore: Collection[str]) -> None:
     """Raise if a row has one of `COMPANIONS`, not empty, that is neither used nor ignored on purpose.
 
     Raises:

@@ -9,7 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from streampack.fingerprint import digest
 from streampack.packing.encoders.base import PROBE_TEXT
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.validation import warn_user
@@ -148,15 +147,6 @@ class HFTokenizer:
         rest = {key: value for key, value in sample.items() if key != "messages"}
         tokens, mask = self.tokenize_messages(sample["messages"], inference=inference)
         return {**rest, "tokens": tokens, "mask": mask}
-
-    def fingerprint(self) -> str:
-        """Return a digest of the vocabulary, special tokens, templates and the tokens of a sentence."""
-        vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
-        return digest(
-            vocabulary, self.bos_id, self.eos_id, self._own_prefix, self._encode_bare(PROBE_TEXT),
-            sorted(self._templates.items()),
-            sorted((key, repr(value)) for key, value in self._template_settings.items()), self._date,
-        )  # fmt: skip
 
     def _encode_bare(self, text: str) -> list[int]:
         """Tokenize a text without special tokens or truncation."""

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from streampack.fingerprint import digest
 from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.answer_groups import columns_of, group_of, numbers_of, require_trained
-from streampack.packing.encoders.base import Encoder, qualified_name
-from streampack.packing.encoders.completion import masked_sample
+from streampack.packing.encoders.base import Encoder
+from streampack.packing.encoders.completion import Messages, masked_sample
 from streampack.packing.encoders.conversation import (
     REASONING,
     UnreadColumns,
-    is_empty,
+    parse_conversation,
     parse_json,
-    refuse_flags,
     refuse_left_out,
 )
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
@@ -28,6 +24,9 @@ from streampack.types import Sample
 
 PAIR = ("chosen", "rejected")
 CONVERSATIONS = ("messages", "conversations", *PAIR)
+LEFT_OUT = {"tool_calls", *REASONING}
+"""Keys of messages that change what is trained, and that torchtune's transforms leave out."""
+
 COLUMNS = (*CONVERSATIONS, "image", "prompt", "instruction", "input", "output")
 """Names in the ``column_map`` of torchtune's transforms, first those of columns that may hold messages."""
 
@@ -78,7 +77,7 @@ class MessagesEncoder(Encoder):
         self.mask_shared = mask_shared
         self.fields = columns_of(fields, "fields", several=True)
         self.share_prefix = share_prefix
-        self.ignore = tuple(ignore)
+        self.ignore = frozenset(ignore)
         self.columns = columns_read(message_transform)
         what = type(message_transform).__name__
         if unknown := sorted(self.columns.keys() - {*COLUMNS}):
@@ -88,20 +87,23 @@ class MessagesEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
+        given, stated = self._checked(row) if self.columns else (row, {})
         try:
-            made = self.message_transform(self._checked(row) if self.columns else row)
-            single = "messages" in made
-            conversations = [made[name] for name in (("messages",) if single else PAIR)]
-        except KeyError as error:  # a column, or something within one: the key of a turn, a role
+            made = self.message_transform(given)
+            names = ("messages",) if "messages" in made else PAIR
+            conversations = [made[name] for name in names]
+        except KeyError as error:  # a column, or something within one
             raise ValueError(
                 f"the message transform found no {error}, in the row or within it; the row's columns are "
                 f"{', '.join(map(repr, row)) or 'none'}"
             ) from error
-        if single:
+        for name, messages in zip(names, conversations, strict=True):
+            self._mask_weight_0(messages, stated.get(name, []))
+        if names != PAIR:
             from torchtune.data import validate_messages  # takes nine seconds to import
 
-            validate_messages(made["messages"])
-            return self._sample(made["messages"])
+            validate_messages(conversations[0])
+            return self._sample(conversations[0])
         if self.mask_shared:
             _mask_shared(*conversations)
         return group_of(
@@ -114,45 +116,47 @@ class MessagesEncoder(Encoder):
             share_prefix=self.share_prefix,
         )
 
-    def _checked(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a row of which torchtune's transform invents and drops nothing, with messages that it may change."""
-        refuse_left_out(row, used=tuple(self.columns.values()), ignore=self.ignore)
+    def _checked(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Messages]]:
+        """Return a row of which torchtune's transform invents and drops nothing, and the messages that it states."""
+        refuse_left_out(row, used=self.columns.values(), ignore=self.ignore)
         self.unread.name(row)
-        image = self.columns.get("image", "image")
-        if row.get(image) is not None and image not in self.ignore:
-            raise ValueError(f"column {image!r}: {NO_IMAGE}")
-        found = {name: value for name, value in row.items() if name != image}  # a null would be opened
+        found, stated = dict(row), {}
+        if hasattr(self.message_transform, "image_dir"):
+            for name in {"image", self.columns.get("image", "image")} & row.keys():
+                if found.pop(name) is not None:  # a null would be opened
+                    raise ValueError(f"column {name!r}: {NO_IMAGE}")
         for name, column in self.columns.items():
-            if column not in row:
-                if name != "image" and (name, column) != ("input", "input"):  # these two may be missing
-                    raise missing_column(row, column)
-            elif name in CONVERSATIONS:
-                turns = parse_json(row[column], f"column {column!r}")
-                if not isinstance(turns, list | tuple | np.ndarray) or not all(
-                    isinstance(turn, Mapping) for turn in turns
-                ):
-                    raise ValueError(f"column {column!r} holds {shown(turns)}; it must be a list of messages")
-                if name in PAIR and turns and turns[0].get("role") == "assistant":
+            optional = name == "image" or name == column == "input"
+            if column not in row and not optional:
+                raise missing_column(row, column)
+            if name in CONVERSATIONS:
+                stated["messages" if name == "conversations" else name] = parse_conversation(row, column)
+                found[column] = parse_json(row[column], column)
+                if (
+                    name != "conversations"
+                ):  # torchtune's transforms write into the messages that they are given
+                    found[column] = [dict(message) for message in stated[name]]
+        for name, messages in stated.items():
+            for i, message in enumerate(messages):
+                for key in sorted(LEFT_OUT & message.keys() - self.ignore):
                     raise ValueError(
-                        f"column {column!r} begins with an answer, to which the transform adds no prompt; "
-                        "AnswersEncoder puts the column of the prompt before both answers"
+                        f"message {i} of {name} has {key}={shown(message[key])}, which torchtune's transform leaves "
+                        f"out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which render it"
                     )
-                for i, turn in enumerate(turns):
-                    self._require_read(turn, f"column {column!r}, message {i}")
-                found[column] = [dict(turn) for turn in turns]
-        require_content(found, self.columns)
-        return found
-
-    def _require_read(self, turn: Mapping[str, Any], place: str) -> None:
-        """Raise if a message has a key that changes what is trained, and that torchtune's transforms leave out."""
-        refuse_flags(turn, place)
-        for key in ("weight", *REASONING):
-            value = turn.get(key)
-            if key not in self.ignore and not is_empty(value) and (key, value) != ("weight", 1):
+            if name in PAIR and messages[0]["role"] == "assistant":
                 raise ValueError(
-                    f"{place} has {key}={shown(value)}, which torchtune's transform leaves out; say ignore: "
-                    f"[{key}], or use ChatEncoder or AnswersEncoder"
+                    f"{name} begins with an answer, to which the transform adds no prompt; AnswersEncoder puts the "
+                    "column of the prompt before both answers"
                 )
+        require_content(found, self.columns)
+        return found, stated
+
+    def _mask_weight_0(self, made: Sequence[Any], stated: Messages) -> None:
+        """Mask the messages that the transform made of those of weight 0, which it does not read."""
+        if getattr(self.message_transform, "new_system_prompt", None) is not None:  # it replaces the row's
+            stated = [message for message in stated if message["role"] != "system"]
+        for message, turn in zip(made[len(made) - len(stated) :], stated, strict=True):
+            message.masked = message.masked or turn.get("weight") == 0
 
     def _sample(self, messages: Sequence[Any]) -> Sample:
         """Tokenize messages, all text."""
@@ -177,10 +181,6 @@ class MessagesEncoder(Encoder):
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
-
-    def fingerprint(self) -> str:
-        """Return a digest of the transform's name."""
-        return digest("messages", qualified_name(self.message_transform))
 
 
 def _mask_shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from streampack.fingerprint import digest, plain
-from streampack.packing.encoders.base import PROBE_TEXT, Encoder
-from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
+from streampack.packing.encoders.base import Encoder
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import Sample
 
@@ -56,11 +55,6 @@ class TextEncoder(Encoder):
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
-
-    def fingerprint(self) -> str:
-        """Return a digest of the settings, the tokenizer, and the tokens of a sentence."""
-        probe = plain(self._encode(PROBE_TEXT))
-        return digest("text", self.column, self.add_bos, self.add_eos, probe, own_fingerprint(self.tokenizer))
 
     def _encode(self, text: str) -> Any:
         return self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)

@@ -90,11 +90,6 @@ def own_bos(tokenizer: Any) -> bool | None:
     return None if isinstance(tokenizer, HFTokenizer) else True  # torchtune's tokenizers add BOS by default
 
 
-def own_fingerprint(tokenizer: Any) -> str | None:
-    """Return the fingerprint of an `HFTokenizer`. Others have none: None; only their tokens of a text are compared."""
-    return tokenizer.fingerprint() if isinstance(tokenizer, HFTokenizer) else None
-
-
 def eos_of(tokenizer: Any) -> int | None:
     """Return a tokenizer's end-of-text id, or None if it has none."""
     found = getattr(tokenizer, "eos_id", None)
