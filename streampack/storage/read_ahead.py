@@ -41,7 +41,7 @@ class FetchThreads:
     def __init__(self) -> None:
         self.queue: deque[tuple[Future[bytes], Callable[[], bytes]]] = deque()
         self.threads: list[threading.Thread] = []
-        self.waiting: dict[int, weakref.ref[Waiting]] = {}  # by id
+        self.waiting: dict[tuple[int, int], weakref.ref[Waiting]] = {}  # by thread and id
         self.warned = False  # whether a shuffle window was found too large
         # Of all readers of the process, see `Account`: bytes, and how many of them hold some that they need.
         self.ahead = self.needed = self.reading = 0
@@ -59,13 +59,17 @@ class FetchThreads:
         return future
 
     def call_later(self, waiting: Waiting) -> None:
-        """Call ``waiting.top_up`` at the next `wake`, if it is still there."""
-        self.waiting[id(waiting)] = weakref.ref(waiting)
+        """Call ``waiting.top_up`` at the next `wake` in this thread, if it is still there."""
+        self.waiting[threading.get_ident(), id(waiting)] = weakref.ref(waiting)
 
     def wake(self) -> None:
-        """Let all that wait for blocks look whether those have arrived."""
-        waiting, self.waiting = self.waiting, {}
-        for reference in waiting.values():
+        """Let all that wait for blocks in this thread look whether those have arrived.
+
+        Other threads may read for other lanes, such as those of a second loader: a reader is used by one thread only.
+        """
+        here = threading.get_ident()
+        for key in [key for key in list(self.waiting) if key[0] == here]:
+            reference = self.waiting.pop(key)
             if (found := reference()) is not None:
                 found.top_up()
 

@@ -36,7 +36,7 @@ COMMANDS = {
     "prefill --smoke": (r"(?:flan|orca|stack) ", 3),
     "balance_loss --smoke": (r"(?:docstrings|sources) ", 8),
     "scale --smoke": (r".* [-+]\d+% \|", 17),
-    "gpu --device cpu --only flan-256": (r".* \d+\.\d% \| +\d+ \|", 7),
+    "gpu --device cpu --only flan-256": (r".* \d+\.\d% \| +[\d,]+ \|", 7),
     "paper --smoke --seeds 1": (r".* ± 0\.000 \|$", 16),
 }
 

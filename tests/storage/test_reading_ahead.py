@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from streampack import Mix
+from streampack.storage.read_ahead import (
+    FetchThreads,  # private: a race that a run shows once in ten thousand
+)
 from tests.harness.corpus import plain
 from tests.harness.files import shards, small_pieces, source, stream
 from tests.harness.stores import Versioned, running
@@ -149,3 +152,22 @@ def test_no_byte_is_fetched_twice_whatever_is_fetched_ahead(
     network.requests.clear()
     assert packs(data, num_lanes=3, read_ahead=read_ahead) == expected
     assert sum(size for _, size in network.requests) <= 1.05 * sizes
+
+
+def test_a_thread_leaves_the_readers_of_other_threads_alone() -> None:
+    """Two loaders in two threads shared what waits for tables: `ValueError: generator already executing`."""
+    threads, woken = FetchThreads(), []
+
+    class Waits:
+        def top_up(self) -> None:
+            woken.append(threading.current_thread())
+
+    waiting = Waits()
+    threads.call_later(waiting)
+    other = threading.Thread(target=threads.wake)
+    other.start()
+    other.join()
+    assert not woken
+    threads.wake()
+    threads.wake()
+    assert woken == [threading.current_thread()], "once"
