@@ -125,8 +125,9 @@ def columns_of(fields: Any, name: str, *, several: bool = False) -> dict[str, Co
         fields = {column: column for column in fields or ()}
     found: dict[str, Columns] = {}
     for field, columns in fields.items():
-        given = tuple(columns) if several and isinstance(columns, list | tuple) else (columns,)
-        if not all(isinstance(each, str) for each in (field, *given)):
+        of_each = several and isinstance(columns, Sequence) and not isinstance(columns, str)
+        given = tuple(columns) if of_each else (columns,)
+        if not given or not all(isinstance(each, str) for each in (field, *given)):
             raise ValueError(f"{name} has {field!r}: {columns!r}; write {wanted}")
         found[field] = given
     return found
