@@ -99,7 +99,7 @@ def hints_table(hints: Mapping[str, str], there: str) -> str:
 COMPONENTS = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
     *("MegatronSource", "DatatroveSource", "FlatTokensSource"),
-    *("TextEncoder", "ChatEncoder", "PromptCompletionEncoder", "PreferenceEncoder", "RolloutEncoder"),
+    *("TextEncoder", "ChatEncoder", "AnswersEncoder"),
     *("MessagesEncoder", "TokensEncoder", "HFTokenizer"),
 )  # fmt: skip
 

@@ -16,10 +16,10 @@ from stdlib_text import pairs, random_llama, train_tokenizer
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 from streampack import (
+    ChatEncoder,
     Holdout,
     IterablePackedDataset,
     MapSource,
-    PromptCompletionEncoder,
     prepare_trainer_for_packing,
 )
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> Trainer:
     (args,) = parser.parse_args_into_dataclasses(argv)
     rows = pairs()
     tokenizer = train_tokenizer(rows)
-    packing = {"max_seq_len": 512, "encoder": PromptCompletionEncoder(tokenizer), "overlong": "truncate"}
+    packing = {"max_seq_len": 512, "encoder": ChatEncoder(tokenizer), "overlong": "truncate"}
     packing["padding_idx"] = tokenizer.pad_token_id
     training, validation = (
         Holdout(MapSource(rows), fraction=0.05, part=part) for part in ("train", "validation")

@@ -34,7 +34,7 @@ def packs(part: str) -> StreampackDataLoader.Config:
     corpus = JSONLSource(str(FOLDER / "corpus.jsonl"))
     return StreampackDataLoader.Config(
         source=Holdout(corpus, fraction=0.05, part=part),
-        encoder={"_component_": "streampack.PromptCompletionEncoder"},  # takes torchtitan's tokenizer
+        encoder={"_component_": "streampack.ChatEncoder"},  # takes torchtitan's tokenizer
         settings={"overlong": "truncate", "shuffle": part == "train", "vocab_size": 2048},
         infinite=part == "train",
     )

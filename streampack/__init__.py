@@ -38,13 +38,11 @@ if TYPE_CHECKING:
     )
     from streampack.packing import Batch, collate_packed
     from streampack.packing.encoders import (
+        AnswersEncoder,
         ChatEncoder,
         Encoder,
         HFTokenizer,
         MessagesEncoder,
-        PreferenceEncoder,
-        PromptCompletionEncoder,
-        RolloutEncoder,
         TextEncoder,
         TokensEncoder,
     )
@@ -73,6 +71,7 @@ __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 __all__ = [
     "IGNORE_INDEX",
+    "AnswersEncoder",
     "Batch",
     "ChatEncoder",
     "DatatroveSource",
@@ -99,9 +98,6 @@ __all__ = [
     "PackedDataset",
     "PaddedCollator",
     "ParquetSource",
-    "PreferenceEncoder",
-    "PromptCompletionEncoder",
-    "RolloutEncoder",
     "Sample",
     "Score",
     "Source",
@@ -125,6 +121,7 @@ __all__ = [
 
 # Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
 _MODULES = {
+    "AnswersEncoder": "packing.encoders",
     "Batch": "packing",
     "ChatEncoder": "packing.encoders",
     "DatatroveSource": "sources",
@@ -148,9 +145,6 @@ _MODULES = {
     "PackedDataset": "map_style",
     "PaddedCollator": "map_style",
     "ParquetSource": "sources",
-    "PreferenceEncoder": "packing.encoders",
-    "PromptCompletionEncoder": "packing.encoders",
-    "RolloutEncoder": "packing.encoders",
     "Score": "scoring",
     "Source": "sources",
     "TextEncoder": "packing.encoders",

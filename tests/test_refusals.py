@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
 
 import streampack
 from streampack import (
+    AnswersEncoder,
     FlatteningCollator,
     IterablePackedDataset,
     JSONLSource,
@@ -22,7 +22,6 @@ from streampack import (
     PackedDataLoader,
     PackedDataset,
     PaddedCollator,
-    PreferenceEncoder,
     TextEncoder,
     method_loader,
     prepare_model_for_packing,
@@ -130,10 +129,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "pairs": (
         lambda: first([PAIR]),
         "the row is a preference pair ('chosen', 'rejected'), whose answers must stay in one pack; such rows need an "
-        "encoder: encoder=PreferenceEncoder(tokenizer)",
+        "encoder: encoder=AnswersEncoder(tokenizer)",
     ),
     "long pair": (
-        lambda: first([PAIR], encoder=PreferenceEncoder(byte_level())),
+        lambda: first([PAIR], encoder=AnswersEncoder(byte_level())),
         "sample 0 is a group of 65 tokens, max_seq_len is 64, and a group is never split; set overlong to 'truncate'",
     ),
     "bare text": (
@@ -176,10 +175,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "strategy='bfd' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'; for documents that "
         "continue in the next pack set split_across_pack=True",
     ),
-    "default_collate": (
-        lambda: next(iter(DataLoader(packs(ROWS), batch_size=2))),
-        "give the DataLoader collate_fn=streampack.collate_packed, or iterate a PackedDataLoader",
-    ),
     "rows to the loader": (
         lambda: PackedDataLoader(ROWS),  # type: ignore[arg-type]
         "a list is no stream of packs; give PackedDataLoader an IterablePackedDataset(rows, max_seq_len=...)",
@@ -190,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no state": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({}),
-        "this dict is no state of an IterablePackedDataset (version 2); give what loader.state_dict() returned",
+        "this dict is no state of an IterablePackedDataset (version 3); give what loader.state_dict() returned",
     ),
     "other data": (
         lambda: resumed(rows=11),

@@ -163,24 +163,19 @@ def _encoder(row: Any, tokenizer: Any) -> Any:
         ValueError: if none does, or it needs a tokenizer and there is none.
     """
     from streampack.packing.encoders import (
+        AnswersEncoder,
         ChatEncoder,
-        PreferenceEncoder,
-        PromptCompletionEncoder,
-        RolloutEncoder,
         TextEncoder,
     )
 
     if {"input_ids", "tokens"} & set(row):
         return None
     made: Callable[[], Any]
-    if {"chosen", "rejected"} <= set(row):  # which may have their conversation in another column, too
-        made = lambda: PreferenceEncoder(tokenizer)  # noqa: E731
-    elif {"prompt", "completions"} <= set(row):
-        made = lambda: RolloutEncoder(tokenizer)  # noqa: E731
-    elif {"messages", "conversations"} & set(row):
+    # Pairs may have their conversation in another column, too.
+    if {"chosen", "rejected"} <= set(row) or {"prompt", "completions"} <= set(row):
+        made = lambda: AnswersEncoder(tokenizer)  # noqa: E731
+    elif {"messages", "conversations"} & set(row) or {"prompt", "completion"} <= set(row):
         made = lambda: ChatEncoder(tokenizer)  # noqa: E731
-    elif {"prompt", "completion"} <= set(row):
-        made = lambda: PromptCompletionEncoder(tokenizer)  # noqa: E731
     elif "text" in row:
         made = lambda: TextEncoder(tokenizer)  # noqa: E731
     elif "content" in row:

@@ -236,8 +236,7 @@ class PackedDataLoader:
         >>> sorted(loader.metrics())
         ['data_wait', 'data_wait_mean']
 
-        Each is a mean over the steps since the call before, or else of those of that call, and as ``*_mean`` over
-        all steps since this loader was made:
+        Each is a mean over the steps since the call before, and as ``*_mean`` over those since this loader was made:
 
         - ``data_wait``: seconds that a step waited for batches.
         - ``cost_imbalance``, of several ranks: the attention cost of the dearest rank's part of a step over the mean of

@@ -16,10 +16,10 @@ class StepMeter:
     """
 
     def __init__(self) -> None:
-        # Sums over steps by metric, and the number of ``steps``: since the last call of `metrics`, between that call
-        # and the one before it, and since the beginning.
+        # Sums over steps by metric, and the number of ``steps``: since the last call of `metrics`, between the last two
+        # calls that had steps between them, and since the beginning.
         self.recent: dict[str, float] = {}
-        self.reported: dict[str, float] = {}
+        self.told: dict[str, float] = {}
         self.total: dict[str, float] = {}
         self.costs: Sequence[int] = ()  # of the ranks, in this step so far
         self.waited = 0.0  # in this step so far
@@ -47,18 +47,18 @@ class StepMeter:
         self.costs, self.waited = (), 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return means over the steps since the last call, and since the beginning (``*_mean``); none before a step.
+        """Return means over the steps since the last call, and since the beginning (``*_mean``); none without a step.
 
-        Without a step since, they are those of the call before.
+        Called again without a step between, it returns the same: a trainer may write two logs behind one step.
 
         ``cost_imbalance`` is the attention cost of the dearest rank's part of a step over the mean of the ranks'
         parts: 1 if all are equal. A single rank has none. ``data_wait`` are seconds.
         """
         if self.recent:
-            self.reported, self.recent = self.recent, {}
+            self.told, self.recent = self.recent, {}
         return {
             f"{name}{suffix}": value / sums["steps"]
-            for suffix, sums in (("", self.reported), ("_mean", self.total))
+            for suffix, sums in (("", self.told), ("_mean", self.total))
             for name, value in sums.items()
             if name != "steps"
         }

@@ -42,7 +42,7 @@ def policy_losses(
     if groups is None:
         if any(batch.fragments):
             raise ValueError(
-                "the batch has no groups, so no advantages; encode rows with RolloutEncoder, or return a Group with "
+                "the batch has no groups, so no advantages; encode rows with AnswersEncoder, or return a Group with "
                 "the field 'advantage'"
             )
         return logps * 0  # padding only, as a rank without a pack gets

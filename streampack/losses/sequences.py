@@ -121,7 +121,7 @@ def pair_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if len(answers) != 2:
             raise ValueError(
                 f"row {row_id} has {len(answers)} answer{'s' * (len(answers) != 1)} and a pair has 2, the chosen one "
-                "first; encode rows with PreferenceEncoder, or return a Group with two sequences that no other "
+                "first; encode rows with AnswersEncoder, or return a Group with two sequences that no other "
                 "continues"
             )
         pairs.append(answers)

@@ -25,10 +25,10 @@ from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
 from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos
-from streampack.packing.encoders import guard_datasets
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.sources.column_tables import by_rows
+from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.streaming.lane_config import UNTRAINED
 from streampack.streaming.ledger_messages import nothing_to_pack, warn_of_untrained
 from streampack.types import Fragment, Pack, Sample
@@ -142,9 +142,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             pad_seqs_to=pad_seqs_to,
             pad_pack_to=pad_pack_to,
         )
-        if not parity:
-            guard_datasets(ds)
-        self.ds = ds
+        self.ds = ds if parity else refusing_nulls(ds)
         self.max_seq_len = max_seq_len
         self.padding_idx = padding_idx
         self.max_packs = max_packs

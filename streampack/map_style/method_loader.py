@@ -18,8 +18,8 @@ from streampack.map_style.samplers import PlannedSampler, digest_lengths, resolv
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.cut_samples import trained_if_split
-from streampack.packing.encoders import guard_datasets
 from streampack.packing.settings import Packing
+from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import require, require_positive, require_token_id, warn_user
 
@@ -87,7 +87,7 @@ def method_loader(
             f"method={method!r} must know all lengths, and a {type(ds).__name__} has no samples by number (it needs "
             "__len__ and __getitem__); stream it with IterablePackedDataset, whose strategy 'exact_fit' needs none"
         )
-    guard_datasets(ds)
+    ds = refusing_nulls(ds)
     if vocab_size is not None:
         vocab_size = require_positive(vocab_size, "vocab_size")
     if lengths is None:

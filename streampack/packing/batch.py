@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from streampack.packing.assemble import assemble, positions
 from streampack.packing.groups import ROOT, path_starts
 from streampack.types import IGNORE_INDEX, FloatArray, Fragment, IntArray, Pack, PackGroups
 
 
-def to_torchtune(pack: Pack) -> dict[str, Any]:
+class PackDict(dict[str, Any]):
+    """A pack as a dict. torch's default collator makes a `Batch` of several."""
+
+
+def to_torchtune(pack: Pack) -> PackDict:
     """Convert a pack to the dict of ``torchtune.datasets.PackedDataset``, with four keys more.
 
     ``seq_lens`` ends with the padding's length where there is padding, because torchtune's collate function needs
@@ -26,7 +31,7 @@ def to_torchtune(pack: Pack) -> dict[str, Any]:
     [input_pos] = _positions([pack])
     shared = pack.groups is not None and any(parent != ROOT for parent in pack.groups.parents)
     lengths = torch.from_numpy(np.array(_segment_lengths(pack)))  # torch.tensor takes ten times as long
-    return {
+    found = {
         "tokens": torch.from_numpy(pack.tokens.astype(np.int64, copy=False)),  # [max_seq_len]
         "labels": torch.from_numpy(pack.labels.astype(np.int64, copy=False)),  # [max_seq_len]
         "input_pos": torch.from_numpy(input_pos),  # [max_seq_len]
@@ -35,8 +40,8 @@ def to_torchtune(pack: Pack) -> dict[str, Any]:
         "fragments": pack.fragments,
         "epoch": pack.epoch,
         "lane": pack.lane,
-        **({} if pack.groups is None else {"groups": pack.groups}),
     }
+    return PackDict(found if pack.groups is None else {**found, "groups": pack.groups})
 
 
 def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
@@ -160,6 +165,13 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
         for pack in packs
     ]
     return stack_packs(found, segments=segments)
+
+
+def _collate_by_default(packs: Sequence[PackDict], *, collate_fn_map: Any = None) -> Batch:
+    return collate_packed(packs)
+
+
+default_collate_fn_map[PackDict] = _collate_by_default  # as torch's documentation of default_collate says
 
 
 def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from streampack.packing.encoders.base import qualified_name
 
 COLUMN_REMOVER = "transformers.trainer_utils.RemoveColumnsCollator"
@@ -22,13 +20,8 @@ def refuse_foreign_collator(collate: Any, *, map_style: bool = False) -> None:
         map_style: whether the packs are those of a `PackedDataset`.
 
     Raises:
-        ValueError: for the default collator of torch, and for those of transformers and TRL; with the way out.
+        ValueError: for collators of transformers and TRL; with the way out.
     """
-    if collate is default_collate:
-        raise ValueError(
-            "torch's default_collate cannot stack packs, which hold different numbers of samples; give the DataLoader "
-            "collate_fn=streampack.collate_packed, or iterate a PackedDataLoader"
-        )
     name = qualified_name(collate)
     removes = name == COLUMN_REMOVER and "tokens" not in collate.signature_columns
     inner = qualified_name(collate.data_collator) if name == COLUMN_REMOVER else name

@@ -64,7 +64,7 @@ def columns_of(names: tuple[str, ...], tokens: str | None = None, labels: str | 
         if pair := [name for name in names if str(name).startswith(("chosen", "rejected"))]:
             raise ValueError(
                 f"the row is a preference pair ({', '.join(map(repr, pair))}), whose answers must stay in one pack; "
-                "such rows need an encoder: encoder=PreferenceEncoder(tokenizer), or data.encoder in a config; leave "
+                "such rows need an encoder: encoder=AnswersEncoder(tokenizer), or data.encoder in a config; leave "
                 "TRL's own trainers of pairs their collator"
             )
         raise missing_column(dict.fromkeys(names), tokens)

@@ -12,6 +12,7 @@ from streampack.fingerprint import digest
 from streampack.sources.base import BadRecord, Reader, Reading, permutation, reason_of, spread
 from streampack.sources.examples import EXAMPLES, Example, example, marks
 from streampack.sources.source import Source
+from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.types import Cursor, Row, RowId
 
 
@@ -43,7 +44,7 @@ class MapSource(Source):
             raise ValueError(
                 f"the dataset ({type(dataset).__name__}) is empty; it must have at least one row"
             )
-        self.dataset = dataset
+        self.dataset: MapDataset = refusing_nulls(dataset)
         self._rows: dict[str, str] | None = None  # marks of the examples, once they were read
 
     def fingerprint(self) -> str:

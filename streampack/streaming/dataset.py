@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.attention_cost import AttentionCost
-from streampack.packing.encoders import TokensEncoder, guard_datasets
+from streampack.packing.encoders import TokensEncoder
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_FRACTION, quarantine_for
@@ -198,7 +198,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
         source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
-        guard_datasets(source)
         self.lane_config = LaneConfig(
             source=source,
             encode=encode,

@@ -57,9 +57,9 @@ def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
     """Log how many samples a ledger counts that train nothing, if it counts any."""
     if ledger.untrained:
         log.warning(
-            "%d of the first %d samples train nothing (%d were truncated to max_seq_len=%d, which may have cut answers "
-            "off): no label is trained but perhaps the first, which never counts, and of messages only the "
-            "assistant's are. Set untrained='drop' to leave them out, 'error' to see where one is, or 'keep' if they "
+            "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never counts. "
+            "Of messages only the assistant's are trained, and truncation to max_seq_len=%d (%d samples so far) may "
+            "cut answers off. Set untrained='drop' to leave them out, 'error' to see where one is, or 'keep' if they "
             "are meant to be there",
-            ledger.untrained, ledger.samples, ledger.dropped_samples["truncated"], max_seq_len,
+            ledger.untrained, ledger.samples, max_seq_len, ledger.dropped_samples["truncated"],
         )  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streampack.instantiate import build
-from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
+from streampack.packing.encoders import TokensEncoder, check_tokenizer
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_FRACTION, BAD_RECORDS_FOLDER, quarantine_for
@@ -132,7 +132,6 @@ def tokenize(
         on_bad_record, folder=quarantine, limit=max_bad_records, shard_limit=max_bad_shards
     )
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
-    guard_datasets(source)
     if source.names:
         raise ValueError(
             "a mixture is weighted while it is read; tokenize each of its sources to a folder of its own, and mix those"

@@ -80,7 +80,7 @@ TRAINER_KEYS = {
     "packing_strategy": "write data.strategy",
     "padding_free": "packs have no padding but at their end; remove the key",
     "group_by_length": "write data.method: group_by_length_padding, or remove the key",
-    "completion_only_loss": "write data.encoder: {_component_: streampack.PromptCompletionEncoder}",
+    "completion_only_loss": "write data.encoder: {_component_: streampack.ChatEncoder}",
     "assistant_only_loss": "write data.encoder: {_component_: streampack.ChatEncoder}, which trains the answers",
     "dataset_text_field": "write data.encoder: {_component_: streampack.TextEncoder, column: ...}",
 }

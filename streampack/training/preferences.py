@@ -18,7 +18,7 @@ from streampack.attention.prepare import prepare_model_for_packing
 from streampack.instantiate import build
 from streampack.losses import PreferenceLoss, pair_of, sequence_logps
 from streampack.packing.batch import Batch
-from streampack.packing.encoders import PreferenceEncoder, RolloutEncoder
+from streampack.packing.encoders import AnswersEncoder, MessagesEncoder
 from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
@@ -65,7 +65,7 @@ def shares_prefixes(lanes: LaneConfig) -> bool:
     mix = lanes.mix
     encoders = [lanes.encode] if mix is None else [entry.encoder or lanes.encode for entry in mix.entries]
     return any(
-        encode.share_prefix if isinstance(encode, PreferenceEncoder | RolloutEncoder) else True
+        encode.share_prefix if isinstance(encode, AnswersEncoder | MessagesEncoder) else True
         for encode in encoders
     )
 

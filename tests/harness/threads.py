@@ -6,7 +6,6 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -251,7 +250,8 @@ class Fails:
 
     def __call__(self, row: Mapping[str, int], /) -> Sample:
         if row["i"] == self.at:
-            raise copy(self.error)
+            self.error.__dict__.pop("__notes__", None)  # of the last time
+            raise self.error
         return Numbers()(row)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from streampack import IterablePackedDataset, PackedDataLoader, RolloutEncoder
+from streampack import AnswersEncoder, IterablePackedDataset, PackedDataLoader
 from tests.harness.corpus import Numbers, rows
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.processes import run_forked
@@ -281,7 +281,7 @@ def test_a_state_of_another_loader_is_refused() -> None:
 
 
 def test_answers_that_share_a_prompt_are_refused() -> None:
-    encoder = RolloutEncoder(byte_level())
+    encoder = AnswersEncoder(byte_level())
     answers = [{"prompt": "one two", "completions": ["three", "four"]}] * 3
     made = config(source=answers, encoder=encoder, settings={"num_lanes": 1})
     with pytest.raises(ValueError, match="share a prompt.*share_prefix=False"):

@@ -268,12 +268,16 @@ def test_a_loader_knows_the_costs_of_all_ranks(per_step: int, window: int | None
 def test_a_single_rank_has_no_imbalance() -> None:
     loader: Any = PackedDataLoader(make(numbers(100))(), batch_size=2)
     assert "data_wait" not in loader.metrics()
-    for _ in loader:
-        pass
+    steps = len(list(loader))
     metrics = loader.metrics()
     assert metrics["data_wait"] > 0
     assert "cost_imbalance" not in metrics
     assert loader.metrics() == metrics, "no step since the last call"
+    more = len([*loader, *loader])
+    waited, later = metrics["data_wait"], loader.metrics()
+    assert later["data_wait_mean"] * (steps + more) == pytest.approx(
+        waited * steps + later["data_wait"] * more
+    )
 
 
 # Steps, batches and runs that train nothing.

@@ -459,7 +459,7 @@ def test_each_token_has_the_loss_of_the_formula(kl: float, sampled_now: bool) ->
         (lambda: rollouts(advantage=True), {}, r"no 'advantage' among its fields \(none\); name its column in the"),
         (lambda: rollouts(ref_logps=True), {"kl": 0.1}, r"no 'ref_logps' among its token_fields \(old_logps\); name"),
         (rollouts, {"clip": (1.5, 0.2)}, r"clip=\(1.5, 0.2\) is no pair of distances from 1; give two such as"),
-        (lambda: packed([[1, 2]]), {}, "the batch has no groups, so no advantages; encode rows with RolloutEncoder"),
+        (lambda: packed([[1, 2]]), {}, "the batch has no groups, so no advantages; encode rows with AnswersEncoder"),
     ],
 )  # fmt: skip
 def test_what_a_policys_loss_lacks_is_named(make: Any, settings: dict[str, Any], message: str) -> None:

@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 
 from streampack import (
+    AnswersEncoder,
     ChatEncoder,
     Group,
     HFTokenizer,
     MessagesEncoder,
-    PreferenceEncoder,
-    PromptCompletionEncoder,
-    RolloutEncoder,
     Sample,
     TextEncoder,
 )
-from streampack.packing.encoders.chat import is_trained, masked_sample
+from streampack.packing.encoders.answers import PAIR
+from streampack.packing.encoders.completion import Completions, is_trained, masked_sample
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.types import IGNORE_INDEX
 from tests.mutants.registry import replaces
@@ -63,10 +62,10 @@ def later_answers_begin_a_token_early(good, self, messages, trained, *, tools=No
     return ids, mask
 
 
-@replaces(PromptCompletionEncoder, "encode_text")
+@replaces(Completions, "encode_text")
 def prompt_and_completion_apart(good, self, prompt, completion):
     """A prompt and its completion are tokenized apart, into other tokens than at inference, instead of refused."""
-    head = self.tokenizer.encode(prompt, add_bos=self.add_bos, add_eos=False)
+    head = self.encode_prompt(prompt)
     tail = self.tokenizer.encode(completion, add_bos=False, add_eos=self.add_eos)
     ids = [*head, *tail]
     return masked_sample(ids, np.arange(len(ids)) >= len(head))
@@ -78,27 +77,27 @@ def tools_as_text_left_out(encoder, row):
     return {**row, encoder.tools: None} if isinstance(row.get(encoder.tools), str) else row
 
 
-@changing_rows(PreferenceEncoder)
+@changing_rows(AnswersEncoder)
 def sides_of_conversations_swapped(encoder, row):
     """Of whole conversations without a prompt column, the rejected one is taken for the chosen one."""
-    chosen, rejected = encoder.columns
-    if encoder.transform is not None or encoder.prompt in row or not isinstance(row.get(chosen), list):
+    chosen, rejected = PAIR
+    if encoder.prompt in row or not isinstance(row.get(chosen), list):
         return row
     return {**row, chosen: row.get(rejected), rejected: row[chosen]}
 
 
-@replaces(PreferenceEncoder, "__call__")
+@replaces(AnswersEncoder, "__call__")
 def field_of_the_rejected_answer_lost(good, self, row):
     """Of a field with a column for each answer, both answers get the chosen one's number."""
     given = self.fields
-    self.fields = {k: v if isinstance(v, str) else (v[0], v[0]) for k, v in given.items()}
+    self.fields = {name: (columns[0],) * len(columns) for name, columns in given.items()}
     try:
         return good(self, row)
     finally:
         self.fields = given
 
 
-@replaces(RolloutEncoder, "__call__")
+@replaces(AnswersEncoder, "__call__")
 def numbers_of_later_completions_shifted(good, self, row):
     """From a group's second completion on, the numbers of tokens belong to the token before."""
     group = good(self, row)
@@ -111,7 +110,7 @@ def numbers_of_later_completions_shifted(good, self, row):
                  token_fields=fields)  # fmt: skip
 
 
-@changing_rows(RolloutEncoder)
+@changing_rows(AnswersEncoder)
 def mask_of_the_first_completion_only(encoder, row):
     """The mask of a rollout's tokens is heeded for its first completion only: what tools answered is trained."""
     masks = row.get(encoder.mask) if encoder.mask is not None else None

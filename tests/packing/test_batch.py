@@ -168,12 +168,15 @@ def test_segments_sets_the_width_of_seq_lens() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("packs", "workers"), [("stream", 0), ("map-style", 0), ("map-style", 1)])
-def test_torchs_default_collator_is_refused(packs: str, workers: int) -> None:
-    """The error consumes no pack; batches of a user's own collator, and single packs, pass."""
+def test_torchs_loader_stacks_packs_by_default(packs: str, workers: int) -> None:
+    """Packs hold different numbers of samples. A user's own collator, and single packs, pass."""
     data: Any = dataset([5] * 9) if packs == "stream" else PackedDataset([[5] * 5] * 9, max_seq_len=LIMIT)
-    with pytest.raises(ValueError, match="collate_fn=streampack.collate_packed"):
-        next(iter(DataLoader(data, batch_size=2, num_workers=workers)))
-    assert packs == "map-style" or data.state_dict()["lanes"] == {}
+    whole = [data[i] for i in range(len(data))] if packs == "map-style" else list(dataset([5] * 9))
+    found = list(DataLoader(data, batch_size=2, num_workers=workers))
+    wanted = [collate_packed(whole[first : first + 2]) for first in range(0, len(whole), 2)]
+    assert len(found) > 1
+    for ours, theirs in zip(found, wanted, strict=True):
+        same(ours, theirs)
     batch = next(iter(DataLoader(data, batch_size=2, collate_fn=collate_packed, num_workers=workers)))
     assert batch.tokens.shape == (2, LIMIT)
     mine = DataLoader(data, batch_size=2, collate_fn=lambda packs: [pack["tokens"] for pack in packs])

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from streampack import (
+    AnswersEncoder,
     ChatEncoder,
     HFTokenizer,
     IterablePackedDataset,
     MessagesEncoder,
-    PreferenceEncoder,
-    PromptCompletionEncoder,
-    RolloutEncoder,
     TextEncoder,
     TokensEncoder,
 )
@@ -101,8 +99,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"town
 TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
-def pairs(tok: Any, **settings: Any) -> PreferenceEncoder:
-    return PreferenceEncoder(tok, message_transform=Pairs(), **settings)
+def pairs(tok: Any, **settings: Any) -> MessagesEncoder:
+    return MessagesEncoder(tok, message_transform=Pairs(), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +114,11 @@ def tok() -> Any:
         (lambda tok: MessagesEncoder(tok, message_transform=InputOutput()),
          {"input": "a", "output": "b", "instruction": "c", "context": "d", "n": 7}, "'context', 'instruction'"),
         (pairs, {"chosen": [USER, GOOD], "rejected": [USER, BAD], "context": "d"}, "'context'"),
-        (lambda tok: PreferenceEncoder(tok, fields=["score"]), TEXTS | {"score": [1, 2], "context": "d"}, "'context'"),
+        (lambda tok: AnswersEncoder(tok, fields=["score"]), TEXTS | {"score": [1, 2], "context": "d"}, "'context'"),
         (ChatEncoder, {"messages": [USER, GOOD], "conversations": [USER], "n": 1}, "'conversations'"),
-        (PromptCompletionEncoder, {"prompt": "a", "completion": "b", "label": False, "image": b"c"},
+        (ChatEncoder, {"prompt": "a", "completion": "b", "label": False, "image": b"c"},
          "'image', 'label'"),
-        (lambda tok: RolloutEncoder(tok, fields=["reward"]),
+        (lambda tok: AnswersEncoder(tok, fields=["reward"]),
          {"prompt": "a", "completions": ["b"], "reward": [1], "context": "d"}, "'context'"),
     ],
 )  # fmt: skip
@@ -141,12 +139,12 @@ def test_columns_that_nothing_reads_are_named_once(
 @pytest.mark.parametrize(
     ("encoder", "row", "column"),
     [
-        (PreferenceEncoder, TEXTS, "tools"),
-        (PreferenceEncoder, {"chosen": "a b", "rejected": "a c"}, "tools"),
-        (PreferenceEncoder, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, "system"),
-        (RolloutEncoder, {"prompt": "a", "completions": ["b"]}, "tools"),
-        (PromptCompletionEncoder, {"prompt": "a", "completion": "b"}, "tools"),
-        (PromptCompletionEncoder, {"prompt": "a", "completion": "b"}, "system"),
+        (AnswersEncoder, TEXTS, "tools"),
+        (AnswersEncoder, {"chosen": "a b", "rejected": "a c"}, "tools"),
+        (AnswersEncoder, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, "system"),
+        (AnswersEncoder, {"prompt": "a", "completions": ["b"]}, "tools"),
+        (ChatEncoder, {"prompt": "a", "completion": "b"}, "tools"),
+        (ChatEncoder, {"prompt": "a", "completion": "b"}, "system"),
         (ChatEncoder, {"messages": [USER, GOOD]}, "system"),
     ],
 )
@@ -160,38 +158,29 @@ def test_columns_that_change_the_prompt_are_refused_unless_ignored(
     assert ignoring.tokens.tolist() == encoder(tok)(row | {column: []}).tokens.tolist()
 
 
-def test_a_prompt_that_the_answers_do_not_repeat_is_refused_by_a_transform_that_does_not_read_it(
-    tok: Any,
-) -> None:
-    rows: list[dict[str, Any]] = [
+def test_answers_without_their_prompt_are_refused_by_a_transform_that_reads_none(tok: Any) -> None:
+    for row in (
         {"prompt": "hello", "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "hello", "chosen": [USER, GOOD], "rejected": [BAD]},
-        {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    ]
-    for row in rows:
+    ):
         with pytest.raises(
-            ValueError, match=r"column 'prompt' is not repeated .* leave message_transform out"
+            ValueError, match="begins with an answer, .* AnswersEncoder puts the column of the"
         ):
             pairs(tok)(row)
     whole = pairs(tok)({"chosen": [USER, GOOD], "rejected": [USER, BAD]})
-    for row in rows[:2]:
-        found = PreferenceEncoder(tok)(row).tokens
-        assert found.tolist() == whole.tokens.tolist(), "the way out trains what the row says"
-    assert pairs(tok, ignore=["prompt"])(rows[-1]).tokens.tolist() == whole.tokens.tolist()
-    for prompt in ("hello", [USER], None, "", []):  # that both repeat
-        assert pairs(tok)({**rows[-1], "prompt": prompt}).tokens.tolist() == whole.tokens.tolist()
+    found = AnswersEncoder(tok)({"prompt": "hello", "chosen": [GOOD], "rejected": [BAD]}).tokens
+    assert found.tolist() == whole.tokens.tolist(), "the way out trains what the row says"
 
 
 @pytest.mark.parametrize(
     ("encoder", "row"),
     [
-        (PreferenceEncoder, {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
-        (PreferenceEncoder, {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]}),
-        (PreferenceEncoder, {"prompt": [SYSTEM, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
-        (PreferenceEncoder, {"prompt": [USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [USER, BAD]}),
-        (PromptCompletionEncoder, {"prompt": [USER], "completion": [USER, GOOD]}),
-        (RolloutEncoder, {"prompt": [USER], "completions": [[GOOD], [USER, GOOD]]}),
+        (AnswersEncoder, {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (AnswersEncoder, {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]}),
+        (AnswersEncoder, {"prompt": [SYSTEM, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (AnswersEncoder, {"prompt": [USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [USER, BAD]}),
+        (ChatEncoder, {"prompt": [USER], "completion": [USER, GOOD]}),
+        (AnswersEncoder, {"prompt": [USER], "completions": [[GOOD], [USER, GOOD]]}),
     ],
 )
 def test_an_answer_that_repeats_another_prompt_than_the_row_has_is_refused(
@@ -211,7 +200,7 @@ def test_an_answer_that_repeats_another_prompt_than_the_row_has_is_refused(
          lambda flag: {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"} | flag]}),
         (lambda tok: MessagesEncoder(tok, message_transform=OpenAI()), lambda flag: {"messages": [USER, GOOD | flag]}),
         (pairs, lambda flag: {"chosen": [USER, GOOD | flag], "rejected": [USER, BAD]}),
-        (RolloutEncoder, lambda flag: {"prompt": [USER], "completions": [[GOOD | flag]]}),
+        (AnswersEncoder, lambda flag: {"prompt": [USER], "completions": [[GOOD | flag]]}),
     ],
 )  # fmt: skip
 def test_flags_of_other_programs_that_leave_a_message_out_are_refused(
@@ -225,23 +214,10 @@ def test_flags_of_other_programs_that_leave_a_message_out_are_refused(
 # Fingerprints: a resume with another encoder is refused by them.
 
 
-class Transform:
-    """A message transform with settings, as torchtune's are written."""
-
-    def __init__(self) -> None:
-        self.column_map = {"input": "q", "output": "a"}
-        self.train_on_input = False
-        self.rule = lambda text: text  # has another address in every process
-        self.parts = [object(), {"b", "a", "c"}]
-
-
 def made_of(folder: Path) -> list[Any]:
     """Tokenizers and encoders that all make other tokens or labels of some row."""
     one, two = HFTokenizer(folder, chat_template=CHATML), HFTokenizer(folder, chat_template=DEAF)
     word = WordTokenizer()
-
-    def messages(transform: Any, tokenizer: Any = word, **settings: Any) -> MessagesEncoder:
-        return MessagesEncoder(tokenizer, message_transform=transform, **settings)
 
     return [
         one, two, HFTokenizer(folder, chat_template=MARKED),
@@ -251,28 +227,16 @@ def made_of(folder: Path) -> list[Any]:
         TokensEncoder(), TokensEncoder(labels=None), TokensEncoder(tokens="input_ids"),
         TextEncoder(one), TextEncoder(one, add_bos=False), TextEncoder(one, add_eos=False),
         TextEncoder(word), TextEncoder(WordTokenizer(shift=1)), TextEncoder(word, column="body"),
-        messages(InputOutput()), messages(InputOutput(train_on_input=True)), messages(Transform()),
-        messages(InputOutput(column_map={"input": "q", "output": "a"})),
-        messages(InputOutput(new_system_prompt="be kind")), messages(tune_data.AlpacaToMessages()),
-        messages(InputOutput(), WordTokenizer(shift=1)), messages(InputOutput(), WordTokenizer(header=8)),
-        messages(InputOutput(), one), messages(InputOutput(), ignore=["tools"]), messages(lambda row: {"messages": []}),
         ChatEncoder(one), ChatEncoder(two), ChatEncoder(one, answers="last"), ChatEncoder(one, column="talk"),
-        ChatEncoder(one, ignore=["tools"]),
-        PromptCompletionEncoder(one), PromptCompletionEncoder(one, add_eos=False),
-        PromptCompletionEncoder(one, prompt="question"), PromptCompletionEncoder(one, add_bos=False),
-        PreferenceEncoder(one), PreferenceEncoder(two), PreferenceEncoder(one, prompt="question"),
-        PreferenceEncoder(one, chosen="better"), PreferenceEncoder(one, rejected="worse"),
-        PreferenceEncoder(one, tools="functions"), PreferenceEncoder(one, add_bos=True),
-        PreferenceEncoder(one, add_eos=False), PreferenceEncoder(one, fields=["margin"]),
-        PreferenceEncoder(one, fields={"margin": "m"}), PreferenceEncoder(one, fields={"margin": ["a", "b"]}),
-        PreferenceEncoder(one, share_prefix=False), PreferenceEncoder(one, ignore=["tools"]),
-        pairs(one), pairs(one, mask_shared=True), pairs(one, ignore=["tools"]),
-        PreferenceEncoder(one, message_transform=Pairs(train_on_input=True)),
-        RolloutEncoder(one), RolloutEncoder(two), RolloutEncoder(one, prompt="x"),
-        RolloutEncoder(one, completions="x"), RolloutEncoder(one, tools="x"), RolloutEncoder(one, mask="x"),
-        RolloutEncoder(one, add_bos=True), RolloutEncoder(one, add_eos=False), RolloutEncoder(one, fields=["x"]),
-        RolloutEncoder(one, token_fields=["x"]), RolloutEncoder(one, share_prefix=False),
-        RolloutEncoder(one, ignore=["tools"]),
+        ChatEncoder(one, ignore=["tools"]), ChatEncoder(one, add_eos=False), ChatEncoder(one, prompt="question"),
+        ChatEncoder(one, add_bos=False), ChatEncoder(one, prompt="prompt"),
+        AnswersEncoder(one), AnswersEncoder(two), AnswersEncoder(one, prompt="question"),
+        AnswersEncoder(one, answers=["better", "worse"]), AnswersEncoder(one, answers="x"),
+        AnswersEncoder(one, tools="functions"), AnswersEncoder(one, add_bos=True), AnswersEncoder(one, mask="x"),
+        AnswersEncoder(one, add_eos=False), AnswersEncoder(one, fields=["margin"]),
+        AnswersEncoder(one, fields={"margin": "m"}), AnswersEncoder(one, fields={"margin": ["a", "b"]}),
+        AnswersEncoder(one, share_prefix=False), AnswersEncoder(one, ignore=["tools"]),
+        AnswersEncoder(one, token_fields=["x"]),
     ]  # fmt: skip
 
 
@@ -322,8 +286,6 @@ def test_fingerprints_cover_vocabularies_and_settings(tmp_path: Path) -> None:
     assert TextEncoder(short).fingerprint() == TextEncoder(WordTokenizer()).fingerprint(), (
         "its limit is switched off"
     )
-    cut, whole = (MessagesEncoder(each, message_transform=InputOutput()) for each in (short, WordTokenizer()))
-    assert cut.fingerprint() == whole.fingerprint()
 
 
 def test_the_guides_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

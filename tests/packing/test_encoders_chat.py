@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
     ChatEncoder,
     HFTokenizer,
-    PromptCompletionEncoder,
     Sample,
 )
+from streampack.packing.encoders.template import ChatTemplate
 from tests.harness.hf_tokenizers import (
     BOS,
     CHATML,
@@ -27,6 +30,7 @@ from tests.harness.hf_tokenizers import (
     EOS,
     FORGETFUL,
     MARKED,
+    Letters,
     byte_level,
     llama_like,
 )
@@ -171,6 +175,57 @@ def test_what_cannot_be_rendered_or_masked_is_refused(template: str, messages: A
         ChatEncoder(byte_level(template=template))({"messages": messages})
 
 
+NO_SPECIALS = CHATML.replace("<|im_start|>", "### ").replace("<|im_end|>", "").replace("{{ bos_token }}", "")
+
+
+@functools.cache
+def fast_and_slow(template: str) -> tuple[ChatEncoder, ChatEncoder]:
+    fast, slow = byte_level(template=template), byte_level(template=template)
+    slow.__class__ = type(
+        "Slow", (type(slow),), {"encode": None}
+    )  # called as its class says, so without offsets
+    return ChatEncoder(fast), ChatEncoder(slow)
+
+
+@pytest.mark.filterwarnings("ignore:the chat template of .* ends no answer")
+@pytest.mark.parametrize("template", [CHATML, MARKED, NO_SPECIALS, CROSSING])
+@given(st.lists(st.text(alphabet="ab \n4漢", max_size=9), min_size=2, max_size=8))
+def test_where_tokens_begin_gives_the_masks_of_tokenizing_each_beginning(
+    template: str, texts: list[str]
+) -> None:
+    """A tokenizer that does not say where its tokens begin has the same masks, and refuses the same rows."""
+    row = {
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    }
+
+    def masked(encoder: ChatEncoder) -> Any:
+        try:
+            sample = encoder(row)
+        except ValueError as error:
+            return str(error)
+        return sample.tokens.tolist(), sample.labels.tolist()
+
+    fast, slow = fast_and_slow(template)
+    assert masked(fast) == masked(slow)
+
+
+def test_boundaries_take_time_in_proportion_to_the_text() -> None:
+    read = []
+
+    def tokenize(text: str) -> tuple[list[int], range]:
+        read.append(len(text))
+        return list(text.encode()), range(len(text))
+
+    turns = "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    template = turns + "{{ 'a: ' * add_generation_prompt }}"
+    ids, trained = ChatTemplate({"default": template}, tokenize=tokenize, settings={})(
+        [{"role": role, "content": "x" * 100} for _ in range(50) for role in ("user", "assistant")],
+        [False, True] * 50,
+    )
+    assert bytes(np.array(ids, np.uint8)[trained]) == (b"x" * 100 + b"\n") * 50
+    assert sum(read) < 2 * read[0]
+
+
 def test_a_template_that_changes_earlier_turns_serves_for_the_last_answer(tokenizers: dict[str, Any]) -> None:
     last = ChatEncoder(tokenizers["forgetful"], answers="last")  # the way out
     assert trained_texts(last, last({"messages": THINKING})) == ["hello there<|im_end|>\n"]
@@ -180,16 +235,16 @@ def test_an_answer_without_a_trained_end_warns() -> None:
     before = MARKED.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
     for template in (before, CHATML.replace("{{ '<|im_end|>' }}", "")):
         with pytest.warns(UserWarning, match="ends no answer with a special token that is trained"):
-            ChatEncoder(byte_level(template=template))
+            ChatEncoder(byte_level(template=template), column="messages")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ChatEncoder(byte_level(template=MARKED))
+        ChatEncoder(byte_level(template=MARKED), column="messages")
 
 
 def test_a_template_that_writes_the_date_needs_a_date() -> None:
     for template in (DATED, DATED_UNLESS_TOLD):
         with pytest.raises(ValueError, match='writes today\'s date.*date: "2025-01-31"'):
-            ChatEncoder(byte_level(template=template))
+            ChatEncoder(byte_level(template=template))({"messages": TALK})
     told = ChatEncoder(HFTokenizer(byte_level(template=DATED), date="2025-01-31"))
     assert told.decode(told({"messages": TALK}).tokens.tolist()).startswith("31 Jan 2025\n<s>")
     kwargs = {"date_string": "then"}
@@ -212,14 +267,10 @@ def test_a_conversation_that_begins_with_an_answer(tokenizers: dict[str, Any]) -
 
 
 def test_other_tokenizers_are_refused_with_the_way_out() -> None:
-    class Torchtune:
-        def encode(self, text: str) -> list[int]:
-            return [1]
-
-    with pytest.raises(ValueError, match="a Torchtune has no chat template; give a Hugging Face tokenizer"):
-        ChatEncoder(Torchtune())
+    with pytest.raises(ValueError, match="a Letters has no chat template; give a Hugging Face tokenizer"):
+        ChatEncoder(Letters())({"messages": TALK})
     with pytest.raises(ValueError, match="has no chat template; give it one: chat_template"):
-        ChatEncoder(byte_level(template=None))
+        ChatEncoder(byte_level(template=None), column="messages")
     given = ChatEncoder(HFTokenizer(byte_level(template=None), chat_template=CHATML))
     assert trained_texts(given, given({"messages": TALK[1:3]})) == ["hello there<|im_end|>\n"]
 
@@ -229,24 +280,38 @@ def test_other_tokenizers_are_refused_with_the_way_out() -> None:
 
 def test_completions_are_trained_and_end_with_eos(tokenizers: dict[str, Any]) -> None:
     for name in ("chatml", "llama"):
-        encoder = PromptCompletionEncoder(tokenizers[name])
+        encoder = ChatEncoder(tokenizers[name])
         sample = encoder({"prompt": "User: hello\nAssistant:", "completion": " hello there"})
         text = "<s>User: hello\nAssistant: hello there</s>"
         assert encoder.decode(sample.tokens.tolist()).replace("<s> ", "<s>") == text
         assert [part.strip() for part in trained_texts(encoder, sample)] == ["hello there</s>"]
         assert sample.tokens[-1] == EOS
-    bare = PromptCompletionEncoder(
-        tokenizers["chatml"], prompt="q", completion="a", add_bos=False, add_eos=False
-    )
+    bare = ChatEncoder(tokenizers["chatml"], prompt="q", completion="a", add_bos=False, add_eos=False)
     assert bare.decode(bare({"q": "one", "a": " two"}).tokens.tolist()) == "one two"
     assert trained_texts(bare, bare({"q": "", "a": "two"})) == ["two"]
 
 
 def test_completions_of_messages_go_through_the_template(tokenizers: dict[str, Any]) -> None:
-    encoder = PromptCompletionEncoder(tokenizers["chatml"])
+    encoder = ChatEncoder(tokenizers["chatml"])
     sample = encoder({"prompt": TALK[:4], "completion": TALK[4:]})
+    text = encoder({"prompt": TALK[:4], "completion": TALK[4]["content"]})
+    assert text.tokens.tolist() == sample.tokens.tolist(), "an answer that is text is the assistant's"
     assert trained_texts(encoder, sample) == ["The answer is 42.<|im_end|>\n"]
     assert sample.tokens.tolist() == ChatEncoder(tokenizers["chatml"])({"messages": TALK}).tokens.tolist()
+
+
+def test_the_columns_tell_conversations_from_completions(tokenizers: dict[str, Any]) -> None:
+    row = {"messages": [USER, ANSWER], "prompt": "one", "completion": " two"}
+    tok = tokenizers["chatml"]
+    whole = ChatEncoder(tok)({"messages": [USER, ANSWER]}).tokens.tolist()
+    assert ChatEncoder(tok)(row).tokens.tolist() == whole
+    named = ChatEncoder(tok, completion="completion", add_eos=False)
+    assert named.decode(named(row).tokens.tolist()) == "<s>one two"
+    assert ChatEncoder(tok, column="messages")(row).tokens.tolist() == whole
+    with pytest.raises(
+        ValueError, match="column='messages' names one column of messages, prompt and completion name"
+    ):
+        ChatEncoder(tok, column="messages", prompt="prompt")
 
 
 @pytest.mark.parametrize(
@@ -254,21 +319,20 @@ def test_completions_of_messages_go_through_the_template(tokenizers: dict[str, A
     [
         ({"prompt": "A: ", "completion": "the end"}, r"a token crosses from the prompt \('A: '\) into the completion"),
         ({"prompt": "a"}, "column 'completion' is missing"),
-        ({"prompt": "a", "completion": None}, "'prompt' holds a str and 'completion' a NoneType; both must be text"),
-        ({"prompt": [USER], "completion": "b"}, "'prompt' holds a list and 'completion' a str"),
-        ({"prompt": b"a", "completion": b"b"}, "holds a bytes"),
+        ({"prompt": "a", "completion": None}, "column 'completion' is null; mend the row, or leave it out"),
+        ({"prompt": b"a", "completion": b"b"}, "column 'prompt' holds a bytes; give text, or messages"),
     ],
 )  # fmt: skip
 def test_errors_of_bad_completions(tokenizers: dict[str, Any], row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PromptCompletionEncoder(tokenizers["chatml"])(row)
+        ChatEncoder(tokenizers["chatml"])(row)
 
 
 def test_prompts_with_completions_use_tools(tokenizers: dict[str, Any]) -> None:
-    encoder = PromptCompletionEncoder(tokenizers["chatml"])
+    encoder = ChatEncoder(tokenizers["chatml"])
     row = {"prompt": [USER], "completion": [ANSWER]}
     whole = ChatEncoder(tokenizers["chatml"])({"messages": [USER, ANSWER], "tools": [TOOL]})
     assert encoder({**row, "tools": [TOOL]}).tokens.tolist() == whole.tokens.tolist()
     assert encoder(row).tokens.size < whole.tokens.size
     with pytest.raises(ValueError, match="leaves out the tool .weather."):
-        PromptCompletionEncoder(byte_level(template=DEAF))({**row, "tools": [TOOL]})
+        ChatEncoder(byte_level(template=DEAF))({**row, "tools": [TOOL]})

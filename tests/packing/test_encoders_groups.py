@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
+    AnswersEncoder,
     ChatEncoder,
     Group,
     HFTokenizer,
     IterablePackedDataset,
+    MessagesEncoder,
     ParquetSource,
-    PreferenceEncoder,
-    PromptCompletionEncoder,
-    RolloutEncoder,
 )
 from tests.harness.hf_tokenizers import CHATML, CROSSING, DEAF, FORGETFUL, MARKED, Letters, byte_level
 
@@ -87,11 +86,11 @@ def pair(**row: Any) -> dict[str, Any]:
 )
 def test_answers_are_encoded_as_completions_of_their_prompt(chatml: Any, prompt: Any, answers: Any) -> None:
     """Prefix and answer are the whole, and the labels are those of the answer alone."""
-    wholes = [PromptCompletionEncoder(chatml)({"prompt": prompt, "completion": each}) for each in answers]
+    wholes = [ChatEncoder(chatml)({"prompt": prompt, "completion": each}) for each in answers]
     pairs = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
     for group in (
-        RolloutEncoder(chatml)({"prompt": prompt, "completions": answers}),
-        PreferenceEncoder(chatml)(pairs),
+        AnswersEncoder(chatml)({"prompt": prompt, "completions": answers}),
+        AnswersEncoder(chatml)(pairs),
     ):
         count = len(group.leaves)
         assert group.parents == (-1, *[0] * count)
@@ -100,8 +99,8 @@ def test_answers_are_encoded_as_completions_of_their_prompt(chatml: Any, prompt:
             whole.labels[whole.labels != IGNORE_INDEX].tolist() for whole in wholes[:count]
         ]
         assert (group.labels[: group.lengths[0]] == IGNORE_INDEX).all(), "the prompt is not trained"
-    apart = PreferenceEncoder(chatml, share_prefix=False, fields=["margin"])({**pairs, "margin": 1.5})
-    assert content(apart) == content(PreferenceEncoder(chatml)(pairs).unshared())
+    apart = AnswersEncoder(chatml, share_prefix=False, fields=["margin"])({**pairs, "margin": 1.5})
+    assert content(apart) == content(AnswersEncoder(chatml)(pairs).unshared())
     assert apart.fields["margin"].tolist() == [1.5, 1.5]
 
 
@@ -126,30 +125,30 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_forms_of_a_pair_give_the_same_tokens(chatml: Any, form: str) -> None:
-    assert content(PreferenceEncoder(chatml)(FORMS[form])) == content(PreferenceEncoder(chatml)(pair()))
+    assert content(AnswersEncoder(chatml)(FORMS[form])) == content(AnswersEncoder(chatml)(pair()))
 
 
 def test_tools_of_pairs_and_of_rollouts_are_rendered(chatml: Any) -> None:
-    same = PreferenceEncoder(chatml)(pair(chosen=[CALL], tools=json.dumps([TOOL])))
-    openai = PreferenceEncoder(
-        chatml, prompt="input", chosen="preferred_output", rejected="non_preferred_output"
+    same = AnswersEncoder(chatml)(pair(chosen=[CALL], tools=json.dumps([TOOL])))
+    openai = AnswersEncoder(
+        chatml, prompt="input", answers=["preferred_output", "non_preferred_output"]
     )({
         "input": {"messages": [USER], "tools": [TOOL]}, "preferred_output": [CALL], "non_preferred_output": [BAD],
     })  # fmt: skip
     assert openai.tokens.tolist() == same.tokens.tolist()
-    assert '"parameters"' in PreferenceEncoder(chatml).decode(same.tokens.tolist())
+    assert '"parameters"' in AnswersEncoder(chatml).decode(same.tokens.tolist())
     row = {"prompt": TALK, "completions": [[5], [6, 7]], "tools": json.dumps([TOOL])}
     expected = chatml.apply_chat_template(TALK, add_generation_prompt=True, tools=[TOOL], return_dict=True)
-    group = RolloutEncoder(chatml)(row)
+    group = AnswersEncoder(chatml)(row)
     assert group.tokens.tolist() == [*expected["input_ids"], 5, 6, 7], (
         "a prompt before ids is that of inference"
     )
-    assert RolloutEncoder(chatml, ignore=["tools"])(row).tokens.size < group.tokens.size
+    assert AnswersEncoder(chatml, ignore=["tools"])(row).tokens.size < group.tokens.size
 
 
 def test_conversations_share_their_common_messages(chatml: Any) -> None:
     """An earlier answer in both is of the prompt; after the first difference all answers are trained."""
-    encoder = PreferenceEncoder(chatml)
+    encoder = AnswersEncoder(chatml)
     row = {"chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]}
     assert encoder(row).tokens.tolist() == encoder(pair(prompt=TALK)).tokens.tolist()
     apart = encoder({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD, USER, BAD]})
@@ -172,7 +171,7 @@ def test_texts_are_never_changed(
     prompt: str, chosen: str, rejected: str, add_eos: bool, implicit: bool
 ) -> None:
     """With a prompt or without: prefix and answer are the tokens of the whole text, or the pair is refused."""
-    encoder = PreferenceEncoder(LETTERS, add_eos=add_eos)
+    encoder = AnswersEncoder(LETTERS, add_eos=add_eos)
     row = {"chosen": prompt + chosen, "rejected": prompt + rejected} if implicit else {
         "prompt": prompt, "chosen": chosen, "rejected": rejected
     }  # fmt: skip
@@ -227,12 +226,12 @@ def trl_of(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[list[in
 )
 def test_trls_documented_formats_give_trls_tokens(chatml: Any, row: dict[str, Any]) -> None:
     before, answers = trl_of(row, chatml)
-    group = PreferenceEncoder(chatml)(row)
+    group = AnswersEncoder(chatml)(row)
     assert sequences(group) == [before + answer for answer in answers]
     assert trained(group) == answers
     for end in ("ids", "input_ids"):  # rows that are tokens already
         names = [f"{name}_{end}" for name in ("prompt", "chosen", "rejected")]
-        again = PreferenceEncoder(chatml)(dict(zip(names, [before, *answers], strict=True)))
+        again = AnswersEncoder(chatml)(dict(zip(names, [before, *answers], strict=True)))
         assert content(again)[:2] == content(group)[:2]
 
 
@@ -270,9 +269,9 @@ def test_torchtunes_transform_gives_what_its_dataset_gives(tmp_path: Path, kind:
         source="json", data_files=str(tmp_path / "rows.json"), split="train", tokenizer=tokenizer,
         message_transform=TRANSFORM(**settings), cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    encoder = PreferenceEncoder(tokenizer, message_transform=TRANSFORM(**settings))
+    encoder = MessagesEncoder(tokenizer, message_transform=TRANSFORM(**settings))
     for row, expected in zip(TUNE_ROWS, theirs, strict=True):
-        for group in (encoder(row), PreferenceEncoder(tokenizer)(expected)):
+        for group in (encoder(row), AnswersEncoder(tokenizer)(expected)):
             apart = group.unshared()
             for (start, stop), name in zip(apart.bounds, ("chosen", "rejected"), strict=True):
                 assert apart.tokens[start:stop].tolist() == expected[f"{name}_input_ids"]
@@ -284,7 +283,7 @@ def test_torchtunes_transform_gives_what_its_dataset_gives(tmp_path: Path, kind:
 def test_earlier_answers_of_both_can_be_masked(tmp_path: Path) -> None:
     tokenizer = tune_tokenizer("llama3", tmp_path)
     both, masked = (
-        PreferenceEncoder(tokenizer, message_transform=TRANSFORM(), mask_shared=flag)(TUNE_ROWS[1])
+        MessagesEncoder(tokenizer, message_transform=TRANSFORM(), mask_shared=flag)(TUNE_ROWS[1])
         for flag in (False, True)
     )
     assert sequences(both) == sequences(masked)
@@ -304,7 +303,7 @@ def test_fields_arrive_at_their_answers_also_from_tables(chatml: Any, tmp_path: 
     rows = [pair(ref=[-1.0, -2.0], margin=3, bad=2), pair(chosen=[CALL, GOOD], ref=[0.5, 1], margin=4, bad=5)]
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "rows.parquet")
-    encoder = PreferenceEncoder(chatml, fields={"ref": "ref", "margin": "margin", "score": ["margin", "bad"]})
+    encoder = AnswersEncoder(chatml, fields={"ref": "ref", "margin": "margin", "score": ["margin", "bad"]})
     for source in (rows, table, ParquetSource(str(tmp_path / "rows.parquet"))):
         packs = IterablePackedDataset(
             source, encoder=encoder, max_seq_len=99, strategy="next_fit", num_lanes=1
@@ -332,7 +331,7 @@ def test_ids_of_rollouts_are_taken_as_they_are(
         for c in completions
     ]
     logps = [[-10.0 * i - at for at in range(len(c))] for i, c in enumerate(completions)]
-    encoder = RolloutEncoder(
+    encoder = AnswersEncoder(
         LETTERS, mask="mask", fields={"advantage": "advantages"}, token_fields={"old_logps": "logprobs"},
         share_prefix=share_prefix,
     )  # fmt: skip
@@ -351,7 +350,7 @@ def test_ids_of_rollouts_are_taken_as_they_are(
         assert group.token_fields["old_logps"][start:stop].tolist() == logps[i]
     assert np.isfinite(group.token_fields["old_logps"]).sum() == sum(map(len, completions))
     tensors = {"prompt": torch.tensor(prompt), "completions": [np.array(each) for each in completions]}
-    assert sequences(RolloutEncoder(LETTERS)(tensors)) == sequences(group)
+    assert sequences(AnswersEncoder(LETTERS)(tensors)) == sequences(group)
 
 
 # What is refused: each error names the row's problem and the way out.
@@ -385,7 +384,7 @@ ROLLOUT: dict[str, Any] = {
 )  # fmt: skip
 def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str) -> None:
     """By themselves, and in a stream, which says which sample it is, or leaves it out."""
-    encoder = PreferenceEncoder(byte_level(template=template))
+    encoder = AnswersEncoder(byte_level(template=template))
     with pytest.raises(ValueError, match=f"sample 0: .*{message}"):
         next(iter(IterablePackedDataset([row], encoder=encoder, max_seq_len=99)))
     good = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
@@ -397,30 +396,31 @@ def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str
     ("settings", "changed", "message"),
     [
         ({}, {"completions": "text"}, "column 'completions' holds a str; give a list with one entry for each"),
-        ({}, {"completions": []}, "column 'completions' holds no completion; leave the row out"),
+        ({}, {"completions": []}, "column 'completions' holds no answer; leave the row out"),
         ({}, {"completions": [[7], "x"]}, "holds ids and texts or messages; give one kind in a row"),
         ({}, {"completions": [[7], []]}, r"column 'completions\[1\]' has no token to train"),
         ({}, {"completions": ["x"]}, "column 'prompt' holds ids and 'completions' does not; give both as ids"),
-        ({}, {"prompt": []}, "column 'prompt' holds no token, so nothing predicts the completions' first"),
-        ({}, {"prompt": [USER]}, "a Letters has no chat template; .*give texts or ids"),
+        ({}, {"prompt": []}, "column 'prompt' holds no token, so nothing predicts the answers' first"),
+        ({}, {"prompt": [USER]}, "a Letters has no chat template; .*rows of text or ids"),
         ({}, {"system": "x"}, "column 'system' would be left out"),
         ({"fields": ["advantage"]}, {}, "column 'advantage' is missing"),
         ({"fields": ["reward"]}, {"reward": [1, None]}, "column 'reward' holds .1, None."),
-        ({"token_fields": ["logprobs"]}, {"logprobs": [[1]]}, "column 'logprobs' has 1 entries for 2 completions"),
+        ({"token_fields": ["logprobs"]}, {"logprobs": [[1]]}, "column 'logprobs' has 1 entries for 2 answers"),
         ({"token_fields": ["logprobs"]}, {"logprobs": [[1], [2]]},
          r"column 'logprobs\[1\]' has shape \[1\]; give 2 numbers, one for each token"),
         ({"token_fields": ["logprobs"]}, {"prompt": "a", "completions": ["b", "c"]},
-         "'logprobs' has a number for each token, and column 'completions' holds no ids.*give the completions as ids"),
+         "'logprobs' has a number for each token, and column 'completions' holds no ids.*give the answers as ids"),
         ({"mask": "mask"}, {"mask": [[0], [1, 1]]}, r"column 'completions\[0\]' has no token to train"),
         ({"mask": "mask"}, {"mask": [[1], [1]]}, r"'mask\[1\]' has shape \[1\] for 2 tokens"),
         # Settings that fit no row.
-        ({"fields": {"reward": ["a", "b"]}}, {}, r"fields has 'reward': .*; write \[column, ...\] or \{field: column"),
+        ({"fields": {"reward": 3}}, {}, r"fields has 'reward': .*; write \[column, ...\] or \{field: column"),
+        ({"fields": {"reward": ["a", "b", "c"]}}, {}, "fields has 3 columns for 'reward', and the row 2 answers"),
         ({"fields": ["x"], "token_fields": ["x"]}, {}, "'x' is in fields and in token_fields; give it two names"),
     ],
 )  # fmt: skip
 def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RolloutEncoder(LETTERS, **settings)({**ROLLOUT, **changed})
+        AnswersEncoder(LETTERS, **settings)({**ROLLOUT, **changed})
 
 
 @pytest.mark.parametrize(
@@ -429,13 +429,11 @@ def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, 
         ({"fields": ["margin"]}, {}, "column 'margin' is missing; the row's columns are"),
         ({"fields": ["margin"]}, {"margin": None}, "'margin' holds None; give finite numbers, and leave out rows"),
         ({"fields": ["margin"]}, {"margin": [1.0, float("nan")]}, "column 'margin' holds .1.0, nan."),
-        ({"fields": ["margin"]}, {"margin": [1, 2, 3]}, "has shape .3. for 2 sequences; give one number for each, or"),
+        ({"fields": ["margin"]}, {"margin": [1, 2, 3]}, "has shape .3. for 2 answers; give one number for each, or"),
         ({"fields": {"score": ["a", "b"]}}, {"a": 1, "b": [1, 2]}, "column 'b' has shape .2.; give one number"),
-        ({"mask_shared": True}, {}, "mask_shared=True needs a message_transform"),
-        ({"tokenizer": LETTERS}, {}, "a Letters has no chat template; .*ChosenRejectedToMessages"),
-        ({"message_transform": tune.OpenAIToMessages()}, {}, "OpenAIToMessages makes one conversation of a row, not a"),
-        ({"message_transform": TRANSFORM(column_map={"chosen": "a", "rejected": "b", "prompt": "c"})}, {},
-         "column_map of ChosenRejectedToMessages has 'prompt', which it does not read"),
+        ({"tokenizer": LETTERS}, {}, "a Letters has no chat template; .*one of torchtune's message transforms"),
+        ({"message_transform": TRANSFORM(column_map={"chosen": "a", "rejected": "b", "promt": "c"})}, {},
+         "column_map of ChosenRejectedToMessages has 'promt', which it does not read"),
         ({"tokenizer": LETTERS, "message_transform": TRANSFORM()}, {}, "a Letters takes text only, no messages"),
         ({"tokenizer": SimpleNamespace(encode=lambda text, add_bos, add_eos: [5])}, {}, "adds no EOS, though add_eos"),
         ({"tokenizer": LETTERS, "add_eos": False}, {"prompt": "a", "chosen": "b", "rejected": ""},
@@ -443,14 +441,15 @@ def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, 
         # What torchtune's transform would change.
         *(({"message_transform": TRANSFORM()}, {"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD], **row},
            message) for row, message in [
-            ({"chosen": [USER, CALL]}, "has tool calls.*without a message_transform"),
+            ({"chosen": [USER, CALL]}, "has tool calls.*with ChatEncoder"),
             ({"chosen": [USER, {**GOOD, "content": None}]}, "has no content"),
             ({"chosen": [USER]}, "the chosen answer has no token to train"),
             ({"system": "x"}, "column 'system' would be left out"),
         ]),
-        ({"message_transform": lambda row: {"messages": []}}, {}, "the message transform found no 'chosen'"),
+        ({"message_transform": lambda row: {"rejected": []}}, {}, "the message transform found no 'chosen'"),
     ],
 )  # fmt: skip
 def test_settings_of_pairs_that_are_refused(chatml: Any, settings: Any, row: Any, message: str) -> None:
+    encoder: Any = MessagesEncoder if "message_transform" in settings else AnswersEncoder
     with pytest.raises(ValueError, match=message):
-        PreferenceEncoder(**{"tokenizer": chatml} | settings)(pair(**row))
+        encoder(**{"tokenizer": chatml} | settings)(pair(**row))

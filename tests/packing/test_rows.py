@@ -197,8 +197,8 @@ def test_rows_without_tokens_are_refused(door: str, row: Any, message: str) -> N
         ({"text": "a"}, "TextEncoder(tokenizer)"),
         ({"id": 1, "messages": []}, "ChatEncoder(tokenizer)"),
         ({"conversations": []}, "ChatEncoder(tokenizer)"),
-        ({"prompt": "a", "completion": "b"}, "PromptCompletionEncoder(tokenizer)"),
-        ({"prompt": "a", "completions": ["b"]}, "RolloutEncoder(tokenizer)"),
+        ({"prompt": "a", "completion": "b"}, "ChatEncoder(tokenizer)"),
+        ({"prompt": "a", "completions": ["b"]}, "AnswersEncoder(tokenizer)"),
         ({"instruction": "a", "output": "b"}, "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())"),
     ],
 )  # fmt: skip

@@ -266,7 +266,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data.encoder": {"_component_": "streampack.TextEncoder", "column": "chosen"}},
-        r"row \(0, \d+.* has 1 answer and a pair has 2, the chosen one first; encode rows with PreferenceEncoder",
+        r"row \(0, \d+.* has 1 answer and a pair has 2, the chosen one first; encode rows with AnswersEncoder",
     ),
 ]
 

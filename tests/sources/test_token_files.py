@@ -330,12 +330,12 @@ ANOTHER: dict[str, tuple[Callable[[Path, int], Any], Callable[..., Any], str]] =
     "another index": (
         lambda folder, n: write_megatron(folder, [[1, 2, 3] * (1 + n)] * (20 // (1 + n))),
         MegatronSource,
-        "text_document_0.bin",
+        "corpus.files=.* file",
     ),
     "another loss": (
         lambda folder, n: write_datatrove(folder, [[1, 2, 3]] * 20, losses=[[1, n, 1]] * 20),
         DatatroveSource,
-        "00000_unshuffled.ds",
+        "corpus.files=.* file",
     ),
     **{
         f"another {name}": (

@@ -5,29 +5,25 @@ Tokenizers of torchtune and of Hugging Face work alike. A tokenizer's own length
 drop tokens uncounted: ``overlong`` decides what becomes of a long sample.
 """
 
+from streampack.packing.encoders.answers import AnswersEncoder
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder, TokensEncoder, qualified_name
-from streampack.packing.encoders.chat import ChatEncoder, PromptCompletionEncoder
+from streampack.packing.encoders.chat import ChatEncoder
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
-from streampack.packing.encoders.messages import MessagesEncoder, guard_datasets
-from streampack.packing.encoders.preference import PreferenceEncoder
-from streampack.packing.encoders.rollout import RolloutEncoder
+from streampack.packing.encoders.messages import MessagesEncoder
 from streampack.packing.encoders.text import TextEncoder
 from streampack.packing.encoders.tokenizer import check_tokenizer, eos_of, padding_id, require_encoder
 
 __all__ = [
     "PROBE_TEXT",
+    "AnswersEncoder",
     "ChatEncoder",
     "Encoder",
     "HFTokenizer",
     "MessagesEncoder",
-    "PreferenceEncoder",
-    "PromptCompletionEncoder",
-    "RolloutEncoder",
     "TextEncoder",
     "TokensEncoder",
     "check_tokenizer",
     "eos_of",
-    "guard_datasets",
     "padding_id",
     "qualified_name",
     "require_encoder",

@@ -17,11 +17,11 @@ PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x
 """The text on which tokenizers are checked, and whose tokens are part of an encoder's fingerprint."""
 
 SUGGESTED_ENCODERS = {
-    "completions": "RolloutEncoder(tokenizer)",
+    "completions": "AnswersEncoder(tokenizer)",
     "text": "TextEncoder(tokenizer)",
     "messages": "ChatEncoder(tokenizer)",
     "conversations": "ChatEncoder(tokenizer)",
-    "completion": "PromptCompletionEncoder(tokenizer)",
+    "completion": "ChatEncoder(tokenizer)",
     "instruction": "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())",
     "content": "TextEncoder(tokenizer, column='content')",
 }

@@ -75,6 +75,12 @@ def parse_json(value: Any, place: str) -> Any:
         raise ValueError(f"{place} holds text that is no JSON: {error}") from None
 
 
+def read_tools(row: Mapping[str, Any], column: str, *, ignore: Sequence[str]) -> Any:
+    """Return the descriptions of tools that a column holds, None if there are none or they are ignored."""
+    found = None if column in ignore else parse_json(row.get(column) or None, f"column {column!r}")
+    return None if is_empty(found) else found
+
+
 def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequence[str]) -> None:
     """Raise if a row has one of `COMPANIONS`, not empty, that is neither used nor ignored on purpose.
 
@@ -82,7 +88,7 @@ def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequ
         ValueError: naming the column and the ways out.
     """
     for name in COMPANIONS:
-        if name in row and name not in used and name not in ignore and not _empty(row[name]):
+        if name in row and name not in used and name not in ignore and not is_empty(row[name]):
             raise ValueError(
                 f"column {name!r} would be left out, and the model trained without it; make it part of the messages, "
                 f"remove it, or say ignore: [{name}]"
@@ -121,7 +127,7 @@ class UnreadColumns:
         """Log the columns of this row that hold anything but a number and were neither read nor named."""
         if not isinstance(row, Mapping) or not (new := row.keys() - self.known - {*read}):
             return
-        held = {name for name in new if not _empty(row[name])}
+        held = {name for name in new if not is_empty(row[name])}
         self.known |= held
         if texts := sorted(name for name in held if type(row[name]) not in (int, float)):
             log.warning(
@@ -149,20 +155,20 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
         raise ValueError(f"{place} has no role; its keys are {', '.join(map(repr, given)) or 'none'}")
     place = f"{place} ({role})"
     refuse_flags(message, place)
-    if not _empty(message.pop("function_call", None)):
+    if not is_empty(message.pop("function_call", None)):
         raise ValueError(f"{place} has a function_call, OpenAI's older form; write it as tool_calls")
-    if not _empty(message.pop("refusal", None)):
+    if not is_empty(message.pop("refusal", None)):
         raise ValueError(f"{place} has a refusal; make it the content, or leave the row out")
     calls = parse_json(message.pop("tool_calls", None), f"{place}, tool_calls")
     content = message.pop("content", None)
     if content is None:
-        if _empty(calls) and not any(message.get(key) for key in REASONING):
+        if is_empty(calls) and not any(message.get(key) for key in REASONING):
             raise ValueError(
                 f"{place} has no content (null) and no tool_calls; mend the row, or leave it out"
             )
         content = ""
     made = {"role": role, "content": _join_text(content, place), **message}
-    if not _empty(calls):
+    if not is_empty(calls):
         made["tool_calls"] = [_parse_call(call, f"{place}, tool call {i}") for i, call in enumerate(calls)]
     if made.get("weight", 1) not in (0, 1):
         raise ValueError(f"{place} has weight={made['weight']!r}; it must be 0 (not trained) or 1")
@@ -204,6 +210,6 @@ def _parse_call(call: Any, place: str) -> dict[str, Any]:
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
-def _empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
     """Return whether a value is None or empty; a table holds such values in rows that lack the column."""
     return value is None or (isinstance(value, str | Sequence | Mapping | np.ndarray) and len(value) == 0)

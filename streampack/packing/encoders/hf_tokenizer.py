@@ -101,6 +101,11 @@ class HFTokenizer:
             return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._templates)
+
     @cached_property
     def chat(self) -> ChatTemplate:
         """The chat template.
@@ -114,13 +119,8 @@ class HFTokenizer:
             )
         chat = ChatTemplate(
             self._templates,
-            tokenize=self._encode_bare,
+            tokenize=self._encode_with_starts,
             settings=self._template_settings,
-            special={
-                token.content: number
-                for number, token in self.tokenizer.added_tokens_decoder.items()
-                if token.special and not token.normalized and not token.single_word
-            },
             date=self._date,
         )
         self._warn_if_answers_have_no_end(chat)
@@ -168,6 +168,13 @@ class HFTokenizer:
                 "input_ids"
             ]
         )
+
+    def _encode_with_starts(self, text: str) -> tuple[list[int], list[int] | None]:
+        """Tokenize a text, and say where in it each token begins, which only fast tokenizers know."""
+        if self._backend is None:
+            return self._encode_bare(text), None
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        return encoded.ids, [start for start, _ in encoded.offsets]
 
     def _find_own_prefix(self) -> list[int]:
         """Return the tokens that the tokenizer adds before a text by itself."""

@@ -20,6 +20,9 @@ WAYS_OUT = (
     "or train the last answer only (answers: last)"
 )
 
+CONTEXT = 32
+"""Tokens before a boundary that are made once more; half of them are compared."""
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -33,9 +36,8 @@ class ChatTemplate:
 
     Args:
         templates: ``{"default": template}``, and ``"tool_use"`` if there is another one for rows with tools.
-        tokenize: text to ids, without special tokens.
+        tokenize: text to ids, without special tokens, and where in the text each begins; None if that is not known.
         settings: variables of the template: special tokens, and the user's.
-        special: texts of special tokens and their ids, at which the tokenizer divides a text before all else.
         date: the date (YYYY-MM-DD) that a template writes in place of today's.
     """
 
@@ -43,17 +45,12 @@ class ChatTemplate:
         self,
         templates: Mapping[str, str],
         *,
-        tokenize: Callable[[str], list[int]],
+        tokenize: Callable[[str], tuple[list[int], Sequence[int] | None]],
         settings: Mapping[str, Any],
-        special: Mapping[str, int] | None = None,
         date: str | None = None,
     ) -> None:
         self.tokenize = tokenize
         self.settings = dict(settings)
-        self.special = dict(special or {})
-        # Of two that begin at the same place, a tokenizer takes the longer one.
-        longest_first = sorted(self.special, key=len, reverse=True)
-        self.at_special = re.compile("|".join(map(re.escape, longest_first))) if self.special else None
         self.templates = {name: _dated(text, date) for name, text in templates.items()}
 
     def __call__(
@@ -68,7 +65,7 @@ class ChatTemplate:
         marks = MARKER.search(self._template(tools)) is not None
         text, spans = self.render(messages, tools=tools, spans=marks)
         self._refuse_left_out(messages, text, tools)
-        ids = self.tokenize(text)
+        ids, starts = self.tokenize(text)
         mask = np.zeros(len(ids), dtype=bool)
         is_answer = [message["role"] == "assistant" for message in messages]
         if all(trained) and not all(is_answer):  # every token is trained, so no boundaries are needed
@@ -84,7 +81,6 @@ class ChatTemplate:
                 )
         else:
             answers = {i: self._by_prefix(messages, i, text, tools) for i in numbers}
-        fixed = self._fixed_places(text, ids) if numbers else []
         for i in numbers:
             start, end = answers[i]
             if _end_of(messages[i]["content"]) not in text[start:end]:
@@ -92,7 +88,8 @@ class ChatTemplate:
                     f"what the chat template marks with {{% generation %}} for message {i} does not hold its content; "
                     "set the markers around it"
                 )
-            mask[self._boundary(text, ids, start, i, fixed) : self._boundary(text, ids, end, i, fixed)] = True
+            first, stop = (self._boundary(text, ids, starts, at, i) for at in (start, end))
+            mask[first:stop] = True
         return ids, mask
 
     def prompt(self, messages: Messages, *, tools: Any = None) -> list[int]:
@@ -102,7 +99,7 @@ class ChatTemplate:
             ValueError: for a conversation that the template refuses, or leaves a part out of.
         """
         self._refuse_left_out(messages, self.render(messages, tools=tools)[0], tools)
-        return self.tokenize(self.render(messages, tools=tools, prompt=True)[0])
+        return self.tokenize(self.render(messages, tools=tools, prompt=True)[0])[0]
 
     def render(
         self, messages: Messages, *, tools: Any = None, prompt: bool = False, spans: bool = False
@@ -162,37 +159,31 @@ class ChatTemplate:
             )
         return len(head)
 
-    def _fixed_places(self, text: str, ids: list[int]) -> list[tuple[int, int]]:
-        """Return where special tokens begin in the text, and their numbers among the ids; first the text's beginning.
+    def _boundary(self, text: str, ids: list[int], starts: Sequence[int] | None, at: int, i: int) -> int:
+        """Return the number of tokens before a place in the text; raise if they depend on the text after it.
 
-        Tokens before such a place do not depend on what follows it, nor those behind it on what was before. So each
-        boundary is looked at from the last place before it: all together take as long as tokenizing the text once.
+        The tokens that begin before it are counted, and those shortly before it made once more without what follows.
+        Where these are others, or nothing is known of where tokens begin, all of the text before is tokenized once
+        more, which takes time in proportion to the square of a conversation's length.
         """
-        if self.at_special is None:
-            return [(0, 0)]
-        numbers = set(self.special.values())
-        begins = [match.start() for match in self.at_special.finditer(text)]
-        named = [self.special[match] for match in self.at_special.findall(text)]
-        places = [place for place, number in enumerate(ids) if number in numbers]
-        if [
-            ids[place] for place in places
-        ] != named:  # some are tokens of the text itself, or were left as text
-            return [(0, 0)]
-        return [(0, 0), *zip(begins, places, strict=True)]
-
-    def _boundary(self, text: str, ids: list[int], at: int, i: int, fixed: list[tuple[int, int]]) -> int:
-        """Return the number of tokens before a place in the text; raise if they depend on the text after it."""
         if at in (0, len(text)):
             return len(ids) if at else 0
-        begin, first = fixed[bisect_left(fixed, (at, 0)) - 1]
-        head = self.tokenize(text[begin:at])
-        if ids[first : first + len(head)] != head:
+        if starts is not None:
+            count = bisect_left(starts, at)
+            first = max(0, count - CONTEXT)
+            again = self.tokenize(text[starts[first] if first else 0 : at])[0]
+            # Where a text is cut open, its first tokens may be others.
+            compared = ids[first + CONTEXT // 2 if first else 0 : count]
+            if again[-len(compared) :] == compared and (first or len(again) == count):
+                return count
+        head = self.tokenize(text[:at])[0]
+        if ids[: len(head)] != head:
             raise ValueError(
                 f"a token crosses a boundary of message {i}: the text before {text[at : at + 16]!r} makes other tokens "
                 "alone than with what follows, so no mask is right; let the chat template set a special token there, "
                 "or white space on the other side of it"
             )
-        return first + len(head)
+        return len(head)
 
     def _refuse_left_out(self, messages: Messages, text: str, tools: Any) -> None:
         """Raise if the template silently leaves out a message of an unknown role, tools, tool calls or reasoning."""

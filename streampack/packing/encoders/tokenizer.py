@@ -41,7 +41,7 @@ def require_encoder(encoder: Any) -> None:
     if is_hf(encoder) or isinstance(encoder, HFTokenizer):
         raise ValueError(
             f"encoder is a tokenizer, a {type(encoder).__name__}; wrap it: TextEncoder(tokenizer) for rows of text, "
-            "ChatEncoder(tokenizer) for messages, PromptCompletionEncoder(tokenizer) for prompts with answers"
+            "ChatEncoder(tokenizer) for messages and prompts with completions"
         )
     if isinstance(encoder, type):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Groups of encoded sequences: what all begin with is kept once, and numbers go to the sequences they are of."""
+"""Groups of encoded answers: what all begin with is kept once, and numbers go to the answers and tokens they are of."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column
 from streampack.types import IGNORE_INDEX, FloatArray, Sample
 
-Columns = str | tuple[str, ...]
-"""Where the numbers of a field are: in one column, or in one for each sequence."""
+Columns = tuple[str, ...]
+"""Where the numbers of a field are: in one column, or in one for each answer."""
 
 
 def group_of(
@@ -101,67 +101,94 @@ def require_trained(sample: Sample, answer: str) -> Sample:
     return sample
 
 
-def columns_of(fields: Any, name: str, *, sequences: int | None = None) -> dict[str, Columns]:
+def columns_of(fields: Any, name: str, *, several: bool = False) -> dict[str, Columns]:
     """Return the columns of each field, of a setting that lists columns or maps names of fields to them.
 
     >>> columns_of(["margin"], "fields")
-    {'margin': 'margin'}
+    {'margin': ('margin',)}
 
     Args:
         fields: the setting.
         name: of the setting, for messages.
-        sequences: how many columns a field may have instead of one. None: one only.
+        several: whether a field may have a column for each answer.
 
     Raises:
         ValueError: for anything else.
     """
     wanted = "[column, ...] or {field: column}"
-    if sequences is not None:
-        wanted += f", with {sequences} columns where each sequence has its own"
+    if several:
+        wanted += ", or {field: [column, ...]} where each answer has its own"
     if isinstance(fields, str):
         raise ValueError(f"{name}={fields!r} is text; write {wanted}")
     if not isinstance(fields, Mapping):
         fields = {column: column for column in fields or ()}
     found: dict[str, Columns] = {}
     for field, columns in fields.items():
-        several = not isinstance(columns, str)
-        given = tuple(columns) if several and isinstance(columns, Sequence) else (columns,)
-        if not all(isinstance(each, str) for each in (field, *given)) or (
-            several and len(given) != sequences
-        ):
+        given = tuple(columns) if several and isinstance(columns, list | tuple) else (columns,)
+        if not all(isinstance(each, str) for each in (field, *given)):
             raise ValueError(f"{name} has {field!r}: {columns!r}; write {wanted}")
-        found[field] = given if several else given[0]
+        found[field] = given
     return found
 
 
-def numbers_of(row: Mapping[str, Any], columns: Columns, *, sequences: int) -> list[float]:
-    """Return the numbers of a field, one for each sequence of a row.
+def numbers_of(row: Mapping[str, Any], field: str, columns: Columns, *, answers: int) -> list[float]:
+    """Return the numbers of a field, one for each answer of a row.
 
-    A column holds a list with one number for each sequence, or one number for all.
+    A column holds a list with one number for each answer, or one number for all.
 
     Raises:
-        ValueError: for a missing column, a null, and a list of another length.
+        ValueError: for a missing column, a null, and another count than that of the answers.
     """
-    if not isinstance(columns, str):
+    if len(columns) > 1:
+        if len(columns) != answers:
+            raise ValueError(
+                f"fields has {len(columns)} columns for {field!r}, and the row {answers} answers"
+            )
         return [_numbers(row, column, ()).item() for column in columns]
-    values = _numbers(row, columns, None)
+    values = _numbers(row, columns[0], None)
     if values.ndim == 0:
-        return [values.item()] * sequences
-    if values.shape != (sequences,):
+        return [values.item()] * answers
+    if values.shape != (answers,):
         raise ValueError(
-            f"column {columns!r} has shape {list(values.shape)} for {sequences} sequences; give one number for each, "
-            "or one for all"
+            f"column {columns[0]!r} has shape {list(values.shape)} for {answers} answers; give one number for each, or "
+            "one for all"
         )
     return [float(value) for value in values]
+
+
+def token_numbers(row: Mapping[str, Any], column: str, sizes: Sequence[int]) -> list[FloatArray]:
+    """Return a column that holds for each answer one number for each of its ids; ``sizes`` are their counts."""
+    return [
+        _as_numbers(each, f"column '{column}[{i}]'", (size,)).astype(np.float32)
+        for i, (each, size) in enumerate(zip(each_of(row, column, len(sizes)), sizes, strict=True))
+    ]
+
+
+def each_of(row: Mapping[str, Any], column: str, answers: int) -> Sequence[Any]:
+    """Return a column that has an entry for each answer.
+
+    Raises:
+        ValueError: for any other.
+    """
+    if column not in row:
+        raise missing_column(row, column)
+    given = row[column]
+    if isinstance(given, str | Mapping) or not hasattr(given, "__len__") or len(given) != answers:
+        count = f"{len(given)} entries" if hasattr(given, "__len__") else f"a {type(given).__name__}"
+        raise ValueError(
+            f"column {column!r} has {count} for {answers} answers; give a list of numbers for each"
+        )
+    entries: Sequence[Any] = given
+    return entries
 
 
 def _numbers(row: Mapping[str, Any], column: str, shape: tuple[int, ...] | None) -> Any:
     if column not in row:
         raise missing_column(row, column)
-    return as_numbers(row[column], f"column {column!r}", shape)
+    return _as_numbers(row[column], f"column {column!r}", shape)
 
 
-def as_numbers(value: Any, place: str, shape: tuple[int, ...] | None) -> Any:
+def _as_numbers(value: Any, place: str, shape: tuple[int, ...] | None) -> Any:
     """Return a value as an array of numbers; ``place`` names it in errors.
 
     Raises:
