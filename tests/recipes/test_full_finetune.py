@@ -115,7 +115,7 @@ def test_dropout_is_that_of_the_step_after_a_resume_and_after_a_validation(tmp_p
     ("changes", "message"),
     [
         ({"data.max_seq_len": 24}, "max_seq_len=32 and this dataset has max_seq_len=24"),
-        ({"data.encoder.add_eos": False}, "made with encoder.samples"),
+        ({"data.encoder.add_eos": False}, "made with encoder.fingerprint="),
         ({"data.method": "multipack"}, "the state is of a stream and this run has method='multipack'"),
         ({}, r"the corpus is not the one that the state was made with: 1 changed \(.*rows\.jsonl\)"),
     ],
