@@ -241,7 +241,7 @@ def _pack_of(
 
 def _positions(packs: Sequence[Pack]) -> IntArray:
     """Return the positions of tokens ``[len(packs), max_seq_len]``, which go on where a sequence continues another."""
-    if all(pack.input_pos is not None for pack in packs):
+    if packs[0].input_pos is not None:
         return np.array([pack.input_pos for pack in packs])
     starts = None
     if any(pack.groups is not None for pack in packs):

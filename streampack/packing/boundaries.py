@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,29 +23,23 @@ BOUNDARY_COLUMNS = (LENGTHS, *POSITIONS, "attention_mask")
 """Columns from which the functions below tell whether a row holds one sequence, without padding."""
 
 
-def require_one_sequence(row: Mapping[str, Any], size: int, columns: Iterable[str]) -> None:
-    """Refuse a row of ``size`` tokens if one of its boundary ``columns`` shows several sequences, or padding.
+def require_one_sequence(row: Mapping[str, Any], size: int) -> None:
+    """Refuse a row of ``size`` tokens that holds several sequences, or padding.
 
-    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 2]}, 3, ["position_ids"])
-    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 0]}, 3, ["position_ids"])
+    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 2]}, 3)
+    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 0]}, 3)
     Traceback (most recent call last):
     ...
-    ValueError: column 'position_ids' begins anew, so the row holds 2 sequences: its samples would see one another; \
+    ValueError: column 'position_ids' says that the row holds 2 sequences: its samples would see one another; \
 give the dataset as it was before it was packed
 
     Raises:
-        ValueError: for such a row.
+        ValueError: for such a row, and as `sequence_lengths`.
     """
-    for column in columns:
-        if column == "attention_mask":
-            require_no_padding(row, size)
-            continue
-        if (found := column_of(row, column)) is None:
-            continue
-        count = len(found if column == LENGTHS else _starts(found, column))
-        if count > 1:
-            says = "says that the row" if column == LENGTHS else "begins anew, so the row"
-            raise ValueError(f"column {column!r} {says} holds {count} sequences: {SEVERAL_SEQUENCES}")
+    require_no_padding(row, size)
+    if (count := len(sequence_lengths(row, size))) > 1:
+        column = next(name for name in (LENGTHS, *POSITIONS) if column_of(row, name) is not None)
+        raise ValueError(f"column {column!r} says that the row holds {count} sequences: {SEVERAL_SEQUENCES}")
 
 
 def require_no_padding(row: Mapping[str, Any], size: int, column: str = "attention_mask") -> None:
@@ -80,20 +74,19 @@ def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
     Raises:
         ValueError: if the lengths do not add up to ``size``, or there is not one position a token.
     """
-    if row.get(LENGTHS) is not None:
-        lengths = [int(length) for length in row[LENGTHS]]
+    if (given := column_of(row, LENGTHS)) is not None:
+        lengths = [int(length) for length in given]
         if sum(lengths) != size or min(lengths, default=1) < 1:
             raise ValueError(
                 f"column {LENGTHS!r} holds {lengths}, and the row has {size} tokens; they must add up to it"
             )
         return lengths
     for column in POSITIONS:
-        if row.get(column) is not None:
-            if len(row[column]) != size:
-                raise ValueError(
-                    f"column {column!r} has {len(row[column])} entries, and the row has {size} tokens"
-                )
-            return np.diff([*_starts(row[column], column), size]).tolist()  # type: ignore[no-any-return]
+        if (given := column_of(row, column)) is not None:
+            starts = _starts(given, column)
+            if len(given) != size:
+                raise ValueError(f"column {column!r} has {len(given)} entries, and the row has {size} tokens")
+            return np.diff([*starts, size]).tolist()  # type: ignore[no-any-return]
     return [size]
 
 

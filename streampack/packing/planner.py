@@ -91,10 +91,11 @@ class Planner(Generic[PieceT]):
 
     def _pull(self) -> bool:
         """Pull one more piece into the buffer; return False if the buffer is full or there are no more pieces."""
-        if len(self.lengths) >= self.packing.buffer_size or (piece := self.pull()) is None:
+        packing = self.packing
+        if len(self.lengths) >= packing.buffer_size or (piece := self.pull()) is None:
             return False
         self.waiting.append(piece)
-        self.lengths.append(self.packing.padded(piece.length))
+        self.lengths.append(piece.length if packing.pad_seqs_to == 1 else packing.padded(piece.length))
         return True
 
     def _fill_by_cutting(self) -> None:

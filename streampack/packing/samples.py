@@ -38,7 +38,7 @@ class Columns(NamedTuple):
     tokens: str
     labels: str | None  # None: all tokens are trained, or those of the masks
     masks: tuple[str, ...]  # see `TRAINED_MASKS`
-    boundaries: tuple[str, ...]  # that say whether the row is one sequence
+    boundaries: tuple[str, ...]  # that say whether the row is one sequence, see `require_one_sequence`
 
 
 @lru_cache(maxsize=256)
@@ -115,7 +115,7 @@ def sample_from_row(row: Any, *, tokens: str | None = None, labels: str | None =
         ids, targets, tokens=columns.tokens, labels=columns.labels or columns.tokens, frozen=frozen
     )
     if columns.boundaries:
-        require_one_sequence(row, sample.tokens.size, columns.boundaries)
+        require_one_sequence(row, sample.tokens.size)
     for column in columns.masks:
         mask = mask_from_column(column_of(row, column), column, sample.tokens.size)
         trained = np.where(mask, sample.labels, sample.tokens.dtype.type(IGNORE_INDEX))

@@ -158,6 +158,17 @@ def test_ids_outside_the_vocabulary_are_refused(
             assert str(error.value).startswith(f"sample 0: {message}")
 
 
+@pytest.mark.parametrize("at", [1, 70])
+@pytest.mark.parametrize("bad", [{"tokens": [9], "labels": [9]}, {"tokens": [8], "labels": [9]}])
+def test_the_row_with_an_id_outside_the_vocabulary_is_named(bad: Row, at: int) -> None:
+    """The ids of rows that one pack takes are checked at once; where bad records are skipped, each row is."""
+    rows = [bad if number == at else {"tokens": [8], "labels": [8]} for number in range(90)]
+    with pytest.raises(ValueError, match=rf"^sample {at}: (token id|label) 9 is"):
+        next(iter(IterablePackedDataset(rows, max_seq_len=90, vocab_size=9)))
+    skipping = IterablePackedDataset(rows, max_seq_len=90, vocab_size=9, on_bad_record="skip")
+    assert [pack["num_seqs"] for pack in skipping] == [89]
+
+
 # What is refused, by every door.
 
 FLAT = "it must be a flat sequence of whole"
