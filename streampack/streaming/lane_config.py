@@ -111,7 +111,7 @@ class LaneConfig:
                 return encoded
             # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms, or memory
             # that they use again, so that is converted and copied.
-            sample = encoded if _built_in(type(encode)) else sample_from_encoded(encoded)
+            sample = encoded if _built_in(type(encode)) else sample_from_encoded(encoded)  # type: ignore[arg-type]
             check_arrays(sample)
             if unchecked is not None and self.quarantine is None:
                 unchecked.append((row.row_id, sample))
