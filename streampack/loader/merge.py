@@ -135,7 +135,7 @@ def _in_process(dataset: IterablePackedDataset, part: Part) -> Generator[LaneEve
     stream = part.stream(dataset)
     with suppress(StopIteration):
         while True:
-            yield stream.next_event()
+            yield stream.event()
 
 
 def _order_of(event: LaneEvent) -> Order:

@@ -243,7 +243,7 @@ def _serve(pipe: Connection, dataset: IterablePackedDataset, part: Part) -> None
                 stream = part.stream(dataset)
             begun = time.monotonic()
             while not events or (len(events) < size and time.monotonic() < begun + MAX_DELAY):
-                events.append(fold(stream.next_event()))
+                events.append(fold(stream.event()))
         except StopIteration:
             last = (END, None)
         except Exception as error:

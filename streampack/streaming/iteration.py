@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from streampack.packing.batch import to_torchtune
-from streampack.streaming.lane_state import LaneEvent
+from streampack.streaming.lane_state import LaneState
 from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import ANEW, PackStream
-from streampack.types import Pack
 
 Start = Callable[["PackDicts"], tuple[RunState, PackStream, int]]
 
@@ -27,9 +26,11 @@ class PackDicts:
     """
 
     def __init__(self, start: Start, *, untrained: UntrainedWarning) -> None:
-        self._start: Start | None = start
+        self._start = start
         self._untrained = untrained
         self._empty = True
+        self._broken = False  # whether the newest call raised, or is under way
+        self._lane_states: dict[int, LaneState] = {}
         self.begin = RunState()
         self.stream: PackStream | None = None
         self.following = 0
@@ -41,30 +42,30 @@ class PackDicts:
         return self
 
     def __next__(self) -> dict[str, Any]:
+        if self._broken:
+            raise RuntimeError(ANEW)
+        self._broken = True
         if self.stream is None:
-            start, self._start = self._start, None
-            if start is None:
-                raise RuntimeError(ANEW)
-            self.begin, self.stream, self.following = start(self)
-            self.given = self.begin.left
+            self.begin, self.stream, self.following = self._start(self)
+            self.given, self._lane_states = self.begin.left, dict(self.begin.lane_states)
         try:
-            return self.stream.next_converted(self._give)
+            while (pack := (event := self.stream.event()).pack) is None:
+                self._lane_states[event.lane] = event.state
         except StopIteration:
             if self._empty:
                 self.begin.warn_if_left()
-            self.over = True
+            self.over, self._broken = True, False
             raise
-
-    def _give(self, event: LaneEvent, pack: Pack) -> dict[str, Any]:
         self._untrained.look_at(event.state.ledger)
         given = to_torchtune(pack)
-        self.given, self._empty = True, False
+        self._empty = False
+        # No signal is looked at between here and the return, see `PackStream`.
+        self._lane_states[event.lane], self.given, self._broken = event.state, True, False
         return given
 
     def position(self) -> RunState:
         """Return the state after the last pack that was given."""
-        assert self.stream is not None
-        return replace(self.begin, lane_states=self.stream.lane_states())
+        return replace(self.begin, lane_states=dict(self._lane_states))
 
     def left(self) -> RunState:
         """Return where an iteration goes on behind this one."""

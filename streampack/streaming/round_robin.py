@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TypeVar
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.storage.read_ahead import SOON
@@ -15,7 +14,6 @@ from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.types import Pack
 
 ANEW = "an exception has cut this iteration short; iterate anew, which goes on behind what it gave"
-Converted = TypeVar("Converted")
 
 
 class PackStream:
@@ -57,35 +55,26 @@ class PackStream:
         return self
 
     def __next__(self) -> Pack:
-        return self.next_converted(_pack_of)
-
-    def next_converted(self, convert: Callable[[LaneEvent, Pack], Converted]) -> Converted:
-        """Return ``convert(event, pack)`` for the next pack, which counts as handed out once ``convert`` has returned.
+        """Return the next pack.
 
         Raises:
-            StopIteration: at the end.
+            RuntimeError: after an exception.
         """
-        while True:
-            event = self._event()
-            if event.pack is not None:
-                converted = convert(event, event.pack)
-                self._lane_states[event.lane], self._broken = event.state, False
-                return converted
-            self._lane_states[event.lane], self._broken = event.state, False
-
-    def next_event(self) -> LaneEvent:
-        """Return the next pack, or the end of a lane's epoch; its state counts rows dropped since the last pack."""
-        event = self._event()
-        # CPython checks for signals at calls and loops. There are none between here and the return, so that no
-        # KeyboardInterrupt can come between recording an event and returning it (tests/loader/test_interrupts.py).
-        self._lane_states[event.lane], self._broken = event.state, False
-        return event
-
-    def _event(self) -> LaneEvent:
-        """Return the next event; the caller records its state."""
         if self._broken:
             raise RuntimeError(ANEW)
         self._broken = True
+        while (pack := (event := self.event()).pack) is None:
+            self._lane_states[event.lane] = event.state
+        # CPython checks for signals at calls and loops. There are none between here and the return, so that no
+        # KeyboardInterrupt can come between recording a pack and returning it (tests/loader/test_interrupts.py).
+        self._lane_states[event.lane], self._broken = event.state, False
+        return pack
+
+    def event(self) -> LaneEvent:
+        """Return the next pack, or the end of a lane's epoch; its state counts rows dropped since the last pack.
+
+        It is not recorded in `lane_states`. After an exception, make another stream.
+        """
         while True:
             lane = self._heap[0][1] if self._heap else None
             if lane is None or lane.done:
@@ -138,7 +127,3 @@ def total_source_stats(lane_states: Mapping[int, LaneState]) -> list[SourceStats
     """Add up what each source of a mixture gave in all lanes; ``epochs`` too."""
     lanes = [state.source_stats for state in lane_states.values()]
     return [SourceStats.total(source_stats) for source_stats in zip(*lanes, strict=True)]
-
-
-def _pack_of(_: LaneEvent, pack: Pack) -> Pack:
-    return pack

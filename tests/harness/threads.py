@@ -128,7 +128,7 @@ class InProcess:
             raise StopIteration
         if self.stream is None:
             self.stream = self.part.stream(self.dataset)
-        return self.stream.next_event()
+        return self.stream.event()
 
 
 # Runs.

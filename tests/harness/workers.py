@@ -42,7 +42,7 @@ def expected(of: IterablePackedDataset, consumer: int = 0, consumers: int = 1) -
     events = []
     while True:
         try:
-            events.append(content(stream.next_event()))
+            events.append(content(stream.event()))
         except StopIteration:
             return events
 
