@@ -28,9 +28,10 @@ def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArr
         if values.dtype is INT32 and values.ndim == 1:
             return values if frozen else values.copy()
     elif type(values) is list and (parsed := _parsed(values)) is not None:
-        if parsed.item(parsed.argmin()) <= 1:
-            refuse_booleans(values, parsed, column)
-        return parsed.view(INT32)
+        ids, least = parsed
+        if least <= 1:
+            refuse_booleans(values, ids, column)
+        return ids
     try:
         found = np.asarray(values)
     except ValueError:  # numpy's error for sequences of different lengths
@@ -56,23 +57,26 @@ def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArr
     return narrowed(found)
 
 
-def _parsed(values: list[Any]) -> npt.NDArray[np.uint32] | None:
-    """Return a list of ints as the bytes of int32; None if one does not fit, or is none. numpy takes longer.
+def _parsed(values: list[Any]) -> tuple[IntArray, int] | None:
+    """Return a list of ints as int32, and the least of them, read as unsigned; None if one does not fit, or is none.
 
-    `array.array` parses unsigned numbers in less time than anything else, and refuses negative ones.
+    `array.array` parses unsigned numbers in less time than anything else, and refuses negative ones. numpy is slowest.
     """
     if not values or type(values[0]) is not int:
         return None
     try:
         if values[0] >= 0:
-            ids = np.frombuffer(machine_array("I", values), UINT32)
-            return ids if ids.item(ids.argmax()) < 2**31 else None
+            ids = np.frombuffer(machine_array("I", values), INT32)
+            least = ids.item(ids.argmin())
+            return (ids, least) if least >= 0 else None
     except (TypeError, OverflowError):
         pass
     try:
-        return np.frombuffer(struct.pack(f"{len(values)}i", *values), UINT32)
+        ids = np.frombuffer(struct.pack(f"{len(values)}i", *values), INT32)
     except struct.error:
         return None
+    unsigned = ids.view(UINT32)
+    return ids, unsigned.item(unsigned.argmin())
 
 
 def refuse_booleans(values: Sequence[Any], ids: npt.NDArray[Any], column: str) -> None:

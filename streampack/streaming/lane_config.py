@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from streampack.packing.attention_cost import AttentionCost
@@ -111,7 +110,8 @@ class LaneConfig:
                 return encoded
             # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms, or memory
             # that they use again, so that is converted and copied.
-            sample = encoded if _built_in(type(encode)) else sample_from_encoded(encoded)  # type: ignore[arg-type]
+            built_in = type(encode).__module__.startswith("streampack.")
+            sample = encoded if built_in else sample_from_encoded(encoded)
             check_arrays(sample)
             if unchecked is not None and self.quarantine is None:
                 unchecked.append((row.row_id, sample))
@@ -221,11 +221,6 @@ class LaneConfig:
             f"is a group of {length} tokens, max_seq_len is {packing.max_seq_len}, and a group is never split; set "
             "overlong to 'truncate' or 'drop', or raise max_seq_len"
         )
-
-
-@cache
-def _built_in(kind: type) -> bool:
-    return kind.__module__.startswith("streampack.")
 
 
 def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:
