@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from streampack.packing.settings import Packing
-from streampack.packing.strategies import STRATEGIES, Strategy
+from streampack.packing.strategies import STRATEGIES
 
 
 class HasLength(Protocol):
@@ -43,8 +43,7 @@ class Planner(Generic[PieceT]):
     At most ``buffer_size`` pieces wait, and every pack takes the oldest. So each piece leaves the buffer within
     ``buffer_size`` packs; a piece that is longer than a pack, as ``split_across_pack`` allows, begins to leave it then.
 
-    All state is in attributes, so an error raised by ``pull`` loses nothing: call `next_pack` again, and it continues
-    with the pack that it was planning.
+    An error raised by ``pull`` ends the planning.
 
     Args:
         packing: the settings; they choose the strategy.
@@ -65,29 +64,37 @@ class Planner(Generic[PieceT]):
         self.lengths: list[int] = []
         # With split_across_pack, so many tokens of the oldest waiting piece were packed already. Otherwise always 0.
         self.offset = 0
-        # The pack that is being planned: its pieces so far, and how many tokens it has room for still.
+        # The newest pack: its pieces so far, and how many tokens it has room for still.
         self.placed: list[Placed[PieceT]] = []
         self.room = packing.max_seq_len
+        # A sequence for each token is no limit.
+        self.max_seqs = packing.max_seqs_per_pack or packing.max_seq_len
 
     @property
     def buffered(self) -> int:
-        """Number of tokens that were pulled and are not in a finished pack yet, padding left out."""
-        waiting = sum([piece.length for piece in self.waiting]) - self.offset
-        return waiting + sum(stop - start for _, start, stop in self.placed)
+        """Number of tokens that wait, padding left out. Ask for it between packs only."""
+        return sum([piece.length for piece in self.waiting]) - self.offset
 
     def next_pack(self) -> list[Placed[PieceT]]:
         """Plan one pack and return its pieces; an empty list when there are no more pieces and none waits."""
+        self.placed, self.room = [], self.packing.max_seq_len
         if self.packing.split_across_pack:
             self._fill_by_cutting()
-        else:
-            self._fill_by_choosing(STRATEGIES[self.packing.strategy])
-        placed, self.placed, self.room = self.placed, [], self.packing.max_seq_len
-        return placed
-
-    @property
-    def _max_seqs(self) -> int:
-        """The most sequences that a pack may hold. Without a setting it is one for each token."""
-        return self.packing.max_seqs_per_pack or self.packing.max_seq_len
+            return self.placed
+        strategy = STRATEGIES[self.packing.strategy]
+        if self.lengths or self._pull():
+            self._take([0])
+        # The strategy decided against every piece that it leaves in the buffer, so the pack is closed. If it took all
+        # that waited (many short pieces), it has not decided yet and is asked again, about the pieces that are pulled
+        # next. Otherwise a pack could never hold more than buffer_size + 1 pieces.
+        while self.room and (limit := self.max_seqs - len(self.placed)) and (self.lengths or self._pull()):
+            taken = strategy.choose(self.lengths, self.room, self._pull)
+            if len(taken) > limit:
+                taken = strategy.choose_at_most(taken, self.lengths, self.room, limit)
+            self._take(taken)
+            if self.lengths:
+                break
+        return self.placed
 
     def _pull(self) -> bool:
         """Pull one more piece into the buffer; return False if the buffer is full or there are no more pieces."""
@@ -104,7 +111,7 @@ class Planner(Generic[PieceT]):
         The room is always a multiple of ``pad_seqs_to``, because each piece takes one of it. So what is cut off at the
         pack's end is a multiple, too, and only the last part of a sample is padded.
         """
-        waiting, lengths, max_seqs = self.waiting, self.lengths, self._max_seqs
+        waiting, lengths, max_seqs = self.waiting, self.lengths, self.max_seqs
         while self.room and len(self.placed) < max_seqs and (lengths or self._pull()):
             whole = waiting[0].length
             start, stop = self.offset, min(whole, self.offset + self.room)
@@ -114,21 +121,6 @@ class Planner(Generic[PieceT]):
             if stop == whole:
                 self.offset = 0
                 del waiting[0], lengths[0]
-
-    def _fill_by_choosing(self, strategy: Strategy) -> None:
-        """Take the oldest piece, then what the strategy chooses."""
-        if not self.placed and (self.lengths or self._pull()):
-            self._take([0])
-        # The strategy decided against every piece that it leaves in the buffer, so the pack is closed. If it took all
-        # that waited (many short pieces), it has not decided yet and is asked again, about the pieces that are pulled
-        # next. Otherwise a pack could never hold more than buffer_size + 1 pieces.
-        while self.room and (limit := self._max_seqs - len(self.placed)) and (self.lengths or self._pull()):
-            taken = strategy.choose(self.lengths, self.room, self._pull)
-            if len(taken) > limit:
-                taken = strategy.choose_at_most(taken, self.lengths, self.room, limit)
-            self._take(taken)
-            if self.lengths:
-                break
 
     def _take(self, taken: list[int]) -> None:
         """Move the waiting pieces with these ascending indices into the pack."""

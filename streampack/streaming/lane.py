@@ -10,7 +10,7 @@ from typing import Any
 from streampack.accounting import Ledger, SourceStats, trained_tokens
 from streampack.packing.assemble import assemble
 from streampack.packing.groups import Group, pack_groups
-from streampack.packing.planner import Placed, Planner
+from streampack.packing.planner import Planner
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address, LaneEvent, LaneState, Stand, joined
@@ -146,7 +146,12 @@ class Lane:
         """
         if self.done:
             return None
-        placed = self._take() if self.config.balance_window else self.planner.next_pack()
+        if self.config.balance_window:
+            window = self.window or self._plan()
+            placed = window.take()
+            self.window = window if window.packs else None
+        else:
+            placed = self.planner.next_pack()
         self.piece_reader.check()
         if not placed:
             self.done = True
@@ -206,7 +211,6 @@ class Lane:
         """Return a snapshot to resume from. Call it between packs only."""
         reader, window, held = self.piece_reader, self.window, self._held
         ledger = reader.ledger.copy()
-        assert not self.planner.placed, "a state is taken between packs"
         if ledger.buffered != held:
             raise RuntimeError(
                 f"lane {self.lane} lost tokens: the ledger counts {ledger.buffered} buffered tokens and the lane holds "
@@ -254,13 +258,6 @@ class Lane:
         """Tokens that were read and are in no pack that was handed out."""
         window = 0 if self.window is None else self.window.tokens
         return self.planner.buffered + window + sum([each.tokens for each in self.piece_reader.waiting])
-
-    def _take(self) -> list[Placed[Piece]]:
-        """Return the next pack of the open window, and plan a window if none is open; empty at the epoch's end."""
-        window = self.window or self._plan()
-        placed = window.take()
-        self.window = window if window.packs else None
-        return placed
 
     def _plan(self) -> PackWindow:
         """Plan the packs of a window that begins here."""
