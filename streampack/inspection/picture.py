@@ -38,7 +38,7 @@ def first_packs(config: LaneConfig, num_lanes: int, count: int) -> list[PackView
     found: list[PackView] = []
     while lanes and len(found) < count:
         for lane in list(lanes):
-            pack = lane.next_pack()
+            pack = lane.next_event().pack
             if pack is None:
                 lanes.remove(lane)
             elif len(found) < count:

@@ -194,8 +194,8 @@ def _count(config: LaneConfig, num_lanes: int) -> Ledger:
     config = _one_epoch(config)
     lanes = [Lane(config, lane=lane, num_lanes=num_lanes) for lane in range(num_lanes)]
     for lane in lanes:
-        for _ in iter(lane.next_pack, None):
-            pass
+        while not lane.done:
+            lane.next_event()
     return Ledger.total(lane.ledger for lane in lanes)
 
 

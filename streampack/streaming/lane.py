@@ -10,7 +10,7 @@ from typing import Any
 from streampack.accounting import Ledger, SourceStats, trained_tokens
 from streampack.packing.assemble import assemble
 from streampack.packing.groups import Group, pack_groups
-from streampack.packing.planner import Planner
+from streampack.packing.planner import Placed, Planner
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address, LaneEvent, LaneState, Stand, joined
@@ -48,10 +48,10 @@ class Lane:
 
     The lane asks its planner for the next pack, and the planner pulls pieces from the piece reader as it needs them:
 
-        Lane.next_pack -> Planner.next_pack -> PieceReader.next -> Source reader, encoder
+        Lane.next_event -> Planner.next_pack -> PieceReader.next -> Source reader, encoder
 
-    `next_pack` returns None when the epoch's rows and the buffer are used up; `start_epoch` then begins the next one.
-    With ``endless``, epochs follow one another by themselves, and it returns None only if no row makes a piece.
+    `next_event` has no pack when the epoch's rows and the buffer are used up; `start_epoch` then begins the next one.
+    With ``endless``, epochs follow one another by themselves, and it has none only if no row makes a piece.
     """
 
     def __init__(
@@ -135,27 +135,21 @@ class Lane:
         Raises:
             ValueError: for a bad row, with its place.
         """
-        pack = self.next_pack()
-        return LaneEvent(self.lane, 0 if self.config.endless else self.epoch, pack, self.state())
-
-    def next_pack(self) -> Pack | None:
-        """Plan and assemble one pack; None at the end of the epoch.
-
-        Raises:
-            ValueError: for a bad row, with its place.
-        """
         if self.done:
-            return None
-        if self.config.balance_window:
+            placed = []
+        elif self.config.balance_window:
             window = self.window or self._plan()
             placed = window.take()
             self.window = window if window.packs else None
         else:
             placed = self.planner.next_pack()
         self.piece_reader.check()
-        if not placed:
-            self.done = True
-            return None
+        self.done = not placed
+        pack = self._assembled(placed) if placed else None
+        return LaneEvent(self.lane, 0 if self.config.endless else self.epoch, pack, self.state())
+
+    def _assembled(self, placed: list[Placed[Piece]]) -> Pack:
+        """Make a pack of the pieces that were planned, and count it."""
         reader, packing = self.piece_reader, self.config.packing
         sequences: list[Sample] = []
         fragments: list[Fragment] = []

@@ -191,12 +191,12 @@ def changing_packs(change: Callable[[Any], None]) -> Any:
     """Change the packs that lanes make."""
 
     @wraps(change)
-    def next_pack(good: Any, self: Any) -> Any:
-        if (pack := good(self)) is not None:
+    def next_event(good: Any, self: Any) -> Any:
+        if (pack := (event := good(self)).pack) is not None:
             change(pack)
-        return pack
+        return event
 
-    return replaces(Lane, "next_pack")(next_pack)
+    return replaces(Lane, "next_event")(next_event)
 
 
 @changing_packs
