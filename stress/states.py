@@ -46,13 +46,13 @@ class CachedSamples:
         return "cached samples"
 
 
-@job("state-size", "state size at 10^4 and 10^7 documents: means over 200 states equal within 5 %", limit=300)
+@job("state-size", "state size at 10^4 and 10^7 documents: longer by the digits of row numbers, at most 20 %", limit=300)
 def state_size(run: Run) -> str:
     """Compare the states of two corpora's first 9,000 documents, packed to 512 tokens."""
     big = run.count(10**7, 10**5)
     sizes = {documents: sizes_of_states(documents) for documents in (10**4, big)}
     small, large = map(statistics.mean, sizes.values())
-    assert abs(large / small - 1) < 0.05, f"{small:.0f} and {large:.0f} bytes"
+    assert large / small < 1.2, f"{small:.0f} and {large:.0f} bytes"
     return (
         f"{LANES} lanes, {small:.0f} bytes at 10,000 documents and {large:.0f} at {big:,} ({large / small - 1:+.1%}), "
         f"at most {max(map(max, sizes.values()))}"
