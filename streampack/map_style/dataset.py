@@ -71,7 +71,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
             every batch, for static shapes. Leave room, or short samples will not fill a pack.
         pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
             parallelism over n ranks.
-        pad_pack_to: a number of which ``max_seq_len`` must be a multiple, for tensor parallelism and FP8.
         truncate_eos: a token id that replaces the last token of a sample cut on the right.
         empty: ``"error"`` or ``"drop"``, for samples without a token.
         untrained: what to do with a sample without a trained token: ``"keep"``, ``"drop"`` or ``"error"``.
@@ -100,7 +99,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
-        pad_pack_to: int = 1,
         truncate_eos: int | None = None,
         empty: str = "error",
         untrained: str | None = None,
@@ -140,7 +138,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
             truncate_side=truncate_side,
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
-            pad_pack_to=pad_pack_to,
         )
         self.ds = ds if parity else refusing_nulls(ds)
         self.max_seq_len = max_seq_len

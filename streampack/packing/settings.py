@@ -22,9 +22,8 @@ class Packing:
     sets no limit.
 
     ``pad_seqs_to`` pads every sequence to a multiple of so many tokens, inside the sequence: context parallelism over n
-    ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``pad_pack_to`` is a number of which the length of a
-    pack must be a multiple, as tensor parallelism and FP8 kernels need. ``max_seq_len`` must be a multiple of both, so
-    that the padding at a pack's end is one of ``pad_seqs_to``, too.
+    ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``max_seq_len`` must be a multiple of it, so that the
+    padding at a pack's end is one, too.
 
     Raises:
         ValueError: for a setting that is out of range or unknown.
@@ -38,7 +37,6 @@ class Packing:
     truncate_side: str = "right"
     max_seqs_per_pack: int | None = None
     pad_seqs_to: int = 1
-    pad_pack_to: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_seq_len", require_positive(self.max_seq_len, "max_seq_len"))
@@ -46,10 +44,9 @@ class Packing:
         if self.max_seqs_per_pack is not None:
             limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
             object.__setattr__(self, "max_seqs_per_pack", limit)
-        for name in ("pad_seqs_to", "pad_pack_to"):
-            multiple = require_positive(getattr(self, name), name)
-            object.__setattr__(self, name, multiple)
-            require_multiple(self.max_seq_len, "max_seq_len", multiple, name)
+        multiple = require_positive(self.pad_seqs_to, "pad_seqs_to")
+        object.__setattr__(self, "pad_seqs_to", multiple)
+        require_multiple(self.max_seq_len, "max_seq_len", multiple, "pad_seqs_to")
         require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
         require(self.truncate_side, "truncate_side", ("right", "left"))
         if self.overlong is None:

@@ -80,8 +80,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             length, for static shapes. Set it well above the typical number.
         pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
             parallelism over n ranks. It is charged when packs are planned.
-        pad_pack_to: a number of which the length of every pack must be a multiple, such as 16, 32 or 128 for tensor
-            parallelism and FP8: ``max_seq_len`` is checked to be one.
         padding_idx: the token that fills a pack's end.
 
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
@@ -147,7 +145,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
-        pad_pack_to: int = 1,
         truncate_eos: int | None = None,
         empty: str = "error",
         untrained: str | None = None,
@@ -193,7 +190,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_side=truncate_side,
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
-            pad_pack_to=pad_pack_to,
         )
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)

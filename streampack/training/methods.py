@@ -115,7 +115,6 @@ class MethodLoader:
             # `read_pieces` has dropped or cut the samples that are too long, unless they are to be split.
             overlong="split" if packing.overlong == "split" else None,
             padding_idx=config.padding_idx,
-            pad_pack_to=packing.pad_pack_to,
             seed=config.seed,
             num_workers=num_workers,
             pin_memory=pin_memory,
