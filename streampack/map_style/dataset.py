@@ -64,9 +64,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
             pretraining; no strategy is used.
         strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
         buffer_size: how many samples the planner chooses from.
-        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-            ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
-        truncate_side: the side that ``"truncate"`` cuts off.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
+            end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"``. Default ``"error"``, with
+            ``split_across_pack`` ``"split"``.
         max_seqs_per_pack: at most this many sequences in a pack; the rest is padding. It makes `cu_seqlens` as long for
             every batch, for static shapes. Leave room, or short samples will not fill a pack.
         pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
@@ -96,7 +96,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         strategy: str = "exact_fit",
         buffer_size: int = 128,
         overlong: str | None = None,
-        truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
         truncate_eos: int | None = None,
@@ -116,7 +115,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             require(untrained, "untrained", UNTRAINED)
         if parity is not None:
             require(parity, "parity", ("torchtune",))
-            settings = strategy, buffer_size, overlong, truncate_side, max_seqs_per_pack, pad_seqs_to
+            settings = strategy, buffer_size, overlong, max_seqs_per_pack, pad_seqs_to
             require_defaults((*settings, truncate_eos, empty, untrained))
         if vocab_size is not None:
             vocab_size = require_positive(vocab_size, "vocab_size")
@@ -135,7 +134,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
             buffer_size=buffer_size,
             split_across_pack=split_across_pack,
             overlong=overlong,
-            truncate_side=truncate_side,
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
         )
@@ -224,8 +222,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 f"sample {index} has {sample.tokens.size} tokens and had {planned} when the packs were planned; "
                 "make the dataset give the same sample each time (no random transforms, no file that changes)"
             )
-        cut = (self.packing.overlong, self.packing.truncate_side) == ("truncate", "right")
-        if cut and self.truncate_eos is not None and planned > self.max_seq_len:
+        if (
+            self.packing.overlong == "truncate"
+            and self.truncate_eos is not None
+            and planned > self.max_seq_len
+        ):
             return with_eos(sample.cut(0, self.max_seq_len), self.truncate_eos)
         return sample
 

@@ -35,7 +35,7 @@ def trained_if_split(
     if start == 0 and stop == sample.tokens.size:
         return None
     bounds = packing.pieces_of(sample.tokens.size)
-    kept_start, kept_stop = bounds[0][0], bounds[-1][1]  # what overlong="truncate" leaves of the sample
+    kept_start, kept_stop = bounds[0][0], bounds[-1][1]  # what overlong leaves of the sample
     cuts = packing.cuts(kept_stop - kept_start, start - kept_start, stop - kept_start)
     if not cuts:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from streampack.packing.strategies import STRATEGIES
 from streampack.validation import require, require_multiple, require_positive
 
-OVERLONG = ("error", "drop", "truncate", "split")
+OVERLONG = ("error", "drop", "truncate", "truncate_left", "split")
 SPLIT_HINT = "; for documents that continue in the next pack set split_across_pack=True"
 
 
@@ -16,9 +16,9 @@ class Packing:
     """The settings that decide which tokens share a pack. They are checked here, for every caller.
 
     ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-    ``"truncate"`` (``truncate_side`` names the side that is cut off) or ``"split"`` into several pieces. By default it
-    is ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it is
-    ``"split"`` by default, and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences in a pack; None
+    ``"truncate"`` (its end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"`` into several pieces. By
+    default it is ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it
+    is ``"split"`` by default, and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences in a pack; None
     sets no limit.
 
     ``pad_seqs_to`` pads every sequence to a multiple of so many tokens, inside the sequence: context parallelism over n
@@ -34,7 +34,6 @@ class Packing:
     buffer_size: int = 128
     split_across_pack: bool = False
     overlong: str | None = None
-    truncate_side: str = "right"
     max_seqs_per_pack: int | None = None
     pad_seqs_to: int = 1
 
@@ -48,7 +47,6 @@ class Packing:
         object.__setattr__(self, "pad_seqs_to", multiple)
         require_multiple(self.max_seq_len, "max_seq_len", multiple, "pad_seqs_to")
         require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
-        require(self.truncate_side, "truncate_side", ("right", "left"))
         if self.overlong is None:
             object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
         require(self.overlong, "overlong", OVERLONG)
@@ -68,7 +66,9 @@ class Packing:
         if self.overlong == "split":
             return [(start, min(start + limit, length)) for start in range(0, length, limit)]
         if self.overlong == "truncate":
-            return [(0, limit)] if self.truncate_side == "right" else [(length - limit, length)]
+            return [(0, limit)]
+        if self.overlong == "truncate_left":
+            return [(length - limit, length)]
         if self.overlong == "drop":
             return []
         raise ValueError(

@@ -14,7 +14,7 @@ from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import restore
 
 PACKING = (
-    *("max_seq_len", "buffer_size", "split_across_pack", "overlong", "truncate_side", "max_seqs_per_pack"),
+    *("max_seq_len", "buffer_size", "split_across_pack", "overlong", "max_seqs_per_pack"),
     "pad_seqs_to",
 )
 

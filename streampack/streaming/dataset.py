@@ -82,11 +82,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             parallelism over n ranks. It is charged when packs are planned.
         padding_idx: the token that fills a pack's end.
 
-        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
-            ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
+            end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"``. Default ``"error"``, with
+            ``split_across_pack`` ``"split"``.
         max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
             that its lane gives for many packs. Default: no limit.
-        truncate_side: the side that ``"truncate"`` cuts off.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right. Default:
             the EOS of the encoder's tokenizer, if the sample ended with it.
         empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
@@ -142,7 +142,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         buffer_size: int = 128,
         overlong: str | None = None,
         max_document_tokens: int | None = None,
-        truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
         truncate_eos: int | None = None,
@@ -187,7 +186,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             buffer_size=buffer_size,
             split_across_pack=split_across_pack,
             overlong=overlong,
-            truncate_side=truncate_side,
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
         )

@@ -189,8 +189,9 @@ class LaneConfig:
             raise ValueError("is a group of segments, whose numbers truncate_eos would not fit; leave it out")
         if length <= packing.max_seq_len:
             return [(0, group)]
-        if packing.overlong == "truncate":
-            short = group.truncated(packing.max_seq_len, side=packing.truncate_side)
+        if packing.overlong in ("truncate", "truncate_left"):
+            side = "right" if packing.overlong == "truncate" else "left"
+            short = group.truncated(packing.max_seq_len, side=side)
             return [] if short is None else [(0, short)]
         if packing.overlong == "drop":
             return []

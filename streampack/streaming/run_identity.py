@@ -47,7 +47,6 @@ class RunIdentity:
             "strategy": None if packing.split_across_pack else packing.strategy,  # without effect there
             "buffer_size": packing.buffer_size,
             "overlong": packing.overlong,
-            "truncate_side": packing.truncate_side,
             "max_seqs_per_pack": packing.max_seqs_per_pack,
             "pad_seqs_to": packing.pad_seqs_to,
             "truncate_eos": config.truncate_eos,

@@ -27,7 +27,7 @@ from streampack.types import IGNORE_INDEX, Fragment, Sample
 from streampack.validation import require
 
 OF_SAMPLES = (
-    "corpus", "encoder", "max_seq_len", "overlong", "truncate_side", "truncate_eos", "empty", "untrained", "seed"
+    "corpus", "encoder", "max_seq_len", "overlong", "truncate_eos", "empty", "untrained", "seed"
 )  # fmt: skip
 """Entries of a dataset's identity that decide which samples an epoch has; a state is compared by these only."""
 
@@ -251,12 +251,7 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     config = dataset.lane_config
     own, quarantine = config.packing, config.quarantine
     # With split_across_pack, samples that are to be split stay whole; the others are cut or dropped here.
-    whole = Packing(
-        own.max_seq_len,
-        split_across_pack=own.overlong == "split",
-        overlong=own.overlong,
-        truncate_side=own.truncate_side,
-    )
+    whole = Packing(own.max_seq_len, split_across_pack=own.overlong == "split", overlong=own.overlong)
     if quarantine is not None:
         folder = quarantine.folder if world.is_main else None
         lanes = dataset.lanes_for(1)

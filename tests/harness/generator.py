@@ -31,6 +31,7 @@ from tests.oracle.streams import IGNORE, Oracle, Text
 
 KINDS = ("map", "map", "iterable", "jsonl", "compressed", "remote", "parquet", "tokens", "mds")
 EOS = 999_983
+TOO_LONG = ["drop", "drop", "split", "split", "truncate", "truncate_left"]
 
 
 class Table:
@@ -74,8 +75,7 @@ class Case:
             "strategy": strategy or "exact_fit",
             "split_across_pack": rng.random() < 0.15 or strategy is None,
             "buffer_size": rng.choice([1, 2, 5, 16, 128]),
-            "overlong": rng.choice(["drop", "truncate", "split"] + [None, "error"] * (not gentle)),
-            "truncate_side": rng.choice(["right", "right", "left"]),
+            "overlong": rng.choice(TOO_LONG + [None, "error"] * (not gentle)),
             "max_seqs_per_pack": rng.choice([None, None, None, 1, 3, 7]),
             "truncate_eos": rng.choice([None, None, EOS]),
             "empty": "drop" if gentle else rng.choice(["drop", "drop", "drop", "error"]),

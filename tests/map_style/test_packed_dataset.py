@@ -56,8 +56,7 @@ settings_of_all_kinds = st.fixed_dictionaries(
         "strategy": st.sampled_from(sorted(oracle.CHOOSE)),
         "buffer_size": st.integers(1, 6),
         "split_across_pack": st.booleans(),
-        "overlong": st.sampled_from(["drop", "truncate", "split"]),
-        "truncate_side": st.sampled_from(["right", "left"]),
+        "overlong": st.sampled_from(["drop", "truncate", "truncate_left", "split"]),
     }
 )
 KEYS = ("tokens", "labels", "input_pos", "seq_lens")
@@ -366,7 +365,7 @@ def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
     [
         ({}, [*range(3000, 3007), 9]),
         ({"overlong": "truncate", "truncate_eos": 5}, [*range(3000, 3007), 5]),
-        ({"overlong": "truncate", "truncate_side": "left"}, [*range(3004, 3012)]),
+        ({"overlong": "truncate_left"}, [*range(3004, 3012)]),
     ],
 )
 def test_long_samples_are_cut_by_default(node: Any, settings: dict[str, Any], third: list[int]) -> None:

@@ -115,7 +115,7 @@ class Oracle:
                 bounds = [(at, min(at + limit, size)) for at in range(0, size, limit)]
             else:
                 reason = "truncated"
-                bounds = [(0, limit) if self.settings["truncate_side"] == "right" else (size - limit, size)]
+                bounds = [(0, limit) if self.overlong == "truncate" else (size - limit, size)]
         pieces = [(a, (tokens[a:b], labels[a:b])) for a, b in bounds]
         if reason and eos is not None and bounds[0][0] == 0:
             ids, targets = pieces[0][1]

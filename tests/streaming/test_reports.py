@@ -256,12 +256,12 @@ def ids(packs: Any) -> set[int]:
 
 @pytest.mark.parametrize("door", [of_chats, map_style])
 @pytest.mark.parametrize("untrained", [None, "keep", "drop"])
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("overlong", ["truncate", "truncate_left"])
 def test_samples_that_train_nothing_are_counted_and_dropped(
-    door: Door, untrained: str | None, side: str
+    door: Door, untrained: str | None, overlong: str
 ) -> None:
-    data = door(truncate_side=side, untrained=untrained)
-    lost = CUT_OFF if side == "right" else []
+    data = door(overlong=overlong, untrained=untrained)
+    lost = CUT_OFF if overlong == "truncate" else []
     gone = lost if untrained == "drop" else []
     assert ids(data) == set(range(60)) - set(gone)
     ledger = data.ledger()
@@ -303,7 +303,7 @@ def test_untrained_samples_are_said_once_unless_they_are_asked_for(
             assert len(list(loader)) > 5
 
     with caplog.at_level(logging.WARNING):
-        for settings in ({"untrained": "keep"}, {"untrained": "drop"}, {"truncate_side": "left"}, {}):
+        for settings in ({"untrained": "keep"}, {"untrained": "drop"}, {"overlong": "truncate_left"}, {}):
             read(**settings)
     [record] = [record for record in caplog.records if "train nothing" in record.message]
     assert "max_seq_len=16" in record.message

@@ -158,7 +158,7 @@ BASE: dict[str, Any] = {"overlong": "truncate", "shuffle": True, "shuffle_window
         ("split_across_pack", "False", "True", {"split_across_pack": True}),
         ("buffer_size", "8", "9", {"buffer_size": 9}),
         ("overlong", "'truncate'", "'drop'", {"overlong": "drop"}),
-        ("truncate_side", "'right'", "'left'", {"truncate_side": "left"}),
+        ("overlong", "'truncate'", "'truncate_left'", {"overlong": "truncate_left"}),
         ("truncate_eos", "None", "2", {"truncate_eos": 2}),
         ("empty", "'error'", "'drop'", {"empty": "drop"}),
         ("untrained", "'keep'", "'drop'", {"untrained": "drop"}),
