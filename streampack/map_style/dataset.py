@@ -24,7 +24,7 @@ from streampack.map_style.samplers import range_with_progress
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
 from streampack.packing.collator_check import refuse_foreign_collator
-from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos
+from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos_of
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.sources.column_tables import by_rows
@@ -71,7 +71,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             every batch, for static shapes. Leave room, or short samples will not fill a pack.
         pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
             parallelism over n ranks.
-        truncate_eos: a token id that replaces the last token of a sample cut on the right.
+        eos_id: the token that ends samples. One that ended with it and is cut by ``"truncate"`` ends with it again.
         empty: ``"error"`` or ``"drop"``, for samples without a token.
         untrained: what to do with a sample without a trained token: ``"keep"``, ``"drop"`` or ``"error"``.
             By default it is kept and counted in the ledger, and a warning tells how many there are.
@@ -98,7 +98,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         overlong: str | None = None,
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
-        truncate_eos: int | None = None,
+        eos_id: int | None = None,
         empty: str = "error",
         untrained: str | None = None,
         vocab_size: int | None = None,
@@ -116,12 +116,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if parity is not None:
             require(parity, "parity", ("torchtune",))
             settings = strategy, buffer_size, overlong, max_seqs_per_pack, pad_seqs_to
-            require_defaults((*settings, truncate_eos, empty, untrained))
+            require_defaults((*settings, eos_id, empty, untrained))
         if vocab_size is not None:
             vocab_size = require_positive(vocab_size, "vocab_size")
         padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
-        if truncate_eos is not None:
-            truncate_eos = require_token_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
+        if eos_id is not None:
+            eos_id = require_token_id(eos_id, "eos_id", vocab_size=vocab_size)
         if max_packs is not None and (type(max_packs) is not int or max_packs < 0):
             raise ValueError(
                 f"max_packs={max_packs!r} is no number of packs; give at least 0, or None for all"
@@ -142,7 +142,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.padding_idx = padding_idx
         self.max_packs = max_packs
         self.split_across_pack = self.packing.split_across_pack
-        self.truncate_eos = truncate_eos
+        self.eos_id = eos_id
         self.empty = empty
         self.untrained = untrained
         self.vocab_size = vocab_size
@@ -222,12 +222,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 f"sample {index} has {sample.tokens.size} tokens and had {planned} when the packs were planned; "
                 "make the dataset give the same sample each time (no random transforms, no file that changes)"
             )
-        if (
-            self.packing.overlong == "truncate"
-            and self.truncate_eos is not None
-            and planned > self.max_seq_len
-        ):
-            return with_eos(sample.cut(0, self.max_seq_len), self.truncate_eos)
+        if self.packing.overlong == "truncate" and planned > self.max_seq_len:
+            return with_eos_of(sample, sample.cut(0, self.max_seq_len), {self.eos_id})
         return sample
 
     def __len__(self) -> int:

@@ -26,7 +26,6 @@ def config_before(config: LaneConfig, identity: Mapping[str, Any]) -> LaneConfig
     return replace(
         config,
         packing=Packing(strategy=strategy, **settings),
-        truncate_eos=identity["truncate_eos"],
         max_document_tokens=identity["max_document_tokens"],
         empty=identity["empty"],
         untrained=identity["untrained"],

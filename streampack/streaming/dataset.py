@@ -83,12 +83,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         padding_idx: the token that fills a pack's end.
 
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
-            end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"``. Default ``"error"``, with
-            ``split_across_pack`` ``"split"``.
+            end is cut off, but for the EOS of the encoder), ``"truncate_left"`` (its beginning is) or ``"split"``.
+            Default ``"error"``, with ``split_across_pack`` ``"split"``.
         max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
             that its lane gives for many packs. Default: no limit.
-        truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right. Default:
-            the EOS of the encoder's tokenizer, if the sample ended with it.
         empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
         untrained: what to do with a sample of which no token is trained, because its labels are masked or
             ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
@@ -144,7 +142,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_document_tokens: int | None = None,
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
-        truncate_eos: int | None = None,
         empty: str = "error",
         untrained: str | None = None,
         shuffle: bool = False,
@@ -178,8 +175,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
         padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
-        if truncate_eos is not None:
-            truncate_eos = require_token_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
         packing = Packing(
             max_seq_len,
             strategy=strategy,
@@ -201,7 +196,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             endless=epochs is None,
             empty=empty,
             untrained=untrained,
-            truncate_eos=truncate_eos,
             max_document_tokens=max_document_tokens,
             padding_idx=padding_idx,
             vocab_size=vocab_size,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streampack.packing.attention_cost import AttentionCost
-from streampack.packing.cut_samples import with_eos
+from streampack.packing.cut_samples import with_eos_of
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group
 from streampack.packing.samples import check_sample, sample_from_encoded
@@ -38,7 +38,6 @@ class LaneConfig:
     endless: bool = False  # an epoch's end rolls into the next without a flush
     empty: str = "error"  # or "drop"
     untrained: str | None = None  # one of UNTRAINED; None keeps such samples, and warns
-    truncate_eos: int | None = None
     max_document_tokens: int | None = None  # of samples, not of groups; longer ones are dropped
     padding_idx: int = 0
     vocab_size: int | None = None
@@ -50,14 +49,14 @@ class LaneConfig:
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
     # For the files of which a row could not be encoded, why none of their rows can be; None if some may.
     _unfit: dict[RowId, str | None] = field(default_factory=dict, init=False, compare=False)
-    eos_ids: frozenset[int | None] = field(init=False)  # of the encoders' tokenizers
+    eos_ids: frozenset[int | None] = field(init=False)  # of the encoders
 
     def __post_init__(self) -> None:
         own = [entry.encoder for entry in (self.mix.entries if self.mix else ())]
         encoders = [self.encode, *(encoder for encoder in own if encoder is not None)]
         for encoder in encoders:
             require_encoder(encoder)
-        ids = frozenset(eos_of(getattr(encoder, "tokenizer", None)) for encoder in encoders)
+        ids = frozenset(eos_of(getattr(encoder, "tokenizer", encoder)) for encoder in encoders)
         object.__setattr__(self, "eos_ids", ids)
 
     @property
@@ -164,11 +163,7 @@ class LaneConfig:
             return [(0, sample)]
         pieces = [(start, sample.cut(start, stop)) for start, stop in bounds]
         if bounds and bounds[-1][1] < length:  # cut on the right
-            eos, last = self.truncate_eos, int(sample.tokens[-1])
-            if eos is None and last in self.eos_ids:
-                eos = last
-            if eos is not None:
-                pieces = [(start, with_eos(piece, eos)) for start, piece in pieces]
+            pieces = [(start, with_eos_of(sample, piece, self.eos_ids)) for start, piece in pieces]
         return pieces
 
     def _cut_group(self, group: Group) -> list[tuple[int, Sample]]:
@@ -185,8 +180,6 @@ class LaneConfig:
                 f"is a group of segments, and pad_seqs_to={packing.pad_seqs_to} pads samples only: answers could not "
                 "continue a padded prompt; leave it out"
             )
-        if self.truncate_eos is not None:
-            raise ValueError("is a group of segments, whose numbers truncate_eos would not fit; leave it out")
         if length <= packing.max_seq_len:
             return [(0, group)]
         if packing.overlong in ("truncate", "truncate_left"):

@@ -49,7 +49,6 @@ class RunIdentity:
             "overlong": packing.overlong,
             "max_seqs_per_pack": packing.max_seqs_per_pack,
             "pad_seqs_to": packing.pad_seqs_to,
-            "truncate_eos": config.truncate_eos,
             "max_document_tokens": config.max_document_tokens,
             "empty": config.empty,
             "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing

@@ -27,7 +27,7 @@ from streampack.types import IGNORE_INDEX, Fragment, Sample
 from streampack.validation import require
 
 OF_SAMPLES = (
-    "corpus", "encoder", "max_seq_len", "overlong", "truncate_eos", "empty", "untrained", "seed"
+    "corpus", "encoder", "max_seq_len", "overlong", "empty", "untrained", "seed"
 )  # fmt: skip
 """Entries of a dataset's identity that decide which samples an epoch has; a state is compared by these only."""
 

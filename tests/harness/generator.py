@@ -37,8 +37,9 @@ TOO_LONG = ["drop", "drop", "split", "split", "truncate", "truncate_left"]
 class Table:
     """Encodes ``{"i": 3}`` as row 3 of a table; None there is a record that cannot be encoded."""
 
-    def __init__(self, table: list[Text | None]) -> None:
+    def __init__(self, table: list[Text | None], *, eos_id: int | None) -> None:
         self.table = table
+        self.eos_id = eos_id
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         if (found := self.table[row["i"]]) is None:
@@ -69,6 +70,7 @@ class Case:
         endless = resumes and rng.random() < 0.15
         self.epochs = None if endless else rng.choice([1, 1, 1, 2, 3])
         self.first_epoch = 0 if endless else rng.choice([0, 0, 0, 1, 5])
+        self.eos_id = rng.choice([None, EOS])
         strategy = rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", None])
         self.settings: dict[str, Any] = {
             "max_seq_len": limit,
@@ -77,7 +79,6 @@ class Case:
             "buffer_size": rng.choice([1, 2, 5, 16, 128]),
             "overlong": rng.choice(TOO_LONG + [None, "error"] * (not gentle)),
             "max_seqs_per_pack": rng.choice([None, None, None, 1, 3, 7]),
-            "truncate_eos": rng.choice([None, None, EOS]),
             "empty": "drop" if gentle else rng.choice(["drop", "drop", "drop", "error"]),
             "untrained": rng.choice([None, "keep", "drop", "drop"] + ["error"] * (not gentle)),
             "shuffle": rng.random() < 0.6,
@@ -102,11 +103,11 @@ class Case:
         else:
             kind = rng.choice(KINDS)
             source = self._leaf(kind, rows, "", count=rng.choice([1, 2, 5, 20, 60, 120]), name="leaf")
-            self.encoder = Table(self.table) if self.encoded else None
+            self.encoder = self._encoder() if self.encoded or self.eos_id else None
         self.source = as_source(source)
         self.single = self.source.varies_by_process  # in workers of torch
         self.num_lanes = rng.choice([1, 2, 3, 8] if self.mixed else [None, 1, 2, 3, 5, 8])
-        self.oracle = Oracle(rows, self.settings, self.source.locate, stop, self.first_epoch)
+        self.oracle = Oracle(rows, self.settings, self.source.locate, stop, self.first_epoch, self.eos_id)
         self.drew[f"{self.settings['strategy']}"] += 1
         for name, drawn in (
             ("mixtures", self.mixed), ("endless", endless), ("set_epoch", self.first_epoch),
@@ -114,6 +115,10 @@ class Case:
             ("split_across_pack", self.settings["split_across_pack"]), ("shuffled", self.settings["shuffle"]),
         ):  # fmt: skip
             self.drew[name] += bool(drawn)
+
+    def _encoder(self) -> Any:
+        """Of the newest source."""
+        return Table(self.table, eos_id=self.eos_id) if self.encoded else TokensEncoder(eos_id=self.eos_id)
 
     def dataset(self) -> IterablePackedDataset:
         made = IterablePackedDataset(
@@ -144,6 +149,8 @@ class Case:
             size = 0 if empty and rng.random() < 0.1 else size
             tokens = list(range(self.next_id, self.next_id + size))
             self.next_id += size
+            if tokens and rng.random() < 0.5:
+                tokens[-1] = EOS
             mask = (
                 rng.choice(["all", "prompt", "random", "none" if rng.random() < 0.3 else "all"])
                 if masks
@@ -255,7 +262,7 @@ class Case:
                 entry["source"] = self._leaf(
                     kind, rows, within, count=rng.choice([1, 3, 20, 40, 80]), name=f"leaf-{name}"
                 )
-                own = self.encoded and kind != "tokens"
-                entry["encoder"] = Table(self.table) if own else TokensEncoder()
+                self.encoded &= kind != "tokens"
+                entry["encoder"] = self._encoder()
             entries.append(entry)
         return Mix(entries, stop=stop), weights

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataset, packed_dataset
+from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataset, TokensEncoder, packed_dataset
 from tests.oracle import packing as oracle
 
 torchtune_datasets = pytest.importorskip("torchtune.datasets")
@@ -63,15 +63,17 @@ KEYS = ("tokens", "labels", "input_pos", "seq_lens")
 some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
 
-@given(some_lengths, settings_of_all_kinds, st.sampled_from([1, 1, 2, 3]), st.sampled_from([None, 5]))
+@given(some_lengths, settings_of_all_kinds, st.sampled_from([1, 1, 2, 3]), st.booleans())
 def test_the_same_packs_as_the_stream_of_one_lane(
-    lengths: list[int], settings: Any, multiple: int, eos: int | None
+    lengths: list[int], settings: Any, multiple: int, ended: bool
 ) -> None:
     """Which is compared with the oracle; and the same ledger."""
-    settings = {**settings, "max_seq_len": settings["max_seq_len"] * multiple, "truncate_eos": eos}
+    settings = {**settings, "max_seq_len": settings["max_seq_len"] * multiple, "pad_seqs_to": multiple}
     rows = rows_of(lengths)
-    mapped = PackedDataset(rows, **settings, pad_seqs_to=multiple, padding_idx=7)
-    stream = IterablePackedDataset(rows, **settings, pad_seqs_to=multiple, padding_idx=7, num_lanes=1)
+    eos = max((row["tokens"] for row in rows), key=len)[-1] if ended else None
+    mapped = PackedDataset(rows, **settings, eos_id=eos, padding_idx=7)
+    encoder = TokensEncoder(eos_id=eos)
+    stream = IterablePackedDataset(rows, encoder=encoder, **settings, padding_idx=7, num_lanes=1)
     streamed = list(stream) if len(mapped) else []  # one without packs is an error
     assert len(mapped) == len(streamed)
     for ours, theirs in zip(mapped, streamed, strict=True):
@@ -363,14 +365,14 @@ def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "third"),
     [
-        ({}, [*range(3000, 3007), 9]),
-        ({"overlong": "truncate", "truncate_eos": 5}, [*range(3000, 3007), 5]),
+        ({}, [*range(3000, 3007), 3011]),
+        ({"eos_id": 5}, [*range(3000, 3008)]),
         ({"overlong": "truncate_left"}, [*range(3004, 3012)]),
     ],
 )
 def test_long_samples_are_cut_by_default(node: Any, settings: dict[str, Any], third: list[int]) -> None:
     tokenizer = Tokenizer(8)
-    tokenizer.eos_id = 9  # type: ignore[attr-defined]
+    tokenizer.eos_id = 3011  # type: ignore[attr-defined]
     packed = make(node, tokenizer=tokenizer, **settings)
     assert packed[1]["tokens"].tolist() == third
     assert packed.ledger().dropped["truncated"] == 4

@@ -349,7 +349,6 @@ def test_a_fragment_is_traced_to_its_segment() -> None:
     [
         ({"split_across_pack": True}, "is a group of segments, which is never split; leave split_across_pack out"),
         ({"max_seqs_per_pack": 9}, "of which max_seqs_per_pack cannot count each; leave it out"),
-        ({"truncate_eos": 2, "overlong": "truncate"}, "whose numbers truncate_eos would not fit; leave it"),
         ({"overlong": "split"}, "is a group of 64 tokens, max_seq_len is 24, and a group is never split; set overlong "
                                 "to 'truncate' or 'drop', or raise max_seq_len"),
         ({}, "is a group of 64 tokens, max_seq_len is 24, and a group is never split"),

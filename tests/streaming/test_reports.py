@@ -104,7 +104,7 @@ def broken(row: Any) -> Sample:
         {"split_across_pack": True, "num_lanes": 1},
         {"source": HALF, "shuffle": True, "overlong": "split"},
         {"overlong": "drop", "strategy": "next_fit", "max_seqs_per_pack": 4},
-        {"encoder": broken, "on_bad_record": "skip", "truncate_eos": 7},
+        {"encoder": broken, "on_bad_record": "skip"},
         {"encoder": lambda row: {"input_ids": row["tokens"]}},
         {
             "source": [

@@ -159,7 +159,6 @@ BASE: dict[str, Any] = {"overlong": "truncate", "shuffle": True, "shuffle_window
         ("buffer_size", "8", "9", {"buffer_size": 9}),
         ("overlong", "'truncate'", "'drop'", {"overlong": "drop"}),
         ("overlong", "'truncate'", "'truncate_left'", {"overlong": "truncate_left"}),
-        ("truncate_eos", "None", "2", {"truncate_eos": 2}),
         ("empty", "'error'", "'drop'", {"empty": "drop"}),
         ("untrained", "'keep'", "'drop'", {"untrained": "drop"}),
         ("shuffle_window", "9", "10", {"shuffle_window": 10}),
