@@ -41,9 +41,7 @@ def require_content(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
             continue
         value = row[column]
         if value is None and not (name == "input" and "instruction" in columns):
-            raise ValueError(
-                f"column {column!r} is null; mend the row, or leave it out (on_bad_record: skip)"
-            )
+            raise ValueError(f"column {column!r} is null; mend the row, or leave it out (skip_bad: True)")
         if not isinstance(value, list | tuple | np.ndarray):
             continue
         for i, message in enumerate(value):
@@ -59,7 +57,7 @@ def require_content(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
             if message.get("value" if name == "conversations" else "content") is None:
                 raise ValueError(
                     f"column {column!r}, message {i} ({role}) has no content (null), for which torchtune's transform "
-                    "may put that of the message before it; mend the row, or leave it out (on_bad_record: skip)"
+                    "may put that of the message before it; mend the row, or leave it out (skip_bad: True)"
                 )
 
 

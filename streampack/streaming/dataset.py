@@ -17,7 +17,7 @@ from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
-from streampack.sources.bad_records import BAD_FRACTION, quarantine_for
+from streampack.sources.bad_records import SkipBad, quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
@@ -92,13 +92,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
             counted in the ledger, with a warning at the first; a step of such samples alone is an error in the recipes
             and under `prepare_trainer_for_packing`, and a warning elsewhere, unless ``"keep"`` is given.
-        on_bad_record: what to do with a record that cannot be read or encoded: ``"error"``, or ``"skip"`` to leave it
-            out and count it as ``bad_records``.
-        max_bad_records: how many bad records a lane may skip in one pass over its rows before the run fails, 0 or more;
-            or, below 1, which fraction of the rows that it read, where it has skipped more than 100.
-        max_bad_shards: how many bad shards (files that are empty, gone, or of another kind or schema) a lane may leave
-            out before the run fails, with ``on_bad_record="skip"``. The ledger counts them as ``bad_shards``.
-        quarantine: a folder for lists of the skipped records and shards; see `Quarantine`.
+        skip_bad: whether to leave out records that cannot be read or encoded, and files that cannot be read (empty,
+            gone, or of another kind or schema), and count them as ``bad_records`` and ``bad_shards``. By default they
+            are errors. ``True`` skips 1 % of what a lane reads, or 100 rows, and 10 files. A number is another limit,
+            of bad records in one pass, or below 1 a fraction; text is a folder where they are listed; a `Quarantine`,
+            or a mapping of its ``folder``, ``limit`` and ``shard_limit``, is all together.
         read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
             holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
         max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
@@ -151,10 +149,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         num_lanes: int | None = None,
         padding_idx: int = 0,
         vocab_size: int | None = None,
-        on_bad_record: str = "error",
-        max_bad_records: float = BAD_FRACTION,
-        max_bad_shards: int = 10,
-        quarantine: str | os.PathLike[str] | None = None,
+        skip_bad: SkipBad = False,
         read_ahead: int = READ_AHEAD,
         max_outage: float = 0.0,
         corpus_changes: str = "error",
@@ -163,9 +158,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         balance_cost: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        kept = quarantine_for(
-            on_bad_record, folder=quarantine, limit=max_bad_records, shard_limit=max_bad_shards
-        )
         require(empty, "empty", ("error", "drop"))
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
@@ -200,7 +192,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             padding_idx=padding_idx,
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
-            quarantine=kept,
+            quarantine=quarantine_for(skip_bad),
             balance_cost=AttentionCost.from_setting(balance_cost),
             use=StorageUse(60 * require_duration(max_outage, "max_outage", "minutes")),
         )

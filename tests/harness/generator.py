@@ -86,8 +86,7 @@ class Case:
             "seed": rng.randrange(1000),
             "epochs": self.epochs,
             "padding_idx": rng.choice([0, 0, EOS + 1]),
-            "on_bad_record": rng.choice(["skip", "skip" if gentle else "error"]),
-            "max_bad_records": 10**6,
+            "skip_bad": 10**6 if gentle else rng.choice([10**6, False]),
         }
         # From a generator of its own, so that a case is otherwise the one that it is without.
         balance = random.Random(str(self.settings))

@@ -275,7 +275,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Mend or skip the rows that cannot be read or encoded": (
         {"rows": [*FITTING, {"tokens": "none"}]},
-        "on_bad_record: skip",
+        "skip_bad: True",
     ),
     "Let ranks and batches divide the packs of a step": (
         {"shape": RunShape(ranks=(1,), batch_size=4, packs_per_step=6)},

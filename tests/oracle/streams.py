@@ -90,7 +90,7 @@ class Oracle:
         for place, row in self.rows.items():
             if row is None:
                 self.bad += 1
-                if self.settings["on_bad_record"] == "error":
+                if not self.settings["skip_bad"]:
                     self.errors.add(place)
             elif (fate := self._fate(*row)) is None:
                 self.errors.add(place)

@@ -139,8 +139,7 @@ def test_a_bad_row_is_found_with_its_place(tmp_path: Path, column: str, bad: Any
     settings: dict[str, Any] = {"max_seq_len": 64, "num_lanes": 3, "vocab_size": 100, "overlong": "split"}
     with pytest.raises(ValueError, match="row 123"):
         list(IterablePackedDataset(str(path), **settings))
-    skipping = {"on_bad_record": "skip", "quarantine": tmp_path / "bad"}
-    data = IterablePackedDataset(str(path), **settings, **skipping)
+    data = IterablePackedDataset(str(path), **settings, skip_bad=tmp_path / "bad")
     list(data)
     assert data.ledger().samples == 299
     assert [line["offset"] for line in listed(tmp_path / "bad")] == [123]

@@ -104,7 +104,7 @@ def broken(row: Any) -> Sample:
         {"split_across_pack": True, "num_lanes": 1},
         {"source": HALF, "shuffle": True, "overlong": "split"},
         {"overlong": "drop", "strategy": "next_fit", "max_seqs_per_pack": 4},
-        {"encoder": broken, "on_bad_record": "skip"},
+        {"encoder": broken, "skip_bad": True},
         {"encoder": lambda row: {"input_ids": row["tokens"]}},
         {
             "source": [
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "empty": (EMPTY, {"empty": "drop"}, "all 40 that were read are dropped (40 without a token)"),
     "bad": (
         ["no", "rows", "at all"],
-        {"on_bad_record": "skip"},
+        {"skip_bad": True},
         "all 3 that were read are dropped (3 broken, and skipped)",
     ),
     "none": (IterableSource([]), {}, "the source has no rows at all"),
