@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "empty": (
         lambda: first([{"input_ids": []}]),
-        "sample 0 has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples",
+        "sample 0: it has no token; mend the row, or leave it out (skip_bad: True)",
     ),
     "no content": (
         lambda: first(

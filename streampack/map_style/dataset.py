@@ -72,7 +72,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
             parallelism over n ranks.
         eos_id: the token that ends samples. One that ended with it and is cut by ``"truncate"`` ends with it again.
-        empty: ``"error"`` or ``"drop"``, for samples without a token.
         untrained: what to do with a sample without a trained token: ``"keep"``, ``"drop"`` or ``"error"``.
             By default it is kept and counted in the ledger, and a warning tells how many there are.
         vocab_size: if given, token ids must be below it.
@@ -99,7 +98,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
         eos_id: int | None = None,
-        empty: str = "error",
         untrained: str | None = None,
         vocab_size: int | None = None,
         parity: str | None = None,
@@ -110,13 +108,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 f"a {type(ds).__name__} has no samples by number (it needs __len__ and __getitem__); "
                 "pack a stream with IterablePackedDataset"
             )
-        require(empty, "empty", ("error", "drop"))
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
         if parity is not None:
             require(parity, "parity", ("torchtune",))
             settings = strategy, buffer_size, overlong, max_seqs_per_pack, pad_seqs_to
-            require_defaults((*settings, eos_id, empty, untrained))
+            require_defaults((*settings, eos_id, untrained))
         if vocab_size is not None:
             vocab_size = require_positive(vocab_size, "vocab_size")
         padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
@@ -143,7 +140,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.max_packs = max_packs
         self.split_across_pack = self.packing.split_across_pack
         self.eos_id = eos_id
-        self.empty = empty
         self.untrained = untrained
         self.vocab_size = vocab_size
         self.parity = parity
@@ -190,8 +186,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             self._ledger.samples += 1
             self._ledger.untrained += untrained
             self._ledger.tokens_in += length
-            if kept < length or (not length and self.empty == "drop"):
-                dropped = "untrained" if untrained else "overlong" if length else "empty"
+            if kept < length:
+                dropped = "untrained" if untrained else "overlong"
                 self._ledger.drop("truncated" if kept else dropped, length - kept)
             if kept or self.parity:
                 yield index, length
@@ -199,8 +195,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def _count_kept(self, index: int, sample: Sample) -> tuple[int, bool]:
         """Return how many of a sample's tokens the settings keep, and whether none of them is trained."""
         length = sample.tokens.size
-        if length == 0 and self.empty == "drop":
-            return 0, False
         try:
             bounds = self.packing.pieces_of(length)
             untrained = bool(bounds) and all(

@@ -27,7 +27,6 @@ def config_before(config: LaneConfig, identity: Mapping[str, Any]) -> LaneConfig
         config,
         packing=Packing(strategy=strategy, **settings),
         max_document_tokens=identity["max_document_tokens"],
-        empty=identity["empty"],
         untrained=identity["untrained"],
         balance_cost=AttentionCost(**identity["balance_cost"]),
     )

@@ -87,16 +87,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             Default ``"error"``, with ``split_across_pack`` ``"split"``.
         max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
             that its lane gives for many packs. Default: no limit.
-        empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
         untrained: what to do with a sample of which no token is trained, because its labels are masked or
             ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
             counted in the ledger, with a warning at the first; a step of such samples alone is an error in the recipes
             and under `prepare_trainer_for_packing`, and a warning elsewhere, unless ``"keep"`` is given.
-        skip_bad: whether to leave out records that cannot be read or encoded, and files that cannot be read (empty,
-            gone, or of another kind or schema), and count them as ``bad_records`` and ``bad_shards``. By default they
-            are errors. ``True`` skips 1 % of what a lane reads, or 100 rows, and 10 files. A number is another limit,
-            of bad records in one pass, or below 1 a fraction; text is a folder where they are listed; a `Quarantine`,
-            or a mapping of its ``folder``, ``limit`` and ``shard_limit``, is all together.
+        skip_bad: whether to leave out and count records that cannot be read or encoded or have no token
+            (``bad_records``), and files that are empty, gone, or of another kind or schema (``bad_shards``). By default
+            they are errors. ``True`` skips up to 1 % of the rows that a lane has read, or 100, and 10 files. A number
+            is another limit: from 1 on the most bad records of a lane in one pass, below 1 a fraction. A folder is
+            where they are listed. A `Quarantine`, or a mapping of its ``folder``, ``limit`` and ``shard_limit``, says
+            all of this.
         read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
             holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
         max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
@@ -140,7 +140,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_document_tokens: int | None = None,
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
-        empty: str = "error",
         untrained: str | None = None,
         shuffle: bool = False,
         shuffle_window: int = 2048,
@@ -158,7 +157,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         balance_cost: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        require(empty, "empty", ("error", "drop"))
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
         require_positive(shuffle_window, "shuffle_window")
@@ -186,7 +184,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             seed=seed,
             shuffle_window=shuffle_window if shuffle else 0,
             endless=epochs is None,
-            empty=empty,
             untrained=untrained,
             max_document_tokens=max_document_tokens,
             padding_idx=padding_idx,

@@ -36,7 +36,6 @@ class LaneConfig:
     seed: int = 0
     shuffle_window: int = 0
     endless: bool = False  # an epoch's end rolls into the next without a flush
-    empty: str = "error"  # or "drop"
     untrained: str | None = None  # one of UNTRAINED; None keeps such samples, and warns
     max_document_tokens: int | None = None  # of samples, not of groups; longer ones are dropped
     padding_idx: int = 0
@@ -93,20 +92,22 @@ class LaneConfig:
             ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
         """
         try:
-            encode, data = self.encoder(row.row_id), row.data
+            encode, data, sample = self.encoder(row.row_id), row.data, None
             if type(data) is ArrowRow:
                 if type(encode) is not TokensEncoder:
                     data = dict(data)  # functions of users may change it, or add to its lists
                 elif (ids := encode.checked_in(data.batch)) is not None and not self.must_check(ids.below):
-                    return ids.sample(data.index)
-            encoded = encode(data)
-            if not self.checks:
-                return encoded
-            # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms, or memory
-            # that they use again, so that is converted and copied.
-            built_in = type(encode).__module__.startswith("streampack.")
-            sample = encoded if built_in else sample_from_encoded(encoded)
-            check_sample(sample, self.vocab_size)
+                    sample = ids.sample(data.index)
+            if sample is None:
+                sample = encode(data)
+                if self.checks:
+                    # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms,
+                    # or memory that they use again, so that is converted and copied.
+                    if not type(encode).__module__.startswith("streampack."):
+                        sample = sample_from_encoded(sample)
+                    check_sample(sample, self.vocab_size)
+            if not sample.tokens.size:
+                raise ValueError("it has no token; mend the row, or leave it out (skip_bad: True)")
         except Exception as error:
             if self.quarantine is not None:
                 return f"{type(error).__name__}: {error}"
@@ -150,12 +151,6 @@ class LaneConfig:
         length = sample.tokens.size
         if 0 < length <= self.packing.max_seq_len:  # most are
             return [(0, sample)]
-        if length == 0:
-            if self.empty == "drop":
-                return []
-            raise ValueError(
-                "has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples"
-            )
         if self.max_document_tokens is not None and length > self.max_document_tokens:
             return []
         bounds = self.packing.pieces_of(length)

@@ -50,7 +50,6 @@ class RunIdentity:
             "max_seqs_per_pack": packing.max_seqs_per_pack,
             "pad_seqs_to": packing.pad_seqs_to,
             "max_document_tokens": config.max_document_tokens,
-            "empty": config.empty,
             "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
             "shuffle_window": config.shuffle_window,
             "balance_cost": asdict(config.balance_cost),

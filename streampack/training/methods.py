@@ -27,7 +27,7 @@ from streampack.types import IGNORE_INDEX, Fragment, Sample
 from streampack.validation import require
 
 OF_SAMPLES = (
-    "corpus", "encoder", "max_seq_len", "overlong", "empty", "untrained", "seed"
+    "corpus", "encoder", "max_seq_len", "overlong", "untrained", "seed"
 )  # fmt: skip
 """Entries of a dataset's identity that decide which samples an epoch has; a state is compared by these only."""
 
@@ -36,7 +36,7 @@ class MethodLoader:
     """Batches of one of the `METHODS`, with the interface of a `PackedDataLoader`.
 
     A method plans an epoch as a whole, so every rank reads and tokenizes the corpus before the first step and keeps
-    it in memory: 4 bytes a token, 8 where labels differ from the tokens. The dataset decides what happens to empty,
+    it in memory: 4 bytes a token, 8 where labels differ from the tokens. The dataset decides what happens to
     overlong and broken samples; its ``strategy``, buffer, lanes and shuffling are replaced by the method.
 
     An iteration begins after the last batch that was handed out, or at the loaded state.

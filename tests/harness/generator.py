@@ -79,7 +79,6 @@ class Case:
             "buffer_size": rng.choice([1, 2, 5, 16, 128]),
             "overlong": rng.choice(TOO_LONG + [None, "error"] * (not gentle)),
             "max_seqs_per_pack": rng.choice([None, None, None, 1, 3, 7]),
-            "empty": "drop" if gentle else rng.choice(["drop", "drop", "drop", "error"]),
             "untrained": rng.choice([None, "keep", "drop", "drop"] + ["error"] * (not gentle)),
             "shuffle": rng.random() < 0.6,
             "shuffle_window": rng.choice([1, 3, 32, 2048]),
@@ -132,13 +131,13 @@ class Case:
         begins = f", from epoch {self.first_epoch} on" if self.first_epoch else ""
         return f"{kind} of {len(self.table)} rows, num_lanes={self.num_lanes}{begins}, {self.settings}"
 
-    def _texts(self, count: int) -> list[Text | None]:
+    def _texts(self, count: int, *, empty: bool) -> list[Text | None]:
         rng = self.rng
         longest = max(
             1, rng.choice([self.limit // 2, self.limit, self.limit, 2 * self.limit, 4 * self.limit])
         )
         count = min(count, 6000 // longest + 1)
-        skewed, empty, masks = rng.random() < 0.5, rng.random() < 0.3, rng.random() < 0.7
+        skewed, masks, empty = rng.random() < 0.5, rng.random() < 0.7, empty and rng.random() < 0.3
         if few := self.mixed and count < 12:  # a source of which no row is trained is refused
             longest, skewed, empty, masks = self.limit // 2, False, False, False
         made: list[Text | None] = []
@@ -172,7 +171,7 @@ class Case:
         self.drew["small sources of mixtures"] += self.mixed and count < 12
         encoded = self.encoded and kind != "tokens"
         self.encoded = encoded if not self.mixed else self.encoded
-        texts = self._texts(count)
+        texts = self._texts(count, empty=kind != "tokens")  # `tokenize` refuses them
         first, rng = len(self.table), self.rng
         self.table += texts
         column = rng.choice(["tokens", "input_ids"])

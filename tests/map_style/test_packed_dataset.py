@@ -86,18 +86,15 @@ def test_the_same_packs_as_the_stream_of_one_lane(
 
 @given(some_lengths, settings_of_all_kinds, st.integers(0, 6))
 def test_max_packs_makes_the_first_of_all_packs(lengths: list[int], settings: Any, max_packs: int) -> None:
-    """And its ledger is that of what was read for them, empty samples too."""
-    data = Counted([0, *lengths, 0])
-    every, some = (
-        PackedDataset(data, **settings, max_packs=most, empty="drop") for most in (None, max_packs)
-    )
+    """And its ledger is that of what was read for them."""
+    data = Counted(lengths)
+    every, some = (PackedDataset(data, **settings, max_packs=most) for most in (None, max_packs))
     assert len(some) == min(max_packs, len(every))
     assert [p["tokens"].tolist() for p in some] == [p["tokens"].tolist() for p in every][:max_packs]
     data.reads.clear()
-    ledger = PackedDataset(data, **settings, max_packs=max_packs, empty="drop").ledger()
+    ledger = PackedDataset(data, **settings, max_packs=max_packs).ledger()
     read = [data.lengths[i] for i in data.reads]
     assert (ledger.samples, ledger.tokens_in) == (len(read), sum(read))
-    assert ledger.dropped_samples["empty"] == read.count(0)
     # Counted from the packs themselves, token by token: none twice.
     places = {(f.row_id, i) for pack in some for f in pack["fragments"] for i in range(f.start, f.stop)}
     assert (ledger.packs, ledger.packed) == (len(some), len(places))
@@ -167,9 +164,10 @@ PARITY = "parity='torchtune' packs as torchtune does, so strategy, "
         ([GOOD, {"tokens": [1]}], {}, "sample 1: column 'labels' is missing; the row's columns are 'tokens'"),
         ([{"tokens": [100], "labels": [1]}], {}, "sample 0: token id 100 is outside the vocabulary of 100 ids"),
         ([GOOD, {"tokens": [1] * 9, "labels": [1] * 9}], {}, "sample 1 has 9 tokens, max_seq_len is 8; set overlong"),
+        ([GOOD, {"tokens": [], "labels": []}], {}, "sample 1 has 0 tokens; remove it"),
         ([GOOD], {"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
         ([GOOD], {"parity": "torchtune", "strategy": "best_fit"}, PARITY),
-        ([GOOD], {"parity": "torchtune", "empty": "drop"}, PARITY),
+        ([GOOD], {"parity": "torchtune", "untrained": "drop"}, PARITY),
     ],
 )  # fmt: skip
 def test_bad_rows_and_settings_are_refused_at_once(rows: Any, settings: Any, message: str) -> None:

@@ -88,7 +88,7 @@ class Oracle:
         self.wraps = self.settings["split_across_pack"]
         self.overlong = self.settings["overlong"] or ("split" if self.wraps else "error")
         for place, row in self.rows.items():
-            if row is None:
+            if row is None or not row[0]:  # without a token
                 self.bad += 1
                 if not self.settings["skip_bad"]:
                     self.errors.add(place)
@@ -103,10 +103,6 @@ class Oracle:
         """None if the row is an error."""
         size, limit, eos = len(tokens), self.limit, self.eos_id
         bounds, reason = [(0, size)], None
-        if size == 0:
-            if self.settings["empty"] == "error":
-                return None
-            return Fate(0, [], "empty", 0)
         if size > limit and not (self.wraps and self.overlong == "split"):
             if self.overlong == "error":
                 return None

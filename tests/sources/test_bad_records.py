@@ -323,8 +323,8 @@ def test_skipped_rows_are_listed_by_line(tmp_path: Path, caplog: pytest.LogCaptu
     path.write_text(
         "\n".join(['{"tokens": [1], "labels": [1]}', "{broken", *unequal, '{"text": "a"}']) + "\n"
     )
-    for folder in (None, tmp_path / "bad"):
-        data = skipping(path, encoder=None, skip_bad=folder, shuffle=False, num_lanes=1)
+    for skip_bad in (True, tmp_path / "bad"):
+        data = skipping(path, encoder=None, skip_bad=skip_bad, shuffle=False, num_lanes=1)
         list(data)
     places = [f"{path}:{line}" for line in (2, 3, 4, 5)]
     skipped = [message for message in caplog.messages if message.startswith("skipped ")]

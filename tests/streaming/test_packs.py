@@ -217,7 +217,6 @@ def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
         ({"seed": -1}, "seed=-1"),
         ({"seed": None}, "seed=None"),
         ({"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of 'next_fit'"),
-        ({"empty": "keep"}, "empty='keep' is unknown; choose one of 'error', 'drop'"),
         ({"untrained": "skip"}, "untrained='skip' is unknown; choose one of 'keep', 'drop', 'error'"),
         ({"balance_window": -1}, "balance_window=-1"),
         ({"balance_window": 5000}, "balance_window=5000"),

@@ -159,7 +159,6 @@ BASE: dict[str, Any] = {"overlong": "truncate", "shuffle": True, "shuffle_window
         ("buffer_size", "8", "9", {"buffer_size": 9}),
         ("overlong", "'truncate'", "'drop'", {"overlong": "drop"}),
         ("overlong", "'truncate'", "'truncate_left'", {"overlong": "truncate_left"}),
-        ("empty", "'error'", "'drop'", {"empty": "drop"}),
         ("untrained", "'keep'", "'drop'", {"untrained": "drop"}),
         ("shuffle_window", "9", "10", {"shuffle_window": 10}),
         ("shuffle_window", "9", "0", {"shuffle": False}),
