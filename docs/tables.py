@@ -23,6 +23,7 @@ WORDS = {
     "number": ("float",),
     "`true` or `false`": ("bool",),
     "mapping": ("Node", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
+    "`true` or `false`, number, text or mapping": ("SkipBad",),
     "any": ("Any",),
     "list": ("Iterable[Name]", "Sequence[str]", "list[str]", "Sequence[Mapping[str, Any] | Entry]"),
     "": ("None", "PathLike[str]", "os.PathLike[str]"),

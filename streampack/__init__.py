@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         Source,
         TokenShardSource,
     )
+    from streampack.sources.bad_records import Quarantine
     from streampack.streaming import IterablePackedDataset
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
@@ -98,6 +99,7 @@ __all__ = [
     "PackedDataset",
     "PaddedCollator",
     "ParquetSource",
+    "Quarantine",
     "Sample",
     "Score",
     "Source",
@@ -145,6 +147,7 @@ _MODULES = {
     "PackedDataset": "map_style",
     "PaddedCollator": "map_style",
     "ParquetSource": "sources",
+    "Quarantine": "sources.bad_records",
     "Score": "scoring",
     "Source": "sources",
     "TextEncoder": "packing.encoders",

@@ -11,9 +11,9 @@ import numpy as np
 
 from streampack.types import IGNORE_INDEX, Sample
 
-DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained", "removed")
+DROP_REASONS = ("overlong", "truncated", "bad", "untrained", "removed")
 """Reasons for dropping tokens. ``overlong`` and ``untrained`` samples are dropped whole, of ``truncated`` ones the part
-that is cut off, and ``empty`` ones have no token. The tokens of ``bad`` records, which are broken, are unknown: 0.
+that is cut off. The tokens of ``bad`` records, which are broken or have none, are unknown: 0.
 ``removed`` are those that waited when a run resumed without their file or source, or went on with other settings in the
 middle of a row."""
 

@@ -196,7 +196,7 @@ def bad_shards(number: int, folder: Path) -> Case:
     rng = random.Random(number)
     kind, scanned = list(HARMS)[number % 2], number % 4 > 1
     settings = draw_settings(rng, number, shuffle=rng.random() < 0.7)
-    settings |= {"on_bad_record": "skip", "quarantine": str(folder / "bad")}
+    settings["skip_bad"] = str(folder / "bad")
     files, data = draw_files(rng, [f"f{i:02}" for i in range(14)], 20, count()), folder / "data"
     put(data, kind, files)
     harms = (*HARMS[kind], *[RETYPED] * (scanned and kind == "parquet"))
@@ -221,7 +221,7 @@ def bad_shards(number: int, folder: Path) -> Case:
 
 def check_list(reasons: Mapping[str, str], corpus: Corpus, state: bytes) -> None:
     """Check the list of the files that were left out: each with its reason, and once by each lane."""
-    folder = Path(corpus.settings["quarantine"])
+    folder = Path(corpus.settings["skip_bad"])
     entries = listed(folder)
     files = {entry["shard"] for entry in entries}
     assert files == set(reasons), f"the list has {sorted(files)} and not {sorted(reasons)}"

@@ -46,7 +46,11 @@ class CachedSamples:
         return "cached samples"
 
 
-@job("state-size", "state size at 10^4 and 10^7 documents: longer by the digits of row numbers, at most 20 %", limit=300)
+@job(
+    "state-size",
+    "state size at 10^4 and 10^7 documents: longer by the digits of row numbers, at most 20 %",
+    limit=300,
+)
 def state_size(run: Run) -> str:
     """Compare the states of two corpora's first 9,000 documents, packed to 512 tokens."""
     big = run.count(10**7, 10**5)

@@ -34,9 +34,9 @@ def test_drops_are_booked_by_name() -> None:
     ledger = Ledger(samples=3, tokens_in=20)
     ledger.drop("truncated", 4)
     ledger.drop("truncated", 2)
-    ledger.drop("empty", 0)
+    ledger.drop("bad", 0)
     assert ledger.dropped == dict.fromkeys(REASONS, 0) | {"truncated": 6}
-    assert ledger.dropped_samples == dict.fromkeys(REASONS, 0) | {"truncated": 2, "empty": 1}
+    assert ledger.dropped_samples == dict.fromkeys(REASONS, 0) | {"truncated": 2, "bad": 1}
     assert ledger.buffered == 14
     with pytest.raises(KeyError):
         ledger.drop("bad luck", 1)

@@ -23,6 +23,7 @@ from streampack import (
     PackedDataset,
     PaddedCollator,
     TextEncoder,
+    TokensEncoder,
     method_loader,
     prepare_model_for_packing,
 )
@@ -145,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "empty": (
         lambda: first([{"input_ids": []}]),
-        "sample 0 has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples",
+        "sample 0: it has no token; mend the row, or leave it out (skip_bad: True)",
     ),
     "no content": (
         lambda: first(
@@ -329,15 +330,17 @@ def test_a_package_that_is_missing_is_named_by_its_extra(
     ("settings", "fragment"),
     [
         ({"padding_idx": 10}, "padding_idx=10 is outside the vocabulary of 10 ids (0 to 9); give a token of the"),
-        ({"truncate_eos": 10}, "truncate_eos=10 is outside the vocabulary of 10 ids (0 to 9); give a token of the"),
         ({"padding_idx": True}, "padding_idx=True is not a whole number; give one of at least 0"),
-        ({"truncate_eos": -1}, "truncate_eos=-1 is below 0; give at least 0"),
+        ({"eos_id": -1}, "eos_id=-1 is below 0; give at least 0"),
     ],
 )  # fmt: skip
 def test_token_ids_are_checked_against_the_vocabulary(settings: Any, fragment: str) -> None:
     given = {"max_seq_len": 6, "vocab_size": 10, **settings}
-    makers: list[Callable[[], Any]] = [lambda: packs(ROWS, **given), lambda: PackedDataset(ROWS, **given)]
-    if "truncate_eos" not in settings:
+    makers: list[Callable[[], Any]] = [lambda: PackedDataset(ROWS, **given)]
+    if "eos_id" in settings:
+        makers.append(lambda: TokensEncoder(**settings))
+    else:
+        makers.append(lambda: packs(ROWS, **given))
         makers.append(lambda: method_loader(ROWS, method="exact_fit", batch_size=1, **given))
     for make in makers:
         with pytest.raises(ValueError) as error:

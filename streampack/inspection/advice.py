@@ -37,7 +37,7 @@ def _bad(report: Report) -> Advice | None:
     return Advice(
         "Mend or skip the rows that cannot be read or encoded",
         f"the run stops at the first of {loss.rows:,}: {loss.examples[0]}",
-        "data:\n  on_bad_record: skip  # lists them in output_dir",
+        "data:\n  skip_bad: True  # lists them in output_dir",
     )
 
 

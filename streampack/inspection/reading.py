@@ -42,7 +42,6 @@ def tolerant(config: LaneConfig) -> LaneConfig:
     return replace(
         config,
         endless=False,
-        empty="drop",
         untrained="drop" if config.untrained == "error" else config.untrained,
         packing=replace(packing, overlong="drop") if packing.overlong == "error" else packing,
         quarantine=Quarantine(limit=sys.maxsize, shard_limit=sys.maxsize, quiet=True),
@@ -55,7 +54,6 @@ def stops(config: LaneConfig) -> set[str]:
         reason
         for reason, error in (
             ("overlong", config.packing.overlong == "error"),
-            ("empty", config.empty == "error"),
             ("untrained", config.untrained == "error"),
             ("bad", config.quarantine is None),
         )
@@ -69,8 +67,6 @@ def look(config: LaneConfig, row: Row) -> tuple[Seen, list[Sample]]:
     if isinstance(sample, str):
         return Seen(row.row_id, 0, 0, 0, 0, "bad", sample), []
     length = sample.tokens.size
-    if not length:
-        return Seen(row.row_id, 0, 0, 0, 0, "empty", "no token"), []
     trained = trained_tokens(sample)
     pieces = [piece for _, piece in config.cut(sample)]
     kept = sum(piece.tokens.size for piece in pieces)

@@ -146,7 +146,7 @@ class Iteration:
             "balance_window": dataset.balance_window,
             "epochs": dataset.epochs,
             "epoch": begin.epoch,
-            "on_bad_record": "error" if dataset.lane_config.quarantine is None else "skip",
+            "skip_bad": dataset.lane_config.quarantine is not None,
             "weights": None if mix is None else mix.target_fractions,
             "slot": begin.slot,
             "state": None if begin.left else digest(sorted(as_dicts(begin.lane_states).items())),

@@ -32,8 +32,8 @@ def packed_dataset(
 
     The recipe reads ``packed: True`` from this node and passes ``tokenizer``, whose ``max_seq_len`` and ``pad_id`` are
     the defaults. The inner node is built with a copy of the tokenizer that does not truncate, so that ``overlong``
-    decides about long samples. By default they are cut, and end with EOS, as by a tokenizer with a ``max_seq_len``; the
-    ledger counts what is cut off. The node may name any component that `streampack.instantiate` allows.
+    decides about long samples. By default they are cut, and keep their EOS, as by a tokenizer with a ``max_seq_len``;
+    the ledger counts what is cut off. The node may name any component that `streampack.instantiate` allows.
 
     With ``parity="torchtune"`` the packs are those of the inner builder with ``packed: True``: the tokenizer
     truncates, and the padding is 0, whatever the ``pad_id``. (``text_completion_dataset`` then splits by default:
@@ -77,8 +77,7 @@ def packed_dataset(
         if settings.get("overlong") is None and not settings.get("split_across_pack"):
             cuts = getattr(tokenizer, "max_seq_len", None) is not None
             settings["overlong"] = "truncate" if cuts else None
-        if settings.get("truncate_eos") is None:
-            settings["truncate_eos"] = eos_of(tokenizer)
+        settings["eos_id"] = settings.get("eos_id", eos_of(tokenizer))
     return PackedDataset(
         build(dataset, tokenizer if parity else check_tokenizer(tokenizer)),
         max_seq_len=max_seq_len,

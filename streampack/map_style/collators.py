@@ -66,7 +66,7 @@ class FlatteningCollator:
         position_ids_start: position of every sequence's first token; RoBERTa-like models count from 2.
         return_tensors: ``"pt"`` or ``"np"``.
         padding_idx: the token of the padding.
-        pad_to_multiple_of: pad the row to a multiple of this many tokens; elsewhere called ``pad_pack_to``.
+        pad_to_multiple_of: pad the row to a multiple of this many tokens.
         pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence, as context parallelism
             needs. The lengths of rows (``pad_to_multiple_of``, ``max_tokens``) must be multiples of it.
         max_tokens: pad every row to this many tokens.

@@ -24,7 +24,7 @@ from streampack.map_style.samplers import range_with_progress
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
 from streampack.packing.collator_check import refuse_foreign_collator
-from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos
+from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos_of
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.sources.column_tables import by_rows
@@ -64,16 +64,14 @@ class PackedDataset(Dataset[dict[str, Any]]):
             pretraining; no strategy is used.
         strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
         buffer_size: how many samples the planner chooses from.
-        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-            ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
-        truncate_side: the side that ``"truncate"`` cuts off.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
+            end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"``. Default ``"error"``, with
+            ``split_across_pack`` ``"split"``.
         max_seqs_per_pack: at most this many sequences in a pack; the rest is padding. It makes `cu_seqlens` as long for
             every batch, for static shapes. Leave room, or short samples will not fill a pack.
         pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
             parallelism over n ranks.
-        pad_pack_to: a number of which ``max_seq_len`` must be a multiple, for tensor parallelism and FP8.
-        truncate_eos: a token id that replaces the last token of a sample cut on the right.
-        empty: ``"error"`` or ``"drop"``, for samples without a token.
+        eos_id: the token that ends samples. One that ended with it and is cut by ``"truncate"`` ends with it again.
         untrained: what to do with a sample without a trained token: ``"keep"``, ``"drop"`` or ``"error"``.
             By default it is kept and counted in the ledger, and a warning tells how many there are.
         vocab_size: if given, token ids must be below it.
@@ -97,12 +95,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         strategy: str = "exact_fit",
         buffer_size: int = 128,
         overlong: str | None = None,
-        truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
-        pad_pack_to: int = 1,
-        truncate_eos: int | None = None,
-        empty: str = "error",
+        eos_id: int | None = None,
         untrained: str | None = None,
         vocab_size: int | None = None,
         parity: str | None = None,
@@ -113,18 +108,17 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 f"a {type(ds).__name__} has no samples by number (it needs __len__ and __getitem__); "
                 "pack a stream with IterablePackedDataset"
             )
-        require(empty, "empty", ("error", "drop"))
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
         if parity is not None:
             require(parity, "parity", ("torchtune",))
-            settings = strategy, buffer_size, overlong, truncate_side, max_seqs_per_pack, pad_seqs_to
-            require_defaults((*settings, truncate_eos, empty, untrained))
+            settings = strategy, buffer_size, overlong, max_seqs_per_pack, pad_seqs_to
+            require_defaults((*settings, eos_id, untrained))
         if vocab_size is not None:
             vocab_size = require_positive(vocab_size, "vocab_size")
         padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
-        if truncate_eos is not None:
-            truncate_eos = require_token_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
+        if eos_id is not None:
+            eos_id = require_token_id(eos_id, "eos_id", vocab_size=vocab_size)
         if max_packs is not None and (type(max_packs) is not int or max_packs < 0):
             raise ValueError(
                 f"max_packs={max_packs!r} is no number of packs; give at least 0, or None for all"
@@ -137,18 +131,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
             buffer_size=buffer_size,
             split_across_pack=split_across_pack,
             overlong=overlong,
-            truncate_side=truncate_side,
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
-            pad_pack_to=pad_pack_to,
         )
         self.ds = ds if parity else refusing_nulls(ds)
         self.max_seq_len = max_seq_len
         self.padding_idx = padding_idx
         self.max_packs = max_packs
         self.split_across_pack = self.packing.split_across_pack
-        self.truncate_eos = truncate_eos
-        self.empty = empty
+        self.eos_id = eos_id
         self.untrained = untrained
         self.vocab_size = vocab_size
         self.parity = parity
@@ -195,8 +186,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             self._ledger.samples += 1
             self._ledger.untrained += untrained
             self._ledger.tokens_in += length
-            if kept < length or (not length and self.empty == "drop"):
-                dropped = "untrained" if untrained else "overlong" if length else "empty"
+            if kept < length:
+                dropped = "untrained" if untrained else "overlong"
                 self._ledger.drop("truncated" if kept else dropped, length - kept)
             if kept or self.parity:
                 yield index, length
@@ -204,8 +195,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def _count_kept(self, index: int, sample: Sample) -> tuple[int, bool]:
         """Return how many of a sample's tokens the settings keep, and whether none of them is trained."""
         length = sample.tokens.size
-        if length == 0 and self.empty == "drop":
-            return 0, False
         try:
             bounds = self.packing.pieces_of(length)
             untrained = bool(bounds) and all(
@@ -227,9 +216,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 f"sample {index} has {sample.tokens.size} tokens and had {planned} when the packs were planned; "
                 "make the dataset give the same sample each time (no random transforms, no file that changes)"
             )
-        cut = (self.packing.overlong, self.packing.truncate_side) == ("truncate", "right")
-        if cut and self.truncate_eos is not None and planned > self.max_seq_len:
-            return with_eos(sample.cut(0, self.max_seq_len), self.truncate_eos)
+        if self.packing.overlong == "truncate" and planned > self.max_seq_len:
+            return with_eos_of(sample, sample.cut(0, self.max_seq_len), {self.eos_id})
         return sample
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from streampack.packing.cut_samples import trained_if_split
 from streampack.packing.settings import Packing
 from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.types import Fragment, Pack, Sample
-from streampack.validation import require, require_positive, require_token_id, warn_user
+from streampack.validation import require, require_multiple, require_positive, require_token_id, warn_user
 
 
 def method_loader(
@@ -102,10 +102,14 @@ def method_loader(
     rows = Rows(
         ds,
         METHODS[method],
-        replace(METHODS[method].packing(max_seq_len=max_seq_len, overlong=overlong), pad_pack_to=pad_pack_to),
+        METHODS[method].packing(max_seq_len=max_seq_len, overlong=overlong),
         lengths,
+        pad_pack_to=pad_pack_to,
         padding_idx=require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size),
         vocab_size=vocab_size,
+    )
+    require_multiple(
+        rows.packing.max_seq_len, "max_seq_len", require_positive(pad_pack_to, "pad_pack_to"), "pad_pack_to"
     )
     num_replicas, rank = resolve_rank(num_replicas, rank)
     packs_per_step = resolve_packs_per_step(packs_per_step, batch_size * num_replicas)
@@ -146,6 +150,7 @@ class Rows(Dataset[Batch]):
     method: Method
     packing: Packing
     lengths: Sequence[int]
+    pad_pack_to: int
     padding_idx: int
     vocab_size: int | None
 
@@ -154,7 +159,7 @@ class Rows(Dataset[Batch]):
         if self.method.packed:
             return self.packing.max_seq_len
         longest = max(1, *(sum(stop - start for _, start, stop in row) for row in batch))
-        return longest + -longest % self.packing.pad_pack_to
+        return longest + -longest % self.pad_pack_to
 
     def __getitem__(self, batch: list[Row]) -> Batch:
         width = self.width(batch)

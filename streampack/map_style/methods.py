@@ -89,8 +89,8 @@ def plan_batches(
         packs_per_step: rows of an optimizer step (for ``minibatch_packing``, samples), over all ranks and accumulated
             gradients: a multiple of ``batch_size * num_replicas``, which is the default. Batches of padding fill up
             the epoch's last step. ``multipack`` plans the rows of a step together.
-        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
-            ``"split"``. Default ``"error"``, or ``"split"`` if the method cuts samples.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"``,
+            ``"truncate_left"`` or ``"split"``. Default ``"error"``, or ``"split"`` if the method cuts samples.
         seed: seed of the random order, with the epoch.
         epoch: number of the epoch, from 0.
 

@@ -27,10 +27,10 @@ def require_defaults(settings: tuple[object, ...]) -> None:
     Raises:
         ValueError: if one of them differs.
     """
-    if settings != ("exact_fit", 128, None, "right", None, 1, None, "error", None):
+    if settings != ("exact_fit", 128, None, None, 1, None, None):
         raise ValueError(
-            "parity='torchtune' packs as torchtune does, so strategy, buffer_size, overlong, truncate_side, "
-            "max_seqs_per_pack, pad_seqs_to, truncate_eos, empty and untrained have no effect; leave them out, or "
+            "parity='torchtune' packs as torchtune does, so strategy, buffer_size, overlong, "
+            "max_seqs_per_pack, pad_seqs_to, eos_id and untrained have no effect; leave them out, or "
             "leave parity out"
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from streampack.accounting import trained_tokens
@@ -9,9 +11,16 @@ from streampack.packing.settings import Packing
 from streampack.types import IGNORE_INDEX, INT64, Sample
 
 
-def with_eos(sample: Sample, eos: int) -> Sample:
-    """Copy a truncated sample, with ``eos`` for its last token, and for its last label if that was trained."""
-    tokens, labels = (array.astype(array.dtype if eos < 2**31 else INT64) for array in sample)
+def with_eos_of(whole: Sample, beginning: Sample, eos_ids: Collection[int | None]) -> Sample:
+    """Return the beginning of a sample, in a copy with the EOS for its last token if the sample ended with it.
+
+    >>> with_eos_of(Sample(np.arange(4), np.arange(4)), Sample(np.arange(2), np.arange(2)), {3}).tokens.tolist()
+    [0, 3]
+    """
+    eos = int(whole.tokens[-1])
+    if eos not in eos_ids:
+        return beginning
+    tokens, labels = (array.astype(array.dtype if eos < 2**31 else INT64) for array in beginning)
     tokens[-1] = eos
     if labels[-1] != IGNORE_INDEX:
         labels[-1] = eos
@@ -35,7 +44,7 @@ def trained_if_split(
     if start == 0 and stop == sample.tokens.size:
         return None
     bounds = packing.pieces_of(sample.tokens.size)
-    kept_start, kept_stop = bounds[0][0], bounds[-1][1]  # what overlong="truncate" leaves of the sample
+    kept_start, kept_stop = bounds[0][0], bounds[-1][1]  # what overlong leaves of the sample
     cuts = packing.cuts(kept_stop - kept_start, start - kept_start, stop - kept_start)
     if not cuts:
         return None

@@ -139,7 +139,6 @@ def plan_packs(
     buffer_size: int = 128,
     split_across_pack: bool = False,
     overlong: str | None = None,
-    truncate_side: str = "right",
     max_seqs_per_pack: int | None = None,
     pad_seqs_to: int = 1,
 ) -> Iterator[list[Span]]:
@@ -166,7 +165,6 @@ def plan_packs(
         buffer_size=buffer_size,
         split_across_pack=split_across_pack,
         overlong=overlong,
-        truncate_side=truncate_side,
         max_seqs_per_pack=max_seqs_per_pack,
         pad_seqs_to=pad_seqs_to,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from streampack.packing.strategies import STRATEGIES
 from streampack.validation import require, require_multiple, require_positive
 
-OVERLONG = ("error", "drop", "truncate", "split")
+OVERLONG = ("error", "drop", "truncate", "truncate_left", "split")
 SPLIT_HINT = "; for documents that continue in the next pack set split_across_pack=True"
 
 
@@ -16,15 +16,14 @@ class Packing:
     """The settings that decide which tokens share a pack. They are checked here, for every caller.
 
     ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-    ``"truncate"`` (``truncate_side`` names the side that is cut off) or ``"split"`` into several pieces. By default it
-    is ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it is
-    ``"split"`` by default, and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences in a pack; None
+    ``"truncate"`` (its end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"`` into several pieces. By
+    default it is ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it
+    is ``"split"`` by default, and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences in a pack; None
     sets no limit.
 
     ``pad_seqs_to`` pads every sequence to a multiple of so many tokens, inside the sequence: context parallelism over n
-    ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``pad_pack_to`` is a number of which the length of a
-    pack must be a multiple, as tensor parallelism and FP8 kernels need. ``max_seq_len`` must be a multiple of both, so
-    that the padding at a pack's end is one of ``pad_seqs_to``, too.
+    ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``max_seq_len`` must be a multiple of it, so that the
+    padding at a pack's end is one, too.
 
     Raises:
         ValueError: for a setting that is out of range or unknown.
@@ -35,10 +34,8 @@ class Packing:
     buffer_size: int = 128
     split_across_pack: bool = False
     overlong: str | None = None
-    truncate_side: str = "right"
     max_seqs_per_pack: int | None = None
     pad_seqs_to: int = 1
-    pad_pack_to: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_seq_len", require_positive(self.max_seq_len, "max_seq_len"))
@@ -46,12 +43,10 @@ class Packing:
         if self.max_seqs_per_pack is not None:
             limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
             object.__setattr__(self, "max_seqs_per_pack", limit)
-        for name in ("pad_seqs_to", "pad_pack_to"):
-            multiple = require_positive(getattr(self, name), name)
-            object.__setattr__(self, name, multiple)
-            require_multiple(self.max_seq_len, "max_seq_len", multiple, name)
+        multiple = require_positive(self.pad_seqs_to, "pad_seqs_to")
+        object.__setattr__(self, "pad_seqs_to", multiple)
+        require_multiple(self.max_seq_len, "max_seq_len", multiple, "pad_seqs_to")
         require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
-        require(self.truncate_side, "truncate_side", ("right", "left"))
         if self.overlong is None:
             object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
         require(self.overlong, "overlong", OVERLONG)
@@ -71,7 +66,9 @@ class Packing:
         if self.overlong == "split":
             return [(start, min(start + limit, length)) for start in range(0, length, limit)]
         if self.overlong == "truncate":
-            return [(0, limit)] if self.truncate_side == "right" else [(length - limit, length)]
+            return [(0, limit)]
+        if self.overlong == "truncate_left":
+            return [(length - limit, length)]
         if self.overlong == "drop":
             return []
         raise ValueError(

@@ -9,17 +9,17 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 from streampack.sources.source import Source
 from streampack.storage.base import redact
 from streampack.storage.problems import summarize
 from streampack.types import RowId
-from streampack.validation import require, require_positive, warn_user
+from streampack.validation import require_positive, unknown_arguments, warn_user
 
 log = logging.getLogger(__name__)
 LONGEST_REASON = 300  # characters; the rest is cut off, as an encoder's message may hold the whole row
@@ -44,31 +44,53 @@ class Quarantine:
     ``offset`` what is known of the rows that the lane loses, ``rows`` or ``bytes``.
 
     Args:
-        folder: where the files of one stream are written. If it is None, nothing is listed, and each process logs the
-            first ten records and shards that it skips.
+        folder: where the files of one stream are written, on this machine. Without one nothing is listed, and each
+            process logs the first ten records and shards that it skips.
         limit: the most broken records that one lane may skip in one pass over its rows; or, below 1, which fraction of
-            the rows that it read, where they are more than `MOST_UNJUDGED`. So a record counts once in all epochs.
+            the rows that it read, where they are more than 100. So a record counts once in all epochs.
+        shard_limit: the most bad shards (files that are empty, gone, or of another kind or schema) that one lane may
+            leave out, over all epochs and resumes.
         quiet: if there is no folder, do not log records either.
-        shard_limit: the most bad shards that one lane may leave out, over all epochs and resumes.
+
+    Raises:
+        ValueError: for a limit that is none, or a folder that cannot be made.
     """
 
-    folder: str | None = None
+    folder: str | os.PathLike[str] | None = None
     limit: int | float = BAD_FRACTION
-    quiet: bool = False
     shard_limit: int = 10
+    quiet: bool = False
     # For each lane, the (shard, offset) of the records that its file lists; a bad shard has no offset.
-    _known: dict[int, set[tuple[str, int | None]]] = field(default_factory=dict, compare=False)
-    _logged: list[str] = field(default_factory=list, compare=False)  # places
+    _known: dict[int, set[tuple[str, int | None]]] = field(default_factory=dict, init=False, compare=False)
+    _logged: list[str] = field(default_factory=list, init=False, compare=False)  # places
 
     def __post_init__(self) -> None:
         limit: object = self.limit
         if not isinstance(limit, float):
-            require_positive(limit, "max_bad_records", least=0)
+            require_positive(limit, "skip_bad.limit", least=0)
         elif not 0 < limit < 1:
             raise ValueError(
-                f"max_bad_records={self.limit} is neither a whole number nor a fraction between 0 and 1"
+                f"skip_bad.limit={self.limit} is neither a whole number nor a fraction between 0 and 1"
             )
-        require_positive(self.shard_limit, "max_bad_shards", least=0)
+        require_positive(self.shard_limit, "skip_bad.shard_limit", least=0)
+        if self.folder is not None:
+            if not isinstance(self.folder, str | os.PathLike):
+                raise ValueError(f"skip_bad.folder={self.folder!r} is no path; name a folder of this machine")
+            object.__setattr__(self, "folder", folder := os.fspath(self.folder))
+            if "://" in folder:
+                raise ValueError(
+                    f"skip_bad.folder={redact(folder)!r} is a URL; name a folder of this machine"
+                )
+            paths = (Path(folder), *Path(folder).absolute().parents)
+            there = next(path for path in paths if os.access(path, os.F_OK) or path.is_symlink())
+            if not there.is_dir():
+                raise ValueError(
+                    f"skip_bad.folder={folder!r} cannot be made: {there} is no folder; name another one"
+                )
+
+    def within(self, name: str) -> Quarantine:
+        """Return one with the same limits that lists in a folder within this one's."""
+        return replace(self, folder=None if self.folder is None else Path(self.folder, name))
 
     def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int, rows: int) -> None:
         """List a record that a lane skips.
@@ -88,7 +110,7 @@ class Quarantine:
         if before >= (max(MOST_UNJUDGED, self.limit * rows) if of_rows else self.limit):
             raise ValueError(
                 f"{source.locate(row_id)}: {reason}; lane {lane} has skipped {before:,} others"
-                f"{f' of the {rows:,} rows that it read' if of_rows else ''}, and max_bad_records={self.limit} lets no "
+                f"{f' of the {rows:,} rows that it read' if of_rows else ''}, and skip_bad.limit={self.limit} lets no "
                 "more pass: look at them, and raise it if they may be left out"
             )
         path, place = source.path_of(row_id), source.locate_cheaply(row_id)
@@ -129,7 +151,7 @@ class Quarantine:
         if len(known) >= self.shard_limit:
             raise ValueError(
                 f"{path or shard}: {reason}; lane {lane} has left out {self.shard_limit} bad shards before this one: "
-                "look at them, and raise max_bad_shards if they may be left out"
+                "look at them, and raise skip_bad.shard_limit if they may be left out"
             )
         self.append(lane, shard=shard, offset=None, reason=reason, path=path, place=None, **lost)
         return [*known, checksum]
@@ -157,9 +179,7 @@ class Quarantine:
         if lane not in self._known:
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.is_symlink():  # whoever may write to the folder could have any file cut and written to
-                raise ValueError(
-                    f"{file} is a link, and is not followed; remove it, or name another quarantine"
-                )
+                raise ValueError(f"{file} is a link, and is not followed; remove it, or name another folder")
             self._known[lane] = _listed(file)
         if (shard, offset) not in self._known[lane]:
             entry = {"path": path, "place": place, "shard": shard, "offset": offset}
@@ -179,7 +199,7 @@ class Quarantine:
         self._logged.append(place)
         if len(self._logged) > MAX_LOGGED:
             log.warning(
-                "more records are skipped, and only counted; set quarantine to a folder to list them all"
+                "more records are skipped, and only counted; set skip_bad to a folder to list them all"
             )
         else:
             log.warning("skipped %s: %s", place, reason[:LONGEST_REASON])
@@ -209,27 +229,43 @@ def kind_of(reason: str) -> str:
     return re.sub(r"\d+", "N", re.split(r"[;(]|: ", reason.removeprefix("ValueError: "))[0]).strip()
 
 
-def quarantine_for(
-    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: float, shard_limit: int
-) -> Quarantine | None:
-    """Make the quarantine of a run; return None if a broken record is an error.
+SkipBad: TypeAlias = bool | float | str | os.PathLike[str] | Mapping[str, Any] | Quarantine | None
+
+
+def quarantine_for(skip_bad: SkipBad, *, folder: str | os.PathLike[str] | None = None) -> Quarantine | None:
+    """Make the quarantine of a run; return None if a bad record is an error.
+
+    >>> found = quarantine_for({"limit": 7}, folder="bad")
+    >>> found.limit, found.shard_limit, found.folder
+    (7, 10, 'bad')
+
+    Args:
+        skip_bad: False or None; True; the limit; the folder; or all of it, as a mapping too.
+        folder: of the lists if ``skip_bad`` has none.
 
     Raises:
-        ValueError: for settings that make no sense together.
+        ValueError: for anything else, and as `Quarantine`.
     """
-    require(on_bad_record, "on_bad_record", ("error", "skip"))
-    if folder is not None:
-        if on_bad_record == "error":
-            raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
-        folder = os.fspath(folder)
-        if "://" in folder:
-            raise ValueError(f"quarantine={redact(folder)!r} is a URL; name a folder of this machine")
-        paths = (Path(folder), *Path(folder).absolute().parents)
-        there = next(path for path in paths if os.access(path, os.F_OK) or path.is_symlink())
-        if not there.is_dir():
-            raise ValueError(f"quarantine={folder!r} cannot be made: {there} is no folder; name another one")
-    kept = Quarantine(folder, limit, shard_limit=shard_limit)
-    return kept if on_bad_record == "skip" else None
+    if skip_bad is None or skip_bad is False:
+        return None
+    if isinstance(skip_bad, Quarantine):
+        found = skip_bad
+    elif skip_bad is True:
+        found = Quarantine()
+    elif isinstance(skip_bad, int | float):
+        found = Quarantine(limit=skip_bad)
+    elif isinstance(skip_bad, str | os.PathLike):
+        found = Quarantine(skip_bad)
+    elif isinstance(skip_bad, Mapping):
+        for problem in unknown_arguments(Quarantine, map(str, skip_bad)):
+            raise ValueError(f"skip_bad {problem}")
+        found = Quarantine(**skip_bad)
+    else:
+        raise ValueError(
+            f"skip_bad={skip_bad!r} is a {type(skip_bad).__name__}; give True or False, a limit, a folder, or a "
+            "mapping of folder, limit and shard_limit"
+        )
+    return found if folder is None or found.folder is not None else replace(found, folder=folder)
 
 
 def require_sound(source: Source, quarantine: Quarantine | None) -> None:
@@ -246,7 +282,7 @@ def require_sound(source: Source, quarantine: Quarantine | None) -> None:
     if quarantine is None:
         raise ValueError(
             f"{summarize(bad, files=files)}; restore them, remove them from the corpus, or leave them out with "
-            'on_bad_record="skip"'
+            "skip_bad=True"
         )
     told = [each.warned_of for each in source.file_sources().values()]
     new = [problem for problem in bad if not any(problem[0] in each for each in told)]

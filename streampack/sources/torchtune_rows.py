@@ -50,11 +50,11 @@ def require_content(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
                     raise ValueError(
                         f"column {column!r}, message {i} ({role}) has {_no_text(content)}, for which torchtune's "
                         "transform may put that of the message before it; mend the row, or leave it out "
-                        "(on_bad_record: skip)"
+                        "(skip_bad: True)"
                     )
         elif not isinstance(value, str) and not (value is None and (name, alpaca) == ("input", True)):
             raise ValueError(
-                f"column {column!r} has {_no_text(value)}; mend the row, or leave it out (on_bad_record: skip)"
+                f"column {column!r} has {_no_text(value)}; mend the row, or leave it out (skip_bad: True)"
             )
 
 

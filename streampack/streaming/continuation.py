@@ -14,7 +14,7 @@ from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import restore
 
 PACKING = (
-    *("max_seq_len", "buffer_size", "split_across_pack", "overlong", "truncate_side", "max_seqs_per_pack"),
+    *("max_seq_len", "buffer_size", "split_across_pack", "overlong", "max_seqs_per_pack"),
     "pad_seqs_to",
 )
 
@@ -26,9 +26,7 @@ def config_before(config: LaneConfig, identity: Mapping[str, Any]) -> LaneConfig
     return replace(
         config,
         packing=Packing(strategy=strategy, **settings),
-        truncate_eos=identity["truncate_eos"],
         max_document_tokens=identity["max_document_tokens"],
-        empty=identity["empty"],
         untrained=identity["untrained"],
         balance_cost=AttentionCost(**identity["balance_cost"]),
     )

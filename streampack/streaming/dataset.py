@@ -17,7 +17,7 @@ from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
-from streampack.sources.bad_records import BAD_FRACTION, quarantine_for
+from streampack.sources.bad_records import SkipBad, quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
@@ -80,29 +80,23 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             length, for static shapes. Set it well above the typical number.
         pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
             parallelism over n ranks. It is charged when packs are planned.
-        pad_pack_to: a number of which the length of every pack must be a multiple, such as 16, 32 or 128 for tensor
-            parallelism and FP8: ``max_seq_len`` is checked to be one.
         padding_idx: the token that fills a pack's end.
 
-        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
-            ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
+            end is cut off, but for the EOS of the encoder), ``"truncate_left"`` (its beginning is) or ``"split"``.
+            Default ``"error"``, with ``split_across_pack`` ``"split"``.
         max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
             that its lane gives for many packs. Default: no limit.
-        truncate_side: the side that ``"truncate"`` cuts off.
-        truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right. Default:
-            the EOS of the encoder's tokenizer, if the sample ended with it.
-        empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
         untrained: what to do with a sample of which no token is trained, because its labels are masked or
             ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
             counted in the ledger, with a warning at the first; a step of such samples alone is an error in the recipes
             and under `prepare_trainer_for_packing`, and a warning elsewhere, unless ``"keep"`` is given.
-        on_bad_record: what to do with a record that cannot be read or encoded: ``"error"``, or ``"skip"`` to leave it
-            out and count it as ``bad_records``.
-        max_bad_records: how many bad records a lane may skip in one pass over its rows before the run fails, 0 or more;
-            or, below 1, which fraction of the rows that it read, where it has skipped more than 100.
-        max_bad_shards: how many bad shards (files that are empty, gone, or of another kind or schema) a lane may leave
-            out before the run fails, with ``on_bad_record="skip"``. The ledger counts them as ``bad_shards``.
-        quarantine: a folder for lists of the skipped records and shards; see `Quarantine`.
+        skip_bad: whether to leave out and count records that cannot be read or encoded or have no token
+            (``bad_records``), and files that are empty, gone, or of another kind or schema (``bad_shards``). By default
+            they are errors. ``True`` skips up to 1 % of the rows that a lane has read, or 100, and 10 files. A number
+            is another limit: from 1 on the most bad records of a lane in one pass, below 1 a fraction. A folder is
+            where they are listed. A `Quarantine`, or a mapping of its ``folder``, ``limit`` and ``shard_limit``, says
+            all of this.
         read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
             holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
         max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
@@ -144,12 +138,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         buffer_size: int = 128,
         overlong: str | None = None,
         max_document_tokens: int | None = None,
-        truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
-        pad_pack_to: int = 1,
-        truncate_eos: int | None = None,
-        empty: str = "error",
         untrained: str | None = None,
         shuffle: bool = False,
         shuffle_window: int = 2048,
@@ -158,10 +148,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         num_lanes: int | None = None,
         padding_idx: int = 0,
         vocab_size: int | None = None,
-        on_bad_record: str = "error",
-        max_bad_records: float = BAD_FRACTION,
-        max_bad_shards: int = 10,
-        quarantine: str | os.PathLike[str] | None = None,
+        skip_bad: SkipBad = False,
         read_ahead: int = READ_AHEAD,
         max_outage: float = 0.0,
         corpus_changes: str = "error",
@@ -170,10 +157,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         balance_cost: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        kept = quarantine_for(
-            on_bad_record, folder=quarantine, limit=max_bad_records, shard_limit=max_bad_shards
-        )
-        require(empty, "empty", ("error", "drop"))
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
         require_positive(shuffle_window, "shuffle_window")
@@ -182,18 +165,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
         padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
-        if truncate_eos is not None:
-            truncate_eos = require_token_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
         packing = Packing(
             max_seq_len,
             strategy=strategy,
             buffer_size=buffer_size,
             split_across_pack=split_across_pack,
             overlong=overlong,
-            truncate_side=truncate_side,
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
-            pad_pack_to=pad_pack_to,
         )
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
@@ -205,14 +184,12 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             seed=seed,
             shuffle_window=shuffle_window if shuffle else 0,
             endless=epochs is None,
-            empty=empty,
             untrained=untrained,
-            truncate_eos=truncate_eos,
             max_document_tokens=max_document_tokens,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
-            quarantine=kept,
+            quarantine=quarantine_for(skip_bad),
             balance_cost=AttentionCost.from_setting(balance_cost),
             use=StorageUse(60 * require_duration(max_outage, "max_outage", "minutes")),
         )

@@ -70,7 +70,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
 
     Raises:
         ValueError: if a source cannot tell its size, or an epoch has no end. What the encoder raises for a row is
-            raised, unless ``on_bad_record="skip"``.
+            raised, unless ``skip_bad`` says to skip them.
     """
     packing, mix = config.packing, config.mix
     if mix is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streampack.packing.attention_cost import AttentionCost
-from streampack.packing.cut_samples import with_eos
+from streampack.packing.cut_samples import with_eos_of
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group
 from streampack.packing.samples import check_arrays, check_ids, sample_from_encoded
@@ -36,9 +36,7 @@ class LaneConfig:
     seed: int = 0
     shuffle_window: int = 0
     endless: bool = False  # an epoch's end rolls into the next without a flush
-    empty: str = "error"  # or "drop"
     untrained: str | None = None  # one of UNTRAINED; None keeps such samples, and warns
-    truncate_eos: int | None = None
     max_document_tokens: int | None = None  # of samples, not of groups; longer ones are dropped
     padding_idx: int = 0
     vocab_size: int | None = None
@@ -50,14 +48,14 @@ class LaneConfig:
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
     # For the files of which a row could not be encoded, why none of their rows can be; None if some may.
     _unfit: dict[RowId, str | None] = field(default_factory=dict, init=False, compare=False)
-    eos_ids: frozenset[int | None] = field(init=False)  # of the encoders' tokenizers
+    eos_ids: frozenset[int | None] = field(init=False)  # of the encoders
 
     def __post_init__(self) -> None:
         own = [entry.encoder for entry in (self.mix.entries if self.mix else ())]
         encoders = [self.encode, *(encoder for encoder in own if encoder is not None)]
         for encoder in encoders:
             require_encoder(encoder)
-        ids = frozenset(eos_of(getattr(encoder, "tokenizer", None)) for encoder in encoders)
+        ids = frozenset(eos_of(getattr(encoder, "tokenizer", encoder)) for encoder in encoders)
         object.__setattr__(self, "eos_ids", ids)
 
     @property
@@ -99,24 +97,26 @@ class LaneConfig:
             ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
         """
         try:
-            encode, data = self.encoder(row.row_id), row.data
+            encode, data, sample = self.encoder(row.row_id), row.data, None
             if type(data) is ArrowRow:
                 if type(encode) is not TokensEncoder:
                     data = dict(data)  # functions of users may change it, or add to its lists
                 elif (ids := encode.checked_in(data.batch)) is not None and not self.must_check(ids.below):
-                    return ids.sample(data.index)
-            encoded = encode(data)
-            if not self.checks:
-                return encoded
-            # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms, or memory
-            # that they use again, so that is converted and copied.
-            built_in = type(encode).__module__.startswith("streampack.")
-            sample = encoded if built_in else sample_from_encoded(encoded)
-            check_arrays(sample)
-            if unchecked is not None and self.quarantine is None:
-                unchecked.append((row.row_id, sample))
-            else:
-                check_ids([sample], self.vocab_size)
+                    sample = ids.sample(data.index)
+            if sample is None:
+                sample = encode(data)
+                if self.checks:
+                    # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms,
+                    # or memory that they use again, so that is converted and copied.
+                    if not type(encode).__module__.startswith("streampack."):
+                        sample = sample_from_encoded(sample)
+                    check_arrays(sample)
+                    if unchecked is not None and self.quarantine is None:
+                        unchecked.append((row.row_id, sample))
+                    else:
+                        check_ids([sample], self.vocab_size)
+            if not sample.tokens.size:
+                raise ValueError("it has no token; mend the row, or leave it out (skip_bad: True)")
         except Exception as error:
             if self.quarantine is not None:
                 return f"{type(error).__name__}: {error}"
@@ -174,12 +174,6 @@ class LaneConfig:
         length = sample.tokens.size
         if 0 < length <= self.packing.max_seq_len:  # most are
             return [(0, sample)]
-        if length == 0:
-            if self.empty == "drop":
-                return []
-            raise ValueError(
-                "has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples"
-            )
         if self.max_document_tokens is not None and length > self.max_document_tokens:
             return []
         bounds = self.packing.pieces_of(length)
@@ -187,11 +181,7 @@ class LaneConfig:
             return [(0, sample)]
         pieces = [(start, sample.cut(start, stop)) for start, stop in bounds]
         if bounds and bounds[-1][1] < length:  # cut on the right
-            eos, last = self.truncate_eos, int(sample.tokens[-1])
-            if eos is None and last in self.eos_ids:
-                eos = last
-            if eos is not None:
-                pieces = [(start, with_eos(piece, eos)) for start, piece in pieces]
+            pieces = [(start, with_eos_of(sample, piece, self.eos_ids)) for start, piece in pieces]
         return pieces
 
     def _cut_group(self, group: Group) -> list[tuple[int, Sample]]:
@@ -208,12 +198,11 @@ class LaneConfig:
                 f"is a group of segments, and pad_seqs_to={packing.pad_seqs_to} pads samples only: answers could not "
                 "continue a padded prompt; leave it out"
             )
-        if self.truncate_eos is not None:
-            raise ValueError("is a group of segments, whose numbers truncate_eos would not fit; leave it out")
         if length <= packing.max_seq_len:
             return [(0, group)]
-        if packing.overlong == "truncate":
-            short = group.truncated(packing.max_seq_len, side=packing.truncate_side)
+        if packing.overlong in ("truncate", "truncate_left"):
+            side = "right" if packing.overlong == "truncate" else "left"
+            short = group.truncated(packing.max_seq_len, side=side)
             return [] if short is None else [(0, short)]
         if packing.overlong == "drop":
             return []

@@ -11,7 +11,6 @@ log = logging.getLogger(__name__)
 
 WORDS = {
     "overlong": "longer than a pack",
-    "empty": "without a token",
     "untrained": "without a trained token",
     "bad": "broken, and skipped",
 }

@@ -212,7 +212,7 @@ class PieceReader:
         ledger.tokens_in += length
         ledger.untrained += untrained
         if kept < length or not pieces:
-            reason = "untrained" if untrained else "overlong" if length else "empty"
+            reason = "untrained" if untrained else "overlong"
             ledger.drop("truncated" if pieces else reason, length - kept)
         if self.source_stats:
             self.reader.charge([piece.sample for piece in pieces])

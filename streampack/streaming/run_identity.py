@@ -47,12 +47,9 @@ class RunIdentity:
             "strategy": None if packing.split_across_pack else packing.strategy,  # without effect there
             "buffer_size": packing.buffer_size,
             "overlong": packing.overlong,
-            "truncate_side": packing.truncate_side,
             "max_seqs_per_pack": packing.max_seqs_per_pack,
             "pad_seqs_to": packing.pad_seqs_to,
-            "truncate_eos": config.truncate_eos,
             "max_document_tokens": config.max_document_tokens,
-            "empty": config.empty,
             "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
             "shuffle_window": config.shuffle_window,
             "balance_cost": asdict(config.balance_cost),

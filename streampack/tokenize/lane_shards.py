@@ -78,7 +78,7 @@ def read_progress(job: Job, lane: int) -> Progress:
         if (bad or bad_shards) and job.config.quarantine is None:
             raise ValueError(
                 f"{path} leaves out {bad} broken record(s) and {len(bad_shards)} bad shard(s) before its end; set "
-                'on_bad_record="skip", or remove the old shards'
+                "skip_bad=True, or remove the old shards"
             )
         shards.append(shard_of(name, header))
         ended = header["next"] is None

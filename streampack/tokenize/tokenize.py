@@ -18,7 +18,7 @@ from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
-from streampack.sources.bad_records import BAD_FRACTION, BAD_RECORDS_FOLDER, quarantine_for
+from streampack.sources.bad_records import BAD_RECORDS_FOLDER, SkipBad, quarantine_for
 from streampack.sources.indexed import INDEX
 from streampack.sources.source import Source
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
@@ -46,13 +46,10 @@ UINT16_VOCABULARY = 1 << 16
 """The largest vocabulary whose ids fit uint16."""
 
 MOST_BAD_SHARDS = 100
-"""The most that ``max_bad_shards`` can be: the header of a shard, of 4,096 bytes, holds a number for each."""
+"""The most that a ``shard_limit`` can be: the header of a shard, of 4,096 bytes, holds a number for each."""
 
 ENGINES = ("processes", "ray")
 """Values of ``engine``."""
-
-BAD_RECORD_KEYS = ("on_bad_record", "max_bad_records", "max_bad_shards", "quarantine")
-"""Keys of a config's ``data`` section that are arguments of `tokenize`, too."""
 
 
 def tokenize(
@@ -69,10 +66,7 @@ def tokenize(
     address: str | None = None,
     shard: tuple[int, int] | None = None,
     finish: bool = False,
-    on_bad_record: str = "error",
-    max_bad_records: float = BAD_FRACTION,
-    max_bad_shards: int = 10,
-    quarantine: str | os.PathLike[str] | None = None,
+    skip_bad: SkipBad = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Place:
     """Write a folder of token shards, for `TokenShardSource`, and return ``out``.
@@ -105,12 +99,9 @@ def tokenize(
         shard: ``(i, n)`` writes the lanes of the i-th of n equal parts of the work, from 0, and no index: for n
             processes on machines that reach the same folder, which know nothing of one another.
         finish: write the index when all shards are there, and tokenize nothing.
-        on_bad_record: ``"error"``, or ``"skip"``, which leaves out records that cannot be read or encoded, as an
-            `IterablePackedDataset` does. The index counts them.
-        max_bad_records: of one lane, or a fraction of its rows; see `IterablePackedDataset`. One more is an error.
-        max_bad_shards: files of one lane that cannot be read; one more is an error.
-        quarantine: a folder for lists of skipped records and shards; see `Quarantine`. Default: ``out/bad_records``;
-            with ``out`` behind a URL, each process logs the first ten.
+        skip_bad: whether to leave out what cannot be read or encoded, as an `IterablePackedDataset` does. The index
+            counts it. It is listed in ``out/bad_records`` unless a folder is named; with ``out`` behind a URL, each
+            process logs the first ten.
         storage_options: for ``out`` behind a URL, see `JSONLSource`.
 
     Raises:
@@ -120,17 +111,14 @@ def tokenize(
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
-    if max_bad_shards > MOST_BAD_SHARDS:
-        raise ValueError(
-            f"max_bad_shards={max_bad_shards} is above {MOST_BAD_SHARDS}, as many as a header can name; look at what "
-            "is bad, and leave those files out"
-        )
     folder = folder_at(out, options=storage_options)
-    if on_bad_record == "skip" and quarantine is None and scheme_of(os.fspath(out)) is None:
-        quarantine = Path(out, BAD_RECORDS_FOLDER)
-    bad_records = quarantine_for(
-        on_bad_record, folder=quarantine, limit=max_bad_records, shard_limit=max_bad_shards
-    )
+    local = scheme_of(os.fspath(out)) is None
+    quarantine = quarantine_for(skip_bad, folder=Path(out, BAD_RECORDS_FOLDER) if local else None)
+    if quarantine is not None and quarantine.shard_limit > MOST_BAD_SHARDS:
+        raise ValueError(
+            f"skip_bad.shard_limit={quarantine.shard_limit} is above {MOST_BAD_SHARDS}, as many as a header can name; "
+            "look at what is bad, and leave those files out"
+        )
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
     if source.names:
         raise ValueError(
@@ -146,7 +134,7 @@ def tokenize(
         raise ValueError(f"address={address!r} is that of a Ray cluster; set engine='ray', or leave it out")
     require(dtype, "dtype", ("auto", *DTYPES))
     _require_shard(shard, finish=finish)
-    whole = LaneConfig(source, encode, Packing(1, split_across_pack=True), quarantine=bad_records)
+    whole = LaneConfig(source, encode, Packing(1, split_across_pack=True), quarantine=quarantine)
     whole.check_shards()
 
     def job_of(part: Source, first: int, earlier: Mapping[str, Any]) -> Job:
@@ -213,7 +201,7 @@ def _full_disks_named(folder: Folder) -> Iterator[None]:
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `tokenize` from a run's config: its source, encoder, and settings for broken records.
+    """Return arguments of `tokenize` from a run's config: its source, encoder, and ``skip_bad``.
 
     Raises:
         ValueError: if there is no ``data.source``, or a component cannot be built.
@@ -229,7 +217,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "source": source,
         "encoder": encoder,
-        **{key: data[key] for key in BAD_RECORD_KEYS if key in data},
+        "skip_bad": data.get("skip_bad", False),
     }
 
 

@@ -19,7 +19,7 @@ from streampack.map_style.methods import METHODS
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
-from streampack.sources.bad_records import BAD_RECORDS_FOLDER
+from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.base import Reading
 from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.sources.holdout import Holdout, hold_out
@@ -89,8 +89,8 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(settings.pop("source"), inject=inject), once=world.run_on_main)
     encoder = build(settings.pop("encoder", None), inject=inject)
-    if settings.get("on_bad_record") == "skip" and settings.get("quarantine") is None:
-        settings["quarantine"] = Path(config.output_dir, BAD_RECORDS_FOLDER)
+    kept = quarantine_for(settings.get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER))
+    settings["skip_bad"] = kept
     settings.setdefault("corpus_lists", Path(config.output_dir, CORPUS_LISTS_FOLDER))
     common: dict[str, Any] = {
         "padding_idx": padding_id(tokenizer),
@@ -109,10 +109,11 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         return Datasets(train, {}, {}, common)
     # The limit of bad records is for each lane of the training rows. A held-out dataset has one lane and reads only
     # until it has enough packs, so no limit is needed.
-    fixed = common | {"max_bad_records": sys.maxsize, "max_bad_shards": sys.maxsize}
     # All ranks read the held-out rows, so only rank 0 lists their bad records, in a folder of their own.
-    if folder := settings.get("quarantine"):
-        fixed["quarantine"] = Path(folder, "validation") if world.is_main else None
+    if kept is not None:
+        kept = replace(kept.within("validation"), limit=sys.maxsize, shard_limit=sys.maxsize)
+        kept = kept if world.is_main else replace(kept, folder=None)
+    fixed = common | {"skip_bad": kept}
     entries = entries_of(held_out, train.lane_config.encode)
     datasets = {entry.name: first_rows(entry, fixed) for entry in entries}
     return Datasets(train, datasets, {entry.name: entry.weight for entry in entries}, common)
@@ -127,8 +128,8 @@ def entries_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -
 def first_rows(entry: Entry, settings: Mapping[str, Any]) -> IterablePackedDataset:
     """Build a dataset that packs one source's rows in their order, in one lane."""
     own: dict[str, Any] = {"shuffle": False, "num_lanes": 1, "balance_window": 0, "encoder": entry.encoder}
-    if folder := settings.get("quarantine"):
-        own["quarantine"] = Path(folder, entry.name)
+    if (kept := settings["skip_bad"]) is not None:
+        own["skip_bad"] = kept.within(entry.name)
     return IterablePackedDataset(entry.source, **{**settings, **own})
 
 

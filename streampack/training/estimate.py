@@ -116,7 +116,7 @@ def _opening(
     # Streams of unknown length and endless mixtures have no estimate. The error of a bad row is not raised here, but
     # where training reads the row.
     packing = loader.dataset.lane_config.packing
-    counts = config.epochs is not None or packing.overlong in ("truncate", "drop")
+    counts = config.epochs is not None or packing.overlong not in ("error", "split")
     with suppress(Exception):
         estimate = loader.dataset.estimate(rows=PROBED_ROWS if counts else FEW_ROWS, num_lanes=num_lanes)
     lines = {
@@ -128,7 +128,7 @@ def _opening(
         lines["so far"] = f"{ledger.tokens_in:,} tokens read, {dropped_tokens(ledger)}"
     if estimate is None:
         return lines
-    if estimate.lost and packing.overlong in ("truncate", "drop"):
+    if estimate.lost and packing.overlong not in ("error", "split"):
         lines["overlong"] = (
             f"overlong={packing.overlong} with max_seq_len={packing.max_seq_len} loses {estimate.lost:.1%} of the "
             f"tokens of {estimate.samples:,} samples looked at; streampack inspect says which"

@@ -100,7 +100,7 @@ DATA_KEYS = {
     "name": "write it under data.source",
     "streaming": "write it under data.source",
     "max_length": "write max_seq_len",
-    "pad_to_multiple_of": "write pad_pack_to",
+    "pad_to_multiple_of": "make max_seq_len a multiple of it",
     "pad_seq_length_to_mult": "write pad_seqs_to",
 }
 """Keys of a torchtune ``dataset`` node, and of ours, that are not keys of ``data``."""

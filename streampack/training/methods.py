@@ -27,7 +27,7 @@ from streampack.types import IGNORE_INDEX, Fragment, Sample
 from streampack.validation import require
 
 OF_SAMPLES = (
-    "corpus", "encoder", "max_seq_len", "overlong", "truncate_side", "truncate_eos", "empty", "untrained", "seed"
+    "corpus", "encoder", "max_seq_len", "overlong", "untrained", "seed"
 )  # fmt: skip
 """Entries of a dataset's identity that decide which samples an epoch has; a state is compared by these only."""
 
@@ -36,7 +36,7 @@ class MethodLoader:
     """Batches of one of the `METHODS`, with the interface of a `PackedDataLoader`.
 
     A method plans an epoch as a whole, so every rank reads and tokenizes the corpus before the first step and keeps
-    it in memory: 4 bytes a token, 8 where labels differ from the tokens. The dataset decides what happens to empty,
+    it in memory: 4 bytes a token, 8 where labels differ from the tokens. The dataset decides what happens to
     overlong and broken samples; its ``strategy``, buffer, lanes and shuffling are replaced by the method.
 
     An iteration begins after the last batch that was handed out, or at the loaded state.
@@ -115,7 +115,6 @@ class MethodLoader:
             # `read_pieces` has dropped or cut the samples that are too long, unless they are to be split.
             overlong="split" if packing.overlong == "split" else None,
             padding_idx=config.padding_idx,
-            pad_pack_to=packing.pad_pack_to,
             seed=config.seed,
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -252,12 +251,7 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     config = dataset.lane_config
     own, quarantine = config.packing, config.quarantine
     # With split_across_pack, samples that are to be split stay whole; the others are cut or dropped here.
-    whole = Packing(
-        own.max_seq_len,
-        split_across_pack=own.overlong == "split",
-        overlong=own.overlong,
-        truncate_side=own.truncate_side,
-    )
+    whole = Packing(own.max_seq_len, split_across_pack=own.overlong == "split", overlong=own.overlong)
     if quarantine is not None:
         folder = quarantine.folder if world.is_main else None
         lanes = dataset.lanes_for(1)

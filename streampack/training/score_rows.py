@@ -26,6 +26,7 @@ from streampack.scoring.forward import ForwardPass
 from streampack.scoring.journal import open_journal, require_suffix
 from streampack.scoring.requests import OVERLONG, fit, read_request
 from streampack.scoring.score import Score, score
+from streampack.sources.bad_records import quarantine_for
 from streampack.sources.base import BadRecord, Reading
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.run_identity import encoder_identity
@@ -174,7 +175,7 @@ class _Rows:
 
     def __init__(self, values: Mapping[str, Any], *, overlong: str, with_rows: bool, prefix: str) -> None:
         parts = from_config(values)
-        self.source, self.skips = parts["source"], parts.get("on_bad_record") == "skip"
+        self.source, self.skips = parts["source"], quarantine_for(parts["skip_bad"]) is not None
         self.encode = TokensEncoder() if parts["encoder"] is None else parts["encoder"]
         if self.source.names:
             raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from streampack.instantiate import build
+from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig, config_problems, to_plain
 from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs, trains
@@ -102,23 +103,24 @@ def _file_problems(cfg: RunConfig) -> list[str]:
     if tokenizer is None:
         return problems  # no row can be encoded without it
     # Lists of skipped records are written to a temporary folder, so that nothing is left of the check.
-    with tempfile.TemporaryDirectory() as scratch:
-        cfg = replace(cfg, output_dir=scratch, data={**cfg.data, "quarantine": None})
-        with _collect_errors(problems, "data"):
-            vocab_size = cfg.model.get("vocab_size")
-            datasets = build_datasets(
-                cfg,
-                tokenizer=tokenizer,
-                vocab_size=vocab_size if isinstance(vocab_size, int) else None,
-                world=World(),
-            )
-            config = datasets.train.lane_config
-            for entry in entries_of(config.source, config.encode):
-                with _collect_errors(problems, f"data: source {entry.name!r}" if entry.name else "data"):
-                    _require_training(first_rows(entry, datasets.settings))
-            for name, dataset in datasets.held_out.items():
-                with _collect_errors(problems, "validation"):
-                    held_out_packs(dataset, name=name, max_packs=1)
+    with tempfile.TemporaryDirectory() as scratch, _collect_errors(problems, "data"):
+        kept = quarantine_for(cfg.data.get("skip_bad"))
+        data = {**cfg.data, "skip_bad": kept and replace(kept, folder=None)}
+        cfg = replace(cfg, output_dir=scratch, data=data)
+        vocab_size = cfg.model.get("vocab_size")
+        datasets = build_datasets(
+            cfg,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size if isinstance(vocab_size, int) else None,
+            world=World(),
+        )
+        config = datasets.train.lane_config
+        for entry in entries_of(config.source, config.encode):
+            with _collect_errors(problems, f"data: source {entry.name!r}" if entry.name else "data"):
+                _require_training(first_rows(entry, datasets.settings))
+        for name, dataset in datasets.held_out.items():
+            with _collect_errors(problems, "validation"):
+                held_out_packs(dataset, name=name, max_packs=1)
     return problems
 
 

@@ -128,7 +128,7 @@ def test_another_encoder_is_refused() -> None:
 SETTINGS: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("max_seq_len", 32, 24, {"max_seq_len": 32}),
     ("epochs", None, 1, {"epochs": None}),
-    ("on_bad_record", "skip", "error", {"on_bad_record": "skip"}),
+    ("skip_bad", True, False, {"skip_bad": True}),
     ("packs_per_step", 12, 3, {"packs_per_step": 12}),
     ("packs_per_step", 6, 3, {"batch_size": 2}),
 ]

@@ -243,9 +243,7 @@ def test_a_group_whose_ranks_make_other_packs_is_refused_when_a_state_is_taken()
     """Here, the encoder of one rank fails at a row, which is left out."""
 
     def build(rank: int) -> IterablePackedDataset:
-        return make(
-            rows(60), encoder=Fails(31 if rank else None, ValueError("no luck")), on_bad_record="skip"
-        )()
+        return make(rows(60), encoder=Fails(31 if rank else None, ValueError("no luck")), skip_bad=True)()
 
     with pytest.raises(ValueError, match="rank 1 has made other packs of lane 7"):
         of_groups([(0, 1)] * 2, build)
@@ -256,10 +254,10 @@ def test_bad_records_are_listed_by_one_rank_of_a_group(tmp_path: Path) -> None:
     lines = [json.dumps(row) for row in rows(120)]
     lines[7] = lines[55] = "{"
     path.write_text("\n".join(lines) + "\n")
-    settings: dict[str, Any] = {"max_seq_len": 12, "num_lanes": 4, "on_bad_record": "skip"}
+    settings: dict[str, Any] = {"max_seq_len": 12, "num_lanes": 4, "skip_bad": folder}
 
     def build(rank: int) -> IterablePackedDataset:
-        return IterablePackedDataset(JSONLSource(path), encoder=Numbers(), quarantine=folder, **settings)
+        return IterablePackedDataset(JSONLSource(path), encoder=Numbers(), **settings)
 
     assert sum(map(len, of_groups([(0, 2), (0, 2), (1, 2), (1, 2)], build))) > 8
     assert len([line for each in folder.iterdir() for line in each.read_text().splitlines()]) == 2

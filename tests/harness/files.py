@@ -306,7 +306,7 @@ def stream(data: Any, **settings: Any) -> IterablePackedDataset:
 
 def skipping(data: Any, **settings: Any) -> IterablePackedDataset:
     """Make a `stream` that leaves out what is bad."""
-    return stream(data, **{"on_bad_record": "skip", **settings})
+    return stream(data, **{"skip_bad": True, **settings})
 
 
 def survivors(packs: Iterable[Any]) -> list[int]:

@@ -31,13 +31,15 @@ from tests.oracle.streams import IGNORE, Oracle, Text
 
 KINDS = ("map", "map", "iterable", "jsonl", "compressed", "remote", "parquet", "tokens", "mds")
 EOS = 999_983
+TOO_LONG = ["drop", "drop", "split", "split", "truncate", "truncate_left"]
 
 
 class Table:
     """Encodes ``{"i": 3}`` as row 3 of a table; None there is a record that cannot be encoded."""
 
-    def __init__(self, table: list[Text | None]) -> None:
+    def __init__(self, table: list[Text | None], *, eos_id: int | None) -> None:
         self.table = table
+        self.eos_id = eos_id
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         if (found := self.table[row["i"]]) is None:
@@ -68,25 +70,22 @@ class Case:
         endless = resumes and rng.random() < 0.15
         self.epochs = None if endless else rng.choice([1, 1, 1, 2, 3])
         self.first_epoch = 0 if endless else rng.choice([0, 0, 0, 1, 5])
+        self.eos_id = rng.choice([None, EOS])
         strategy = rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", None])
         self.settings: dict[str, Any] = {
             "max_seq_len": limit,
             "strategy": strategy or "exact_fit",
             "split_across_pack": rng.random() < 0.15 or strategy is None,
             "buffer_size": rng.choice([1, 2, 5, 16, 128]),
-            "overlong": rng.choice(["drop", "truncate", "split"] + [None, "error"] * (not gentle)),
-            "truncate_side": rng.choice(["right", "right", "left"]),
+            "overlong": rng.choice(TOO_LONG + [None, "error"] * (not gentle)),
             "max_seqs_per_pack": rng.choice([None, None, None, 1, 3, 7]),
-            "truncate_eos": rng.choice([None, None, EOS]),
-            "empty": "drop" if gentle else rng.choice(["drop", "drop", "drop", "error"]),
             "untrained": rng.choice([None, "keep", "drop", "drop"] + ["error"] * (not gentle)),
             "shuffle": rng.random() < 0.6,
             "shuffle_window": rng.choice([1, 3, 32, 2048]),
             "seed": rng.randrange(1000),
             "epochs": self.epochs,
             "padding_idx": rng.choice([0, 0, EOS + 1]),
-            "on_bad_record": rng.choice(["skip", "skip" if gentle else "error"]),
-            "max_bad_records": 10**6,
+            "skip_bad": 10**6 if gentle else rng.choice([10**6, False]),
         }
         # From a generator of its own, so that a case is otherwise the one that it is without.
         balance = random.Random(str(self.settings))
@@ -102,11 +101,11 @@ class Case:
         else:
             kind = rng.choice(KINDS)
             source = self._leaf(kind, rows, "", count=rng.choice([1, 2, 5, 20, 60, 120]), name="leaf")
-            self.encoder = Table(self.table) if self.encoded else None
+            self.encoder = self._encoder() if self.encoded or self.eos_id else None
         self.source = as_source(source)
         self.single = self.source.varies_by_process  # in workers of torch
         self.num_lanes = rng.choice([1, 2, 3, 8] if self.mixed else [None, 1, 2, 3, 5, 8])
-        self.oracle = Oracle(rows, self.settings, self.source.locate, stop, self.first_epoch)
+        self.oracle = Oracle(rows, self.settings, self.source.locate, stop, self.first_epoch, self.eos_id)
         self.drew[f"{self.settings['strategy']}"] += 1
         for name, drawn in (
             ("mixtures", self.mixed), ("endless", endless), ("set_epoch", self.first_epoch),
@@ -114,6 +113,10 @@ class Case:
             ("split_across_pack", self.settings["split_across_pack"]), ("shuffled", self.settings["shuffle"]),
         ):  # fmt: skip
             self.drew[name] += bool(drawn)
+
+    def _encoder(self) -> Any:
+        """Of the newest source."""
+        return Table(self.table, eos_id=self.eos_id) if self.encoded else TokensEncoder(eos_id=self.eos_id)
 
     def dataset(self) -> IterablePackedDataset:
         made = IterablePackedDataset(
@@ -128,13 +131,13 @@ class Case:
         begins = f", from epoch {self.first_epoch} on" if self.first_epoch else ""
         return f"{kind} of {len(self.table)} rows, num_lanes={self.num_lanes}{begins}, {self.settings}"
 
-    def _texts(self, count: int) -> list[Text | None]:
+    def _texts(self, count: int, *, empty: bool) -> list[Text | None]:
         rng = self.rng
         longest = max(
             1, rng.choice([self.limit // 2, self.limit, self.limit, 2 * self.limit, 4 * self.limit])
         )
         count = min(count, 6000 // longest + 1)
-        skewed, empty, masks = rng.random() < 0.5, rng.random() < 0.3, rng.random() < 0.7
+        skewed, masks, empty = rng.random() < 0.5, rng.random() < 0.7, empty and rng.random() < 0.3
         if few := self.mixed and count < 12:  # a source of which no row is trained is refused
             longest, skewed, empty, masks = self.limit // 2, False, False, False
         made: list[Text | None] = []
@@ -144,6 +147,8 @@ class Case:
             size = 0 if empty and rng.random() < 0.1 else size
             tokens = list(range(self.next_id, self.next_id + size))
             self.next_id += size
+            if tokens and rng.random() < 0.5:
+                tokens[-1] = EOS
             mask = (
                 rng.choice(["all", "prompt", "random", "none" if rng.random() < 0.3 else "all"])
                 if masks
@@ -166,7 +171,7 @@ class Case:
         self.drew["small sources of mixtures"] += self.mixed and count < 12
         encoded = self.encoded and kind != "tokens"
         self.encoded = encoded if not self.mixed else self.encoded
-        texts = self._texts(count)
+        texts = self._texts(count, empty=kind != "tokens")  # `tokenize` refuses them
         first, rng = len(self.table), self.rng
         self.table += texts
         column = rng.choice(["tokens", "input_ids"])
@@ -255,7 +260,7 @@ class Case:
                 entry["source"] = self._leaf(
                     kind, rows, within, count=rng.choice([1, 3, 20, 40, 80]), name=f"leaf-{name}"
                 )
-                own = self.encoded and kind != "tokens"
-                entry["encoder"] = Table(self.table) if own else TokensEncoder()
+                self.encoded &= kind != "tokens"
+                entry["encoder"] = self._encoder()
             entries.append(entry)
         return Mix(entries, stop=stop), weights

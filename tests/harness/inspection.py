@@ -52,7 +52,7 @@ def dataset(name: str, folder: Path, **settings: Any) -> IterablePackedDataset:
     """One of the four corpora by which predictions are compared with runs."""
     if name == "chat":
         source: Any = JSONLSource(chats(folder / "chat.jsonl", 400))
-        own: dict[str, Any] = {"max_seq_len": 512, "overlong": "truncate", "on_bad_record": "skip"}
+        own: dict[str, Any] = {"max_seq_len": 512, "overlong": "truncate", "skip_bad": True}
         own |= {"encoder": ChatEncoder(byte_level()), "shuffle": True, "num_lanes": 4}
     elif name == "web":
         source = token_rows(log_normal(1500, 120, 1.3), prompt=0)

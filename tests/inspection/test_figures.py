@@ -137,10 +137,11 @@ def test_rows_that_stop_a_run_are_counted_and_named() -> None:
     rows += [{"tokens": "no ids"}, {"tokens": "none"}, {"tokens": [1, 2], "labels": [1]}]
     report = inspected(rows, max_seq_len=16, num_lanes=1)
     found = {loss.reason: (loss.rows, loss.tokens, loss.stops) for loss in report.losses}
-    assert found == {"overlong": (2, 170, True), "empty": (1, 0, True), "bad": (3, 0, True)}
+    assert found == {"overlong": (2, 170, True), "bad": (4, 0, True)}
     examples = {loss.reason: loss.examples for loss in report.losses}
     assert examples["overlong"] == ["sample 1: 90 tokens", "sample 4: 80 tokens"]
     assert [(each.split(":")[0], each[-9:]) for each in examples["bad"]] == [
+        ("sample 3", " (1 such)"),
         ("sample 5", " (2 such)"),
         ("sample 7", " (1 such)"),
     ]
@@ -275,7 +276,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Mend or skip the rows that cannot be read or encoded": (
         {"rows": [*FITTING, {"tokens": "none"}]},
-        "on_bad_record: skip",
+        "skip_bad: True",
     ),
     "Let ranks and batches divide the packs of a step": (
         {"shape": RunShape(ranks=(1,), batch_size=4, packs_per_step=6)},

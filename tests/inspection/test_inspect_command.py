@@ -75,7 +75,7 @@ def test_the_figures_shown_are_those_of_the_report(files: Shown) -> None:
         f"{loss['rows']:,}" for loss in report["losses"]
     ]
     words += ["exact_fit", "yours", "split_across_pack", "mini-batches", "cu_seqlens", "slowest / mean"]
-    words += ["on_bad_record: skip", *report["assumed"][1:]]
+    words += ["skip_bad: True", *report["assumed"][1:]]
     for word in words:
         assert all(word in " ".join(text.split()) for text in files.texts), word
     assert all(row["place"] in files.page.text for row in report["lengths"]["longest"])
@@ -117,7 +117,7 @@ def test_texts_of_the_data_never_become_markup(tmp_path: Path, tokenizer: str) -
         path.write_text((json.dumps({"line": EVIL}) + "\n") * 20 + json.dumps({EVIL: 1}) + "\n")
         source.source.paths, source.name = str(path), f"{evil_name} {number}"
     config.data.max_seq_len = config.model.max_seq_len = 512
-    config.data.on_bad_record, config.model.vocab_size = "skip", 400
+    config.data.skip_bad, config.model.vocab_size = True, 400
     OmegaConf.save(config, tmp_path / "my.yaml")
     shown = inspect(tmp_path, "--config", str(tmp_path / "my.yaml"))
     assert [source["name"] for source in shown.report["sources"]] == [f"{evil_name} 0", f"{evil_name} 1"]

@@ -184,7 +184,7 @@ def test_a_skipped_record_is_listed_once(tmp_path: Path) -> None:
     raised = 0
     for at in range(400, 6000, 400):
         folder, injector, done = tmp_path / f"bad-{at}", Injector(at), False
-        settings = {"on_bad_record": "skip", "quarantine": folder, "epochs": 1, "num_lanes": 1}
+        settings = {"skip_bad": folder, "epochs": 1, "num_lanes": 1}
         data = dataset(JSONLSource(path), **settings)
         iterator = iter(data)
         while not done:

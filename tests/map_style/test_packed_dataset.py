@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataset, packed_dataset
+from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataset, TokensEncoder, packed_dataset
 from tests.oracle import packing as oracle
 
 torchtune_datasets = pytest.importorskip("torchtune.datasets")
@@ -56,23 +56,24 @@ settings_of_all_kinds = st.fixed_dictionaries(
         "strategy": st.sampled_from(sorted(oracle.CHOOSE)),
         "buffer_size": st.integers(1, 6),
         "split_across_pack": st.booleans(),
-        "overlong": st.sampled_from(["drop", "truncate", "split"]),
-        "truncate_side": st.sampled_from(["right", "left"]),
+        "overlong": st.sampled_from(["drop", "truncate", "truncate_left", "split"]),
     }
 )
 KEYS = ("tokens", "labels", "input_pos", "seq_lens")
 some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
 
-@given(some_lengths, settings_of_all_kinds, st.sampled_from([1, 1, 2, 3]), st.sampled_from([None, 5]))
+@given(some_lengths, settings_of_all_kinds, st.sampled_from([1, 1, 2, 3]), st.booleans())
 def test_the_same_packs_as_the_stream_of_one_lane(
-    lengths: list[int], settings: Any, multiple: int, eos: int | None
+    lengths: list[int], settings: Any, multiple: int, ended: bool
 ) -> None:
     """Which is compared with the oracle; and the same ledger."""
-    settings = {**settings, "max_seq_len": settings["max_seq_len"] * multiple, "truncate_eos": eos}
+    settings = {**settings, "max_seq_len": settings["max_seq_len"] * multiple, "pad_seqs_to": multiple}
     rows = rows_of(lengths)
-    mapped = PackedDataset(rows, **settings, pad_seqs_to=multiple, padding_idx=7)
-    stream = IterablePackedDataset(rows, **settings, pad_seqs_to=multiple, padding_idx=7, num_lanes=1)
+    eos = max((row["tokens"] for row in rows), key=len)[-1] if ended else None
+    mapped = PackedDataset(rows, **settings, eos_id=eos, padding_idx=7)
+    encoder = TokensEncoder(eos_id=eos)
+    stream = IterablePackedDataset(rows, encoder=encoder, **settings, padding_idx=7, num_lanes=1)
     streamed = list(stream) if len(mapped) else []  # one without packs is an error
     assert len(mapped) == len(streamed)
     for ours, theirs in zip(mapped, streamed, strict=True):
@@ -85,18 +86,15 @@ def test_the_same_packs_as_the_stream_of_one_lane(
 
 @given(some_lengths, settings_of_all_kinds, st.integers(0, 6))
 def test_max_packs_makes_the_first_of_all_packs(lengths: list[int], settings: Any, max_packs: int) -> None:
-    """And its ledger is that of what was read for them, empty samples too."""
-    data = Counted([0, *lengths, 0])
-    every, some = (
-        PackedDataset(data, **settings, max_packs=most, empty="drop") for most in (None, max_packs)
-    )
+    """And its ledger is that of what was read for them."""
+    data = Counted(lengths)
+    every, some = (PackedDataset(data, **settings, max_packs=most) for most in (None, max_packs))
     assert len(some) == min(max_packs, len(every))
     assert [p["tokens"].tolist() for p in some] == [p["tokens"].tolist() for p in every][:max_packs]
     data.reads.clear()
-    ledger = PackedDataset(data, **settings, max_packs=max_packs, empty="drop").ledger()
+    ledger = PackedDataset(data, **settings, max_packs=max_packs).ledger()
     read = [data.lengths[i] for i in data.reads]
     assert (ledger.samples, ledger.tokens_in) == (len(read), sum(read))
-    assert ledger.dropped_samples["empty"] == read.count(0)
     # Counted from the packs themselves, token by token: none twice.
     places = {(f.row_id, i) for pack in some for f in pack["fragments"] for i in range(f.start, f.stop)}
     assert (ledger.packs, ledger.packed) == (len(some), len(places))
@@ -166,9 +164,10 @@ PARITY = "parity='torchtune' packs as torchtune does, so strategy, "
         ([GOOD, {"tokens": [1]}], {}, "sample 1: column 'labels' is missing; the row's columns are 'tokens'"),
         ([{"tokens": [100], "labels": [1]}], {}, "sample 0: token id 100 is outside the vocabulary of 100 ids"),
         ([GOOD, {"tokens": [1] * 9, "labels": [1] * 9}], {}, "sample 1 has 9 tokens, max_seq_len is 8; set overlong"),
+        ([GOOD, {"tokens": [], "labels": []}], {}, "sample 1 has 0 tokens; remove it"),
         ([GOOD], {"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
         ([GOOD], {"parity": "torchtune", "strategy": "best_fit"}, PARITY),
-        ([GOOD], {"parity": "torchtune", "empty": "drop"}, PARITY),
+        ([GOOD], {"parity": "torchtune", "untrained": "drop"}, PARITY),
     ],
 )  # fmt: skip
 def test_bad_rows_and_settings_are_refused_at_once(rows: Any, settings: Any, message: str) -> None:
@@ -364,14 +363,14 @@ def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "third"),
     [
-        ({}, [*range(3000, 3007), 9]),
-        ({"overlong": "truncate", "truncate_eos": 5}, [*range(3000, 3007), 5]),
-        ({"overlong": "truncate", "truncate_side": "left"}, [*range(3004, 3012)]),
+        ({}, [*range(3000, 3007), 3011]),
+        ({"eos_id": 5}, [*range(3000, 3008)]),
+        ({"overlong": "truncate_left"}, [*range(3004, 3012)]),
     ],
 )
 def test_long_samples_are_cut_by_default(node: Any, settings: dict[str, Any], third: list[int]) -> None:
     tokenizer = Tokenizer(8)
-    tokenizer.eos_id = 9  # type: ignore[attr-defined]
+    tokenizer.eos_id = 3011  # type: ignore[attr-defined]
     packed = make(node, tokenizer=tokenizer, **settings)
     assert packed[1]["tokens"].tolist() == third
     assert packed.ledger().dropped["truncated"] == 4

@@ -55,9 +55,9 @@ def third_sequences_begin_at_1(good, packs, max_seq_len, *, starts=None):
 
 @replaces(Packing, "pieces_of")
 def very_long_samples_cut_at_the_other_side(good, self, length):
-    """With ``truncate_side="left"``, a sample of more than twice a pack keeps its beginning, not its end."""
+    """With ``overlong="truncate_left"``, a sample of more than twice a pack keeps its beginning, not its end."""
     found = good(self, length)
-    cut = self.overlong == "truncate" and length > 2 * self.max_seq_len
+    cut = self.overlong == "truncate_left" and length > 2 * self.max_seq_len
     return [(0, self.max_seq_len)] if cut and found else found
 
 
@@ -77,7 +77,7 @@ def later_groups_continue_the_first_prompt(good, sequences, labels, *, max_seq_l
 
 @replaces(Group, "truncated")
 def ends_of_prompts_cut_off(good, self, limit, *, side):
-    """With ``truncate_side="left"``, a group that is too long loses the ends of its prompts, not their beginnings."""
+    """With ``overlong="truncate_left"``, a group that is too long loses the ends of its prompts, not the beginnings."""
     found = good(self, limit, side=side)
     if found is None or side == "right":
         return found

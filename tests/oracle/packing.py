@@ -89,9 +89,7 @@ def wrap(lengths: Sequence[int], limit: int) -> list[list[Span]]:
     return packs
 
 
-def pieces(
-    lengths: Iterable[int], limit: int, *, overlong: str, side: str = "right", wraps: bool = False
-) -> list[Span]:
+def pieces(lengths: Iterable[int], limit: int, *, overlong: str, wraps: bool = False) -> list[Span]:
     """What the overlong policy makes of samples, before planning."""
     made: list[Span] = []
     for i, length in enumerate(lengths):
@@ -100,7 +98,9 @@ def pieces(
         elif overlong == "split":
             made += [(i, at, min(at + limit, length)) for at in range(0, length, limit)]
         elif overlong == "truncate":
-            made.append((i, 0, limit) if side == "right" else (i, length - limit, length))
+            made.append((i, 0, limit))
+        elif overlong == "truncate_left":
+            made.append((i, length - limit, length))
         else:
             assert overlong == "drop"
     return made
@@ -113,10 +113,9 @@ def plan(
     strategy: str,
     buffer_size: int,
     overlong: str = "split",
-    side: str = "right",
 ) -> list[list[Span]]:
     """Packs of ``(sample, start, stop)``: the overlong policy and the strategy together."""
-    parts = pieces(lengths, limit, overlong=overlong, side=side, wraps=strategy == "wrap")
+    parts = pieces(lengths, limit, overlong=overlong, wraps=strategy == "wrap")
     sizes = [stop - start for _, start, stop in parts]
     if strategy == "wrap":
         packs = wrap(sizes, limit)
@@ -154,11 +153,10 @@ def ledger(
     packs: Sequence[Sequence[Span]],
     *,
     overlong: str,
-    side: str = "right",
     wraps: bool = False,
 ) -> dict[str, int]:
     """Where the tokens of ``lengths`` are after ``packs``. ``lengths`` are those of all rows read so far."""
-    kept = pieces(lengths, limit, overlong=overlong, side=side, wraps=wraps)
+    kept = pieces(lengths, limit, overlong=overlong, wraps=wraps)
     kept_of = [sum(stop - start for i, start, stop in kept if i == sample) for sample in range(len(lengths))]
     packed = sum(stop - start for spans in packs for _, start, stop in spans)
     return {

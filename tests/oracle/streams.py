@@ -77,6 +77,7 @@ class Oracle:
     locate: Callable[[tuple[int, ...]], str]
     stop: str | None = None  # of a mixture: when the epoch ends
     first_epoch: int = 0
+    eos_id: int | None = None  # of the encoders
     fates: dict[str, Fate] = field(default_factory=dict)
     errors: set[str] = field(default_factory=set)  # places of rows that are refused
     bad: int = 0
@@ -87,9 +88,9 @@ class Oracle:
         self.wraps = self.settings["split_across_pack"]
         self.overlong = self.settings["overlong"] or ("split" if self.wraps else "error")
         for place, row in self.rows.items():
-            if row is None:
+            if row is None or not row[0]:  # without a token
                 self.bad += 1
-                if self.settings["on_bad_record"] == "error":
+                if not self.settings["skip_bad"]:
                     self.errors.add(place)
             elif (fate := self._fate(*row)) is None:
                 self.errors.add(place)
@@ -100,12 +101,8 @@ class Oracle:
 
     def _fate(self, tokens: list[int], labels: list[int]) -> Fate | None:
         """None if the row is an error."""
-        size, limit, eos = len(tokens), self.limit, self.settings["truncate_eos"]
+        size, limit, eos = len(tokens), self.limit, self.eos_id
         bounds, reason = [(0, size)], None
-        if size == 0:
-            if self.settings["empty"] == "error":
-                return None
-            return Fate(0, [], "empty", 0)
         if size > limit and not (self.wraps and self.overlong == "split"):
             if self.overlong == "error":
                 return None
@@ -115,9 +112,9 @@ class Oracle:
                 bounds = [(at, min(at + limit, size)) for at in range(0, size, limit)]
             else:
                 reason = "truncated"
-                bounds = [(0, limit) if self.settings["truncate_side"] == "right" else (size - limit, size)]
+                bounds = [(0, limit) if self.overlong == "truncate" else (size - limit, size)]
         pieces = [(a, (tokens[a:b], labels[a:b])) for a, b in bounds]
-        if reason and eos is not None and bounds[0][0] == 0:
+        if reason and tokens[-1] == eos and bounds[0][0] == 0:
             ids, targets = pieces[0][1]
             pieces = [(0, ([*ids[:-1], eos], [*targets[:-1], IGNORE if targets[-1] == IGNORE else eos]))]
         trained = sum(label != IGNORE for _, (_, part) in pieces for label in part[1:])

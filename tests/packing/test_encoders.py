@@ -68,7 +68,7 @@ def test_every_token_of_a_text_is_trained(add_bos: bool, add_eos: bool, text: st
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": None}, "column 'text' holds no text (null); mend the row, or set on_bad_record='skip', which counts"),
+        ({"text": None}, "column 'text' holds no text (null); mend the row, or set skip_bad=True, which counts"),
         ({"text": 5}, "column 'text' holds a int; it must be text"),
     ],
 )  # fmt: skip

@@ -388,7 +388,7 @@ def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str
     with pytest.raises(ValueError, match=f"sample 0: .*{message}"):
         next(iter(IterablePackedDataset([row], encoder=encoder, max_seq_len=99)))
     good = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
-    packs = IterablePackedDataset([row, good], encoder=encoder, max_seq_len=9, on_bad_record="skip")
+    packs = IterablePackedDataset([row, good], encoder=encoder, max_seq_len=9, skip_bad=True)
     assert [pack["num_seqs"] for pack in packs] == [3]
 
 

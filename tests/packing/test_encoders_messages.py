@@ -172,9 +172,7 @@ def test_an_answer_never_becomes_the_prompt() -> None:
     theirs = OPENAI()(row)["messages"]
     assert theirs[1].text_content == USER["content"], "fixed in torchtune: the guard can go"
     encoder = MessagesEncoder(Words(), message_transform=OPENAI())
-    skips = IterablePackedDataset(
-        [row, chat(USER, ANSWER)], max_seq_len=16, on_bad_record="skip", encoder=encoder
-    )
+    skips = IterablePackedDataset([row, chat(USER, ANSWER)], max_seq_len=16, skip_bad=True, encoder=encoder)
     assert [pack["num_seqs"] for pack in skips] == [1]
 
 

@@ -322,7 +322,7 @@ def test_every_group_arrives_whole_and_its_numbers_with_it(
     rows_of = ROWS if side is None else LONG
     data = dataset(
         rows_of, strategy=strategy, balance_window=window, seed=seed, encoder=Pairs(shared=shared),
-        overlong="drop" if side is None else "truncate", truncate_side=side or "right",
+        overlong={None: "drop", "right": "truncate", "left": "truncate_left"}[side],
     )  # fmt: skip
     loader = PackedDataLoader(data, batch_size=batch_size)
     found = [sample for batch in loader for sample in samples_in(batch)]
@@ -349,7 +349,6 @@ def test_a_fragment_is_traced_to_its_segment() -> None:
     [
         ({"split_across_pack": True}, "is a group of segments, which is never split; leave split_across_pack out"),
         ({"max_seqs_per_pack": 9}, "of which max_seqs_per_pack cannot count each; leave it out"),
-        ({"truncate_eos": 2, "overlong": "truncate"}, "whose numbers truncate_eos would not fit; leave it"),
         ({"overlong": "split"}, "is a group of 64 tokens, max_seq_len is 24, and a group is never split; set overlong "
                                 "to 'truncate' or 'drop', or raise max_seq_len"),
         ({}, "is a group of 64 tokens, max_seq_len is 24, and a group is never split"),
@@ -362,7 +361,7 @@ def test_settings_that_would_part_a_group_are_refused(changes: dict[str, Any], m
 
 
 def test_a_group_too_long_to_be_cut_is_dropped() -> None:
-    data = dataset([{"i": 1, "n": 41}, {"i": 2, "n": 3}], overlong="truncate", truncate_side="left")
+    data = dataset([{"i": 1, "n": 41}, {"i": 2, "n": 3}], overlong="truncate_left")
     [pack] = data
     assert pack["num_seqs"] == 3
     assert data.ledger().dropped["overlong"] == 64

@@ -42,18 +42,15 @@ def sizes(packs: list[list[tuple[int, int, int]]]) -> list[list[int]]:
 @given(
     corpus=corpora(longest=4),
     buffer_size=st.integers(1, 6),
-    overlong=st.sampled_from(["split", "drop", "truncate"]),
-    side=st.sampled_from(["right", "left"]),
+    overlong=st.sampled_from(["split", "drop", "truncate", "truncate_left"]),
     convert=st.sampled_from([list, np.array, lambda values: [np.int32(v) for v in values]]),
 )
 def test_plans_match_the_reference_implementation(
-    strategy: str, corpus: tuple[list[int], int], buffer_size: int, overlong: str, side: str, convert: Any
+    strategy: str, corpus: tuple[list[int], int], buffer_size: int, overlong: str, convert: Any
 ) -> None:
     lengths, limit = corpus
     common: Any = {"strategy": strategy, "buffer_size": buffer_size, "overlong": overlong}
-    assert plan(convert(lengths), limit, **common, truncate_side=side) == oracle.plan(
-        lengths, limit, **common, side=side
-    )
+    assert plan(convert(lengths), limit, **common) == oracle.plan(lengths, limit, **common)
 
 
 @settings(max_examples=60)
@@ -196,9 +193,9 @@ WRAP = "; for documents that continue in the next pack set split_across_pack=Tru
          f"strategy='wrap' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'{WRAP}"),
         ({"strategy": None}, "strategy=None is unknown; choose one of 'next_fit'"),
         ({"strategy": ["exact_fit"]}, "strategy=['exact_fit'] is unknown"),
-        ({"overlong": "cut"}, "overlong='cut' is unknown; choose one of 'error', 'drop', 'truncate', 'split'"),
+        ({"overlong": "cut"},
+         "overlong='cut' is unknown; choose one of 'error', 'drop', 'truncate', 'truncate_left', 'split'"),
         ({"overlong": False}, "overlong=False is unknown"),
-        ({"truncate_side": "middle"}, "truncate_side='middle' is unknown; choose one of 'right', 'left'"),
         ({"pad_seqs_to": 16, "max_seq_len": 100},
          "max_seq_len=100 is no multiple of pad_seqs_to=16; set max_seq_len to 112, or choose another pad_seqs_to"),
     ],

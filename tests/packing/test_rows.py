@@ -442,7 +442,9 @@ def test_generators_may_overwrite_the_row_they_returned(make: Any, shuffle: bool
 @pytest.mark.parametrize("eos", [2, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1])
 @pytest.mark.parametrize("last", [3, IGNORE_INDEX])
 def test_eos_replaces_the_last_token_and_its_label_where_trained(eos: int, last: int) -> None:
-    row = {"tokens": [1, 2, 3, 4], "labels": [1, 2, last, 4]}
-    packs = IterablePackedDataset([row], max_seq_len=3, overlong="truncate", truncate_eos=eos)
+    row = {"tokens": [1, 2, 3, eos], "labels": [1, 2, last, 4]}
+    encoder = TokensEncoder(eos_id=eos)
+    packs = IterablePackedDataset([row], encoder=encoder, max_seq_len=3, overlong="truncate")
     assert lists(list(packs)) == [[[1, 2, eos]], [[-100, 2, eos if last == 3 else last]]]
-    assert row == {"tokens": [1, 2, 3, 4], "labels": [1, 2, last, 4]}, "the row keeps its own"
+    assert row == {"tokens": [1, 2, 3, eos], "labels": [1, 2, last, 4]}, "the row keeps its own"
+    assert encoder.fingerprint() != TokensEncoder().fingerprint(), "the packs of the two differ"

@@ -85,7 +85,7 @@ def check_listed(folder: Path, bad: list[tuple[str, int, str]]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_good_rows_are_packed_and_all_bad_ones_listed(tmp_path: Path, kind: str) -> None:
     data, expected, bad = corpus(kind, tmp_path / "data")
-    dataset = skipping(data, quarantine=tmp_path / "bad", epochs=2)
+    dataset = skipping(data, skip_bad=tmp_path / "bad", epochs=2)
     assert survivors(list(dataset)) == sorted(2 * expected)
     check_listed(tmp_path / "bad", bad)
     ledger = dataset.ledger()
@@ -107,7 +107,7 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "bad"
 
     def make() -> IterablePackedDataset:
-        return skipping(data, quarantine=folder)
+        return skipping(data, skip_bad=folder)
 
     check_resume_everywhere(make, packs=30, whole_every=30)
     list(make())
@@ -117,13 +117,13 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str) -> None:
 def test_a_line_cut_off_by_a_kill_is_written_again(tmp_path: Path) -> None:
     data, _, bad = corpus("jsonl", tmp_path / "data")
     folder = tmp_path / "bad"
-    dataset = skipping(data, quarantine=folder)
+    dataset = skipping(data, skip_bad=folder)
     list(islice(dataset, 100))
     state = dataset.state_dict()
     for path in folder.iterdir():
         path.write_bytes(path.read_bytes()[:-9])
     assert len(list(folder.iterdir())) == 2
-    resumed = skipping(data, quarantine=folder)
+    resumed = skipping(data, skip_bad=folder)
     list(resumed)
     check_listed(folder, bad)
     resumed.load_state_dict(state)
@@ -132,15 +132,15 @@ def test_a_line_cut_off_by_a_kill_is_written_again(tmp_path: Path) -> None:
 def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
     data, _, bad = corpus("jsonl", tmp_path / "data")
     settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False}
-    dataset, found = skipping(data, quarantine=tmp_path / "bad", max_bad_records=2, **settings), []
+    dataset, found = skipping(data, skip_bad={"folder": tmp_path / "bad", "limit": 2}, **settings), []
     with pytest.raises(ValueError) as error:
         found.extend(dataset)
     assert str(error.value).startswith(
         f"{tmp_path}/data/a.jsonl:42: a row must be a JSON object, this is a list; "
     )
-    assert "lane 0 has skipped 2 others, and max_bad_records=2 lets no more pass" in str(error.value)
+    assert "lane 0 has skipped 2 others, and skip_bad.limit=2 lets no more pass" in str(error.value)
     assert len(listed(tmp_path / "bad")) == 2
-    lenient, stopped = (skipping(data, max_bad_records=limit, **settings) for limit in (len(bad), 2))
+    lenient, stopped = (skipping(data, skip_bad=limit, **settings) for limit in (len(bad), 2))
     for resumed in (lenient, stopped):
         resumed.load_state_dict(dataset.state_dict())
     assert len(found) + len(list(lenient)) == len(list(skipping(data, **settings)))
@@ -148,7 +148,7 @@ def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
         list(stopped)
 
 
-@pytest.mark.parametrize("limit", [{}, {"max_bad_records": 1}])
+@pytest.mark.parametrize("limit", [{}, {"skip_bad": 1}])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_line_that_is_read_again_in_every_pass_does_not_end_a_run(
     tmp_path: Path, mixed: bool, limit: dict[str, Any]
@@ -174,8 +174,8 @@ def test_a_line_that_is_read_again_in_every_pass_does_not_end_a_run(
         state = dataset.state_dict()
         dataset = make(**limit)
         dataset.load_state_dict(state)
-    with pytest.raises(ValueError, match="0 others, and max_bad_records=0 lets no more pass"):
-        list(islice(make(max_bad_records=0), 100))
+    with pytest.raises(ValueError, match="0 others, and skip_bad.limit=0 lets no more pass"):
+        list(islice(make(skip_bad=0), 100))
 
 
 def test_a_fraction_of_the_rows_may_be_bad(tmp_path: Path) -> None:
@@ -188,10 +188,10 @@ def test_a_fraction_of_the_rows_may_be_bad(tmp_path: Path) -> None:
         list(dataset)
         return dataset.ledger().dropped_samples["bad"]
 
-    assert run() == run(max_bad_records=0.007) == run(max_bad_records=120) == 120
+    assert run() == run(skip_bad=0.007) == run(skip_bad=120) == 120
     for limit, share in ((0.005, " of the 15,000 rows"), (100, "")):
-        with pytest.raises(ValueError, match=f"a.jsonl:15001: .*100 others{share}.*max_bad_records={limit} "):
-            run(max_bad_records=limit)
+        with pytest.raises(ValueError, match=f"a.jsonl:15001: .*100 others{share}.*skip_bad.limit={limit} "):
+            run(skip_bad=limit)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "map"])
@@ -200,7 +200,7 @@ def test_by_default_a_broken_record_is_an_error_and_skipping_may_begin_at_a_resu
 ) -> None:
     data, expected, _ = corpus(kind, tmp_path / "data")
     settings: Mapping[str, Any] = {"num_lanes": 1, "shuffle": False}
-    strict = skipping(data, on_bad_record="error", **settings)
+    strict = skipping(data, skip_bad=False, **settings)
     packs: list[Any] = []
     with pytest.raises(ValueError) as error:
         packs.extend(strict)
@@ -224,32 +224,26 @@ def test_errors_of_the_storage_and_overlong_samples_are_not_skipped(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("skip_bad", "message"),
     [
-        ({"on_bad_record": "ignore"}, "on_bad_record='ignore' is unknown"),
-        ({"max_bad_records": -1}, "max_bad_records=-1 is below 0"),
-        *(
-            (
-                {"max_bad_records": wrong},
-                f"max_bad_records={wrong!r} is neither a whole number nor a fraction",
-            )
-            for wrong in (1.5, 100.0, 0.0, float("nan"))
-        ),
-        (
-            {"on_bad_record": "error", "quarantine": "bad"},
-            'a quarantine lists what is skipped; set on_bad_record="skip"',
-        ),
-        ({"max_bad_shards": -1}, "max_bad_shards=-1 is below 0"),
-        ({"quarantine": "{d}/file"}, "quarantine='{d}/file' cannot be made: {d}/file is no folder"),
-        ({"quarantine": "s3://bucket/bad"}, "quarantine='s3://bucket/bad' is a URL; name a folder of this"),
+        (["skip"], "skip_bad=['skip'] is a list; give True or False, a limit, a folder, or a mapping of"),
+        ({"limits": 3}, "skip_bad got an unexpected keyword argument 'limits'; did you mean 'limit'?"),
+        (-1, "skip_bad.limit=-1 is below 0"),
+        *((wrong, f"skip_bad.limit={wrong!r} is neither a whole number nor a fraction")
+          for wrong in (1.5, 100.0, 0.0, float("nan"))),
+        ({"shard_limit": -1}, "skip_bad.shard_limit=-1 is below 0"),
+        ({"folder": 3}, "skip_bad.folder=3 is no path; name a folder of this machine"),
+        ("{d}/file", "skip_bad.folder='{d}/file' cannot be made: {d}/file is no folder"),
+        ("s3://bucket/bad", "skip_bad.folder='s3://bucket/bad' is a URL; name a folder of this"),
     ],
-)
-def test_settings_are_checked(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_settings_are_checked(tmp_path: Path, skip_bad: Any, message: str) -> None:
     (tmp_path / "file").write_text("")
-    if "quarantine" in settings:
-        settings = {**settings, "quarantine": settings["quarantine"].format(d=tmp_path)}
-    with pytest.raises(ValueError, match=message.format(d=tmp_path)):
-        skipping(ROWS, **settings)
+    if isinstance(skip_bad, str):
+        skip_bad, message = (text.format(d=tmp_path) for text in (skip_bad, message))
+    with pytest.raises(ValueError) as error:
+        skipping(ROWS, skip_bad=skip_bad)
+    assert str(error.value).startswith(message)
 
 
 class Failing(Numbers):
@@ -288,7 +282,7 @@ def test_any_error_of_a_users_code_is_skipped(tmp_path: Path, place: str) -> Non
     source: Any = MapSource(ROWS) if place == "encoder" else FailingRows()
     if place == "mixture":
         source = Mix([{"name": "a", "source": source, "weight": 1}])
-    dataset = skipping(source, encoder=Failing() if place == "encoder" else Numbers(), quarantine=tmp_path)
+    dataset = skipping(source, encoder=Failing() if place == "encoder" else Numbers(), skip_bad=tmp_path)
     assert survivors(dataset) == LEFT
     assert {reason.partition(":")[0] for _, _, reason in listed(tmp_path)} >= {
         *("UnboundLocalError", "RuntimeError", "ZeroDivisionError", "KeyError")
@@ -312,7 +306,7 @@ def test_lists_have_paths_that_can_be_opened_and_keep_files_of_one_name_apart(
     with pytest.warns(
         UserWarning, match=rf"2 of 4 files cannot be read .* the first is {tmp_path}/en/1.jsonl"
     ):
-        data = skipping(Mix(mix) if mixed else JSONLSource(sources), quarantine=tmp_path / "bad", num_lanes=1)
+        data = skipping(Mix(mix) if mixed else JSONLSource(sources), skip_bad=tmp_path / "bad", num_lanes=1)
     list(data)
     lines = files.listed(tmp_path / "bad")
     empty, second = [(str(folder / "1.jsonl"), None) for folder in sources], len(good)
@@ -329,8 +323,8 @@ def test_skipped_rows_are_listed_by_line(tmp_path: Path, caplog: pytest.LogCaptu
     path.write_text(
         "\n".join(['{"tokens": [1], "labels": [1]}', "{broken", *unequal, '{"text": "a"}']) + "\n"
     )
-    for folder in (None, tmp_path / "bad"):
-        data = skipping(path, encoder=None, quarantine=folder, shuffle=False, num_lanes=1)
+    for skip_bad in (True, tmp_path / "bad"):
+        data = skipping(path, encoder=None, skip_bad=skip_bad, shuffle=False, num_lanes=1)
         list(data)
     places = [f"{path}:{line}" for line in (2, 3, 4, 5)]
     skipped = [message for message in caplog.messages if message.startswith("skipped ")]
@@ -346,7 +340,7 @@ def test_a_list_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     for target in ("other", "nowhere"):
         link.unlink(missing_ok=True)
         link.symlink_to(tmp_path / target)
-        dataset = skipping(data, quarantine=tmp_path / "bad", num_lanes=1)
+        dataset = skipping(data, skip_bad=tmp_path / "bad", num_lanes=1)
         with pytest.raises(ValueError, match=f"{link} is a link, and is not followed; remove it"):
             list(dataset)
     assert (tmp_path / "other").read_text() == '{"shard": "a", "reason": "b"}\n'

@@ -49,7 +49,7 @@ def test_a_bad_shard_is_left_out_and_listed_once(tmp_path: Path, kind: str, harm
     files = corpus(kind, tmp_path / "data")
     HARM[harm](files.paths[2])
     with unwarned():
-        dataset = skipping(files.open(), quarantine=tmp_path / "bad", epochs=2)
+        dataset = skipping(files.open(), skip_bad=tmp_path / "bad", epochs=2)
         packs = list(dataset)
     assert survivors(packs) == sorted(2 * files.rest(2))
     entries = listed(tmp_path / "bad")
@@ -72,7 +72,7 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str, harm: str) -> None:
     HARM[harm](files.paths[2])
     with unwarned():
         data = files.open()
-        check_resume_everywhere(lambda: skipping(data, quarantine=tmp_path / "bad"), packs=25, whole_every=12)
+        check_resume_everywhere(lambda: skipping(data, skip_bad=tmp_path / "bad"), packs=25, whole_every=12)
     assert len(listed(tmp_path / "bad")) <= 2
 
 
@@ -86,14 +86,14 @@ def test_without_skip_all_bad_shards_are_named_at_once(
     for path in bad:
         HARM[harm](path)
     with pytest.raises((ValueError, OSError)) as error:
-        list(skipping(files.open(), on_bad_record="error", shuffle=False))
+        list(skipping(files.open(), skip_bad=False, shuffle=False))
     message = str(error.value)
     assert reason in message
     assert str(bad[0]) in message
     if harm in KNOWN_AT_START:
         assert message.startswith(f"2 of {len(files.paths)} files cannot be read: {bad[0]}: ")
         assert str(bad[1]) in message
-        assert message.endswith('or leave them out with on_bad_record="skip"')
+        assert message.endswith("or leave them out with skip_bad=True")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -104,10 +104,10 @@ def test_a_file_that_is_gone_in_mid_run(tmp_path: Path, kind: str) -> None:
     before = [content(pack) for pack in skipping(files.open(), **settings)]
     data = files.open()
     strict, begun = (
-        skipping(data, **{**settings, **each}) for each in ({"on_bad_record": "error"}, {"buffer_size": 6})
+        skipping(data, **{**settings, **each}) for each in ({"skip_bad": False}, {"buffer_size": 6})
     )
     next(pack for pack in begun if set(survivors([pack])) & set(files.rows_of[3]))
-    dataset = skipping(data, quarantine=tmp_path / "bad", **settings)
+    dataset = skipping(data, skip_bad=tmp_path / "bad", **settings)
     packs, iterator = [], iter(dataset)
     packs += list(islice(iterator, 4))
     files.paths[3].unlink()
@@ -140,7 +140,7 @@ def test_a_shard_behind_a_url(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
         data.read(Reading(num_lanes=2))  # footers are read to divide the files
         expected = survivors(skipping(source(kind, paths[:2] + paths[3:]), shuffle=False))
         web.fault = lambda path: "410" if path == bad else None
-        dataset = skipping(data, quarantine=tmp_path, shuffle=False)
+        dataset = skipping(data, skip_bad=tmp_path, shuffle=False)
         assert survivors(dataset) == expected
         assert {entry["reason"] for entry in listed(tmp_path)} == {"HTTP 410, there is no such file"}
         for status in ("403", "503"):
@@ -154,7 +154,7 @@ def test_a_shard_behind_a_url(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
         with pytest.raises(
             ValueError, match=r"1 of 4 files cannot be read: .*HTTP 404, there is no such file"
         ):
-            skipping(source(kind, paths), on_bad_record="error")
+            skipping(source(kind, paths), skip_bad=False)
 
 
 def test_the_limit_is_that_of_a_lane_and_holds_over_epochs_and_resumes(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_the_limit_is_that_of_a_lane_and_holds_over_epochs_and_resumes(tmp_path:
     dataset = skipping(files.open(), **settings)
     whole = list(dataset)
     assert dataset.ledger().bad_shards == 3
-    strict, packs = skipping(files.open(), max_bad_shards=2, **settings), []
+    strict, packs = skipping(files.open(), skip_bad={"shard_limit": 2}, **settings), []
     with pytest.raises(ValueError) as error:
         packs.extend(strict)
     assert str(error.value).startswith(
         f"{files.paths[4]}: it cannot be decompressed: Not a gzipped file (b'\\x00\\x00'); lane 0 has left out 2 "
-        "bad shards before this one: look at them, and raise max_bad_shards"
+        "bad shards before this one: look at them, and raise skip_bad.shard_limit"
     )
-    again, lenient = (skipping(files.open(), max_bad_shards=limit, **settings) for limit in (2, 3))
+    again, lenient = (skipping(files.open(), skip_bad={"shard_limit": limit}, **settings) for limit in (2, 3))
     for resumed in (again, lenient):
         resumed.load_state_dict(strict.state_dict())
     with pytest.raises(ValueError, match="has left out 2 bad shards before this one"):
@@ -197,9 +197,10 @@ def test_a_parquet_file_with_a_column_of_another_type_is_one_bad_shard(
         pq.write_table(pa.table(found), path, row_group_size=10)
 
     def make(**settings: Any) -> Any:
-        return skipping(ParquetSource(files.paths, columns=columns), max_bad_records=1, epochs=2, **settings)
+        skip_bad = {"limit": 1, **settings}
+        return skipping(ParquetSource(files.paths, columns=columns), skip_bad=skip_bad, epochs=2)
 
-    dataset = make(quarantine=tmp_path / "bad")
+    dataset = make(folder=tmp_path / "bad")
     expected = sorted(2 * [i for i in files.rest(odd) if i != 60])
     assert survivors(dataset) == expected
     ledger = dataset.ledger().as_dict()
@@ -221,13 +222,13 @@ def test_a_mixture_and_a_holdout_leave_out_bad_shards(tmp_path: Path) -> None:
         ]
     )
     with unwarned():
-        dataset = skipping(mix, quarantine=tmp_path / "bad")
+        dataset = skipping(mix, skip_bad=tmp_path / "bad")
         found = set(survivors(dataset))
         check_resume_everywhere(lambda: skipping(mix), packs=15, whole_every=8)
     assert found >= set(two.rest(1))
     assert {entry["shard"] for entry in listed(tmp_path / "bad")} == {"a/0.jsonl", "b/1.parquet"}
     with pytest.raises(ValueError, match="2 of 12 files cannot be read"):
-        skipping(mix, on_bad_record="error")
+        skipping(mix, skip_bad=False)
 
 
 def test_tokenize_leaves_out_bad_shards_and_counts_them(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_tokenize_leaves_out_bad_shards_and_counts_them(tmp_path: Path) -> None:
     settings: Any = {"encoder": Numbers(), "progress": False, "lanes": 2}
     with pytest.raises(ValueError, match="it is gzip data"):
         tokenize(files.open(), out=tmp_path / "strict", **settings)
-    out = tokenize(files.open(), out=tmp_path / "out", on_bad_record="skip", **settings)
+    out = tokenize(files.open(), out=tmp_path / "out", skip_bad=True, **settings)
     index = json.loads((out / "index.json").read_text())
     assert (index["bad_records"], index["bad_shards"]) == (0, 1)
     assert sum(shard["documents"] for shard in index["shards"]) == len(files.rest(2))

@@ -56,7 +56,7 @@ def test_a_thousand_files_behind_a_url_cost_a_few_requests_to_the_first_pack(
         assert asked >= 1000
         data = opened(kind, tmp_path / "manifest", f"{web.url}/c")
         assert len(web.requests) == asked
-        dataset = skipping(data, num_lanes=8, shuffle=False, on_bad_record="error", read_ahead=0)
+        dataset = skipping(data, num_lanes=8, shuffle=False, skip_bad=False, read_ahead=0)
         next(iter(dataset))
         assert len(web.requests) - asked <= most
         web.files["/m"] = (tmp_path / "manifest").read_bytes()
@@ -80,9 +80,9 @@ def test_problems_are_known_at_the_start_of_every_run(
     assert [shown for shown, _ in found.problems] == [str(files.paths[1]), str(files.paths[4])]
     assert all(reason in why for _, why in found.problems)
     with pytest.raises(ValueError, match="2 of 6 files cannot be read") as error:
-        skipping(opened(kind, found.manifest), on_bad_record="error")
+        skipping(opened(kind, found.manifest), skip_bad=False)
     assert str(error.value).count(reason) == 2
-    dataset = skipping(opened(kind, found.manifest), quarantine=tmp_path / "bad")
+    dataset = skipping(opened(kind, found.manifest), skip_bad=tmp_path / "bad")
     packs = list(dataset)
     assert survivors(packs) == files.rest(1, 4)
     assert {entry["shard"] for entry in listed(tmp_path / "bad")} == {files.paths[i].name for i in (1, 4)}
@@ -104,7 +104,7 @@ def test_a_file_that_is_gone_since_the_scan_is_left_out_and_a_resume_gives_the_s
     files.paths[2].unlink()
 
     def make() -> Any:
-        return skipping(opened(kind, tmp_path / "data" / "manifest"), quarantine=tmp_path / "bad")
+        return skipping(opened(kind, tmp_path / "data" / "manifest"), skip_bad=tmp_path / "bad")
 
     packs = check_resume_everywhere(make, packs=30, whole_every=10)
     assert survivors([*packs, *list(make())][-len(list(make())) :]) == files.rest(2)

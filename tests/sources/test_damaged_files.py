@@ -442,7 +442,7 @@ def test_a_damaged_record_is_an_error_with_its_place_and_the_others_are_read(
     settings: dict[str, Any] = {"max_seq_len": 32, "encoder": lambda row: [number(row)] * 2, "num_lanes": 1}
     with pytest.raises(ValueError, match=message):
         list(IterablePackedDataset(source, **settings))
-    skipping = IterablePackedDataset(source, on_bad_record="skip", **settings)
+    skipping = IterablePackedDataset(source, skip_bad=True, **settings)
     packed_rows = {token for pack in skipping for token in pack["tokens"].tolist()}
     assert skipping.ledger().dropped_samples["bad"] + skipping.ledger().bad_shards > 0
     assert len(all_rows - packed_rows) <= lost

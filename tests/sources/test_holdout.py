@@ -97,7 +97,7 @@ def test_a_row_whose_content_cannot_be_hashed_is_a_bad_record() -> None:
     corpus = [{**row, "image": Unhashable() if i in bad else None} for i, row in enumerate(rows(100))]
     kept = []
     for part in both(MapSource(corpus)):
-        dataset = IterablePackedDataset(part, max_seq_len=20, on_bad_record="skip", shuffle=True, epochs=1)
+        dataset = IterablePackedDataset(part, max_seq_len=20, skip_bad=True, shuffle=True, epochs=1)
         kept += [token for pack in dataset for token in pack["tokens"].tolist()]
         assert dataset.ledger().dropped_samples["bad"] == len(bad)
         with pytest.raises(TypeError, match=r"cannot be pickled\nwhile reading sample 7"):

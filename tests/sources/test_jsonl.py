@@ -203,7 +203,7 @@ def test_binary_content_is_refused_under_any_name(tmp_path: Path, kind: str) -> 
         next(source.read(Reading()))
     assert ("let its name end in" in str(error.value)) == (kind in ("gzip data", "zstd data"))
     with pytest.raises(ValueError, match="the source has no rows at all; 1 bad shards left out"):
-        list(IterablePackedDataset(source, max_seq_len=8, on_bad_record="skip", num_lanes=1))
+        list(IterablePackedDataset(source, max_seq_len=8, skip_bad=True, num_lanes=1))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])

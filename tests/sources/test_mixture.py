@@ -176,9 +176,8 @@ def test_a_source_that_trains_nothing_is_refused(tmp_path: Path, bad: str) -> No
     mix = Mix(
         [entry("good", good), entry("bad", masked if bad == "masked" else tmp_path / "a.jsonl")], stop="never"
     )
-    skipping = {"on_bad_record": "skip", "max_bad_records": 10**6}
     with pytest.raises(ValueError, match="lane 0 of 1: the last 1000 rows of source 'bad' trained no token"):
-        list(IterablePackedDataset(mix, max_seq_len=8, num_lanes=1, **skipping))  # type: ignore[arg-type]
+        list(IterablePackedDataset(mix, max_seq_len=8, num_lanes=1, skip_bad=10**6))
 
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])

@@ -75,9 +75,9 @@ def tables(draw: st.DrawFn) -> pa.Table:
     return pa.table({**found, "text": pa.array([f"row {i}" for i in range(rows)])})
 
 
-def packed(source: Any, encoder: TokensEncoder, vocab_size: int | None) -> Any:
+def packed(source: Any, encoder: TokensEncoder, vocab_size: int | None, *, skip_bad: bool) -> Any:
     """Return what is packed of a source, or the message of the error."""
-    settings: dict[str, Any] = {"num_lanes": 1, "empty": "drop", "untrained": "keep"}
+    settings: dict[str, Any] = {"num_lanes": 1, "skip_bad": skip_bad, "untrained": "keep"}
     try:
         data = IterablePackedDataset(
             source, max_seq_len=16, encoder=encoder, vocab_size=vocab_size, **settings
@@ -105,9 +105,10 @@ def test_rows_and_packs_are_those_of_lists(
         assert (list(row), len(row), repr(row)) == (list(lists), len(lists), repr(lists))
         assert "nothing" not in row
         assert dict(row) == copy.deepcopy(row) == pickle.loads(pickle.dumps(row)) == lists
-    expected = packed(MapSource(wanted), encoder, vocab_size)
-    assert packed(source, encoder, vocab_size) == expected
-    assert packed(Dataset(table), encoder, vocab_size) == expected
+    for skip_bad in (False, True):
+        expected = packed(MapSource(wanted), encoder, vocab_size, skip_bad=skip_bad)
+        assert packed(source, encoder, vocab_size, skip_bad=skip_bad) == expected
+        assert packed(Dataset(table), encoder, vocab_size, skip_bad=skip_bad) == expected
     for part in ("train", "validation"):
         held = [Holdout(each, fraction=0.5, part=part) for each in (source, MapSource(wanted))]
         assert read_all(held[0]) == read_all(held[1])
@@ -139,8 +140,7 @@ def test_a_bad_row_is_found_with_its_place(tmp_path: Path, column: str, bad: Any
     settings: dict[str, Any] = {"max_seq_len": 64, "num_lanes": 3, "vocab_size": 100, "overlong": "split"}
     with pytest.raises(ValueError, match="row 123"):
         list(IterablePackedDataset(str(path), **settings))
-    skipping = {"on_bad_record": "skip", "quarantine": tmp_path / "bad"}
-    data = IterablePackedDataset(str(path), **settings, **skipping)
+    data = IterablePackedDataset(str(path), **settings, skip_bad=tmp_path / "bad")
     list(data)
     assert data.ledger().samples == 299
     assert [line["offset"] for line in listed(tmp_path / "bad")] == [123]

@@ -235,11 +235,9 @@ def test_a_secret_appears_nowhere(
         return source("jsonl", paths, storage_options=options, timeout=1.0, **settings)
 
     def run(**settings: Any) -> PackedDataLoader:
-        quarantine = (
-            {"on_bad_record": "skip", "quarantine": tmp_path / "bad"} if "retries" not in settings else {}
-        )
+        skip_bad = tmp_path / "bad" if "retries" not in settings else False
         workers = 0 if "retries" in settings or place == "s3" else 2  # each makes a client, in a second
-        return PackedDataLoader(stream(data(**settings), num_lanes=2, **quarantine), num_workers=workers)
+        return PackedDataLoader(stream(data(**settings), num_lanes=2, skip_bad=skip_bad), num_workers=workers)
 
     caplog.set_level(logging.DEBUG, "streampack")
     web.fault = random_faults(1, kinds=("503", "429", "reset", "short"))

@@ -58,7 +58,7 @@ def test_every_row_comes_in_one_of_two_phases(before: str, after: str, tmp_path:
     lengths = rows(90, overlong=40, empty=True)
     source = make_source("jsonl", tmp_path, lengths)
     for shuffle, at in ((False, 1), (False, 7), (True, 2), (True, 9), (True, 13)):
-        common = {"shuffle": shuffle, "shuffle_window": 8, "seed": at, "empty": "drop"}
+        common = {"shuffle": shuffle, "shuffle_window": 8, "seed": at, "skip_bad": True}
         data = dataset(source, common, SHORT, settings_of(before))
         first = list(islice(data, at))
         now = behind(dataset(source, common, LONG, settings_of(after)), data.state_dict())

@@ -104,7 +104,7 @@ def broken(row: Any) -> Sample:
         {"split_across_pack": True, "num_lanes": 1},
         {"source": HALF, "shuffle": True, "overlong": "split"},
         {"overlong": "drop", "strategy": "next_fit", "max_seqs_per_pack": 4},
-        {"encoder": broken, "on_bad_record": "skip", "truncate_eos": 7},
+        {"encoder": broken, "skip_bad": True},
         {"encoder": lambda row: {"input_ids": row["tokens"]}},
         {
             "source": [
@@ -112,7 +112,7 @@ def broken(row: Any) -> Sample:
             ],
             "untrained": "drop",
         },
-        {"num_lanes": 3, "source": [*LABELLED, {"tokens": [], "labels": []}], "empty": "drop"},
+        {"num_lanes": 3, "source": [*LABELLED, {"tokens": [], "labels": []}], "skip_bad": True},
     ],
 )
 def test_counted_packs_equal_those_of_an_epoch(changes: dict[str, Any]) -> None:
@@ -136,10 +136,10 @@ LONG = [{"i": i, "n": 30} for i in range(40)]
 EMPTY = [{"i": i, "n": 0} for i in range(40)]
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "long": (LONG, {"overlong": "drop"}, "all 40 that were read are dropped (40 longer than a pack)"),
-    "empty": (EMPTY, {"empty": "drop"}, "all 40 that were read are dropped (40 without a token)"),
+    "empty": (EMPTY, {"skip_bad": True}, "all 40 that were read are dropped (40 broken, and skipped)"),
     "bad": (
         ["no", "rows", "at all"],
-        {"on_bad_record": "skip"},
+        {"skip_bad": True},
         "all 3 that were read are dropped (3 broken, and skipped)",
     ),
     "none": (IterableSource([]), {}, "the source has no rows at all"),
@@ -256,12 +256,12 @@ def ids(packs: Any) -> set[int]:
 
 @pytest.mark.parametrize("door", [of_chats, map_style])
 @pytest.mark.parametrize("untrained", [None, "keep", "drop"])
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("overlong", ["truncate", "truncate_left"])
 def test_samples_that_train_nothing_are_counted_and_dropped(
-    door: Door, untrained: str | None, side: str
+    door: Door, untrained: str | None, overlong: str
 ) -> None:
-    data = door(truncate_side=side, untrained=untrained)
-    lost = CUT_OFF if side == "right" else []
+    data = door(overlong=overlong, untrained=untrained)
+    lost = CUT_OFF if overlong == "truncate" else []
     gone = lost if untrained == "drop" else []
     assert ids(data) == set(range(60)) - set(gone)
     ledger = data.ledger()
@@ -303,7 +303,7 @@ def test_untrained_samples_are_said_once_unless_they_are_asked_for(
             assert len(list(loader)) > 5
 
     with caplog.at_level(logging.WARNING):
-        for settings in ({"untrained": "keep"}, {"untrained": "drop"}, {"truncate_side": "left"}, {}):
+        for settings in ({"untrained": "keep"}, {"untrained": "drop"}, {"overlong": "truncate_left"}, {}):
             read(**settings)
     [record] = [record for record in caplog.records if "train nothing" in record.message]
     assert "max_seq_len=16" in record.message

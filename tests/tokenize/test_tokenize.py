@@ -157,17 +157,17 @@ def listed(folder: Path) -> list[tuple[str, int, str]]:
     return sorted((entry["shard"], entry["offset"], entry["reason"]) for entry in map(json.loads, lines))
 
 
-SKIP = {"on_bad_record": "skip"}
+SKIP = {"skip_bad": True}
 
 
 def test_broken_records_are_skipped_as_by_a_dataset(tmp_path: Path) -> None:
     source, encode = broken_corpus(tmp_path / "corpus"), TextEncoder(Letters())
-    out = run(source, tmp_path / "out", **SKIP, quarantine=tmp_path / "bad")
-    three = run(source, tmp_path / "three", **SKIP, quarantine=tmp_path / "bad3", workers=3)
+    out = run(source, tmp_path / "out", skip_bad=tmp_path / "bad")
+    three = run(source, tmp_path / "three", skip_bad=tmp_path / "bad3", workers=3)
     assert content(three) == content(out)
     assert json.loads((out / "index.json").read_text())["bad_records"] == 2 * len(BROKEN)
-    settings: Any = {"encoder": encode, "max_seq_len": 256, "num_lanes": 5, **SKIP}
-    packed = IterablePackedDataset(source, **settings, quarantine=tmp_path / "of the dataset")
+    settings: Any = {"encoder": encode, "max_seq_len": 256, "num_lanes": 5}
+    packed = IterablePackedDataset(source, **settings, skip_bad=tmp_path / "of the dataset")
     packs = list(packed.stream())
     assert packs[0].tokens.size
     assert listed(tmp_path / "bad") == listed(tmp_path / "bad3") == listed(tmp_path / "of the dataset")
@@ -189,8 +189,8 @@ def test_skipped_records_are_counted_across_a_resume(tmp_path: Path, after: int)
     source, bad = broken_corpus(tmp_path / "corpus"), tmp_path / "bad"
     whole = content(run(source, tmp_path / "whole", **SKIP))
     with pytest.raises(Killed):
-        run(source, tmp_path / "out", encoder=Dies(after), **SKIP, quarantine=bad)
-    run(source, tmp_path / "out", **SKIP, quarantine=bad, workers=2)
+        run(source, tmp_path / "out", encoder=Dies(after), skip_bad=bad)
+    run(source, tmp_path / "out", skip_bad=bad, workers=2)
     assert content(tmp_path / "out") == whole, "the counts in the headers, too"
     assert len(listed(bad)) == 2 * len(BROKEN)
 
@@ -198,20 +198,19 @@ def test_skipped_records_are_counted_across_a_resume(tmp_path: Path, after: int)
 def test_too_many_broken_records_are_an_error(tmp_path: Path) -> None:
     """They are counted by lane, over several calls."""
     source, many = broken_corpus(tmp_path / "corpus"), 2 * len(BROKEN)
-    settings = {"lanes": 1, "shard_tokens": 300, **SKIP}
-    whole = content(run(source, tmp_path / "enough", **settings, max_bad_records=many))
+    settings = {"lanes": 1, "shard_tokens": 300}
+    whole = content(run(source, tmp_path / "enough", **settings, skip_bad=many))
     limit = rf"1.jsonl:150: .*; lane 0 has skipped {many - 1} others, and"
     for _ in range(2):  # the second call begins after the shards of the first
         with pytest.raises(ValueError, match=limit):
-            run(source, tmp_path / "out", **settings, max_bad_records=many - 1)
+            run(source, tmp_path / "out", **settings, skip_bad=many - 1)
     assert len(content(tmp_path / "out")) > 10
-    run(source, tmp_path / "out", **settings, max_bad_records=0.04)
+    run(source, tmp_path / "out", **settings, skip_bad=0.04)
     assert content(tmp_path / "out") == whole
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mode": ({"on_bad_record": "ignore"}, "on_bad_record='ignore'"),
-    "list": ({"quarantine": "bad"}, 'a quarantine lists what is skipped; set on_bad_record="skip"'),
+    "list": ({"skip_bad": "s3://bad"}, "skip_bad.folder='s3://bad' is a URL"),
     # The record is sound, so it is not skipped.
     "label": (SKIP, "sample 0: a label is neither its token nor -100, and a shard keeps no other"),
     "id": ({"rows": [[1, 70_000]], "dtype": "uint16"}, "sample 0: token id 70000 does not fit into uint16"),
@@ -219,7 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "engine": ({"engine": "spark"}, "engine='spark' is unknown; choose one of 'processes', 'ray'"),
     "workers": ({"engine": "ray", "workers": 2}, "workers=2 are processes of this machine"),
     "address": ({"address": "auto"}, "address='auto' is that of a Ray cluster"),
-    "shards": ({"max_bad_shards": 101, **SKIP}, "max_bad_shards=101 is above 100"),
+    "shards": ({"skip_bad": {"shard_limit": 101}}, "skip_bad.shard_limit=101 is above 100"),
 }
 
 
@@ -273,10 +272,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main([*words, "--dtype", "uint16"]) == 1
     assert "was made with dtype='uint32' and this is dtype='uint16'" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n{"ids": [3]}\n')
-    words = [*words[:4], str(tmp_path / "skipped"), f"data.quarantine={tmp_path / 'bad'}"]
-    assert cli.main(words) == 1
-    assert "a quarantine lists what is skipped" in capsys.readouterr().err
-    assert cli.main([*words, "data.on_bad_record=skip"]) == 0
+    words = [*words[:4], str(tmp_path / "skipped"), f"data.skip_bad.folder={tmp_path / 'bad'}"]
+    assert cli.main(words) == 0
     assert TokenShardSource(tmp_path / "skipped").tokens == 3
     assert len(listed(tmp_path / "bad")) == 1
 

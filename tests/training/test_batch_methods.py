@@ -193,7 +193,7 @@ def test_settings_without_effect_on_a_method_may_change() -> None:
 def read_as_a_rank(folder: Path) -> list[int] | str:
     """Read this rank's copy of the corpus; return the tokens of its batches, or its error."""
     with join_world(torch.device("cpu"), timeout=20) as world:
-        bad: dict[str, Any] = {"on_bad_record": "skip", "quarantine": folder / "bad"}
+        bad: dict[str, Any] = {"skip_bad": folder / "bad"}
         settings = bad if (folder / "skip").exists() else {}
         data = IterablePackedDataset(folder / f"{world.rank}" / "rows.jsonl", max_seq_len=8, **settings)
         try:

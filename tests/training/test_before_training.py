@@ -126,12 +126,9 @@ def test_a_sound_config_has_no_problems(sound: Any, monkeypatch: pytest.MonkeyPa
     folder = Path(sound["folder"])
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert validate(changed(sound, {})) == []
-    skipped = {
-        "data.source.paths": ["{folder}/rows.jsonl", "{folder}/no.jsonl"],
-        "data.on_bad_record": "skip",
-    }
-    for quarantine in (None, "{folder}/bad"):
-        assert validate(changed(sound, skipped | {"data.quarantine": quarantine})) == []
+    skipped = {"data.source.paths": ["{folder}/rows.jsonl", "{folder}/no.jsonl"]}
+    for skip_bad in (True, "{folder}/bad"):
+        assert validate(changed(sound, skipped | {"data.skip_bad": skip_bad})) == []
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 

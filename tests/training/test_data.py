@@ -89,7 +89,7 @@ def test_validation_that_holds_out_nothing_or_trains_nothing_is_refused(tmp_path
 
 def test_broken_validation_records_have_a_list_of_their_own_and_no_limit(tmp_path: Path) -> None:
     config = mixed_config(tmp_path)
-    config.data.update({"on_bad_record": "skip", "max_bad_records": 1, "quarantine": str(tmp_path / "bad")})
+    config.data.skip_bad = {"limit": 1, "folder": str(tmp_path / "bad")}
     config.validation = {"fraction": 0.5, "max_packs": 1000}
     for name in ("counting", "words"):
         path = tmp_path / f"{name}.jsonl"

@@ -172,7 +172,7 @@ def test_bad_rows_can_be_skipped(tmp_path: Path) -> None:
     path.write_text("\n".join([good[0], "{broken", '{"words": "red"}', *good[1:]]) + "\n")
     with pytest.raises(ValueError, match="rows.jsonl:2"):
         score(config, tmp_path / "scores.jsonl")
-    config.data.on_bad_record = "skip"
+    config.data.skip_bad = True
     score(config, tmp_path / "skipped.jsonl")
     found = lines(tmp_path / "skipped.jsonl")
     assert [number for number, row in enumerate(found) if "error" in row] == [1, 2]

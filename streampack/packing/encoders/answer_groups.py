@@ -97,7 +97,7 @@ def require_trained(sample: Sample, answer: str) -> Sample:
     if _untrained(sample) == sample.tokens.size:
         raise ValueError(
             f"{answer} has no token to train: it is empty, or all of its messages are masked; leave the row out "
-            "(on_bad_record: skip), or end texts with EOS (add_eos: True)"
+            "(skip_bad: True), or end texts with EOS (add_eos: True)"
         )
     return sample
 

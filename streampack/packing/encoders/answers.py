@@ -167,9 +167,7 @@ class AnswersEncoder(Encoder):
                     f"column {columns!r} holds a {type(values).__name__}; give a list with one entry for each answer"
                 )
             if not len(values):
-                raise ValueError(
-                    f"column {columns!r} holds no answer; leave the row out (on_bad_record: skip)"
-                )
+                raise ValueError(f"column {columns!r} holds no answer; leave the row out (skip_bad: True)")
             return Given([f"{columns}[{i}]" for i in range(len(values))], list(values), (columns,))
         for ending in ("_input_ids", "_ids"):
             names = [f"{column}{ending}" for column in columns]
@@ -380,7 +378,7 @@ def _split_where_unequal(ids: Sequence[Any], prompt: Sequence[int] | None = None
     if all(len(each) == shared for each in ids):
         raise ValueError(
             "the answers are equal, so there is no telling where their prompt ends; leave the row out "
-            "(on_bad_record: skip), or give the prompt a column"
+            "(skip_bad: True), or give the prompt a column"
         )
     if prompt is not None:
         shared = common_prefix([*ids, prompt])

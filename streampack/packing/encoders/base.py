@@ -12,6 +12,7 @@ from streampack.fingerprint import digest
 from streampack.packing.samples import columns_of, sample_from_row
 from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
+from streampack.validation import require_token_id
 
 PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
 """The text on which tokenizers are checked."""
@@ -33,7 +34,11 @@ def _is_ids(value: Any) -> bool:
 
 
 class Encoder(ABC):
-    """Base class of encoders, which are called with a row and return a `Sample`. Plain functions are encoders, too."""
+    """Base class of encoders, which are called with a row and return a `Sample`. Plain functions are encoders, too.
+
+    A sample that ended with the ``eos_id`` of its encoder, or of the encoder's ``tokenizer``, and is cut by
+    ``overlong="truncate"`` ends with it again.
+    """
 
     @abstractmethod
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
@@ -60,11 +65,16 @@ class TokensEncoder(Encoder):
         tokens: the column of the ids. Default: ``tokens``, as torchtune names them, or ``input_ids``, as Hugging Face
             does; a bare list of ids will do as well. Rows with ``input_ids`` may lack labels, see `sample_from_row`.
         labels: the column of the labels.
+        eos_id: the token that ends texts. A sample that ended with it and is cut by ``overlong="truncate"`` ends with
+            it again.
     """
 
-    def __init__(self, *, tokens: str | None = None, labels: str | None = "labels") -> None:
+    def __init__(
+        self, *, tokens: str | None = None, labels: str | None = "labels", eos_id: int | None = None
+    ) -> None:
         self.tokens = tokens
         self.labels = labels
+        self.eos_id = None if eos_id is None else require_token_id(eos_id, "eos_id", vocab_size=None)
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
@@ -84,8 +94,8 @@ class TokensEncoder(Encoder):
             ) from None
 
     def fingerprint(self) -> str:
-        """Return a digest of the columns' names: they tell this encoder from another, and no row need be encoded."""
-        return digest("tokens", self.tokens, self.labels)
+        """Return a digest of the columns' names and the EOS, for which no row need be encoded."""
+        return digest("tokens", self.tokens, self.labels, self.eos_id)
 
     def ids_below(self, stored: int | None) -> int | None:
         """Return ``stored`` if this encoder reads the columns of token shards. A subclass may make other ids."""

@@ -112,7 +112,7 @@ def read_content(value: Any, column: str) -> Content:
     elif isinstance(value, Mapping):
         value = value.get("messages", [value])
     elif value is None:
-        raise ValueError(f"column {column!r} is null; mend the row, or leave it out (on_bad_record: skip)")
+        raise ValueError(f"column {column!r} is null; mend the row, or leave it out (skip_bad: True)")
     elif not isinstance(value, list | tuple | np.ndarray):
         raise ValueError(f"column {column!r} holds a {type(value).__name__}; give text, or messages")
     return parse_conversation({column: value}, column)

@@ -40,7 +40,7 @@ class TextEncoder(Encoder):
         text = row[self.column]
         if text is None:
             raise ValueError(
-                f"column {self.column!r} holds no text (null); mend the row, or set on_bad_record='skip', which counts "
+                f"column {self.column!r} holds no text (null); mend the row, or set skip_bad=True, which counts "
                 "and lists such rows"
             )
         if not isinstance(text, str):

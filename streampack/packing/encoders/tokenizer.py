@@ -91,7 +91,7 @@ def own_bos(tokenizer: Any) -> bool | None:
 
 
 def eos_of(tokenizer: Any) -> int | None:
-    """Return a tokenizer's end-of-text id, or None if it has none."""
+    """Return the end-of-text id of a tokenizer, or of an encoder that has an ``eos_id``; None if it has none."""
     found = getattr(tokenizer, "eos_id", None)
     return found if type(found) is int and found >= 0 else None
 
