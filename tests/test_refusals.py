@@ -204,10 +204,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: PackedDataLoader(packs(ROWS), batch=1),  # type: ignore[call-arg]
         "'batch'; did you mean 'batch_size'",
     ),
-    "cost": (
-        lambda: packs(ROWS, balance_cost={"window": 4}),
-        "balance_cost has no 'window'; its keys are sliding_window, chunk_size",
-    ),
     "outage": (lambda: packs(ROWS, max_outage=-1), "max_outage=-1"),
     "weight": (
         lambda: Mix([{"name": "a", "source": MapSource(ROWS), "weight": 10**400}]),

@@ -13,7 +13,6 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
@@ -125,7 +124,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             share, so that the ranks of a step have about the same work; 0 is off. A lane then holds the samples of as
             many packs, and a sample waits for at most ``buffer_size + 2 * balance_window`` packs. Default: 64 for
             several ranks and ``max_seq_len`` from 8,192 on, otherwise 0. It is fixed for the life of a run.
-        balance_cost: what the model's attention spares: ``{"sliding_window": tokens}`` or ``{"chunk_size": tokens}``.
 
     Raises:
         ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
@@ -167,7 +165,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         corpus_changes: str = "error",
         corpus_lists: str | os.PathLike[str] | None = None,
         balance_window: int | None = None,
-        balance_cost: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         kept = quarantine_for(
@@ -213,7 +210,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
             quarantine=kept,
-            balance_cost=AttentionCost.from_setting(balance_cost),
             use=StorageUse(60 * require_duration(max_outage, "max_outage", "minutes")),
         )
         self.lane_config.check_shards()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
 
@@ -55,7 +54,6 @@ class RunIdentity:
             "empty": config.empty,
             "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
             "shuffle_window": config.shuffle_window,
-            "balance_cost": asdict(config.balance_cost),
             "seed": config.seed,
         }
 

@@ -165,7 +165,6 @@ BASE: dict[str, Any] = {"overlong": "truncate", "shuffle": True, "shuffle_window
         ("shuffle_window", "9", "10", {"shuffle_window": 10}),
         ("shuffle_window", "9", "0", {"shuffle": False}),
         ("seed", "0", "1", {"seed": 1}),
-        ("balance_cost.sliding_window", "None", "8", {"balance_cost": {"sliding_window": 8}}),
     ],
 )
 def test_a_state_of_another_config_is_refused(
