@@ -98,7 +98,7 @@ def draw_settings(rng: random.Random, number: int, *, shuffle: bool) -> dict[str
     """Draw how files are read and packed."""
     return {
         "max_seq_len": 24, "buffer_size": rng.choice([4, 16]), "num_lanes": 12, "epochs": EPOCHS,
-        "shuffle": shuffle, "shuffle_window": rng.choice([8, 100]), "seed": number,
+        "shuffle": shuffle * rng.choice([8, 100]) or False, "seed": number,
     }  # fmt: skip
 
 

@@ -47,6 +47,8 @@ from streampack.validation import (
 
 log = logging.getLogger(__name__)
 
+SHUFFLE_WINDOW = 2048  # rows, with shuffle=True
+
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     """Packs of ``max_seq_len`` tokens, made while they are consumed, from samples of any lengths.
@@ -111,8 +113,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         corpus_lists: a folder where the list of the files is kept, which a resume with other files needs.
 
         shuffle: whether to read in a shuffled order, which is a function of (seed, epoch, lane). The parts of files are
-            shuffled, and rows within windows of ``shuffle_window``; map-style data are shuffled entirely.
-        shuffle_window: rows in a shuffle window; files only.
+            shuffled, and rows within windows: of 2048 rows, or of as many as are given in place of True. Map-style data
+            are shuffled entirely.
         seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
@@ -149,8 +151,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         truncate_eos: int | None = None,
         empty: str = "error",
         untrained: str | None = None,
-        shuffle: bool = False,
-        shuffle_window: int = 2048,
+        shuffle: bool | int = False,
         seed: int = 0,
         epochs: int | None = 1,
         num_lanes: int | None = None,
@@ -173,7 +174,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         require(empty, "empty", ("error", "drop"))
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
-        require_positive(shuffle_window, "shuffle_window")
         for value, name in ((epochs, "epochs"), (vocab_size, "vocab_size")):
             if value is not None:
                 require_positive(value, name)
@@ -200,7 +200,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             encode=encode,
             packing=packing,
             seed=seed,
-            shuffle_window=shuffle_window if shuffle else 0,
+            shuffle_window=_shuffle_window(shuffle),
             endless=epochs is None,
             empty=empty,
             untrained=untrained,
@@ -411,11 +411,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
 
-        The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle``, ``shuffle_window`` and
-        ``seed`` must be those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped
-        are not read again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the
-        statistics are counted from zero, and ``epochs`` from the run's beginning. What waited of a row that was packed
-        in part is left out, and counted as ``removed`` (with another encoder its tokens cannot be counted).
+        The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle`` and ``seed`` must be
+        those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped are not read
+        again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the statistics
+        are counted from zero, and ``epochs`` from the run's beginning. What waited of a row that was packed in part is
+        left out, and counted as ``removed`` (with another encoder its tokens cannot be counted).
 
         >>> rows = [{"tokens": [i] * 4, "labels": [i] * 4} for i in range(6)]
         >>> short = IterablePackedDataset(rows, max_seq_len=4, num_lanes=1)
@@ -515,3 +515,17 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if key not in self._estimates:
             self._estimates[key] = estimate(self.lane_config, rows=rows, num_lanes=key[1])
         return self._estimates[key]
+
+
+def _shuffle_window(shuffle: bool | int) -> int:
+    """Return how many rows a shuffle window has; 0 for the order of the source.
+
+    Raises:
+        ValueError: for what is neither True nor False nor a number of rows from 1 on.
+    """
+    if isinstance(shuffle, bool):
+        return SHUFFLE_WINDOW if shuffle else 0
+    try:
+        return require_positive(shuffle, "shuffle")
+    except ValueError as error:
+        raise ValueError(f"{error}, the rows of a window, or True or False") from None

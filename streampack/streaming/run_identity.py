@@ -15,7 +15,7 @@ from streampack.sources.source import Source
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.validation import warn_user
 
-OF_READING = ("corpus", "shuffle_window", "seed")
+OF_READING = ("corpus", "shuffle", "seed")
 """Parts of an identity that decide which rows a lane reads, and in which order."""
 OF_FILES = ("files", "hashed", "samples")
 """Entries of a source's identity, and of its encoder's, that follow from its files."""
@@ -53,7 +53,7 @@ class RunIdentity:
             "max_document_tokens": config.max_document_tokens,
             "empty": config.empty,
             "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
-            "shuffle_window": config.shuffle_window,
+            "shuffle": config.shuffle_window or False,
             "seed": config.seed,
         }
 

@@ -385,8 +385,7 @@ def changes(seed: int, number: int) -> Counter[str]:
         settings: dict[str, Any] = {
             "epochs": 3,
             "num_lanes": rng.choice([1, 3]),
-            "shuffle": rng.random() < 0.7,
-            "shuffle_window": rng.choice([5, 40]),
+            "shuffle": (rng.random() < 0.7) * rng.choice([5, 40]) or False,
             "overlong": rng.choice(["split", "drop"]),
             "split_across_pack": rng.random() < 0.25,
             "buffer_size": rng.choice([2, 8, 30]),

@@ -206,8 +206,8 @@ def maker(small: Any, *, weight: float, num_lanes: int) -> Callable[[], Iterable
     large = MapSource(shifted(numbers(20_000, longest=100, seed=9), APART))
     mix = Mix([entry("small", small, weight), entry("large", large, 1 - weight)], stop="never")
     return lambda: IterablePackedDataset(
-        mix, encoder=Numbers(), max_seq_len=128, buffer_size=16, num_lanes=num_lanes, shuffle=True,
-        shuffle_window=50, epochs=None, seed=1,
+        mix, encoder=Numbers(), max_seq_len=128, buffer_size=16, num_lanes=num_lanes, shuffle=50,
+        epochs=None, seed=1,
     )  # fmt: skip
 
 

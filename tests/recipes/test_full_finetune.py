@@ -246,7 +246,7 @@ def first_step(folder: Path) -> tuple[float, float, float]:
     """Compute loss, z-loss and gradient norm of the first step with a plain causal model on whole packs."""
     packs = IterablePackedDataset(
         JSONLSource(folder / "rows.jsonl"), encoder=TextEncoder(WordTokenizer()), max_seq_len=32,
-        split_across_pack=True, buffer_size=16, shuffle=True, shuffle_window=50, num_lanes=2, epochs=None,
+        split_across_pack=True, buffer_size=16, shuffle=50, num_lanes=2, epochs=None,
     )  # fmt: skip
     rows = list(islice(packs, 4))
     config = OmegaConf.to_container(tiny_config(folder).model)

@@ -104,7 +104,7 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
     """Of 25 MB, before the second packs are asked for; each lane may hold a block that it needs beside them."""
     data = filled("jsonl", text=26_000)
     network.requests.clear()
-    running = dataset(data, read_ahead=budget, shuffle_window=1).stream()
+    running = dataset(data, read_ahead=budget, shuffle=1).stream()
     for _ in range(LANES):
         next(running)
     for _ in range(100):  # until nothing more is asked for

@@ -75,8 +75,7 @@ MIXED: dict[str, Any] = {
     "epochs": None,
     "num_lanes": 2,
     "overlong": "split",
-    "shuffle": True,
-    "shuffle_window": 6,
+    "shuffle": 6,
 }
 
 
@@ -169,7 +168,7 @@ def test_a_hold_out_holds_where_files_change(part: str, tmp_path: Path) -> None:
     rng = random.Random(5)
     files = {f"f{i}.jsonl": new_rows(rng, i) for i in range(6)}
     settings: dict[str, Any] = {
-        "num_lanes": 1, "overlong": "split", "shuffle": True, "shuffle_window": 500, "epochs": 2,
+        "num_lanes": 1, "overlong": "split", "shuffle": 500, "epochs": 2,
         **changes_allowed(tmp_path),
     }  # fmt: skip
 
@@ -340,7 +339,7 @@ FR = {"fr/0.jsonl": numbers_of(12), "fr/x.jsonl": numbers_of(4)}
 
 
 def named(folder: Path, **changes: Any) -> dict[str, Any]:
-    given = {"num_lanes": 2, "epochs": 2, "shuffle": True, "shuffle_window": 16}
+    given = {"num_lanes": 2, "epochs": 2, "shuffle": 16}
     return {**given, **changes_allowed(folder), **changes}
 
 
