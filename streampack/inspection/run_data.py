@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streampack.instantiate import build
-from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.world import World
 
@@ -25,7 +23,7 @@ def training_data(config: RunConfig) -> IterablePackedDataset:
     from streampack.training.data import build_datasets  # it needs torchtune
 
     vocab_size = config.model.get("vocab_size")
-    data = {"corpus_lists": Path(config.output_dir, CORPUS_LISTS_FOLDER), **config.data, "quarantine": None}
+    data = {**config.data, "quarantine": None}
     # Lists of bad records are named by output_dir, where nothing is to be written.
     with tempfile.TemporaryDirectory() as scratch:
         return build_datasets(

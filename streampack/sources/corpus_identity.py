@@ -52,6 +52,10 @@ def difference(theirs: Any, ours: Any, *, skip: Callable[[str], bool] = lambda _
             " (the digest is of names, sizes and contents; a name is relative to the folder that is given, or to the "
             "part of a pattern before its first wildcard)"
         )
+    if name.endswith((".files", ".names")):
+        words += (
+            "; a run goes on with other files and sources only where corpus_lists was set before they changed"
+        )
     return words
 
 

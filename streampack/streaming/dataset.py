@@ -108,9 +108,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
         max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
             of a read are used up. Other ranks must wait as long (``timeout`` of a `PackedDataLoader`).
-        corpus_changes: what to do at a resume if files, or sources of a mixture, were added, removed or changed since
-            the state was made: ``"error"``, or ``"allow"`` to go on; see `CorpusChanges`.
-        corpus_lists: a folder where the list of the files is kept, which a resume with other files needs.
+        corpus_lists: a folder where the lists of the files are kept. With it, a resume goes on where files, or sources
+            of a mixture, were added, removed or changed since the state was made; without, it is refused. See
+            `CorpusChanges`.
 
         shuffle: whether to read in a shuffled order, which is a function of (seed, epoch, lane). The parts of files are
             shuffled, and rows within windows: of 2048 rows, or of as many as are given in place of True. Map-style data
@@ -163,7 +163,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         quarantine: str | os.PathLike[str] | None = None,
         read_ahead: int = READ_AHEAD,
         max_outage: float = 0.0,
-        corpus_changes: str = "error",
         corpus_lists: str | os.PathLike[str] | None = None,
         balance_window: int | None = None,
     ) -> None:
@@ -221,7 +220,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._shared_logged = False
         self._untrained = UntrainedWarning(self.lane_config)
         self._identity = RunIdentity(self.lane_config)
-        self._changes = CorpusChanges(source, allowed=corpus_changes, folder=corpus_lists)
+        self._changes = CorpusChanges(source, folder=corpus_lists)
         self._estimates: dict[tuple[int, int], Estimate] = {}
 
     def __repr__(self) -> str:

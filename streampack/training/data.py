@@ -21,7 +21,6 @@ from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER
 from streampack.sources.base import Reading
-from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.sources.holdout import Holdout, hold_out
 from streampack.sources.mixture import Mix
 from streampack.sources.mixture_entries import Entry
@@ -91,7 +90,6 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     encoder = build(settings.pop("encoder", None), inject=inject)
     if settings.get("on_bad_record") == "skip" and settings.get("quarantine") is None:
         settings["quarantine"] = Path(config.output_dir, BAD_RECORDS_FOLDER)
-    settings.setdefault("corpus_lists", Path(config.output_dir, CORPUS_LISTS_FOLDER))
     common: dict[str, Any] = {
         "padding_idx": padding_id(tokenizer),
         "vocab_size": vocab_size,

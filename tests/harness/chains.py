@@ -391,7 +391,6 @@ def changes(seed: int, number: int) -> Counter[str]:
             "buffer_size": rng.choice([2, 8, 30]),
             "balance_window": rng.choice([0, 5]),
             "seed": rng.randrange(100),
-            "corpus_changes": "allow",
             "corpus_lists": folder / "lists",
         }
         told += [kind, settings]

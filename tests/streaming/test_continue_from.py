@@ -212,7 +212,7 @@ def test_files_may_change_at_the_same_time(tmp_path: Path) -> None:
     (folder / "1.jsonl").unlink()
 
     def new() -> IterablePackedDataset:
-        return dataset(JSONLSource(folder), common, LONG, corpus_changes="allow")
+        return dataset(JSONLSource(folder), common, LONG)
 
     with pytest.warns(UserWarning, match="1 added .* 1 removed"):
         now = behind(new(), state)

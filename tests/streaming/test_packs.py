@@ -214,7 +214,6 @@ def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
         ({"balance_window": 5000}, "balance_window=5000"),
         ({"balance_window": 1.5}, "balance_window=1.5"),
         ({"max_document_tokens": 9}, "max_document_tokens=9 is below 24"),
-        ({"corpus_changes": "allow"}, 'corpus_changes="allow" needs corpus_lists'),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
