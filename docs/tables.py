@@ -22,7 +22,7 @@ WORDS = {
     "whole number": ("int",),
     "number": ("float",),
     "`true` or `false`": ("bool",),
-    "mapping": ("Node", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
+    "mapping": ("Node", "Storage", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
     "any": ("Any",),
     "list": ("Iterable[Name]", "Sequence[str]", "list[str]", "Sequence[Mapping[str, Any] | Entry]"),
     "": ("None", "PathLike[str]", "os.PathLike[str]"),

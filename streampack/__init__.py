@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         Source,
         TokenShardSource,
     )
+    from streampack.storage import Storage
     from streampack.streaming import IterablePackedDataset
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
@@ -101,6 +102,7 @@ __all__ = [
     "Sample",
     "Score",
     "Source",
+    "Storage",
     "TextEncoder",
     "TokenShardSource",
     "TokensEncoder",
@@ -147,6 +149,7 @@ _MODULES = {
     "ParquetSource": "sources",
     "Score": "scoring",
     "Source": "sources",
+    "Storage": "storage",
     "TextEncoder": "packing.encoders",
     "TokenShardSource": "sources",
     "TokensEncoder": "packing.encoders",

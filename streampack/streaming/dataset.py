@@ -18,8 +18,8 @@ from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_FRACTION, quarantine_for
 from streampack.sources.mixture import Mix
-from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
-from streampack.storage.use import StorageUse
+from streampack.storage.read_ahead import ReadAhead
+from streampack.storage.use import Storage, StorageUse
 from streampack.streaming.consumers import ranks_here, refuse_foreign_loader, refuse_several_ranks
 from streampack.streaming.continuation import config_before, unplanned
 from streampack.streaming.corpus_changes import CorpusChanges, described, what_happens
@@ -39,7 +39,6 @@ from streampack.types import Fragment, Sample
 from streampack.validation import (
     naming_nearest,
     require,
-    require_duration,
     require_positive,
     require_token_id,
     warn_user,
@@ -104,10 +103,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_bad_shards: how many bad shards (files that are empty, gone, or of another kind or schema) a lane may leave
             out before the run fails, with ``on_bad_record="skip"``. The ledger counts them as ``bad_shards``.
         quarantine: a folder for lists of the skipped records and shards; see `Quarantine`.
-        read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
-            holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
-        max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
-            of a read are used up. Other ranks must wait as long (``timeout`` of a `PackedDataLoader`).
+        storage: how each process uses storage: a `Storage`, or a mapping of its arguments: ``read_ahead`` (of files
+            behind URLs, the bytes held ahead of need and in shuffle windows, 256 MiB) and ``max_outage`` (minutes to
+            wait for files after all retries, 0).
         corpus_lists: a folder where the lists of the files are kept. With it, a resume goes on where files, or sources
             of a mixture, were added, removed or changed since the state was made; without, it is refused. See
             `CorpusChanges`.
@@ -161,8 +159,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_bad_records: float = BAD_FRACTION,
         max_bad_shards: int = 10,
         quarantine: str | os.PathLike[str] | None = None,
-        read_ahead: int = READ_AHEAD,
-        max_outage: float = 0.0,
+        storage: Storage | Mapping[str, Any] | None = None,
         corpus_lists: str | os.PathLike[str] | None = None,
         balance_window: int | None = None,
     ) -> None:
@@ -193,6 +190,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
+        self.storage = Storage.of(storage)
         source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
         self.lane_config = LaneConfig(
             source=source,
@@ -209,10 +207,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
             quarantine=kept,
-            use=StorageUse(60 * require_duration(max_outage, "max_outage", "minutes")),
+            use=StorageUse(60 * self.storage.max_outage),
         )
         self.lane_config.check_shards()
-        self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         self.epochs = epochs
         self.settings = RunSettings(num_lanes=num_lanes, balance_window=balance_window)
         self.readers = Readers()
@@ -284,7 +281,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
         lanes = range(consumer, num_lanes, consumers)
-        read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
+        read_ahead = ReadAhead.for_lanes(self.storage.read_ahead, len(lanes))
 
         def open_lane(number: int) -> Lane:
             state = states.get(number)

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
-from streampack.instantiate import COMPONENT
+from streampack.instantiate import COMPONENT, build
 from streampack.losses import LOSS_NORMS
 from streampack.map_style.methods import METHODS
 from streampack.streaming.dataset import IterablePackedDataset
@@ -288,6 +288,7 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
     ]
     if not problems:
         try:
+            settings["storage"] = build(settings.get("storage"))
             IterablePackedDataset([{"tokens": [0], "labels": [0]}], **settings)
         except ValueError as error:
             problems.append(f"data: {error}")

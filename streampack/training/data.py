@@ -88,6 +88,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(settings.pop("source"), inject=inject), once=world.run_on_main)
     encoder = build(settings.pop("encoder", None), inject=inject)
+    settings["storage"] = build(settings.get("storage"))
     if settings.get("on_bad_record") == "skip" and settings.get("quarantine") is None:
         settings["quarantine"] = Path(config.output_dir, BAD_RECORDS_FOLDER)
     common: dict[str, Any] = {
