@@ -22,7 +22,7 @@ WORDS = {
     "whole number": ("int",),
     "number": ("float",),
     "`true` or `false`": ("bool",),
-    "mapping": ("Node", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
+    "mapping": ("Node", "Storage", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
     "`true` or `false`, number, text or mapping": ("SkipBad",),
     "any": ("Any",),
     "list": ("Iterable[Name]", "Sequence[str]", "list[str]", "Sequence[Mapping[str, Any] | Entry]"),

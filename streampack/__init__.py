@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         TokenShardSource,
     )
     from streampack.sources.bad_records import Quarantine
+    from streampack.storage import Storage
     from streampack.streaming import IterablePackedDataset
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
@@ -103,6 +104,7 @@ __all__ = [
     "Sample",
     "Score",
     "Source",
+    "Storage",
     "TextEncoder",
     "TokenShardSource",
     "TokensEncoder",
@@ -150,6 +152,7 @@ _MODULES = {
     "Quarantine": "sources.bad_records",
     "Score": "scoring",
     "Source": "sources",
+    "Storage": "storage",
     "TextEncoder": "packing.encoders",
     "TokenShardSource": "sources",
     "TokensEncoder": "packing.encoders",

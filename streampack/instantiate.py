@@ -27,7 +27,7 @@ TRUST = "STREAMPACK_TRUST"
 An environment variable, because processes that a launcher starts inherit it."""
 
 COMPONENTS = {
-    r"streampack": r"\w+(Source|Encoder|Tokenizer|Messages)|Mix|Holdout|PackedDataset|packed_dataset",
+    r"streampack": r"\w+(Source|Encoder|Tokenizer|Messages)|Mix|Holdout|Storage|PackedDataset|packed_dataset",
     r"streampack\.losses": r"PreferenceLoss",
     r"streampack\.training\.weights": r"random_weights",
     r"streampack_recipes\.quickstart": r"corpus_file",

@@ -79,7 +79,7 @@ class Corpus:
         rng = np.random.default_rng(settings.get("seed", 0))
         lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
         settings = {
-            "max_seq_len": 24, "buffer_size": 16, "num_lanes": 12, "shuffle": True, "shuffle_window": 32,
+            "max_seq_len": 24, "buffer_size": 16, "num_lanes": 12, "shuffle": 32,
             "seed": 0, "balance_window": 8, **settings,
         }  # fmt: skip
         corpus = cls(lengths.tolist(), str(folder) if folder else None, settings, grouped=grouped)

@@ -98,7 +98,7 @@ def draw_settings(rng: random.Random, number: int, *, shuffle: bool) -> dict[str
     """Draw how files are read and packed."""
     return {
         "max_seq_len": 24, "buffer_size": rng.choice([4, 16]), "num_lanes": 12, "epochs": EPOCHS,
-        "shuffle": shuffle, "shuffle_window": rng.choice([8, 100]), "seed": number,
+        "shuffle": shuffle * rng.choice([8, 100]) or False, "seed": number,
     }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def changing_corpus(run: Run) -> str:
             rng, numbers = random.Random(number), count()
             with tempfile.TemporaryDirectory() as name:
                 settings = draw_settings(rng, number, shuffle=number % 5 > 1)
-                settings |= {"corpus_changes": "allow", "corpus_lists": Path(name, "lists")}
+                settings["corpus_lists"] = Path(name, "lists")
                 corpus = Changing([], name, settings, kind=list(SOURCES)[number % 3], mixed=number % 4 > 1)
                 before = draw_files(rng, [f"f{i}" for i in range(8)], 5, numbers)
                 other = draw_files(rng, [f"g{i}" for i in range(4)], 5, numbers)

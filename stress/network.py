@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from streampack import PackedDataLoader
+from streampack import PackedDataLoader, Storage
 from streampack.sources.scan import scan
 from stress.corpus import Files, digests_of, global_steps, record_packs, run_apart, run_rank
 from stress.job import Run, job
@@ -84,7 +84,7 @@ def compare(run: Run, root: Path, used: dict[str, int], server: Nginx, place: st
     options = {"storage_options": options, "retries": 3, "timeout": 10.0}
     for kind in KINDS:
         names = sorted(path.name for path in root.glob(f"*.{kind}"))
-        local = files_of(kind, tuple(str(root / name) for name in names), {}, {"shuffle_window": 32})
+        local = files_of(kind, tuple(str(root / name) for name in names), {}, {"shuffle": 32})
         remote = replace(
             local, paths=tuple(f"{place}/{name}" for name in names), options=local.options | options
         )
@@ -230,7 +230,7 @@ def many_lanes(run: Run) -> str:
         urls = tuple(web.url + path for path in files)
 
         def remote(read_ahead: int) -> Files:
-            settings = {"buffer_size": 16, "shuffle_window": 16, "num_lanes": lanes, "read_ahead": read_ahead}
+            settings = {"buffer_size": 16, "shuffle": 16, "num_lanes": lanes, "storage": Storage(read_ahead)}
             return files_of("parquet", urls, {}, settings)
 
         reading = remote(lanes * LANE_BYTES)
@@ -280,7 +280,7 @@ def many_shards(run: Run) -> str:
                 scanned = partial(scan, out=manifest, manifest=listed, progress=False)
                 run_apart(scanned, f"{web.url}/data", timeout=200)  # a scan leaves threads behind
                 seconds = time.perf_counter() - begun
-                settings = {"buffer_size": 16, "shuffle_window": 16, "read_ahead": 16 << 20}
+                settings = {"buffer_size": 16, "shuffle": 16, "storage": Storage(16 << 20)}
                 reading = files_of(kind, f"{web.url}/data", {"manifest": str(manifest)}, settings)
                 found.append(read(reading, web, 1))
                 check_requests(found[-1])

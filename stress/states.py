@@ -93,7 +93,7 @@ def resume_time(run: Run) -> str:
 
         def make() -> tuple[PackedDataLoader, Any, Numbers]:
             # Two lanes, so that their windows are a small part of the epoch.
-            settings: Any = {"max_seq_len": 1024, "shuffle": True, "shuffle_window": 1024, "num_lanes": 2}
+            settings: Any = {"max_seq_len": 1024, "shuffle": 1024, "num_lanes": 2}
             source, encoder = JSONLSource(path), Numbers()
             dataset = IterablePackedDataset(source, encoder=encoder, **settings)
             return PackedDataLoader(dataset, batch_size=4), source, encoder

@@ -215,8 +215,7 @@ def generate(number: int, folder: Path) -> Case:
         **rng.choice(FILLING),
         "overlong": overlong,
         "buffer_size": rng.choice([1, 2, 5, 16, 128]),
-        "shuffle": rng.random() < 0.8,
-        "shuffle_window": rng.choice([1, 3, 32]),
+        "shuffle": (rng.random() < 0.8) * rng.choice([1, 3, 32]) or False,
         "seed": rng.randrange(1000),
         "epochs": rng.choice([1, 1, 2, 3]),
         "num_lanes": max(most, rng.choice([most, most + 1, 6, 12, 13])),
@@ -366,8 +365,8 @@ def small_source(number: int, folder: Path) -> Case:
         lines = [{"i": rows * file + i, "n": int(rng.integers(4, 100))} for i in range(rows)]
         write(folder / f"{file}.jsonl.gz", lines)
     settings = {
-        "max_seq_len": 256, "buffer_size": 16, "num_lanes": (8, 32)[number % 2], "shuffle": True,
-        "shuffle_window": 32, "epochs": None,
+        "max_seq_len": 256, "buffer_size": 16, "num_lanes": (8, 32)[number % 2], "shuffle": 32,
+        "epochs": None,
     }  # fmt: skip
     corpus = Mixture(rng.integers(4, 200, 20_000).tolist(), str(folder), settings)
     stages = [Stage(4, 2, 62), Stage(2, 1, 31), Stage(1, 3, 32)]

@@ -22,6 +22,7 @@ from streampack import (
     PackedDataLoader,
     PackedDataset,
     PaddedCollator,
+    Storage,
     TextEncoder,
     TokensEncoder,
     method_loader,
@@ -205,11 +206,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: PackedDataLoader(packs(ROWS), batch=1),  # type: ignore[call-arg]
         "'batch'; did you mean 'batch_size'",
     ),
-    "cost": (
-        lambda: packs(ROWS, balance_cost={"window": 4}),
-        "balance_cost has no 'window'; its keys are sliding_window, chunk_size",
+    "storage's key": (
+        lambda: packs(ROWS, storage={"readahead": 1}),
+        "storage got an unexpected keyword argument 'readahead'; did you mean 'read_ahead'",
     ),
-    "outage": (lambda: packs(ROWS, max_outage=-1), "max_outage=-1"),
+    "outage": (lambda: packs(ROWS, storage={"max_outage": -1}), "max_outage=-1"),
     "weight": (
         lambda: Mix([{"name": "a", "source": MapSource(ROWS), "weight": 10**400}]),
         "; give its fraction of the trained tokens",
@@ -356,7 +357,7 @@ NOWHERE = "https://nowhere.invalid/a.jsonl"
     ("name", "make"),
     [
         ("max_seq_len", lambda n: packs(ROWS, max_seq_len=n)),
-        ("max_outage", lambda n: packs(ROWS, max_outage=n)),
+        ("max_outage", lambda n: packs(ROWS, storage=Storage(max_outage=n))),
         ("batch_size", lambda n: PackedDataLoader(packs(ROWS), batch_size=n)),
         ("max_tokens", lambda n: MultipackBatchSampler([1, 2], max_tokens=n)),
         ("timeout", lambda n: JSONLSource(NOWHERE, timeout=n)),

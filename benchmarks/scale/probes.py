@@ -125,8 +125,7 @@ def reading(lanes: int, window: int) -> dict[str, float]:
                 encoder=TextEncoder(WordTokenizer()),
                 max_seq_len=4096,
                 num_lanes=lanes,
-                shuffle=True,
-                shuffle_window=window,
+                shuffle=window,
             )
 
         def begin() -> Any:

@@ -39,23 +39,21 @@ def plan_outcomes(
 
 
 def _planned(config: LaneConfig, epoch: Epoch, shape: RunShape) -> Iterator[tuple[str, Plan, Totals]]:
-    cost, batching = config.balance_cost, shape.batching(shape.ranks[0])
+    batching = shape.batching(shape.ranks[0])
     if shape.method:
         plan = plan_method(
-            epoch.lanes, config.packing, cost, method=shape.method, batching=batching, seed=config.seed
+            epoch.lanes, config.packing, method=shape.method, batching=batching, seed=config.seed
         )
         yield shape.method, plan, totals(plan, epoch, batching)
     for name, packing in packings(config.packing).items():
         given = stretches(epoch, packing)
-        plan = plan_lanes(given.lanes, packing, cost)
-        groups = None if epoch.exact else plan_lanes(given.groups, packing, cost)
+        plan = plan_lanes(given.lanes, packing)
+        groups = None if epoch.exact else plan_lanes(given.groups, packing)
         yield name, plan, totals(plan, epoch, batching, whole_lanes=given.whole, groups=groups)
     for name, batch in (("padding", shape.padded_batch), ("mini-batches", 1)):
         at_once = batch * batching.world_size
         step = -(-batching.packs_per_step // at_once) * at_once
-        plan = plan_padding(
-            epoch.lanes, config.packing, cost, batch=batch, rows_per_step=step, seed=config.seed
-        )
+        plan = plan_padding(epoch.lanes, config.packing, batch=batch, rows_per_step=step, seed=config.seed)
         yield name, plan, totals(plan, epoch, batching)
 
 

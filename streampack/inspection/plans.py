@@ -15,7 +15,7 @@ import numpy.typing as npt
 from streampack.inspection.epoch import Epoch
 from streampack.loader.batching import Batching
 from streampack.map_style.methods import METHODS, plan_batches
-from streampack.packing.attention_cost import AttentionCost
+from streampack.packing.attention_cost import attention_cost
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import STRATEGIES
@@ -49,10 +49,10 @@ def packings(packing: Packing) -> dict[str, Packing]:
     return found | {"split_across_pack": replace(packing, split_across_pack=True)}
 
 
-def plan_lanes(lanes: Iterable[Sequence[int]], packing: Packing, cost: AttentionCost) -> Plan:
+def plan_lanes(lanes: Iterable[Sequence[int]], packing: Packing) -> Plan:
     """Plan the packs of each lane from the tokens that its samples keep.
 
-    >>> plan = plan_lanes([[5, 4, 2, 3, 4]], Packing(8), AttentionCost())
+    >>> plan = plan_lanes([[5, 4, 2, 3, 4]], Packing(8))
     >>> plan.held.tolist(), plan.lanes, plan.last
     ([8, 8, 2], (3,), 6)
     """
@@ -63,7 +63,7 @@ def plan_lanes(lanes: Iterable[Sequence[int]], packing: Packing, cost: Attention
             lengths = [stop - start for _, start, stop in pack]
             padded = [packing.padded(length) for length in lengths]
             held.append(sum(lengths))
-            pairs.append(cost.of(padded))
+            pairs.append(attention_cost(padded))
             ends += sum(padded) - held[-1]
         counts.append(len(held) - before)
         last += packing.max_seq_len - sum(padded) if counts[-1] else 0
@@ -74,7 +74,6 @@ def plan_lanes(lanes: Iterable[Sequence[int]], packing: Packing, cost: Attention
 def plan_padding(
     lanes: Iterable[Sequence[int]],
     packing: Packing,
-    cost: AttentionCost,
     *,
     batch: int,
     rows_per_step: int,
@@ -82,7 +81,7 @@ def plan_padding(
 ) -> Plan:
     """Plan batches of ``batch`` random samples, padded to the longest; with 1, mini-batches without padding.
 
-    >>> plan = plan_padding([[5, 4, 2, 3]], Packing(8), AttentionCost(), batch=2, rows_per_step=2, seed=0)
+    >>> plan = plan_padding([[5, 4, 2, 3]], Packing(8), batch=2, rows_per_step=2, seed=0)
     >>> plan.held.tolist(), plan.widths.tolist(), plan.steps
     ([2, 5, 4, 3], [5, 5, 4, 4], 2)
     """
@@ -91,19 +90,13 @@ def plan_padding(
     starts = np.arange(0, len(lengths), batch)
     longest = np.maximum.reduceat(lengths, starts) if len(lengths) else lengths
     widths = np.repeat(longest, batch)[: len(lengths)]
-    # A table by width, and no np.unique, whose indices take five times the memory of the widths.
-    counts = np.bincount(widths)
-    by_width = np.zeros(len(counts), np.int64)
-    for width in np.flatnonzero(counts).tolist():
-        by_width[width] = cost.of([width])
-    pairs = by_width[widths]
+    pairs = widths * (widths + 1) // 2  # the `attention_cost` of each
     return Plan(widths, lengths, pairs, (len(lengths),), 0, steps=-(-len(lengths) // rows_per_step))
 
 
 def plan_method(
     lanes: Iterable[Sequence[int]],
     packing: Packing,
-    cost: AttentionCost,
     *,
     method: str,
     batching: Batching,
@@ -131,7 +124,7 @@ def plan_method(
             held.append(sum(row))
             # Rows that are not packed are computed to their width; so is a packed row whose samples see one another.
             alone = row if chosen.isolated else [sum(row)]
-            pairs.append(cost.of(alone if chosen.packed or len(row) > 1 else [longest]))
+            pairs.append(attention_cost(alone if chosen.packed or len(row) > 1 else [longest]))
     steps = len(batches) / ranks / max(1, batching.packs_per_step // (batch * ranks))
     of_rows = np.array([widths, held, pairs], np.int64)
     return Plan(of_rows[0], of_rows[1], of_rows[2], (len(held),), 0, steps=steps)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streampack.instantiate import build
 from streampack.sources.bad_records import quarantine_for
-from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.world import World
 
@@ -26,7 +24,7 @@ def training_data(config: RunConfig) -> IterablePackedDataset:
     from streampack.training.data import build_datasets  # it needs torchtune
 
     vocab_size = config.model.get("vocab_size")
-    data = {"corpus_lists": Path(config.output_dir, CORPUS_LISTS_FOLDER), **config.data}
+    data = dict(config.data)
     # Lists of bad records are named by output_dir, where nothing is to be written.
     kept = quarantine_for(config.data.get("skip_bad"))
     data["skip_bad"] = kept and replace(kept, folder=None)

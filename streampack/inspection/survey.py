@@ -27,6 +27,7 @@ from streampack.inspection.report import (
     SourceShare,
 )
 from streampack.inspection.shape import RunShape
+from streampack.packing.attention_cost import attention_cost
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_config import LaneConfig, count_lanes
@@ -193,7 +194,7 @@ def _attention(dataset: IterablePackedDataset, chosen: Plan, planned: Totals, sh
         mean=float(pairs.mean()),
         quantiles={str(q): int(np.quantile(pairs, q)) for q in (0.1, 0.5, 0.9, 0.99)},
         largest=int(pairs.max()),
-        fraction=float(pairs.mean() / config.balance_cost.of([length])),
+        fraction=float(pairs.mean() / attention_cost([length])),
         share_of_work=work,
         imbalance=[_imbalance(dataset, chosen, planned, shape, ranks) for ranks in several],
     )

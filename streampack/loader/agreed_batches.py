@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from streampack.distributed.rank_sync import Exchange, RankSync
 from streampack.loader.merge import RankBatch
-from streampack.packing.attention_cost import AttentionCost
+from streampack.packing.attention_cost import attention_cost
 from streampack.packing.groups import path_starts
 from streampack.types import Pack
 
@@ -32,12 +32,10 @@ class AgreedBatches:
 
     Args:
         rank_sync: the ranks.
-        cost: counts the attention cost of each part, which the ranks tell one another, too.
     """
 
-    def __init__(self, rank_sync: RankSync, *, cost: AttentionCost) -> None:
+    def __init__(self, rank_sync: RankSync) -> None:
         self.rank_sync = rank_sync
-        self.cost = cost
         self.error: Exception | None = None  # this rank's, from making a part
         self.failed = False  # the ranks have agreed that one of them failed
         self._start_epoch()
@@ -87,9 +85,10 @@ class AgreedBatches:
             except Exception as error:  # raised on all ranks, when they have taken the batches before it
                 self.error = error
         self.parts.append(part)
-        cost = sum(map(self._cost_of, part.packs))
+        cost = sum(map(_cost_of, part.packs))
         self.untold.append((part.exists, self.error is not None, cost, *part.count()))
 
-    def _cost_of(self, pack: Pack) -> int:
-        starts = None if pack.groups is None else path_starts(pack.seq_lens, pack.groups.parents)
-        return self.cost.of_pack(pack.seq_lens, starts)
+
+def _cost_of(pack: Pack) -> int:
+    starts = None if pack.groups is None else path_starts(pack.seq_lens, pack.groups.parents)
+    return attention_cost(pack.seq_lens, starts)

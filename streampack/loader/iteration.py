@@ -121,7 +121,7 @@ class Iteration:
             world_size=size,
             workers=min(options.num_workers, -(-num_lanes // size)),
         )
-        self.agreed_batches = AgreedBatches(rank_sync, cost=dataset.lane_config.balance_cost)
+        self.agreed_batches = AgreedBatches(rank_sync)
         self.first_slot = begin.slot  # where this iteration's first step of this epoch begins
         self.batches = 0  # of this epoch, made by this iteration
         self.new_states: dict[int, LaneState] = {}  # lane states that the batch in the making brings

@@ -28,7 +28,7 @@ class StepMeter:
         """Count a batch.
 
         Args:
-            costs: attention costs of the batch on each rank, as `AttentionCost.of`; empty for a single rank.
+            costs: attention costs of the batch on each rank, as `attention_cost`; empty for a single rank.
             waited: seconds that the trainer waited for it.
             ends_step: whether it is the last batch of its step.
         """

@@ -52,6 +52,11 @@ def difference(theirs: Any, ours: Any, *, skip: Callable[[str], bool] = lambda _
             " (the digest is of names, sizes and contents; a name is relative to the folder that is given, or to the "
             "part of a pattern before its first wildcard)"
         )
+    if name.endswith((".files", ".names")):
+        words += (
+            "; a run goes on with others only with corpus_lists, a folder where it has kept the lists of its files "
+            "(recipes: data.corpus_lists=OUTPUT_DIR/corpus_lists)"
+        )
     return words
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from streampack.sources.parts import REMOVED_FILE, Part
 from streampack.storage.whole_files import write_whole
 
-CORPUS_LISTS_FOLDER = "corpus_lists"  # the default folder, within a run's output folder
 SHOWN = 3  # names of files in a message
 
 
@@ -60,7 +59,7 @@ class CorpusList:
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is missing: the list of the files that the run began with. A run can go on with other files "
-                "only where the lists that it kept (corpus_lists) are"
+                "only where it kept their lists (corpus_lists) before they changed"
             ) from None
         try:
             found = json.loads(gzip.decompress(content))

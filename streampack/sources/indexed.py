@@ -21,7 +21,15 @@ import numpy.typing as npt
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, places
 from streampack.sources.parts import BadShard, Damage, Part, Record
-from streampack.storage.base import File, LocalStorage, Resized, Storage, map_in_threads, redact, split_url
+from streampack.storage.base import (
+    File,
+    FileStorage,
+    LocalStorage,
+    Resized,
+    map_in_threads,
+    redact,
+    split_url,
+)
 from streampack.storage.compression import BUFFER_BYTES
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct, require_some
@@ -101,7 +109,7 @@ class Index(NamedTuple):
 
     path: str
     content: Mapping[str, Any]
-    storage: Storage
+    storage: FileStorage
     retries: Retries
 
     def corpus(self, shards: Sequence[tuple[str, int]]) -> Corpus:
@@ -181,7 +189,7 @@ def read_index(
     tries = Retries(attempts=require_positive(retries, "retries", least=0))
     path = os.fspath(folder)
     scheme = scheme_of(path)
-    storage: Storage
+    storage: FileStorage
     if scheme is None:
         once(lambda: None, of="a folder of each machine")  # raises an error if another rank was given a URL
         path = os.path.normpath(Path(path).expanduser().absolute() / INDEX)

@@ -1,6 +1,7 @@
 """Bytes: files on this machine and behind URLs are listed, read by range, retried and decompressed."""
 
-from streampack.storage.base import File, Storage
+from streampack.storage.base import File
 from streampack.storage.listing import Corpus, find_files
+from streampack.storage.use import Storage
 
 __all__ = ["Corpus", "File", "Storage", "find_files"]

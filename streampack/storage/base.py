@@ -51,7 +51,7 @@ class File:
         return redact(self.path)
 
 
-class Storage(Protocol):
+class FileStorage(Protocol):
     """Something that holds files: this machine, or a service behind URLs."""
 
     block: int
@@ -89,7 +89,7 @@ class LocalStorage:
         self._met: set[str] = set()  # the paths of the files that this process has read from
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `Storage.fetch`. Opening the file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds."""
+        """See `FileStorage.fetch`. Opening a file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds."""
         if self.within is not None and file.path not in self._met:
             if not Path(file.path).resolve().is_relative_to(Path(self.within).resolve()):
                 raise ValueError(
@@ -113,7 +113,7 @@ class LocalStorage:
         return data
 
     def tag(self, file: File) -> str:
-        """See `Storage.tag`: that of the manifest, or a digest of the first and last 64 KiB."""
+        """See `FileStorage.tag`: that of the manifest, or a digest of the first and last 64 KiB."""
         return file.tag or ends(self.fetch, file)
 
 
@@ -127,7 +127,7 @@ def changed(file: File, what: str) -> str:
     """Describe a file that has changed since it was listed. ``what`` says how: "has 3 bytes and had 4"."""
     return (
         f"{file.shown} {what} when it was listed; a corpus must not change during a run: restore the file, or start "
-        'again (after a new scan, if a manifest lists the file), with corpus_changes="allow" to resume'
+        "again (after a new scan, if a manifest lists the file), from a checkpoint too if the run has corpus_lists"
     )
 
 

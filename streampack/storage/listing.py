@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from streampack.fingerprint import digest
-from streampack.storage.base import File, LocalStorage, Storage, map_in_threads, redact, split_url
+from streampack.storage.base import File, FileStorage, LocalStorage, map_in_threads, redact, split_url
 from streampack.storage.details import Details
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.formats import in_folder
@@ -66,7 +66,7 @@ class Corpus:
     """
 
     files: tuple[File, ...]
-    storage: Storage
+    storage: FileStorage
     retries: Retries
     problems: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Details] = field(default_factory=dict)
@@ -348,7 +348,7 @@ def inode_of(found: os.stat_result) -> tuple[int, int] | None:
     return (found.st_dev, found.st_ino) if found.st_ino else None
 
 
-def _corpus(found: list[Listed], storage: Storage, tries: Retries) -> Corpus:
+def _corpus(found: list[Listed], storage: FileStorage, tries: Retries) -> Corpus:
     """Return the files in the order of their paths.
 
     Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from streampack.storage.base import File, Storage
+from streampack.storage.base import File, FileStorage
 from streampack.storage.counts import ReadCounts
 from streampack.storage.read_ahead import NO_READ_AHEAD, Account, ReadAhead
 from streampack.storage.retries import Retries
@@ -47,7 +47,7 @@ class Fetcher:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: FileStorage,
         retries: Retries,
         *,
         read_ahead: ReadAhead = NO_READ_AHEAD,

@@ -161,8 +161,8 @@ class ReadAhead:
             self.threads.warned = True
             log.warning(
                 "a shuffle window holds %.1f MB, and windows of %.1f MB in each lane of this process already fill "
-                "read_ahead: nothing is fetched ahead but for the lanes whose turn comes next; lower shuffle_window, "
-                "raise read_ahead, or use more processes",
+                "read_ahead: nothing is fetched ahead but for the lanes whose turn comes next; set shuffle to fewer "
+                "rows, raise read_ahead, or use more processes",
                 window / 1e6, self.window / 1e6,
             )  # fmt: skip
 

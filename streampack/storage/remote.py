@@ -66,7 +66,7 @@ class RemoteStorage:
         return self._filesystem[1]
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `Storage.fetch`. An answer with a part of the range, another range or another version is an error."""
+        """See `FileStorage.fetch`. An answer with a part of the range, another range or another version is an error."""
         if start == stop:
             return b""  # no request can name such a range
         answer = self._ask(file.path, start, stop)

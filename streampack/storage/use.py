@@ -1,8 +1,46 @@
-"""The limit of a process's waits for storage that does not answer."""
+"""What a process that reads may use: memory for what it reads ahead, and time for storage that does not answer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from streampack.storage.read_ahead import READ_AHEAD
+from streampack.validation import require_duration, require_positive, unknown_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How each process which reads (a worker, or the rank itself) uses storage: its memory, and its patience.
+
+    >>> Storage(read_ahead=64 << 20, max_outage=30)
+    Storage(read_ahead=67108864, max_outage=30)
+
+    Args:
+        read_ahead: of files behind URLs, the most bytes that the process holds for all of its lanes together: fetched
+            ahead of need, and in shuffle windows.
+        max_outage: minutes that the process may wait for files, in all of its run, after the ``retries`` of a read are
+            used up. Other ranks must wait as long (``timeout`` of a `PackedDataLoader`).
+    """
+
+    read_ahead: int = READ_AHEAD
+    max_outage: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive(self.read_ahead, "read_ahead", least=0)
+        require_duration(self.max_outage, "max_outage", "minutes")
+
+    @classmethod
+    def of(cls, given: Storage | Mapping[str, Any] | None) -> Storage:
+        """Return a setting as `Storage`: one, a mapping of its arguments, or None for the defaults."""
+        if isinstance(given, Storage):
+            return given
+        if not isinstance(given, Mapping | None):
+            raise ValueError(f"storage={given!r} is no Storage; give one, or a mapping of its arguments")
+        for problem in unknown_arguments(cls, given or {}):
+            raise ValueError(f"storage {problem}")
+        return cls(**(given or {}))
 
 
 @dataclass(slots=True)

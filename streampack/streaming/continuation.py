@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.settings import Packing
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
@@ -28,7 +27,6 @@ def config_before(config: LaneConfig, identity: Mapping[str, Any]) -> LaneConfig
         packing=Packing(strategy=strategy, **settings),
         max_document_tokens=identity["max_document_tokens"],
         untrained=identity["untrained"],
-        balance_cost=AttentionCost(**identity["balance_cost"]),
     )
 
 

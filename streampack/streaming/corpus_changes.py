@@ -16,7 +16,6 @@ from streampack.sources.source import Listable, Source
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.loaded_state import RunState
 from streampack.types import RowId
-from streampack.validation import require
 
 Histories = dict[str, list[tuple[int, str]]]
 """For each source of files the lists that a run was read by: (first epoch, digest of the list), the oldest first."""
@@ -40,23 +39,13 @@ class CorpusChanges:
 
     Args:
         source: of the run.
-        allowed: ``"error"`` or ``"allow"``.
-        folder: where the lists are kept; None if they are not.
-
-    Raises:
-        ValueError: if changes are allowed, and no folder is given.
+        folder: where the lists are kept; None if they are not, and a run goes on with its own files only.
     """
 
-    def __init__(self, source: Source, *, allowed: str, folder: str | os.PathLike[str] | None) -> None:
-        require(allowed, "corpus_changes", ("error", "allow"))
-        if allowed == "allow" and folder is None:
-            raise ValueError(
-                'corpus_changes="allow" needs corpus_lists, the folder in which the lists of the files are kept from '
-                "the beginning of the run on"
-            )
+    def __init__(self, source: Source, *, folder: str | os.PathLike[str] | None) -> None:
         self.source = source
-        self.allowed = allowed == "allow"
         self.folder = None if folder is None else Path(folder)
+        self.kept_in = self.folder  # for a resume that may go on with other files
         self.histories: Histories = {}
         # Digests of the lists that are in the folder, and their numbers of lanes.
         self._kept: set[tuple[str, int]] = set()
@@ -64,13 +53,13 @@ class CorpusChanges:
     def state(self, num_lanes: int | None) -> dict[str, Any]:
         """Return what a state holds: the names of a mixture's sources, and the history of each source of files.
 
-        The newest lists are kept in the folder.
+        The newest lists are kept in a folder, if there is one.
         """
         for name, source in self.source.file_sources().items():
             digest = source.marks().content
             self.histories.setdefault(name, [(0, digest)])
-            if self.folder is not None and num_lanes is not None and (digest, num_lanes) not in self._kept:
-                source.corpus_list(num_lanes).save(self.folder, digest)
+            if self.kept_in is not None and num_lanes is not None and (digest, num_lanes) not in self._kept:
+                source.corpus_list(num_lanes).save(self.kept_in, digest)
                 self._kept.add((digest, num_lanes))
         histories = {name: [list(pair) for pair in history] for name, history in self.histories.items()}
         return {"sources": list(self.source.names), "corpus": histories}
@@ -79,15 +68,16 @@ class CorpusChanges:
         """Return what a run needs to go on from a state.
 
         Raises:
-            ValueError: if something changed and that is not allowed, if a list is missing that is needed, or if the
-                state is that of one of several consumers.
+            ValueError: if a list is missing that is needed, or if the state is that of one of several consumers.
         """
         names = list(state["sources"])
         histories = {
             name: [(epoch, digest) for epoch, digest in each] for name, each in state["corpus"].items()
         }
         changed = self._renamed(names)
-        if changed and self.allowed:
+        if changed and self.folder is None:  # the identities are compared next, and their difference is told
+            return Resumed(loaded, {}, {})
+        if changed:
             loaded = _of_sources(loaded, names, self.source.names)
         for name, source in self.source.file_sources().items():
             digest = source.marks().content
@@ -95,19 +85,13 @@ class CorpusChanges:
             # The same object: pickled, the state is then equal byte for byte to that of a run without a resume.
             history[:] = [(epoch, digest if before == digest else before) for epoch, before in history]
             if history[-1][1] != digest:
+                if self.folder is None:
+                    return Resumed(loaded, {}, {})
                 changed[name] = self._described(name, source, history[-1][1], loaded)
-                if self.allowed:
-                    self._require_all_lanes(name, loaded)
-                    loaded = self._of_files(name, source, history[-1][1], loaded)
+                self._require_all_lanes(name, loaded)
+                loaded = self._of_files(name, source, history[-1][1], loaded)
                 begin = 1 + max(self._epochs(name, loaded.lane_states.values()), default=0)
                 history[:] = [(0, digest)] if loaded.nothing_read else [*history, (begin, digest)]
-        if changed and not self.allowed:
-            if self.folder is None:  # the identities of the runs are compared next, and tell what they can
-                return Resumed(loaded, {}, {})
-            raise ValueError(
-                f"the corpus is not the one that the state was made with: {described(changed)}. Resume with what the "
-                f'run began with, or set corpus_changes="allow" to go on with this one. {what_happens(loaded)}'
-            )
         earlier = {
             name: self._earlier(name, source, histories[name], loaded)
             for name, source in self.source.file_sources().items()

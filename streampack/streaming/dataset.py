@@ -8,19 +8,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import SkipBad, quarantine_for
 from streampack.sources.mixture import Mix
-from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
-from streampack.storage.use import StorageUse
+from streampack.storage.read_ahead import ReadAhead
+from streampack.storage.use import Storage, StorageUse
 from streampack.streaming.consumers import ranks_here, refuse_foreign_loader, refuse_several_ranks
 from streampack.streaming.continuation import config_before, unplanned
 from streampack.streaming.corpus_changes import CorpusChanges, described, what_happens
@@ -40,13 +40,14 @@ from streampack.types import Fragment, Sample
 from streampack.validation import (
     naming_nearest,
     require,
-    require_duration,
     require_positive,
     require_token_id,
     warn_user,
 )
 
 log = logging.getLogger(__name__)
+
+SHUFFLE_WINDOW = 2048  # rows, with shuffle=True
 
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
@@ -97,17 +98,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             is another limit: from 1 on the most bad records of a lane in one pass, below 1 a fraction. A folder is
             where they are listed. A `Quarantine`, or a mapping of its ``folder``, ``limit`` and ``shard_limit``, says
             all of this.
-        read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
-            holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
-        max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
-            of a read are used up. Other ranks must wait as long (``timeout`` of a `PackedDataLoader`).
-        corpus_changes: what to do at a resume if files, or sources of a mixture, were added, removed or changed since
-            the state was made: ``"error"``, or ``"allow"`` to go on; see `CorpusChanges`.
-        corpus_lists: a folder where the list of the files is kept, which a resume with other files needs.
+        storage: how each process uses storage: a `Storage`, or a mapping of its arguments: ``read_ahead`` (of files
+            behind URLs, the bytes held ahead of need and in shuffle windows, 256 MiB) and ``max_outage`` (minutes to
+            wait for files after all retries, 0).
+        corpus_lists: a folder where the lists of the files are kept. With it, a resume goes on where files, or sources
+            of a mixture, were added, removed or changed since the state was made; without, it is refused. See
+            `CorpusChanges`.
 
         shuffle: whether to read in a shuffled order, which is a function of (seed, epoch, lane). The parts of files are
-            shuffled, and rows within windows of ``shuffle_window``; map-style data are shuffled entirely.
-        shuffle_window: rows in a shuffle window; files only.
+            shuffled, and rows within windows: of 2048 rows, or of as many as are given in place of True. Map-style data
+            are shuffled entirely.
         seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
@@ -119,7 +119,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             share, so that the ranks of a step have about the same work; 0 is off. A lane then holds the samples of as
             many packs, and a sample waits for at most ``buffer_size + 2 * balance_window`` packs. Default: 64 for
             several ranks and ``max_seq_len`` from 8,192 on, otherwise 0. It is fixed for the life of a run.
-        balance_cost: what the model's attention spares: ``{"sliding_window": tokens}`` or ``{"chunk_size": tokens}``.
 
     Raises:
         ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
@@ -141,25 +140,20 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
         untrained: str | None = None,
-        shuffle: bool = False,
-        shuffle_window: int = 2048,
+        shuffle: bool | int = False,
         seed: int = 0,
         epochs: int | None = 1,
         num_lanes: int | None = None,
         padding_idx: int = 0,
         vocab_size: int | None = None,
         skip_bad: SkipBad = False,
-        read_ahead: int = READ_AHEAD,
-        max_outage: float = 0.0,
-        corpus_changes: str = "error",
+        storage: Storage | Mapping[str, Any] | None = None,
         corpus_lists: str | os.PathLike[str] | None = None,
         balance_window: int | None = None,
-        balance_cost: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
-        require_positive(shuffle_window, "shuffle_window")
         for value, name in ((epochs, "epochs"), (vocab_size, "vocab_size")):
             if value is not None:
                 require_positive(value, name)
@@ -176,13 +170,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
+        self.storage = Storage.of(storage)
         source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
         self.lane_config = LaneConfig(
             source=source,
             encode=encode,
             packing=packing,
             seed=seed,
-            shuffle_window=shuffle_window if shuffle else 0,
+            shuffle_window=_shuffle_window(shuffle),
             endless=epochs is None,
             untrained=untrained,
             max_document_tokens=max_document_tokens,
@@ -190,11 +185,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
             quarantine=quarantine_for(skip_bad),
-            balance_cost=AttentionCost.from_setting(balance_cost),
-            use=StorageUse(60 * require_duration(max_outage, "max_outage", "minutes")),
+            use=StorageUse(60 * self.storage.max_outage),
         )
         self.lane_config.check_shards()
-        self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         self.epochs = epochs
         self.settings = RunSettings(num_lanes=num_lanes, balance_window=balance_window)
         self.readers = Readers()
@@ -202,7 +195,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._shared_logged = False
         self._untrained = UntrainedWarning(self.lane_config)
         self._identity = RunIdentity(self.lane_config)
-        self._changes = CorpusChanges(source, allowed=corpus_changes, folder=corpus_lists)
+        self._changes = CorpusChanges(source, folder=corpus_lists)
         self._estimates: dict[tuple[int, int], Estimate] = {}
 
     def __repr__(self) -> str:
@@ -266,7 +259,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
         lanes = range(consumer, num_lanes, consumers)
-        read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
+        read_ahead = ReadAhead.for_lanes(self.storage.read_ahead, len(lanes))
 
         def open_lane(number: int) -> Lane:
             state = states.get(number)
@@ -392,11 +385,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
 
-        The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle``, ``shuffle_window`` and
-        ``seed`` must be those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped
-        are not read again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the
-        statistics are counted from zero, and ``epochs`` from the run's beginning. What waited of a row that was packed
-        in part is left out, and counted as ``removed`` (with another encoder its tokens cannot be counted).
+        The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle`` and ``seed`` must be
+        those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped are not read
+        again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the statistics
+        are counted from zero, and ``epochs`` from the run's beginning. What waited of a row that was packed in part is
+        left out, and counted as ``removed`` (with another encoder its tokens cannot be counted).
 
         >>> rows = [{"tokens": [i] * 4, "labels": [i] * 4} for i in range(6)]
         >>> short = IterablePackedDataset(rows, max_seq_len=4, num_lanes=1)
@@ -450,6 +443,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ranks": ranks_here()}
 
+    def keep_corpus_lists(self, folder: str | os.PathLike[str]) -> None:
+        """Keep the lists of the files in a folder, where a resume finds them that is given it as ``corpus_lists``."""
+        self._changes.kept_in = Path(folder)
+
     def ledger(self) -> Ledger:
         """Return the ledger of what this process has read, as of the last pack."""
         return total_ledger(self._lane_states())
@@ -496,3 +493,17 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if key not in self._estimates:
             self._estimates[key] = estimate(self.lane_config, rows=rows, num_lanes=key[1])
         return self._estimates[key]
+
+
+def _shuffle_window(shuffle: bool | int) -> int:
+    """Return how many rows a shuffle window has; 0 for the order of the source.
+
+    Raises:
+        ValueError: for what is neither True nor False nor a number of rows from 1 on.
+    """
+    if isinstance(shuffle, bool):
+        return SHUFFLE_WINDOW if shuffle else 0
+    try:
+        return require_positive(shuffle, "shuffle")
+    except ValueError as error:
+        raise ValueError(f"{error}, the rows of a window, or True or False") from None

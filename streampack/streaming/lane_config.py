@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.cut_samples import with_eos_of
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group
@@ -43,7 +42,6 @@ class LaneConfig:
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
     balance_window: int = 0  # packs that are planned ahead and handed out by cost; 0: as they are planned
-    balance_cost: AttentionCost = field(default_factory=AttentionCost)  # of a pack
     use: StorageUse = field(default_factory=StorageUse)  # of this process
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
     # For the files of which a row could not be encoded, why none of their rows can be; None if some may.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from streampack.packing.attention_cost import AttentionCost
+from streampack.packing.attention_cost import attention_cost
 from streampack.packing.groups import Group, path_starts
 from streampack.packing.planner import Placed, Planner
 from streampack.packing.settings import Packing
@@ -65,7 +65,7 @@ def plan_window(
     while len(planned) < size - packs % size and (placed := planner.next_pack()):
         planned.append(placed)
     order = hand_out_order(
-        [_cost(placed, config.balance_cost, config.packing) for placed in planned],
+        [_cost(placed, config.packing) for placed in planned],
         slot=packs % size,
         window=size,
         key=(config.seed, 0 if config.endless else epoch, packs // size),
@@ -77,10 +77,10 @@ def _tokens(placed: list[Placed[Piece]]) -> int:
     return sum(stop - start for _, start, stop in placed)
 
 
-def _cost(placed: list[Placed[Piece]], cost: AttentionCost, packing: Packing) -> int:
+def _cost(placed: list[Placed[Piece]], packing: Packing) -> int:
     in_groups = 0
     for piece, _, _ in placed:
         if type(group := piece.sample) is Group:
-            in_groups += cost.of_pack(group.lengths, path_starts(group.lengths, group.parents))
-            in_groups -= cost.of([group.tokens.size])
-    return cost.of([packing.padded(stop - start) for _, start, stop in placed]) + in_groups
+            in_groups += attention_cost(group.lengths, path_starts(group.lengths, group.parents))
+            in_groups -= attention_cost([group.tokens.size])
+    return attention_cost([packing.padded(stop - start) for _, start, stop in placed]) + in_groups

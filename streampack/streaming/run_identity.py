@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from streampack.sources.source import Source
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.validation import warn_user
 
-OF_READING = ("corpus", "shuffle_window", "seed")
+OF_READING = ("corpus", "shuffle", "seed")
 """Parts of an identity that decide which rows a lane reads, and in which order."""
 OF_FILES = ("files", "hashed", "samples")
 """Entries of a source's identity, and of its encoder's, that follow from its files."""
@@ -51,8 +50,7 @@ class RunIdentity:
             "pad_seqs_to": packing.pad_seqs_to,
             "max_document_tokens": config.max_document_tokens,
             "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
-            "shuffle_window": config.shuffle_window,
-            "balance_cost": asdict(config.balance_cost),
+            "shuffle": config.shuffle_window or False,
             "seed": config.seed,
         }
 

@@ -10,10 +10,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
-from streampack.instantiate import COMPONENT
+from streampack.instantiate import COMPONENT, build
 from streampack.losses import LOSS_NORMS
 from streampack.map_style.methods import METHODS
-from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.hints import DATA_KEYS, TORCHTUNE_KEYS, TRAINER_KEYS, hint_for
 from streampack.training.nodes import config_node_problems, type_problems
@@ -173,10 +172,10 @@ class RunConfig:
                     f"data.balance_window={self.data['balance_window']} orders the packs of a stream, and "
                     f"data.method={self.data['method']} makes batches of its own; leave one of the two out"
                 )
-            if self.data.get("corpus_changes") == "allow":
+            if self.data.get("corpus_lists") is not None:
                 raise ValueError(
                     f"data.method={self.data['method']} makes the batches of an epoch from all samples, so files must "
-                    "not change in it; leave corpus_changes out, or data.method"
+                    "not change in it; leave data.corpus_lists out, or data.method"
                 )
         if self.samples_in_row > 1 and not self.document_masking:
             raise ValueError(
@@ -288,8 +287,8 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
         for key, problem in type_problems(IterablePackedDataset, settings, name="packing")
     ]
     if not problems:
-        settings.setdefault("corpus_lists", CORPUS_LISTS_FOLDER)  # a recipe puts it into its output folder
         try:
+            settings["storage"] = build(settings.get("storage"))
             IterablePackedDataset([{"tokens": [0], "labels": [0]}], **settings)
         except ValueError as error:
             problems.append(f"data: {error}")

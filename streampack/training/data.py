@@ -21,7 +21,6 @@ from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.base import Reading
-from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.sources.holdout import Holdout, hold_out
 from streampack.sources.mixture import Mix
 from streampack.sources.mixture_entries import Entry
@@ -89,9 +88,9 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(settings.pop("source"), inject=inject), once=world.run_on_main)
     encoder = build(settings.pop("encoder", None), inject=inject)
+    settings["storage"] = build(settings.get("storage"))
     kept = quarantine_for(settings.get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER))
     settings["skip_bad"] = kept
-    settings.setdefault("corpus_lists", Path(config.output_dir, CORPUS_LISTS_FOLDER))
     common: dict[str, Any] = {
         "padding_idx": padding_id(tokenizer),
         "vocab_size": vocab_size,
@@ -105,6 +104,8 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     elif "fraction" in validation:
         source, held_out = hold_out(source, fraction=validation["fraction"])
     train = IterablePackedDataset(source, encoder=encoder, epochs=config.epochs, **common)
+    if config.data.get("corpus_lists") is None:
+        train.keep_corpus_lists(Path(config.output_dir, "corpus_lists"))
     if held_out is None:
         return Datasets(train, {}, {}, common)
     # The limit of bad records is for each lane of the training rows. A held-out dataset has one lane and reads only

@@ -385,14 +385,12 @@ def changes(seed: int, number: int) -> Counter[str]:
         settings: dict[str, Any] = {
             "epochs": 3,
             "num_lanes": rng.choice([1, 3]),
-            "shuffle": rng.random() < 0.7,
-            "shuffle_window": rng.choice([5, 40]),
+            "shuffle": (rng.random() < 0.7) * rng.choice([5, 40]) or False,
             "overlong": rng.choice(["split", "drop"]),
             "split_across_pack": rng.random() < 0.25,
             "buffer_size": rng.choice([2, 8, 30]),
             "balance_window": rng.choice([0, 5]),
             "seed": rng.randrange(100),
-            "corpus_changes": "allow",
             "corpus_lists": folder / "lists",
         }
         told += [kind, settings]

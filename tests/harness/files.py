@@ -298,10 +298,10 @@ def corpus(kind: str, folder: Path) -> Files:
 
 def stream(data: Any, **settings: Any) -> IterablePackedDataset:
     """Pack rows of `Numbers`, or ready tokens, in two lanes, once, in windows of seven."""
-    common: dict[str, Any] = {"max_seq_len": 24, "buffer_size": 6, "num_lanes": 2, "shuffle": True}
+    common: dict[str, Any] = {"max_seq_len": 24, "buffer_size": 6, "num_lanes": 2, "shuffle": 7}
     if not isinstance(data, TokenShardSource | MegatronSource | DatatroveSource):
         common["encoder"] = Numbers()
-    return IterablePackedDataset(data, **{**common, "shuffle_window": 7, "epochs": 1, **settings})
+    return IterablePackedDataset(data, **{**common, "epochs": 1, **settings})
 
 
 def skipping(data: Any, **settings: Any) -> IterablePackedDataset:

@@ -10,7 +10,7 @@ import numpy as np
 from streampack import IterablePackedDataset, MapSource, Mix, Sample
 from tests.harness.corpus import Numbers, rows
 
-SHUFFLED = {"shuffle": True, "shuffle_window": 7, "seed": 3}
+SHUFFLED = {"shuffle": 7, "seed": 3}
 APART = 100_000  # between the numbers of the first rows of two sources
 ENDLESS, ONCE, TWICE = {"epochs": None}, {"epochs": 1}, {"epochs": 2}
 

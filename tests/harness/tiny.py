@@ -55,7 +55,7 @@ def tiny_config(folder: Path, *, rows: int = 400, **changes):
     config.data = {
         "source": {"_component_": "streampack.JSONLSource", "paths": str(folder / "rows.jsonl")},
         "encoder": {"_component_": "streampack.TextEncoder"},
-        "max_seq_len": 32, "buffer_size": 16, "shuffle": True, "shuffle_window": 50, "num_lanes": 2,
+        "max_seq_len": 32, "buffer_size": 16, "shuffle": 50, "num_lanes": 2,
     }  # fmt: skip
     config.model = {"_component_": "torchtune.models.llama3.llama3", **model}
     config.checkpointer.checkpoint_dir = str(init)

@@ -29,10 +29,10 @@ def dataset(source: Any = ROWS, **settings: Any) -> IterablePackedDataset:
         "max_seq_len": 24,
         "buffer_size": 6,
         "num_lanes": 3,
-        "shuffle": True,
+        "shuffle": 8,
         "epochs": 2,
     }
-    return IterablePackedDataset(source, encoder=Numbers(), **{**defaults, "shuffle_window": 8, **settings})
+    return IterablePackedDataset(source, encoder=Numbers(), **{**defaults, **settings})
 
 
 def seen(batch: Batch) -> Seen:

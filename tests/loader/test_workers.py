@@ -228,7 +228,7 @@ def test_an_error_arrives_with_its_place_and_another_worker_goes_on(
 def test_an_error_when_a_stream_opens_is_raised(tmp_path: Path) -> None:
     """A state that does not fit, or a file that is missing for a moment, before there is a stream."""
     path = write(tmp_path / "a.jsonl", ROWS)
-    settings = {"source": path, "shuffle": True, "shuffle_window": 8, "num_lanes": 1}
+    settings = {"source": path, "shuffle": 8, "num_lanes": 1}
     stream = dataset(**settings).stream()
     events = [stream.event() for _ in range(9)]
     first, states = list(map(content, events)), {0: events[-1].state}

@@ -420,7 +420,7 @@ def reuse_message() -> Iterator[Row]:
 @pytest.mark.parametrize("make", [reuse_array, reuse_message])
 def test_generators_may_overwrite_the_row_they_returned(make: Any, shuffle: bool) -> None:
     """With ``shuffle`` a window of rows is held in memory, and taking a state reads several rows at once."""
-    settings: Any = {"max_seq_len": 8, "shuffle": shuffle, "shuffle_window": 16}
+    settings: Any = {"max_seq_len": 8, "shuffle": shuffle and 16}
     if make is reuse_message:
         settings["encoder"] = lambda row: row["messages"][0]["ids"]
     fresh = [copy.deepcopy(row) for row in make()]

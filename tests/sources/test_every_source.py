@@ -193,7 +193,7 @@ def stream(source: Any, **settings: Any) -> IterablePackedDataset:
         ids = np.full(1 + number(row) % 9, number(row))
         return Sample(ids, ids)
 
-    shuffled = {"shuffle": True, "shuffle_window": 5, "num_lanes": 2}
+    shuffled = {"shuffle": 5, "num_lanes": 2}
     return IterablePackedDataset(
         source, encoder=encode, max_seq_len=24, buffer_size=4, **{**shuffled, **settings}
     )

@@ -78,7 +78,7 @@ def test_a_read_is_tried_again_until_it_succeeds(
 ) -> None:
     data = filled(store, retries=5)
     failing(times, error)
-    assert len(packs(data, read_ahead=0)) > 5
+    assert len(packs(data, storage={"read_ahead": 0})) > 5
     assert len(waits) == times
 
 
@@ -92,7 +92,7 @@ def test_waits_double_each_with_its_jitter_and_the_last_error_is_raised(
     for _ in range(60):
         failing(10**6, OSError)
         with pytest.raises(OSError, match=r"versioned://bucket/000.jsonl: OSError"):
-            packs(data, read_ahead=0)
+            packs(data, storage={"read_ahead": 0})
     shares = np.array(waits).reshape(60, retries) / WAITS[:retries]
     assert (shares >= 0.5).all()
     assert (shares <= 1).all()
@@ -114,10 +114,10 @@ def test_a_server_that_names_a_wait_is_waited_for_within_the_budget(
         web.route = lambda path, *_: busy if len(web.requests) - begun <= times else path
         if times == 99:
             with pytest.raises(OSError, match="HTTP 429"):
-                packs(data, read_ahead=0)
+                packs(data, storage={"read_ahead": 0})
             assert len(web.requests) - begun == 3
         else:
-            assert packs(data, read_ahead=0)
+            assert packs(data, storage={"read_ahead": 0})
     assert waits == pytest.approx(expected, rel=0.5 if asked_for == "0.1" else 0)
 
 
@@ -150,7 +150,7 @@ def test_a_failure_names_the_place_and_the_stream_goes_on_when_it_is_over(
 ) -> None:
     small_pieces(monkeypatch, block=2048)
     data = filled(store, retries=5)
-    settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "read_ahead": 0}
+    settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "storage": {"read_ahead": 0}}
     expected = packs(data, **settings)
     running, found = stream(data, **settings).stream(), []
 
@@ -233,7 +233,7 @@ def test_errors_of_libraries_tell_whether_another_try_may_help_and_no_secrets(
     Failing.error = error
     data = JSONLSource("failing://b/a.jsonl?key=canary", retries=2, timeout=0.2)
     with pytest.raises(kind) as caught:
-        packs(data, read_ahead=0)
+        packs(data, storage={"read_ahead": 0})
     assert str(caught.value).startswith("failing://b/a.jsonl")
     assert message in str(caught.value)
     assert len(waits) == 2 * again
@@ -302,7 +302,7 @@ def test_without_max_outage_the_retries_are_all(store: Store, monkeypatch: pytes
     data = filled(store, retries=3)
     clock = Clock(monkeypatch, (0, 1e9))
     with pytest.raises(TimeoutError) as error:
-        packs(data, read_ahead=0)
+        packs(data, storage={"read_ahead": 0})
     assert "max_outage" not in str(error.value.__notes__)
     assert clock.tries == 4
     assert 1001.75 <= clock.now <= 1003.5
@@ -318,7 +318,7 @@ def test_a_run_outlives_an_outage_within_its_budget(
     expected = packs(data)
     clock = Clock(monkeypatch, (0, 300))
     with caplog.at_level(logging.WARNING, "streampack"):
-        assert packs(data, max_outage=10, read_ahead=0) == expected
+        assert packs(data, storage={"max_outage": 10, "read_ahead": 0}) == expected
     assert 1300 <= clock.now <= 1330
     lines = [r.getMessage() for r in caplog.records if "trying again" in r.getMessage()]
     assert len(lines) >= 10
@@ -330,9 +330,9 @@ def test_all_outages_of_a_process_share_the_budget(store: Store, monkeypatch: py
     """The budget has 10 min, the outages have 6 each; a read still has its retries when it is used up."""
     small_pieces(monkeypatch, block=2048)
     data = filled(store, per_shard=100, retries=3)
-    expected = packs(data, read_ahead=0)
+    expected = packs(data, storage={"read_ahead": 0})
     clock = Clock(monkeypatch, (0, 360))
-    run = stream(data, max_outage=10, read_ahead=0)
+    run = stream(data, storage={"max_outage": 10, "read_ahead": 0})
     running, found = run.stream(), []
     found.append(plain(next(running)))
     assert 1360 <= clock.now <= 1390
@@ -370,7 +370,7 @@ def test_a_budget_longer_than_the_other_ranks_wait_is_refused(
 
     def count(rank_sync: ThreadSync) -> int:
         rank_sync.timeout = timedelta(seconds=timeout)
-        loader = PackedDataLoader(stream(data, max_outage=max_outage))
+        loader = PackedDataLoader(stream(data, storage={"max_outage": max_outage}))
         loader.rank_sync = rank_sync
         return len(list(loader))
 
@@ -423,7 +423,7 @@ def test_a_file_that_changes_during_a_run_is_refused(
         if place == "http":
             paths = [web.url + name for name in files]
         data = source(kind, paths)
-        settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "read_ahead": 0}
+        settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "storage": {"read_ahead": 0}}
         expected = packs(data, **settings)
         running, found = stream(data, **settings).stream(), []
         found.append(plain(next(running)))

@@ -115,7 +115,7 @@ def test_a_branch_that_moves_does_not_move_a_run(hub: Hub) -> None:
     committed(hub, kind, 4, 40)
     [old] = hub.commits
     whole = list(map(content, stream(data(hub, kind))))
-    running = stream(data(hub, kind), read_ahead=0)
+    running = stream(data(hub, kind), storage={"read_ahead": 0})
     iterator = iter(running)
     got = [content(next(iterator)) for _ in range(5)]
     state = running.state_dict()
@@ -178,7 +178,7 @@ def test_an_outage_is_retried_as_often_as_set(hub: Hub, monkeypatch: pytest.Monk
     hub.web.fault = lambda path: "503"
     before = len(hub.web.requests)
     with pytest.raises(OSError, match=r"c/000.jsonl: HTTP 503"):
-        packs(made, read_ahead=0)
+        packs(made, storage={"read_ahead": 0})
     assert len(hub.web.requests) - before == 3
 
 
@@ -201,7 +201,7 @@ def test_the_token_appears_nowhere(
     for fault in ("503", "reset", "403", "404"):
         hub.web.fault = hub.store.fault = lambda path, fault=fault: fault  # type: ignore[misc]
         with pytest.raises(OSError) as error:
-            packs(made, read_ahead=0)
+            packs(made, storage={"read_ahead": 0})
         said.append("".join(traceback.format_exception(error.value)))
         with pytest.raises((OSError, ValueError)) as error:
             data(hub, "parquet", retries=0)

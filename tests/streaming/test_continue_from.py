@@ -18,7 +18,7 @@ from tests.harness.strategies import WAYS, settings_of
 LANES = 3
 SHORT: dict[str, Any] = {"max_seq_len": 16, "buffer_size": 6, "overlong": "split", "num_lanes": LANES}
 LONG: dict[str, Any] = {"max_seq_len": 40, "buffer_size": 64, "overlong": "split"}
-SHUFFLED: dict[str, Any] = {"shuffle": True, "shuffle_window": 8}
+SHUFFLED: dict[str, Any] = {"shuffle": 8}
 
 
 def dataset(source: Any, *several: dict[str, Any], **changes: Any) -> IterablePackedDataset:
@@ -58,7 +58,7 @@ def test_every_row_comes_in_one_of_two_phases(before: str, after: str, tmp_path:
     lengths = rows(90, overlong=40, empty=True)
     source = make_source("jsonl", tmp_path, lengths)
     for shuffle, at in ((False, 1), (False, 7), (True, 2), (True, 9), (True, 13)):
-        common = {"shuffle": shuffle, "shuffle_window": 8, "seed": at, "skip_bad": True}
+        common = {"shuffle": shuffle and 8, "seed": at, "skip_bad": True}
         data = dataset(source, common, SHORT, settings_of(before))
         first = list(islice(data, at))
         now = behind(dataset(source, common, LONG, settings_of(after)), data.state_dict())
@@ -150,7 +150,7 @@ def test_a_mixture_goes_on_with_other_weights(at: int, shuffle: bool, tmp_path: 
             {"name": name, "source": JSONLSource(path), "weight": weight if name == "a" else 1}
             for name, path in paths.items()
         ]
-        return dataset(Mix(entries, stop="first_exhausted"), settings, shuffle=shuffle, shuffle_window=8)
+        return dataset(Mix(entries, stop="first_exhausted"), settings, shuffle=shuffle and 8)
 
     data, now, again, last = new(1, SHORT), new(3, LONG), new(3, LONG), new(3, LONG)
     first = list(islice(data, at))
@@ -212,7 +212,7 @@ def test_files_may_change_at_the_same_time(tmp_path: Path) -> None:
     (folder / "1.jsonl").unlink()
 
     def new() -> IterablePackedDataset:
-        return dataset(JSONLSource(folder), common, LONG, corpus_changes="allow")
+        return dataset(JSONLSource(folder), common, LONG)
 
     with pytest.warns(UserWarning, match="1 added .* 1 removed"):
         now = behind(new(), state)
@@ -241,7 +241,7 @@ def test_what_cannot_go_on_is_refused_with_the_way_out() -> None:
     for now, words in (
         (new(rows(61)), "with corpus.rows=60 and this dataset has corpus.rows=61"),
         (new(seed=2), "seed=1 and this dataset has seed=2"),
-        (new(shuffle=False), "shuffle_window"),
+        (new(shuffle=False), "shuffle=2048 and this dataset has shuffle=False"),
     ):
         with pytest.raises(ValueError, match=words):
             now.continue_from(state)

@@ -53,7 +53,7 @@ def check_exact(data: IterablePackedDataset, make_again: Callable[[], IterablePa
 
 
 def changes_allowed(folder: Path) -> dict[str, Any]:
-    return {"corpus_changes": "allow", "corpus_lists": folder / "lists"}
+    return {"corpus_lists": folder / "lists"}
 
 
 def mixture(
@@ -75,8 +75,7 @@ MIXED: dict[str, Any] = {
     "epochs": None,
     "num_lanes": 2,
     "overlong": "split",
-    "shuffle": True,
-    "shuffle_window": 6,
+    "shuffle": 6,
 }
 
 
@@ -169,7 +168,7 @@ def test_a_hold_out_holds_where_files_change(part: str, tmp_path: Path) -> None:
     rng = random.Random(5)
     files = {f"f{i}.jsonl": new_rows(rng, i) for i in range(6)}
     settings: dict[str, Any] = {
-        "num_lanes": 1, "overlong": "split", "shuffle": True, "shuffle_window": 500, "epochs": 2,
+        "num_lanes": 1, "overlong": "split", "shuffle": 500, "epochs": 2,
         **changes_allowed(tmp_path),
     }  # fmt: skip
 
@@ -238,7 +237,7 @@ def test_the_state_of_one_of_several_consumers_is_refused_where_the_others_decid
     for state in states[::2]:
         [own] = state["lanes"].values()
         try:
-            resumed(new(corpus_changes="allow"), state)
+            resumed(new(), state)
         except ValueError as error:
             assert "the state has 1 of 2 lanes, and the others decide, too" in str(error)
             refused.append(own["epoch"])
@@ -246,7 +245,7 @@ def test_the_state_of_one_of_several_consumers_is_refused_where_the_others_decid
             assert own["epoch"] == 0, "the next epoch is the same for all consumers only in the first"
     assert set(refused) == {1, 2}
     merged = {**states[-1], "lanes": {lane: own for state in states for lane, own in state["lanes"].items()}}
-    resumed(new(corpus_changes="allow"), merged)
+    resumed(new(), merged)
 
 
 def numbers_of(first: int, count: int = 40) -> list[dict[str, int]]:
@@ -265,16 +264,16 @@ def test_token_shards_that_were_added_are_read_from_the_next_epoch_on(
         settings = {"lanes": 2, "shard_tokens": 60, "progress": False, "encoder": Numbers()}
         return tokenize(JSONLSource(tmp_path / rows), out=tmp_path / folder, **settings)
 
-    def dataset(changes: str = "allow") -> IterablePackedDataset:
+    def dataset() -> IterablePackedDataset:
         source = TokenShardSource(folders if len(folders) > 1 else folders[0])
         return IterablePackedDataset(
-            source, max_seq_len=24, num_lanes=2, epochs=3, shuffle=shuffle, corpus_changes=changes,
-            corpus_lists=tmp_path / "lists", untrained="keep",
+            source, max_seq_len=24, num_lanes=2, epochs=3, shuffle=shuffle, untrained="keep",
+            corpus_lists=tmp_path / "lists",
         )  # fmt: skip
 
     put(tmp_path / "rows", {"b.jsonl": first})
     folders = [shards("out", "rows")]
-    begun = dataset("error")
+    begun = dataset()
     packs = list(islice(begun, 4))
     state, both = begun.state_dict(), everything([{"b": first, "x": second}])
     if grows == "files":
@@ -291,7 +290,7 @@ def test_token_shards_that_were_added_are_read_from_the_next_epoch_on(
     with pytest.raises(
         ValueError, match=rf"the corpus is not the one .*: [1-9]\d? {words} \(.*tokens-.*\). Resume"
     ):
-        dataset("error").load_state_dict(state)
+        dataset().load_state_dict(state)
     data = dataset()
     with pytest.warns(UserWarning, match=rf"the corpus changed .*{words} \("):
         data.load_state_dict(state)
@@ -340,7 +339,7 @@ FR = {"fr/0.jsonl": numbers_of(12), "fr/x.jsonl": numbers_of(4)}
 
 
 def named(folder: Path, **changes: Any) -> dict[str, Any]:
-    given = {"num_lanes": 2, "epochs": 2, "shuffle": True, "shuffle_window": 16}
+    given = {"num_lanes": 2, "epochs": 2, "shuffle": 16}
     return {**given, **changes_allowed(folder), **changes}
 
 
@@ -367,7 +366,7 @@ def test_a_folder_that_joins_or_goes_changes_no_other_files_name(
 @pytest.mark.parametrize("how", [how for how in SOURCES if how != "a URL"])
 def test_a_corpus_may_be_moved(how: str, tmp_path: Path) -> None:
     put(tmp_path / "data", {**EN, **FR})
-    keeps = named(tmp_path, corpus_changes="error", corpus_lists=None)
+    keeps = named(tmp_path, corpus_lists=None)
     data = make(SOURCES[how](tmp_path / "data"), **keeps)
     iterator = iter(data)
     list(islice(iterator, 10))
@@ -396,11 +395,7 @@ def test_a_corpus_whose_files_look_renamed_is_refused_where_changes_are_allowed(
     # The same files by a folder above: nothing would be read of them in this epoch.
     for changes, words in (
         ({}, renamed),
-        ({"corpus_changes": "error"}, renamed),
-        (
-            {"corpus_changes": "error", "corpus_lists": None},
-            "a name is relative to the folder that is given",
-        ),
+        ({"corpus_lists": None}, "a name is relative to the folder that is given"),
     ):
         with pytest.raises(ValueError) as error:
             make(JSONLSource(above), **named(tmp_path, **changes)).load_state_dict(state)
@@ -428,22 +423,17 @@ def changed_files(tmp_path: Path) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     return source_of(tmp_path / "data", files), settings, state
 
 
-def test_the_error_names_what_was_added_removed_and_changed(changed_files: Any, tmp_path: Path) -> None:
+def test_a_warning_names_what_was_added_removed_and_changed(changed_files: Any, tmp_path: Path) -> None:
     source, settings, state = changed_files
-    with pytest.raises(ValueError) as error:
+    with pytest.warns() as warnings:
         make(source, **settings).load_state_dict(state)
-    assert str(error.value) == (
-        f"the corpus is not the one that the state was made with: 2 added ({tmp_path}/data/g0.jsonl, "
-        f"{tmp_path}/data/g1.jsonl), 1 removed (f3.jsonl), 1 changed ({tmp_path}/data/f1.jsonl). "
-        'Resume with what the run began with, or set corpus_changes="allow" to go on with this '
-        "one. Added files are read from the next epoch of their source on; of removed and changed ones nothing more is "
-        "read, and what waited of them is dropped"
-    )
-    settings["corpus_changes"] = "allow"
-    with pytest.warns(
-        UserWarning, match=r"^the corpus changed since the state was made: 2 added .*/g1.jsonl"
-    ):
-        make(source, **settings).load_state_dict(state)
+    assert [str(warning.message) for warning in warnings] == [
+        f"the corpus changed since the state was made: 2 added ({tmp_path}/data/g0.jsonl, {tmp_path}/data/g1.jsonl), "
+        f"1 removed (f3.jsonl), 1 changed ({tmp_path}/data/f1.jsonl). Added files are read from the next epoch of "
+        "their source on; of removed and changed ones nothing more is read, and what waited of them is dropped"
+    ]
+    with pytest.raises(ValueError, match=r"goes on with others only with corpus_lists, a folder"):
+        make(source, **{**settings, "corpus_lists": None}).load_state_dict(state)
     for changes, words in (
         ({"seed": 1}, "with seed=0 and this dataset has seed=1"),
         ({"encoder": Numbers("other")}, "made with encoder.fingerprint="),
@@ -473,4 +463,4 @@ def test_lists_that_cannot_be_read_are_refused(
     [kept] = (tmp_path / "lists").iterdir()
     harm(kept)
     with pytest.raises(kind, match=message):
-        make(source, **settings, corpus_changes="allow").load_state_dict(state)
+        make(source, **settings).load_state_dict(state)

@@ -167,7 +167,7 @@ def test_packs_share_no_memory_with_what_waits() -> None:
 def test_trace_finds_the_text_of_every_sequence(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     data = rows(90, overlong=70)
     source = make_source(kind, tmp_path, data)
-    dataset = make(source, shuffle=True, shuffle_window=8, num_lanes=1, **changes)
+    dataset = make(source, shuffle=8, num_lanes=1, **changes)
     traced = 0
     for pack in dataset:
         begin = 0
@@ -213,7 +213,8 @@ def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
             ({name: 0}, f"{name}=0 is below 1; give at least 1")
             for name in ("max_seq_len", "num_lanes", "epochs")
         ),
-        *(({name: 1.5}, f"{name}=1.5 is not a whole number") for name in ("vocab_size", "shuffle_window")),
+        *(({name: 1.5}, f"{name}=1.5 is not a whole number") for name in ("vocab_size", "shuffle")),
+        ({"shuffle": 0}, "shuffle=0 is below 1; give at least 1, the rows of a window, or True or False"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": None}, "seed=None"),
         ({"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of 'next_fit'"),
@@ -222,7 +223,6 @@ def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
         ({"balance_window": 5000}, "balance_window=5000"),
         ({"balance_window": 1.5}, "balance_window=1.5"),
         ({"max_document_tokens": 9}, "max_document_tokens=9 is below 24"),
-        ({"corpus_changes": "allow"}, 'corpus_changes="allow" needs corpus_lists'),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -277,7 +277,7 @@ def flaky(
     changes=st.fixed_dictionaries(
         {
             "overlong": st.sampled_from(POLICIES),
-            "shuffle_window": st.sampled_from([1, 5]),
+            "shuffle": st.sampled_from([1, 5]),
             "balance_window": st.sampled_from([0, 4]),
             "num_lanes": st.sampled_from([1, 3]),
         }
@@ -291,7 +291,7 @@ def test_a_stream_makes_the_same_packs_after_any_error(
 ) -> None:
     """Whatever fails, whenever: iterated again, it makes the packs of a run without errors."""
     data = rows(40, overlong=70)
-    changes = {**changes, **settings_of(way), "shuffle": True}
+    changes = {**changes, **settings_of(way)}
     whole = [content(pack) for pack in make(MapSource(data), **changes)]
     source, encoder = flaky(data, where, fails, lambda: kind("no luck"))
     dataset = make(source, encoder=encoder, **changes)
@@ -401,7 +401,7 @@ def windows_of(seed: int, path: Path) -> list[list[int]]:
     data = [{"i": i, "n": 24} for i in range(64)]
     if not path.exists():
         write(path, data)
-    packs = make(path, num_lanes=1, shuffle=True, shuffle_window=8, seed=seed, epochs=2, strategy="next_fit")
+    packs = make(path, num_lanes=1, shuffle=8, seed=seed, epochs=2, strategy="next_fit")
     numbers = [int(pack["tokens"][0]) // 1000 for pack in packs]
     return [numbers[at : at + 8] for at in range(0, 128, 8)]
 

@@ -50,8 +50,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_every": 4, "keep_every": 6}, "keep_every=6 is no multiple of checkpoint_every=4, and there"),
     ({"checkpoint_every": None, "keep_every": 6}, "keep_every=6 is no multiple of checkpoint_every=None"),
     ({"data.max_seq_len": 4096}, "data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"),
+    ({"data.storage": {"_component_": "streampack.Storage", "max_outage": -1}}, "data: max_outage=-1 is no number of"),
     (
-        {"data.method": "multipack", "data.corpus_changes": "allow"},
+        {"data.method": "multipack", "data.corpus_lists": "lists"},
         "data.method=multipack makes the batches of an epoch from all samples",
     ),
     ({"data.method": "multipack", "data.balance_window": 8}, "data.balance_window=8 orders the packs of a stream"),
