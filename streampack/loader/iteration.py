@@ -72,7 +72,7 @@ class Iteration:
         self.given = False  # whether it has handed out a batch
         self.broken = False  # whether the newest next() raised, or is under way
         self.raised_on_all = (
-            False  # whether that exception was raised on all ranks, so that none waits for another
+            False  # whether its exception was raised on all ranks, so that none waits for another
         )
         self.over = False  # whether it has come to its end
         self.commands = dataset.readers.commands
@@ -83,13 +83,15 @@ class Iteration:
         """Collective: check that all ranks have the same run, settle its number of lanes, and start the workers."""
         self.broken = True
         try:
-            self._start()
+            begin = self._agree()
         except Exception:
             self.raised_on_all = True
             raise
+        self._open(begin)
         self.broken = False
 
-    def _start(self) -> None:
+    def _agree(self) -> RunState:
+        """Collective: return where to begin, with the lanes of all ranks. An Exception is raised on all of them."""
         dataset, rank_sync, options = self.dataset, self.rank_sync, self.options
         begin = self.begin
         if not rank_sync.has_data_groups:
@@ -97,24 +99,29 @@ class Iteration:
         require_same_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(begin))
         if begin.left:  # then it has the lanes of this rank
             begin = replace(begin, lane_states=rank_sync.merge_lanes(begin.lane_states))
-        rank, size = rank_sync.data_rank, rank_sync.data_world_size
-        num_lanes = dataset.fix_lanes(size * max(1, options.num_workers))
-        dataset.settings.choose_window(dataset.lane_config.packing, size)
-        self.batching = replace(options.batching, num_lanes=num_lanes)
-        self.batching.warn(num_workers=options.num_workers, rank=rank_sync.rank)
+        num_lanes = dataset.fix_lanes(rank_sync.data_world_size * max(1, options.num_workers))
+        dataset.settings.choose_window(dataset.lane_config.packing, rank_sync.data_world_size)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
         dataset.lane_config.check_shards()
+        # Of the ranks that are given the same batches, one lists the bad records.
+        self.read = dataset if rank_sync.lists_bad_records() else dataset._unlisted()
+        self.batching = replace(options.batching, num_lanes=num_lanes)
+        return begin
+
+    def _open(self, begin: RunState) -> None:
+        rank_sync, options, num_lanes = self.rank_sync, self.options, self.batching.num_lanes
+        rank, size = rank_sync.data_rank, rank_sync.data_world_size
+        self.batching.warn(num_workers=options.num_workers, rank=rank_sync.rank)
         if rank_sync.rank == 0:
-            dataset._log_shared()
+            self.dataset._log_shared()
         self.epoch = 0
         if self.last_epoch is not None:
             # The same on all ranks: also on one whose lanes have made no pack of this epoch yet.
             self.epoch = max((state.epoch for state in begin.lane_states.values()), default=begin.epoch)
         own = {lane: state for lane, state in begin.lane_states.items() if lane % size == rank}
         self.handed = replace(begin, lane_states=own, left=True)
-        # Of the ranks that are given the same batches, one lists the bad records.
         self.rank_batches = RankBatches(
-            dataset if rank_sync.lists_bad_records() else dataset._unlisted(),
+            self.read,
             begin=self.handed,
             epoch=None if self.last_epoch is None else self.epoch,
             rank=rank,
@@ -166,29 +173,25 @@ class Iteration:
         self.require_whole("asked for a batch")
         if self.broken:
             raise RuntimeError(ANEW)
+        if self.over:
+            raise StopIteration
         self.broken = True
-        begun = time.perf_counter()
         try:
             self.new_states = {}
-            batch = self._next()
+            batch = self._timed()
+            lane_states = {**self.handed.lane_states, **self.new_states}
+            steps = self.batches // self.batching.batches_per_step
+            slot = self.first_slot + steps * self.batching.packs_per_step
+            handed = replace(self.handed, lane_states=lane_states, slot=slot)
+            readers = self.dataset.readers
+            if batch is None:
+                readers.ended_loader(self.commands, following=self.following)
+            else:
+                readers.given_by_loader(self.commands)
         except BaseException as error:
-            self.raised_on_all = isinstance(error, Exception) and self.agreed_batches.failed
+            self.raised_on_all |= isinstance(error, Exception) and self.agreed_batches.failed
             self.rank_batches.close()
             raise
-        if batch is not None:
-            ends_step = self.batches % self.batching.batches_per_step == 0
-            self.meter.add(self.part.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
-            size = batch.tokens.numel() * self.rank_sync.world_size
-            self.trained.add(self.part.trained, self.part.tokens, size, ends_step=ends_step)
-        elif self.rank_sync.rank == 0 and not self.given:
-            self.begin.warn_if_left()
-        slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
-        handed = replace(self.handed, lane_states={**self.handed.lane_states, **self.new_states}, slot=slot)
-        readers = self.dataset.readers
-        if batch is None:
-            readers.ended_loader(self.commands, following=self.following)
-        else:
-            readers.given_by_loader(self.commands)
         # CPython checks for signals at calls and loops. There are none below, so no Ctrl-C can come between recording
         # a batch and returning it.
         self.handed = handed
@@ -197,6 +200,19 @@ class Iteration:
             self.over = True
             raise StopIteration
         self.given = True
+        return batch
+
+    def _timed(self) -> Batch | None:
+        """Make the next batch, and tell the meters of it; None at the end."""
+        begun = time.perf_counter()
+        batch = self._next()
+        if batch is not None:
+            ends_step = self.batches % self.batching.batches_per_step == 0
+            self.meter.add(self.part.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
+            size = batch.tokens.numel() * self.rank_sync.world_size
+            self.trained.add(self.part.trained, self.part.tokens, size, ends_step=ends_step)
+        elif self.rank_sync.rank == 0 and not self.given:
+            self.begin.warn_if_left()
         return batch
 
     def require_whole(self, action: str) -> None:
@@ -210,7 +226,7 @@ class Iteration:
 
     def _next(self) -> Batch | None:
         """Make the next batch; None at the end."""
-        while not self.over:
+        while True:
             rank_batch = self._take_alone() if self.rank_sync.alone else self._take_agreed()
             # Null batches complete a step that has begun.
             if rank_batch is not None or self.batches % self.batching.batches_per_step:
@@ -225,7 +241,6 @@ class Iteration:
                 return None
             self.epoch = self.rank_batches.epoch = self.epoch + 1
             self.batches = self.first_slot = 0
-        return None
 
     def _make(self, number: int) -> RankBatch:
         """Make this rank's part of batch ``number`` of the epoch."""
@@ -258,6 +273,7 @@ class Iteration:
         found = self.rank_sync.gather((self.rank_sync.data_rank, total_ledger(lane_states), anew))
         whole = Ledger.total({rank: ledger for rank, ledger, _ in found}.values())
         if not whole.packs and not any(anew for _, _, anew in found):
+            self.raised_on_all = True
             raise nothing_to_pack(whole)
 
     def _book(self, rank_batches: list[RankBatch]) -> None:

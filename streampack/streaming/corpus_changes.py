@@ -22,11 +22,12 @@ Histories = dict[str, list[tuple[int, str]]]
 
 
 class Resumed(NamedTuple):
-    """The result of `CorpusChanges.resume`: a state for the sources of now, what changed, and `Reading.earlier`."""
+    """The result of `CorpusChanges.resume`."""
 
-    loaded: RunState
-    changed: dict[str, str]
-    earlier: dict[str, list[Division]]
+    loaded: RunState  # for the sources of now
+    changed: dict[str, str]  # by source, what
+    earlier: dict[str, list[Division]]  # see `Reading`
+    histories: Histories
 
 
 class CorpusChanges:
@@ -76,7 +77,7 @@ class CorpusChanges:
         }
         changed = self._renamed(names)
         if changed and self.folder is None:  # the identities are compared next, and their difference is told
-            return Resumed(loaded, {}, {})
+            return Resumed(loaded, {}, {}, {})
         if changed:
             loaded = _of_sources(loaded, names, self.source.names)
         for name, source in self.source.file_sources().items():
@@ -86,7 +87,7 @@ class CorpusChanges:
             history[:] = [(epoch, digest if before == digest else before) for epoch, before in history]
             if history[-1][1] != digest:
                 if self.folder is None:
-                    return Resumed(loaded, {}, {})
+                    return Resumed(loaded, {}, {}, {})
                 changed[name] = self._described(name, source, history[-1][1], loaded)
                 self._require_all_lanes(name, loaded)
                 loaded = self._of_files(name, source, history[-1][1], loaded)
@@ -96,8 +97,7 @@ class CorpusChanges:
             name: self._earlier(name, source, histories[name], loaded)
             for name, source in self.source.file_sources().items()
         }
-        self.histories = {name: histories[name] for name in earlier}
-        return Resumed(loaded, changed, earlier)
+        return Resumed(loaded, changed, earlier, {name: histories[name] for name in earlier})
 
     def _renamed(self, names: Sequence[str]) -> dict[str, str]:
         """Return which sources of a mixture were added and removed."""

@@ -23,7 +23,7 @@ from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.use import Storage, StorageUse
 from streampack.streaming.consumers import ranks_here, refuse_foreign_loader, refuse_several_ranks
 from streampack.streaming.continuation import config_before, unplanned
-from streampack.streaming.corpus_changes import CorpusChanges, described, what_happens
+from streampack.streaming.corpus_changes import CorpusChanges, Resumed, described, what_happens
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.iteration import PackDicts
 from streampack.streaming.lane import Lane
@@ -209,9 +209,12 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return PackDicts(self._start, untrained=self._untrained)
+        return PackDicts(self._start, self._began, untrained=self._untrained)
 
-    def _start(self, packs: PackDicts) -> tuple[RunState, PackStream, int]:
+    def _began(self, packs: PackDicts) -> None:
+        self.readers.newest = packs
+
+    def _start(self) -> tuple[RunState, PackStream, int]:
         """Return where an iteration begins, its packs from there on, and the epoch that follows it."""
         refuse_several_ranks(self._ranks)
         refuse_foreign_loader(self)
@@ -232,7 +235,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         stream = self.stream(consumer, consumers, lane_states=begin.lane_states, epoch=begin.epoch)
         if consumer == 0:
             self._log_shared()
-        readers.newest = packs
         return replace(begin, partial=consumers > 1), stream, begin.epoch + (self.epochs or 1)
 
     def stream(
@@ -377,10 +379,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
-        loaded, _ = self._checked(state)
+        resumed = self._checked(state)
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
-        self._resume_from(loaded)
+        self._resume_from(resumed.loaded, resumed)
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
@@ -406,7 +408,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the state is from another corpus or order, if all ``epochs`` are read, or if it is no state.
         """
-        loaded, changed = self._checked(state, names=OF_READING)
+        resumed = self._checked(state, names=OF_READING)
+        loaded, changed = resumed.loaded, resumed.changed
         if self.epochs is not None and loaded.epochs_read >= self.epochs:
             raise ValueError(
                 f"nothing is left to go on with: the earlier run has read the data {loaded.epochs_read} times, and "
@@ -416,27 +419,27 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         other = self._identity.difference(state["identity"], names=("encoder",), changed=changed)
         if other is None:
             loaded = unplanned(loaded, config_before(self.lane_config, state["identity"]))
-        self._resume_from(loaded.behind(same_tokens=other is None))
+        self._resume_from(loaded.behind(same_tokens=other is None), resumed)
 
-    def _checked(
-        self, state: Mapping[str, Any], *, names: Collection[str] | None = None
-    ) -> tuple[RunState, Collection[str]]:
-        """Check a state, by these parts of its identity, and prepare to read its corpus where that has changed.
+    def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
+        """Check a state, by these parts of its identity; return what a resume needs. The dataset is not changed."""
+        resumed = self._changes.resume(state, checked_state(state))
+        self._identity.require(state["identity"], names=names, changed=resumed.changed)
+        return resumed
 
-        Returns:
-            What was loaded, and the names of the sources that changed.
-        """
-        loaded, changed, earlier = self._changes.resume(state, checked_state(state))
-        self._identity.require(state["identity"], names=names, changed=changed)
-        if changed:
-            warn_user(
-                f"the corpus changed since the state was made: {described(changed)}. {what_happens(loaded)}"
-            )
-        self.lane_config = replace(self.lane_config, earlier=earlier)
-        return loaded, changed
-
-    def _resume_from(self, loaded: RunState) -> None:
+    def _resume_from(self, loaded: RunState, resumed: Resumed) -> None:
         """Let whoever iterates next go on from a state."""
+        if resumed.changed:
+            what = f"{described(resumed.changed)}. {what_happens(loaded)}"
+            warn_user(f"the corpus changed since the state was made: {what}")
+        lanes = len(loaded.lane_states)
+        if loaded.partial and lanes < (loaded.num_lanes or 0) and get_worker_info() is None:
+            warn_user(
+                f"the state is of one of several consumers: it has {lanes} of {loaded.num_lanes} lanes, and the others "
+                "begin their epoch; merge the states of all consumers"
+            )
+        self.lane_config = replace(self.lane_config, earlier=resumed.earlier)
+        self._changes.histories = resumed.histories
         self.settings.keep(loaded)
         self.readers.command(loaded)
 

@@ -13,7 +13,7 @@ from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import ANEW, PackStream
 
-Start = Callable[["PackDicts"], tuple[RunState, PackStream, int]]
+Start = Callable[[], tuple[RunState, PackStream, int]]
 
 
 class PackDicts:
@@ -22,11 +22,15 @@ class PackDicts:
     Args:
         start: is called for the first pack, so that an iterator that gives nothing changes nothing. It returns where
             the iteration begins, the stream that begins there, and the epoch of the next iteration.
+        began: is told when it has begun.
         untrained: looks at each ledger.
     """
 
-    def __init__(self, start: Start, *, untrained: UntrainedWarning) -> None:
+    def __init__(
+        self, start: Start, began: Callable[[PackDicts], None], *, untrained: UntrainedWarning
+    ) -> None:
         self._start = start
+        self._began = began
         self._untrained = untrained
         self._empty = True
         self._broken = False  # whether the newest call raised, or is under way
@@ -46,8 +50,9 @@ class PackDicts:
             raise RuntimeError(ANEW)
         self._broken = True
         if self.stream is None:
-            self.begin, self.stream, self.following = self._start(self)
+            self.begin, self.stream, self.following = self._start()
             self.given, self._lane_states = self.begin.left, dict(self.begin.lane_states)
+            self._began(self)
         try:
             while (pack := (event := self.stream.event()).pack) is None:
                 self._lane_states[event.lane] = event.state

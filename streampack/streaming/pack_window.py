@@ -22,7 +22,7 @@ class PackWindow:
         packs: in the order in which they are handed out.
         begin: where the lane stood before they were planned: a resume plans them again from there.
         end: where it stands behind them.
-        read_before: the ledger's ``tokens_in`` at the beginning: if a resume reads fewer tokens, a file is gone.
+        read_before: the ledger's ``tokens_in`` at the beginning, which a resume compares.
         weights: of a mixture's sources, by which its rows were drawn.
     """
 

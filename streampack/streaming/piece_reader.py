@@ -70,7 +70,7 @@ class PieceReader:
         self.most_without_pieces = passes_by_all(num_lanes) if config.source.names else 1
 
     def open(self, epoch: int, start: Cursor | None = None) -> None:
-        """Begin to read an epoch, at a cursor or at its beginning. If this fails, nothing has changed."""
+        """Begin to read an epoch, at a cursor or at its beginning."""
         config = self.config
         reading = Reading(
             self.lane,
@@ -92,7 +92,7 @@ class PieceReader:
         self.epochs_without_pieces = 0 if start is not None else self.epochs_without_pieces + 1
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin to read an epoch that no rows were read of before. If this fails, nothing has changed."""
+        """Begin to read an epoch that no rows were read of before."""
         self.open(epoch)
         self.bad_in_pass = [0] * len(self.bad_in_pass)
 

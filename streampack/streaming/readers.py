@@ -23,7 +23,7 @@ UNFINISHED = (
 
 
 class Readers:
-    """The newest command of a dataset (``set_epoch`` or ``load_state_dict``), and what was read since.
+    """The newest command of a dataset (``set_epoch``, ``load_state_dict``, ``continue_from``), and what was read since.
 
     torch's DataLoader copies the dataset into its worker processes when it starts them, and they tell it nothing. So
     the command also lies in memory that they share: workers that are kept (``persistent_workers``) see there what was
@@ -32,7 +32,7 @@ class Readers:
 
     def __init__(self) -> None:
         self.begin = RunState()  # of the newest command
-        self.begun = False  # whether an iteration of this process that began there has given something
+        self.begun = False  # whether a loader that began there has given something
         self.by_loader = False  # whether the newest iteration is a `PackedDataLoader`'s
         self.newest: PackDicts | None = None  # the dataset's own newest iteration since the command
         self.commands = 0  # that this process knows
@@ -166,7 +166,7 @@ class Readers:
         newest = self.newest
         if get_spawning_popen() is None and newest is not None and not newest.over:
             return {**self.__dict__, "newest": None, "begin": newest.position(), "begun": False}
-        return {**self.__dict__, "newest": None, "begin": self.following()}
+        return {**self.__dict__, "newest": None, "begin": self.following(), "begun": self._taken}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

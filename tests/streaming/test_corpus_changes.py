@@ -464,3 +464,14 @@ def test_lists_that_cannot_be_read_are_refused(
     harm(kept)
     with pytest.raises(kind, match=message):
         make(source, **settings).load_state_dict(state)
+
+
+def test_a_state_that_is_refused_leaves_the_dataset_as_it_was(changed_files: Any) -> None:
+    """A fresh run of the same object kept the lists of the refused state, and its resume read by an old one."""
+    source, settings, state = changed_files
+    refused, fresh = (make(source, **settings, seed=1) for _ in range(2))
+    with pytest.raises(ValueError, match="seed=0 and this dataset has seed=1"):
+        refused.load_state_dict(state)
+    for data in (refused, fresh):
+        list(islice(data, 3))
+    assert refused.state_dict() == fresh.state_dict()

@@ -435,3 +435,42 @@ def test_a_copy_has_the_state_of_the_original(duplicate: Any) -> None:
     for loaded in (dataset(), dataset()):
         loaded.load_state_dict(other.state_dict())
         assert order(duplicate(loaded)) == order(loaded) == epoch(0)[5:], "a copy takes up its own"
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_worker_processes_do_not_begin_again_where_this_process_has_begun(context: str) -> None:
+    """Spawned ones began at the loaded state, of which some packs were given here."""
+    data = dataset()
+    data.load_state_dict(STATE)
+    list(islice(data, 3))
+    with pytest.raises(ValueError, match=PEEKED):
+        list(torch_loader(data, 1, context=context))
+
+
+def test_an_iteration_that_has_ended_ends_again() -> None:
+    loader = loader_of()
+    iterator = iter(loader)
+    list(iterator)
+    list(islice(loader, 2))
+    assert next(iterator, None) is None
+    assert loader.dataset.epoch == 1
+    assert tokens(loader) == [pack[2] for pack in epoch(1)[2:]]
+
+
+def test_a_part_of_a_state_says_so() -> None:
+    """The lanes of the other consumers would begin their epoch again, in silence."""
+    loader = stateful(dataset(), batch_size=None, num_workers=2)
+    list(islice(loader, 6))
+    state = loader.state_dict()
+    found: list[dict[str, Any]] = []
+
+    def look(inside: Any) -> None:
+        if isinstance(inside, dict) and "lanes" in inside:
+            found.append(inside)
+        for value in inside.values() if isinstance(inside, dict) else ():
+            look(value)
+
+    look(state)
+    assert found
+    with pytest.warns(UserWarning, match="one of several consumers: it has 1 of 2 lanes"):
+        dataset().load_state_dict(found[0])
