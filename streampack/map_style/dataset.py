@@ -79,8 +79,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             positions and errors; the settings after ``split_across_pack`` then keep their defaults.
 
     Raises:
-        ValueError: for a bad setting or a bad sample, with its number, at construction; later for a sample
-            whose length has changed since.
+        ValueError: for a bad setting, or a bad sample or one without a token, with its number, at construction;
+            later for a sample whose length has changed since.
     """
 
     @naming_nearest
