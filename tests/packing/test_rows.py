@@ -165,7 +165,7 @@ def test_the_row_with_an_id_outside_the_vocabulary_is_named(bad: Row, at: int) -
     rows = [bad if number == at else {"tokens": [8], "labels": [8]} for number in range(90)]
     with pytest.raises(ValueError, match=rf"^sample {at}: (token id|label) 9 is"):
         next(iter(IterablePackedDataset(rows, max_seq_len=90, vocab_size=9)))
-    skipping = IterablePackedDataset(rows, max_seq_len=90, vocab_size=9, on_bad_record="skip")
+    skipping = IterablePackedDataset(rows, max_seq_len=90, vocab_size=9, skip_bad=True)
     assert [pack["num_seqs"] for pack in skipping] == [89]
 
 

@@ -188,6 +188,7 @@ def token_shards(dtype: str, *, masked: bool) -> Format:
                 "labels": [t if mark else IGNORE_INDEX for t, mark in zip(ids, marks, strict=True)],
             }
             for ids, marks in zip(documents, losses, strict=True)
+            if ids  # a document without a token is a bad record
         ]
         tokenize(rows, out=folder, dtype=dtype, lanes=1, shard_tokens=300, progress=False)
         assert naive_shards(folder) == [(row["tokens"], row["labels"]) for row in rows], "all is written"

@@ -287,12 +287,8 @@ def test_token_shards_that_were_added_are_read_from_the_next_epoch_on(
         put(tmp_path / "rows", {"b.jsonl": first})
         folders, both = [shards("again", "rows")], everything([{"b": first}])
     words = "changed" if grows == "changes" else "added"
-    with pytest.raises(
-        ValueError, match=rf"the corpus is not the one .*: [1-9]\d? {words} \(.*tokens-.*\). Resume"
-    ):
-        dataset().load_state_dict(state)
     data = dataset()
-    with pytest.warns(UserWarning, match=rf"the corpus changed .*{words} \("):
+    with pytest.warns(UserWarning, match=rf"the corpus changed .*: [1-9]\d? {words} \(.*tokens-"):
         data.load_state_dict(state)
     packs += data
     old = everything([{"b": first[1:] if grows == "changes" else first}])

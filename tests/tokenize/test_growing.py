@@ -167,7 +167,7 @@ def test_another_encoder_or_type_for_added_files_is_an_error(tmp_path: Path) -> 
     before, source = content(out), add(tmp_path / "corpus", 1)
     for options in ({"encoder": TextEncoder(Other())}, {"dtype": "uint32"}):
         with pytest.raises(
-            ValueError, match=r"generation-000.json.gz was made with (encoder\.fingerprint|dtype='uint16')"
+            ValueError, match=r"generation-000.json.gz was made with (encoder\.samples|dtype='uint16')"
         ):
             small(source, out, **options)
     assert content(out) == before
