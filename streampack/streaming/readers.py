@@ -48,9 +48,8 @@ class Readers:
         if worker is None:
             self.commands = int(self._shared[COMMANDS]) + 1
             self._shared[:] = torch.tensor([self.commands, begin.epoch, begin.loaded, 0])
-        elif (
-            worker.id == 0
-        ):  # torchdata's loader loads a state in each of its workers, which is for them alone
+        elif worker.id == 0:
+            # torchdata's loader loads a state in each of its workers, which is for them alone.
             self._shared[WORKER] = os.getpid()
 
     def set_epoch(self, epoch: int) -> None:
@@ -102,9 +101,8 @@ class Readers:
         newest = self.newest
         again = newest is not None and newest.process == os.getpid() and not newest.over
         worker = get_worker_info()
-        if (
-            worker is not None and worker.id == 0
-        ):  # decides for all: the others may begin before it or after it
+        # The first worker decides for all: the others may begin before it or after it.
+        if worker is not None and worker.id == 0:
             again |= int(self._shared[WORKER]) not in (0, os.getpid())
             self._shared[WORKER] = os.getpid()
         begin = self.following()

@@ -72,7 +72,10 @@ def everything(lists: Iterable[Rows], longest: int = PER_FILE) -> Counter[int]:
 
 def resumed(data: IterablePackedDataset, state: Mapping[str, Any]) -> IterablePackedDataset:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the corpus changed|the state is of one of several|the mixture's weights changed")
+        warnings.filterwarnings(
+            "ignore",
+            message="the corpus changed|the state is of one of several|the mixture's weights changed",
+        )
         data.load_state_dict(state)
     return data
 
