@@ -352,8 +352,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def _lane_states(self) -> Mapping[int, LaneState]:
         """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
-        newest = self.readers.newest
-        return (self.readers.begin if newest is None else newest.position()).lane_states
+        return self.readers.position().lane_states
 
     def _state_with(
         self, lanes: Mapping[int, Mapping[str, Any]], *, more: Mapping[str, Any], epoch: int
@@ -451,7 +450,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._changes.kept_in = Path(folder)
 
     def ledger(self) -> Ledger:
-        """Return the ledger of what this process has read, as of the last pack."""
+        """Return the ledger of what this process has read, as of the last pack.
+
+        Raises:
+            ValueError: as `state_dict`.
+        """
         return total_ledger(self._lane_states())
 
     @property
@@ -460,7 +463,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return self.lane_config.mix
 
     def source_stats(self) -> dict[str, SourceStats]:
-        """Return the counts of each source of a mixture, as of the last pack; empty without a mixture."""
+        """Return the counts of each source of a mixture, as of the last pack; empty without a mixture.
+
+        Raises:
+            ValueError: as `state_dict`.
+        """
         return self._source_stats_of(self._lane_states())
 
     def _source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:

@@ -147,8 +147,8 @@ class Readers:
         """
         if self.by_loader:
             raise ValueError(
-                "a PackedDataLoader reads this dataset and knows what it has handed out: call its state_dict(), not "
-                "the dataset's"
+                "a PackedDataLoader reads this dataset and knows what it has handed out: call its state_dict(), "
+                "ledger() or source_stats(), not the dataset's"
             )
         if self.in_workers:
             raise ValueError(

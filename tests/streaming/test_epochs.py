@@ -416,8 +416,9 @@ def test_a_dataset_that_others_read_refuses_to_give_a_state(reader: str) -> None
         "workers": r"worker processes of a DataLoader read this dataset.*PackedDataLoader\(",
     }[reader]
     for one in (data, copy.deepcopy(data)):
-        with pytest.raises(ValueError, match=who):
-            one.state_dict()
+        for ask in (one.state_dict, one.ledger, one.source_stats):
+            with pytest.raises(ValueError, match=who):
+                ask()
     del iterator
     data.load_state_dict(STATE)
     list(islice(data, 2))
