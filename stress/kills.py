@@ -9,11 +9,11 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -31,8 +31,8 @@ from stress.corpus import (
     worker_pids,
 )
 from stress.job import Run, job
-from tests.harness.corpus import Numbers
 from tests.harness.processes import ExitWith, Ranks, run_forked
+from tests.harness.workers import DeadlyRow
 
 SAVE_EVERY = 4  # steps
 MAX_DELAY = 10.0  # seconds within which every rank must raise
@@ -239,23 +239,9 @@ def kill_worker(run: Run) -> str:
     )
 
 
-class Deadly(Numbers):
-    """Kills the process that encodes one row."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def __call__(self, row: Mapping[str, Any], /) -> Any:
-        """Encode a row, or die."""
-        if row["i"] == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(row)
-
-
 def iterate_over_a_deadly_row(corpus: Corpus, at: int) -> float:
     """Return when this rank raised. Called in a rank."""
-    data = IterablePackedDataset(corpus.source(), encoder=Deadly(at), untrained="keep", **corpus.settings)
+    data = IterablePackedDataset(corpus.source(), encoder=DeadlyRow(at), untrained="keep", **corpus.settings)
     try:
         for _ in PackedDataLoader(data, batch_size=2, num_workers=2, timeout=600):
             pass

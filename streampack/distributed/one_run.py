@@ -21,7 +21,7 @@ ADVICE = {
     "encoder": "give all ranks the same encoder: the same code, and the same files of its tokenizer",
     "num_lanes": "give num_lanes, or the same num_workers on all ranks",
 }
-"""What to do about a value that differs, by the first part of its name."""
+"""Ends of the error for a value that differs between ranks, by the first part of its name: how to mend it."""
 
 
 def require_same_run(

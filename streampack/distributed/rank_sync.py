@@ -16,7 +16,7 @@ from streampack.distributed.data_ranks import DataPlace, require_whole
 T = TypeVar("T")
 
 Exchange = Callable[[], list[Any]]
-"""What `RankSync.exchange` began: it waits for all ranks, and returns what each sent, by rank."""
+"""A function that ends an exchange between ranks: it waits for all of them, and returns what each sent, by rank."""
 
 
 class OtherRankFailed(RuntimeError):
@@ -59,9 +59,8 @@ class RankSync:
         if group is None and not self.alone:
             group = dist.new_group(backend="gloo", timeout=timeout)
         self.group = group  # None: there was no other rank when this was made
-        self.in_gather = (
-            False  # True while `gather` runs, and after an interrupt of it, such as KeyboardInterrupt
-        )
+        # True while `gather` runs, and after an interrupt of it, such as KeyboardInterrupt.
+        self.in_gather = False
 
     def exchange(self, numbers: Sequence[Any]) -> Exchange:
         """Collective: begin to send integers, or lists of them, to all ranks; only for several ranks.
@@ -194,7 +193,7 @@ def gloo_group(process_group: dist.ProcessGroup | None, *, timeout: timedelta) -
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, dict[timedelta, RankSync]] = WeakKeyDictionary()
-"""What `shared_sync` made for torch's process group of all ranks."""
+"""One `RankSync` for each timeout, for as long as torch's process group of all ranks lives; see `shared_sync`."""
 
 
 def shared_sync(*, timeout: timedelta) -> RankSync:

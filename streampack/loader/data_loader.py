@@ -42,7 +42,8 @@ class PackedDataLoader:
     An optimizer step takes ``packs_per_step`` packs over all ranks, the next ones of the stream: the same ones on every
     number of ranks that divides the lanes. Where ranks cannot divide the packs evenly, null packs fill up as well. The
     order does not depend on ``num_workers``: each worker makes the packs of some lanes, and they are merged into the
-    order of a single process. A worker that dies is restarted and nothing is lost.
+    order of a single process. A worker that dies is started again and nothing is lost; if it dies four times
+    without a pack between, that is an error.
 
     Iterating again goes on behind what an iteration gave that was left before its end, and else is the next epoch;
     after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it was. ``dataset.set_epoch`` chooses

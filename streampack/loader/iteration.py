@@ -71,9 +71,8 @@ class Iteration:
         self.handed = begin  # up to the last batch handed out; replaced as a whole when a batch is returned
         self.given = False  # whether it has handed out a batch
         self.broken = False  # whether the newest next() raised, or is under way
-        self.raised_on_all = (
-            False  # whether its exception was raised on all ranks, so that none waits for another
-        )
+        # Whether that exception was raised on all ranks, so that none waits for another.
+        self.raised_on_all = False
         self.over = False  # whether it has come to its end
         self.commands = dataset.readers.commands
         self.last_epoch = None if dataset.epochs is None else begin.epoch + dataset.epochs - 1
@@ -232,7 +231,7 @@ class Iteration:
             if rank_batch is not None or self.batches % self.batching.batches_per_step:
                 self.part = rank_batch or RankBatch()
                 batch = self._collate(self.part.packs)
-                self._book([self.part])
+                self._book(self.part)
                 self.batches += 1
                 return batch
             if not self.batches:
@@ -254,7 +253,7 @@ class Iteration:
         if rank_batch.exists:
             rank_batch.trained, rank_batch.tokens = rank_batch.count()
             return rank_batch
-        self._book([rank_batch])
+        self._book(rank_batch)
         return None
 
     def _take_agreed(self) -> RankBatch | None:
@@ -262,7 +261,7 @@ class Iteration:
         rank_batch = self.agreed_batches.take(self._make, self.batches)
         if rank_batch.exists_on_a_rank:
             return rank_batch
-        self._book([rank_batch])
+        self._book(rank_batch)
         return None
 
     def _require_packs(self) -> None:
@@ -276,12 +275,11 @@ class Iteration:
             self.raised_on_all = True
             raise nothing_to_pack(whole)
 
-    def _book(self, rank_batches: list[RankBatch]) -> None:
-        """Let the next batch bring the lane states after these rank batches."""
-        for rank_batch in rank_batches:
-            for event in rank_batch.events:
-                self.new_states[event.lane] = event.state
-                self.dataset._untrained.look_at(event.state.ledger)
+    def _book(self, rank_batch: RankBatch) -> None:
+        """Let the next batch bring the lane states after this rank batch."""
+        for event in rank_batch.events:
+            self.new_states[event.lane] = event.state
+            self.dataset._untrained.look_at(event.state.ledger)
 
     def _collate(self, packs: list[Pack]) -> Batch:
         """Stack packs to a batch, filled up with null packs."""

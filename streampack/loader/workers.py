@@ -213,9 +213,8 @@ def _shut(pipe: Connection) -> None:
 def _receive(pipe: Connection, inbox: SimpleQueue[tuple[str, Any]], room: SimpleQueue[bool]) -> None:
     """Keep the inbox filled, in a thread of the trainer's process."""
     ends = False
-    with suppress(
-        Exception
-    ):  # mostly EOFError or OSError; whatever it is, the trainer must not wait for ever
+    # Mostly EOFError or OSError; whatever it is, the trainer must not wait for ever.
+    with suppress(Exception):
         while not ends and room.get():
             message = pipe.recv()
             ends = message[0] in (END, ERROR)

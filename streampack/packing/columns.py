@@ -99,9 +99,8 @@ def mask_from_column(values: Any, column: str, size: int) -> npt.NDArray[np.bool
         ValueError: for anything but a flat sequence of that many numbers that are 0 or 1, or of booleans.
     """
     if type(values) is list and len(values) == size:
-        with suppress(
-            TypeError, ValueError
-        ):  # it takes a fifth of the time of an array, which is made below if it fails
+        # It takes a quarter of the time of an array, which is made below if it fails.
+        with suppress(TypeError, ValueError):
             ones = bytes(values)
             if ones.count(0) + ones.count(1) == size:
                 return np.frombuffer(ones, np.bool_)

@@ -109,8 +109,3 @@ class Packing:
     def max_segments(self) -> int | None:
         """The most segments of a pack: its sequences and its padding. None if ``max_seqs_per_pack`` is."""
         return None if self.max_seqs_per_pack is None else self.max_seqs_per_pack + 1
-
-    @property
-    def keeps_one_piece_per_sample(self) -> bool:
-        """Whether no sample becomes several pieces, whatever its length."""
-        return self.split_across_pack or self.overlong != "split"

@@ -25,6 +25,6 @@ class FileMarks:
 
     @cached_property
     def described(self) -> str:
-        """What the identity of a run has of the files: how many, their bytes, and the digest."""
+        """The number of files, their bytes, and the digest, as the identity of a run holds them."""
         size = sum(file.size for file in self.files)
         return f"{len(self.files):,} file(s) of {size:,} bytes, digest {self.content}"

@@ -1,4 +1,4 @@
-"""What a process that reads may use: memory for what it reads ahead, and time for storage that does not answer."""
+"""`Storage`: the memory that a process may take to read ahead, and the time it waits for storage that is down."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Rank and world size of this process, and checks that its ranks may read different data."""
+"""Checks that the ranks which iterate a dataset may read different data, and that none reads all of it."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -23,24 +23,9 @@ DATA_PARALLEL_NAME_PARTS = ("dp", "data", "replicate", "shard", "fsdp", "batch",
 """Words in the name of a mesh dimension that show that batches differ along it."""
 
 
-class Ranks(NamedTuple):
-    """Rank and world size of this process."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    @classmethod
-    def here(cls) -> Ranks | None:
-        """Return those of the default process group; None without a group."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        return cls(dist.get_rank(), dist.get_world_size())
-
-
-def ranks_here() -> int:
-    """Return the number of ranks, as this process knows it."""
-    here = Ranks.here()
-    return 1 if here is None else here.world_size
+def ranks_here() -> int | None:
+    """Return the number of ranks of the default process group; None without a group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
 def refuse_several_ranks(of_parent: int) -> None:
@@ -53,14 +38,14 @@ def refuse_several_ranks(of_parent: int) -> None:
     Raises:
         ValueError: for several ranks.
     """
-    here = Ranks.here()
-    size = of_parent if here is None and get_worker_info() is not None else ranks_here()
+    here, in_worker = ranks_here(), get_worker_info() is not None
+    size = here or (of_parent if in_worker else 1)
     if size > 1:
         raise ValueError(
             f"each of {size} ranks would read all the data, or accelerate would share the packs out once more; iterate "
             "a PackedDataLoader, or under Hugging Face's Trainer call prepare_trainer_for_packing(trainer)"
         )
-    if here is None and get_worker_info() is None:
+    if here is None and not in_worker:
         warn_of_missing_group()
 
 
@@ -141,13 +126,13 @@ def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
         ValueError: if the loader was made for one rank and there are several now, or if ranks of a model-parallel group
             would get different data.
     """
-    ranks = Ranks.here()
+    ranks = ranks_here()
     if ranks is None:
         warn_of_missing_group()
-    elif ranks.world_size > 1:
+    elif ranks > 1:
         if made_for_one_rank:
             raise ValueError(
-                f"this loader was made before the process group of {ranks.world_size} ranks, and each would read all "
+                f"this loader was made before the process group of {ranks} ranks, and each would read all "
                 "the data; make it after torch.distributed.init_process_group (in Lightning: in train_dataloader())"
             )
         require_data_parallel("a PackedDataLoader gives each rank its own")

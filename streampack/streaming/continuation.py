@@ -13,9 +13,9 @@ from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import restore
 
 PACKING = (
-    *("max_seq_len", "buffer_size", "split_across_pack", "overlong", "max_seqs_per_pack"),
-    "pad_seqs_to",
-)
+    "max_seq_len", "buffer_size", "split_across_pack", "overlong", "max_seqs_per_pack", "pad_seqs_to"
+)  # fmt: skip
+"""Entries of a dataset's identity that are settings of its `Packing`, but for the strategy."""
 
 
 def config_before(config: LaneConfig, identity: Mapping[str, Any]) -> LaneConfig:

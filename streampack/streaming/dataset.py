@@ -94,10 +94,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             and under `prepare_trainer_for_packing`, and a warning elsewhere, unless ``"keep"`` is given.
         skip_bad: whether to leave out and count records that cannot be read or encoded or have no token
             (``bad_records``), and files that are empty, gone, or of another kind or schema (``bad_shards``). By default
-            they are errors. ``True`` skips up to 1 % of the rows that a lane has read, or 100, and 10 files. A number
-            is another limit: from 1 on the most bad records of a lane in one pass, below 1 a fraction. A folder is
-            where they are listed. A `Quarantine`, or a mapping of its ``folder``, ``limit`` and ``shard_limit``, says
-            all of this.
+            they are errors. ``True`` skips up to 1 % of the rows that a lane has read, or 100 if that is more, and 10
+            files. A number is another limit: from 1 on the most bad records of a lane in one pass, below 1 a fraction.
+            A folder is where they are listed. A `Quarantine`, or a mapping of its ``folder``, ``limit`` and
+            ``shard_limit``, says all of this.
         storage: how each process uses storage: a `Storage`, or a mapping of its arguments: ``read_ahead`` (of files
             behind URLs, the bytes held ahead of need and in shuffle windows, 256 MiB) and ``max_outage`` (minutes to
             wait for files after all retries, 0).
@@ -443,7 +443,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.readers.command(loaded)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ranks": ranks_here()}
+        return {**self.__dict__, "_ranks": ranks_here() or 1}
 
     def keep_corpus_lists(self, folder: str | os.PathLike[str]) -> None:
         """Keep the lists of the files in a folder, where a resume finds them that is given it as ``corpus_lists``."""

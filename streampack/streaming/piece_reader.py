@@ -198,9 +198,8 @@ class PieceReader:
                 self.reader.charge([])
             return []
         length, untrained = sample.tokens.size, False
-        if (
-            type(sample) is Sample and length <= self.max_seq_len and not trains_nothing(sample)
-        ):  # as most are
+        # As most are.
+        if type(sample) is Sample and length <= self.max_seq_len and not trains_nothing(sample):
             pieces = [Piece(sample, length, Address(row_id, 0, length, length), None)]
             kept = length
         else:

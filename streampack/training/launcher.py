@@ -1,4 +1,4 @@
-"""What ranks need of the torchrun that launched them: they find one another through its store, and end when it ends."""
+"""The torchrun that launched this rank: ranks find one another through its store, and end when it ends."""
 
 from __future__ import annotations
 

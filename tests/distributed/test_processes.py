@@ -33,7 +33,7 @@ from tests.harness.threads import (
     packs_of,
     steps_of,
 )
-from tests.harness.workers import gone, held
+from tests.harness.workers import DeadlyRow, gone, held
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
@@ -130,7 +130,7 @@ def one_fails(kind: str, workers: int, folder: Path) -> Any:
     elif kind == "unpicklable":
         encoder = Fails(12 * 9 + size - 1, Unpicklable("no luck"))
     elif kind == "worker killed":
-        encoder = Kills(12 * 9 + size - 1)
+        encoder = DeadlyRow(12 * 9 + size - 1)
     elif kind == "missing file":
         (folder / f"{rank}").mkdir()
         path = write(folder / f"{rank}" / "a.jsonl", data)
@@ -152,19 +152,6 @@ def one_fails(kind: str, workers: int, folder: Path) -> Any:
     # All ranks have been told after the same batch, so they can save what they have.
     state = loader.state_dict()
     return told, took, count, state, held()["children"]
-
-
-class Kills(Numbers):
-    """Kills the process that encodes one row."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def __call__(self, row: Any) -> Any:
-        if row["i"] == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(row)
 
 
 class Unpicklable(Exception):

@@ -114,7 +114,7 @@ class Case:
             self.drew[name] += bool(drawn)
 
     def _encoder(self) -> Any:
-        """Of the newest source."""
+        """Return an encoder for the rows of the newest source."""
         return Table(self.table, eos_id=self.eos_id) if self.encoded else TokensEncoder(eos_id=self.eos_id)
 
     def dataset(self) -> IterablePackedDataset:

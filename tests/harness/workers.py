@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from streampack import IterablePackedDataset
+from streampack import IterablePackedDataset, Sample
 from streampack.loader.workers import Part, Worker  # private: processes that are killed at any moment
 from streampack.streaming.lane_state import LaneEvent
 from tests.harness.corpus import Numbers, plain, rows
@@ -105,6 +105,19 @@ class Deadly:
             (self.folder / str(deaths)).touch()
             (self.by or die)()
         return ROWS[i]
+
+
+class DeadlyRow(Numbers):
+    """An encoder that kills its process at one row, every time."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        if row["i"] == self.at:
+            die()
+        return super().__call__(row)
 
 
 def count_files(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""What all encoders share: texts, columns that they do not read, and new processes."""
+"""Encoders of every kind: of texts, of rows with columns that they do not read, and in new processes."""
 
 from __future__ import annotations
 

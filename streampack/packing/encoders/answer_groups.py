@@ -41,7 +41,6 @@ def group_of(
     """
     shared = shared_prefix(wholes) if share_prefix else 0
     parts = [whole.cut(shared, whole.tokens.size) for whole in wholes]
-    starts = [shared] * len(wholes)
     if shared:
         parts.insert(0, wholes[0].cut(0, shared))
     return Group(
@@ -51,9 +50,7 @@ def group_of(
         parents=[ROOT, *[0] * len(wholes)] if shared else None,
         fields={name: [*[np.nan] * bool(shared), *values] for name, values in fields.items()},
         token_fields={
-            name: np.concatenate(
-                [values[0][:shared], *(each[at:] for each, at in zip(values, starts, strict=True))]
-            )
+            name: np.concatenate([values[0][:shared], *(each[shared:] for each in values)])
             for name, values in token_fields.items()
         },
     )

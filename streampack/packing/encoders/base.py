@@ -29,7 +29,7 @@ SUGGESTED_ENCODERS = {
 """Columns of rows without tokens, and the encoder that an error message suggests for them."""
 
 
-def _is_ids(value: Any) -> bool:
+def _may_be_ids(value: Any) -> bool:
     return isinstance(value, list | np.ndarray) and len(value) > 0 and isinstance(value[0], int | np.integer)
 
 
@@ -84,7 +84,9 @@ class TokensEncoder(Encoder):
             there = row if isinstance(row, Mapping) else ()
             hint = next((encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there), None)
             if hint is None:  # rows whose ids have another name
-                ids = [name for name, value in dict(there).items() if _is_ids(value) and name != self.labels]
+                ids = [
+                    name for name, value in dict(there).items() if _may_be_ids(value) and name != self.labels
+                ]
                 labels = self.labels if self.labels in there else None
                 hint = f"TokensEncoder(tokens={ids[0]!r}, labels={labels!r})" if len(ids) == 1 else None
             if hint is None or not {"tokens", "input_ids", self.tokens}.isdisjoint(there):

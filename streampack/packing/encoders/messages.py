@@ -132,9 +132,8 @@ class MessagesEncoder(Encoder):
             if name in CONVERSATIONS:
                 stated["messages" if name == "conversations" else name] = parse_conversation(row, column)
                 found[column] = parse_json(row[column], column)
-                if (
-                    name != "conversations"
-                ):  # torchtune's transforms write into the messages that they are given
+                if name != "conversations":
+                    # torchtune's transforms write into the messages that they are given.
                     found[column] = [dict(message) for message in stated[name]]
         for name, messages in stated.items():
             for i, message in enumerate(messages):
