@@ -29,10 +29,8 @@ OURS = ("streampack", "streampack_recipes", "__main__")
 def require(value: object, name: str, allowed: Iterable[str], *, hint: str = "") -> None:
     """Raise ValueError if ``value`` is not one of the ``allowed`` words; the message ends with ``hint``."""
     if value not in (words := list(allowed)):
-        choices = ", ".join(map(repr, words))
-        raise ValueError(
-            f"{name}={value!r} is unknown; choose one of {choices}{hint}{did_you_mean(value, words)}"
-        )
+        choices = f"{', '.join(map(repr, words))}{hint}{did_you_mean(value, words)}"
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {choices}")
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
@@ -58,7 +56,8 @@ def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]
     parameters = inspect.signature(component).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
-    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    known = [name for name in named if name != "self"]  # of an ``__init__`` that is decorated
     for name in arguments:
         if name not in known:
             hint = did_you_mean(name, known) or f"; it takes {', '.join(known) or 'none'}"
@@ -90,27 +89,14 @@ def require_positive(value: object, name: str, *, least: int = 1) -> int:
 
 
 def require_duration(value: object, name: str, unit: str) -> float:
-    """Return ``value`` as a float; raise if it is not a number from 0 to `LONGEST`.
-
-    >>> require_duration(30, "max_outage", "minutes")
-    30.0
-    """
+    """Return ``value`` as a float; raise if it is not a number from 0 to `LONGEST`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST:
         raise ValueError(f"{name}={value!r} is no number of {unit}; give one from 0 to {LONGEST:,}")
     return float(value)
 
 
 def require_multiple(value: int, name: str, multiple: int, of: str) -> None:
-    """Check that a setting is a multiple of another one, called ``of``.
-
-    >>> require_multiple(100, "max_seq_len", 16, "pad_seqs_to")
-    Traceback (most recent call last):
-    ...
-    ValueError: max_seq_len=100 is no multiple of pad_seqs_to=16; set max_seq_len to 112, or choose another pad_seqs_to
-
-    Raises:
-        ValueError: if it is not, with the next multiple.
-    """
+    """Raise ValueError if a setting is no multiple of another one, called ``of``."""
     if rest := value % multiple:
         raise ValueError(
             f"{name}={value} is no multiple of {of}={multiple}; set {name} to {value + multiple - rest}, or choose "
@@ -119,11 +105,7 @@ def require_multiple(value: int, name: str, multiple: int, of: str) -> None:
 
 
 def require_token_id(value: object, name: str, *, vocab_size: int | None) -> int:
-    """Return a setting as a token id; raise if it is not one, or outside the vocabulary.
-
-    >>> require_token_id(5, "padding_idx", vocab_size=10)
-    5
-    """
+    """Return a setting as a token id; raise if it is not one, or outside the vocabulary."""
     number = require_positive(value, name, least=0)
     if vocab_size is not None and number >= vocab_size:
         raise ValueError(
@@ -133,21 +115,14 @@ def require_token_id(value: object, name: str, *, vocab_size: int | None) -> int
 
 
 def vocabulary_text(vocab_size: int | None) -> str:
-    """Return the ids of a vocabulary, for messages; without a ``vocab_size`` any id from 0 is allowed.
-
-    >>> vocabulary_text(10)
-    '10 ids (0 to 9)'
-    """
+    """Return the ids of a vocabulary, for messages; without a ``vocab_size`` any id from 0 is allowed."""
     return "ids from 0" if vocab_size is None else f"{vocab_size} ids (0 to {vocab_size - 1})"
 
 
 def require_token_ids(tokens: torch.Tensor, vocab_size: int) -> None:
-    """Check that a model has an embedding for every token. A GPU would only report a failed assertion.
+    """Raise ValueError if a model has no embedding for a token, for which a GPU only reports a failed assertion.
 
     Tokens that are on a device already are not looked at, because copying a number back would hold up the host.
-
-    Raises:
-        ValueError: naming the highest id, if it has not.
     """
     if tokens.device.type == "cpu" and (highest := int(tokens.max())) >= vocab_size:
         raise ValueError(

@@ -198,6 +198,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "the state was made with max_seq_len=64 and this dataset has max_seq_len=128",
     ),
     "dataset's key": (lambda: packs(ROWS, shufle=True), "'shufle'; did you mean 'shuffle'"),
+    "no such key": (lambda: packs(ROWS, lanes_of_all=1), "'lanes_of_all'; it takes source, max_seq_len, "),
     "map-style key": (
         lambda: PackedDataset(ROWS, max_seq_len=8, pading_idx=1),  # type: ignore[call-arg]
         "'pading_idx'; did you mean 'padding_idx'",

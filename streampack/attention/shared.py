@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from streampack.packing.batch import Batch
-from streampack.packing.groups import ROOT
+from streampack.packing.groups import ROOT, paths_of
 
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
@@ -82,28 +83,24 @@ class SharedPrefixes:
         table = np.zeros((len(self.parents), size, size), np.bool_)
         table[:, np.arange(size), np.arange(size)] = True
         for seen, parents in zip(table, self.parents, strict=True):
-            for number, parent in enumerate(parents):
-                if parent != ROOT:
-                    seen[number] |= seen[parent]
+            for path in paths_of(parents):
+                seen[path[-1], path] = True
         return torch.from_numpy(table).to(self.device, non_blocking=True)
 
     def keys(self) -> SharedKeys:
         """Return the keys of each sequence; padding is a sequence of its own at the end of its pack."""
         parts, queries, keys = [], [0], [0]
         for number, (parents, lengths) in enumerate(zip(self.parents, self.lengths, strict=True)):
-            start = number * self.max_seq_len
-            paths: list[list[range]] = []  # tokens of each sequence from the root on
-            for parent, length in zip(parents, lengths, strict=True):
-                before = paths[parent] if parent != ROOT else []
-                paths.append([*before, range(start, start + length)])
-                start += length
-            if start < (end := (number + 1) * self.max_seq_len):
-                paths.append([range(start, end)])
+            start, end = number * self.max_seq_len, (number + 1) * self.max_seq_len
+            bounds = list(pairwise(accumulate(lengths, initial=start)))
+            paths = [[bounds[each] for each in path] for path in paths_of(parents)]  # from the root on
+            if start + sum(lengths) < end:
+                paths.append([(start + sum(lengths), end)])
             for path in paths:
-                parts += path
-                queries.append(path[-1].stop)
-                keys.append(keys[-1] + sum(map(len, path)))
-        index = np.concatenate([np.arange(part.start, part.stop, dtype=np.int32) for part in parts])
+                parts += [np.arange(*each, dtype=np.int32) for each in path]
+                queries.append(path[-1][1])
+                keys.append(keys[-1] + sum(stop - start for start, stop in path))
+        index = np.concatenate(parts)
         tensors = (np.array(queries, np.int32), np.array(keys, np.int32), index)
         on_device = [torch.from_numpy(each).to(self.device, non_blocking=True) for each in tensors]
         for tensor in on_device:  # else torch.compile would compile again for each new length

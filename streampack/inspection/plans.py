@@ -15,7 +15,7 @@ import numpy.typing as npt
 from streampack.inspection.epoch import Epoch
 from streampack.loader.batching import Batching
 from streampack.map_style.methods import METHODS, plan_batches
-from streampack.packing.attention_cost import attention_cost
+from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import STRATEGIES

@@ -27,7 +27,7 @@ from streampack.inspection.report import (
     SourceShare,
 )
 from streampack.inspection.shape import RunShape
-from streampack.packing.attention_cost import attention_cost
+from streampack.packing.groups import attention_cost
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_config import LaneConfig, count_lanes

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from streampack.distributed.rank_sync import Exchange, RankSync
 from streampack.loader.merge import RankBatch
-from streampack.packing.attention_cost import attention_cost
-from streampack.packing.groups import path_starts
+from streampack.packing.groups import attention_cost
 from streampack.types import Pack
 
 ROUND = 8
@@ -90,5 +89,4 @@ class AgreedBatches:
 
 
 def _cost_of(pack: Pack) -> int:
-    starts = None if pack.groups is None else path_starts(pack.seq_lens, pack.groups.parents)
-    return attention_cost(pack.seq_lens, starts)
+    return attention_cost(pack.seq_lens, None if pack.groups is None else pack.groups.parents)

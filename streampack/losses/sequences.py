@@ -10,7 +10,7 @@ import torch
 
 from streampack.losses.cross_entropy import branch_terms
 from streampack.packing.batch import Batch
-from streampack.packing.groups import ROOT
+from streampack.packing.groups import ROOT, paths_of
 from streampack.types import IGNORE_INDEX, RowId
 
 
@@ -178,12 +178,7 @@ def _paths(batch: Batch) -> torch.Tensor | None:
     None if no sequence continues another.
     """
     width = batch.seq_lens.shape[1]
-    packs: list[list[list[int]]] = []
-    for parents in batch.groups.parents if batch.groups is not None else ():
-        found: list[list[int]] = []
-        for sequence, parent in enumerate(parents):
-            found.append([*(found[parent] if parent != ROOT else ()), sequence])
-        packs.append(found)
+    packs = [] if batch.groups is None else [paths_of(parents) for parents in batch.groups.parents]
     depth = max((len(path) for found in packs for path in found), default=0)
     if depth < 2:
         return None

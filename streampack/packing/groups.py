@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from streampack.packing.columns import ids_from_column
-from streampack.types import IGNORE_INDEX, INT32, INT64, FloatArray, IntArray, PackGroups, Sample
+from streampack.types import IGNORE_INDEX, FloatArray, IntArray, PackGroups, Sample
 
 ROOT = -1
 """The parent of a segment that continues no other."""
@@ -29,7 +30,7 @@ class Group(Sample):
     [5, 6, 7, 8, 5, 6, 9, 4]
 
     Args:
-        tokens: ``[tokens]``, the segments end to end.
+        tokens: ``[tokens]``, the segments end to end; they are copied, and so are all other arrays.
         labels: ``[tokens]``, unshifted. The label of a segment's first token is what the last token of the segment
             before it on its path predicts. That of a segment without a parent is not trained.
         lengths: of the segments, in tokens, each at least 1. Their sum is the number of tokens.
@@ -58,11 +59,8 @@ class Group(Sample):
         token_fields: Mapping[str, Any] | None = None,
     ) -> Group:
         """Check the arguments, which the class describes."""
-        tokens, labels = (
-            values if type(values) is np.ndarray and values.ndim == 1 and values.dtype in (INT32, INT64)
-            else ids_from_column(values, f"{name} of a group")
-            for name, values in (("tokens", tokens), ("labels", labels))
-        )  # fmt: skip
+        tokens = ids_from_column(tokens, "tokens of a group")
+        labels = np.array(ids_from_column(labels, "labels of a group"))  # of a list, it is read-only
         lengths = tuple(map(int, lengths))
         parents = (ROOT,) * len(lengths) if parents is None else tuple(map(int, parents))
         if sum(lengths) != tokens.size or labels.size != tokens.size or min(lengths, default=0) < 1:
@@ -77,10 +75,6 @@ class Group(Sample):
                 f"a group has {len(lengths)} segments and the parents {list(parents)}; give each segment the number of "
                 "one before it, or -1"
             )
-        roots = [start for start, parent in zip(_starts(lengths), parents, strict=True) if parent == ROOT]
-        if (labels[roots] != IGNORE_INDEX).any():
-            labels = labels.copy()
-            labels[roots] = IGNORE_INDEX
         self = super().__new__(cls, tokens, labels)
         self.lengths, self.parents = lengths, parents
         self.fields = _fields(fields, len(lengths), "segment")
@@ -89,10 +83,14 @@ class Group(Sample):
             raise ValueError(
                 f"a group has the field {both[0]!r} for segments and for tokens; give it two names"
             )
+        for (start, _), parent in zip(self.bounds, parents, strict=True):
+            if parent == ROOT:
+                labels[start] = IGNORE_INDEX
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remake, (*self, self.lengths, self.parents, self.fields, self.token_fields)
+        numbers = {"fields": self.fields, "token_fields": self.token_fields}
+        return partial(Group, lengths=self.lengths, parents=self.parents, **numbers), (*self,)
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -115,22 +113,14 @@ class Group(Sample):
         >>> [sample.tokens.tolist() for sample in pair.answers()]
         [[5, 6, 7, 8], [5, 6, 9]]
         """
-        paths, bounds = self.paths(), self.bounds
-        return [
-            Sample(*(np.concatenate([ids[slice(*bounds[i])] for i in paths[leaf]]) for ids in self))
-            for leaf in self.leaves
-        ]
+        paths = self.paths()
+        indices = [self._tokens_of(paths[leaf]) for leaf in self.leaves]
+        return [Sample(self.tokens[index], self.labels[index]) for index in indices]
 
     def cut(self, start: int, stop: int) -> Sample:
         """Return the group itself; it has no parts."""
         assert (start, stop) == (0, self.tokens.size), "a group is never split"
         return self
-
-    def copied(self) -> Group:
-        """Return a copy with ids in memory of its own."""
-        return _remake(
-            self.tokens.copy(), self.labels.copy(), self.lengths, self.parents, self.fields, self.token_fields
-        )
 
     def unshared(self) -> Group:
         """Return a group with a sequence for each answer, from the root on, so that nothing is shared.
@@ -138,22 +128,18 @@ class Group(Sample):
         Trained tokens of a shared segment are trained in its first copy only. A field of segments is that of the
         answer's.
         """
-        paths, taken = self.paths(), set[int]()
-        index: list[int] = []
-        trained: list[bool] = []
-        for leaf in self.leaves:
-            for segment in paths[leaf]:
-                start, stop = self.bounds[segment]
-                index += range(start, stop)
-                trained += [segment not in taken] * (stop - start)
-                taken.add(segment)
-        chosen = np.array(index, INT64)
+        all_paths, leaves = self.paths(), self.leaves
+        paths = [all_paths[leaf] for leaf in leaves]
+        order = [segment for path in paths for segment in path]
+        first = [segment not in order[:i] for i, segment in enumerate(order)]
+        index = self._tokens_of(order)
+        trained = np.repeat(first, [self.lengths[segment] for segment in order])
         return Group(
-            self.tokens[chosen],
-            np.where(trained, self.labels[chosen], IGNORE_INDEX),
-            lengths=[sum(self.lengths[segment] for segment in paths[leaf]) for leaf in self.leaves],
-            fields={name: values[self.leaves] for name, values in self.fields.items()},
-            token_fields={name: values[chosen] for name, values in self.token_fields.items()},
+            self.tokens[index],
+            np.where(trained, self.labels[index], IGNORE_INDEX),
+            lengths=[sum(self.lengths[segment] for segment in path) for path in paths],
+            fields={name: values[leaves] for name, values in self.fields.items()},
+            token_fields={name: values[index] for name, values in self.token_fields.items()},
         )
 
     def truncated(self, limit: int, *, side: str) -> Group | None:
@@ -164,29 +150,31 @@ class Group(Sample):
             side: ``"right"`` cuts off the ends of answers, the longest ones first; ``"left"`` the beginnings of
                 prompts.
         """
-        cut = (
-            self.leaves if side == "right" else [i for i, parent in enumerate(self.parents) if parent == ROOT]
-        )
-        room = limit - sum(length for number, length in enumerate(self.lengths) if number not in cut)
+        roots = [number for number, parent in enumerate(self.parents) if parent == ROOT]
+        cut, lengths = self.leaves if side == "right" else roots, list(self.lengths)
+        room = limit - sum(lengths) + sum(lengths[number] for number in cut)
         if room < len(cut):
             return None
-        kept = dict(zip(cut, _capped([self.lengths[number] for number in cut], room), strict=True))
-        index = np.concatenate(
-            [
-                np.arange(start, start + kept.get(number, stop - start))
-                if side == "right"
-                else np.arange(stop - kept.get(number, stop - start), stop)
-                for number, (start, stop) in enumerate(self.bounds)
-            ]
-        )
+        for number, kept in zip(cut, _capped([lengths[number] for number in cut], room), strict=True):
+            lengths[number] = kept
+        kept_bounds = [
+            (start, start + length) if side == "right" else (stop - length, stop)
+            for (start, stop), length in zip(self.bounds, lengths, strict=True)
+        ]
+        index = np.concatenate([np.arange(*bounds) for bounds in kept_bounds])
         return Group(
             self.tokens[index],
             self.labels[index],
-            lengths=[kept.get(number, length) for number, length in enumerate(self.lengths)],
+            lengths=lengths,
             parents=self.parents,
             fields=self.fields,
             token_fields={name: values[index] for name, values in self.token_fields.items()},
         )
+
+    def _tokens_of(self, segments: Iterable[int]) -> IntArray:
+        """Return the indices of the tokens of these segments, in this order."""
+        bounds = self.bounds
+        return np.concatenate([np.arange(*bounds[segment]) for segment in segments])
 
 
 def pack_groups(sequences: Sequence[Sample], labels: IntArray, *, max_seq_len: int) -> PackGroups:
@@ -199,47 +187,31 @@ def pack_groups(sequences: Sequence[Sample], labels: IntArray, *, max_seq_len: i
         labels: of the pack.
         max_seq_len: the pack's tokens.
     """
+    groups = [
+        each if isinstance(each, Group) else Group(*each, lengths=[each.tokens.size]) for each in sequences
+    ]
     parents: list[int] = []
-    first_labels: list[int] = []
-    names: dict[str, None] = {}
-    token_names: dict[str, None] = {}
-    for sample in sequences:
-        if isinstance(sample, Group):
-            names |= dict.fromkeys(sample.fields)
-            token_names |= dict.fromkeys(sample.token_fields)
-    fields: dict[str, list[FloatArray]] = {name: [] for name in names}
-    token_fields = {name: np.full(max_seq_len, np.nan, np.float32) for name in token_names}
-    position = 0
-    for sample in sequences:
-        before, lengths = len(parents), _lengths(sample)
-        if isinstance(sample, Group):
-            parents += [parent + before if parent != ROOT else ROOT for parent in sample.parents]
-        else:
-            parents.append(ROOT)
-        for start in _starts(lengths):
-            first_labels.append(int(labels[position + start]))
-            labels[position + start] = IGNORE_INDEX
-        of_segments = sample.fields if isinstance(sample, Group) else {}
-        of_tokens = sample.token_fields if isinstance(sample, Group) else {}
-        for name, values in fields.items():
-            values.append(of_segments.get(name, np.full(len(lengths), np.nan, np.float32)))
-        for name, numbers in of_tokens.items():
-            token_fields[name][position : position + numbers.size] = numbers
-        position += sample.tokens.size
+    for group in groups:
+        before = len(parents)
+        parents += [ROOT if parent == ROOT else before + parent for parent in group.parents]
+    lengths = [length for group in groups for length in group.lengths]
+    starts = list(accumulate(lengths[:-1], initial=0))
+    first_labels = labels[starts].tolist()
+    labels[starts] = IGNORE_INDEX
+    sizes = [group.tokens.size for group in groups]
     return PackGroups(
         tuple(parents),
         tuple(first_labels),
-        {name: np.concatenate(values) for name, values in fields.items()},
-        token_fields,
+        _end_to_end([group.fields for group in groups], [len(group.lengths) for group in groups]),
+        _end_to_end([*(group.token_fields for group in groups), {}], [*sizes, max_seq_len - sum(sizes)]),
     )
 
 
-def _lengths(sample: Sample) -> tuple[int, ...]:
-    return sample.lengths if isinstance(sample, Group) else (sample.tokens.size,)
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return list(accumulate(lengths, initial=0))[:-1]
+def _end_to_end(numbers: Sequence[Mapping[str, FloatArray]], sizes: Sequence[int]) -> dict[str, FloatArray]:
+    """Lay numbers by name end to end; where a part lacks a name, it is NaN for the part's size."""
+    names = dict.fromkeys(name for each in numbers for name in each)
+    parts = [(each, np.full(size, np.nan, np.float32)) for each, size in zip(numbers, sizes, strict=True)]
+    return {name: np.concatenate([each.get(name, nothing) for each, nothing in parts]) for name in names}
 
 
 def paths_of(parents: Sequence[int]) -> list[list[int]]:
@@ -264,6 +236,25 @@ def path_starts(seq_lens: Sequence[int], parents: Sequence[int]) -> list[int]:
     for parent in parents:
         starts.append(0 if parent == ROOT else starts[parent] + seq_lens[parent])
     return starts
+
+
+def attention_cost(seq_lens: Sequence[int], parents: Sequence[int] | None = None) -> int:
+    """Count the pairs of tokens of causal attention in a pack, by which packs of equal length differ.
+
+    >>> attention_cost([3, 1])
+    7
+    >>> attention_cost([3, 2], [-1, 0]) == attention_cost([5])
+    True
+
+    Args:
+        seq_lens: of its sequences, without the padding.
+        parents: for each sequence the one that it continues, or -1; None: none continues another.
+    """
+    if parents is None:
+        return sum([length * (length + 1) for length in seq_lens]) // 2
+    starts = path_starts(seq_lens, parents)
+    ends = [(start, start + length) for start, length in zip(starts, seq_lens, strict=True)]
+    return sum([end * (end + 1) - start * (start + 1) for start, end in ends]) // 2
 
 
 def _capped(lengths: Sequence[int], room: int) -> list[int]:
@@ -294,21 +285,3 @@ def _fields(fields: Mapping[str, Any] | None, count: int, each: str) -> dict[str
             )
         found[str(name)] = array
     return found
-
-
-def _remake(
-    tokens: IntArray,
-    labels: IntArray,
-    lengths: Iterable[int],
-    parents: Iterable[int],
-    fields: Mapping[str, Any],
-    token_fields: Mapping[str, Any],
-) -> Group:
-    return Group(
-        tokens,
-        labels,
-        lengths=tuple(lengths),
-        parents=tuple(parents),
-        fields=fields,
-        token_fields=token_fields,
-    )

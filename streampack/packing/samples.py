@@ -137,7 +137,7 @@ def sample_from_encoded(encoded: Any) -> Sample:
         ValueError: for what is none of these.
     """
     if isinstance(encoded, Group):
-        return encoded.copied()
+        return encoded
     pair = isinstance(encoded, tuple) and len(encoded) == 2 and not _is_scalar(encoded[0])
     if isinstance(encoded, Sample) or pair:
         return sample_from_pair(*encoded)

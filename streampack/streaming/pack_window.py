@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from streampack.packing.attention_cost import attention_cost
-from streampack.packing.groups import Group, path_starts
+from streampack.packing.groups import Group, attention_cost
 from streampack.packing.planner import Placed, Planner
 from streampack.packing.settings import Packing
 from streampack.streaming.balance import hand_out_order
@@ -81,6 +80,6 @@ def _cost(placed: list[Placed[Piece]], packing: Packing) -> int:
     in_groups = 0
     for piece, _, _ in placed:
         if type(group := piece.sample) is Group:
-            in_groups += attention_cost(group.lengths, path_starts(group.lengths, group.parents))
+            in_groups += attention_cost(group.lengths, group.parents)
             in_groups -= attention_cost([group.tokens.size])
     return attention_cost([packing.padded(stop - start) for _, start, stop in placed]) + in_groups

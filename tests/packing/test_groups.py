@@ -130,7 +130,7 @@ def test_a_group_is_its_segments(segments: list[Segment]) -> None:
     assert group.paths() == [path(segments, i) for i in range(len(segments))]
     assert group.leaves == leaves(segments)
     assert group.bounds[0][0] == 0
-    for again in (pickle.loads(pickle.dumps(group)), copy.deepcopy(group), group.copied()):
+    for again in (pickle.loads(pickle.dumps(group)), copy.deepcopy(group)):
         assert type(again) is Group
         assert same(segments_of(again), segments_of(group))
         assert again.parents == group.parents
