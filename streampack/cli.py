@@ -32,7 +32,6 @@ COMMANDS = {
     "inspect": "show what packing does to a corpus: padding, steps, drops, the first packs, what to change",
     "unpack": "show packs as text: the first ones of a config, or those of a step of its run",
     "trace": "show which rows the loss of a step came from",
-    "scan": "look at all files of a corpus once, and write a manifest by which runs start fast",
     "tokenize": "write the config's data.source as token shards",
     "score": "write the log-likelihood of each row of a config's data.source",
     "export": "write a running checkpoint's weights in the model's own format, while the run goes on",
@@ -152,7 +151,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     }
     for name, act in {
         "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "inspect": _inspect,
-        "unpack": _unpack, "trace": _trace, "scan": _scan, "tokenize": _tokenize, "export": _export, "score": _score,
+        "unpack": _unpack, "trace": _trace, "tokenize": _tokenize, "export": _export, "score": _score,
     }.items():  # fmt: skip
         commands[name].set_defaults(act=act)
     commands["export"].add_argument(
@@ -192,18 +191,6 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     validate.add_argument(
         "--no-files", action="store_true", help="open no file: keys, values and components only"
     )
-    scan = commands["scan"]
-    scan.add_argument(
-        "paths",
-        metavar="PATH",
-        nargs="*",
-        help="files, folders, globs or URLs of Parquet files or JSON lines",
-    )
-    scan.add_argument("--out", metavar="MANIFEST", required=True, help="the manifest to write")
-    scan.add_argument(
-        "--manifest", metavar="LIST", help="a list of the files' names; PATH is then their folder"
-    )
-    scan.add_argument("--columns", metavar="A,B", help="the columns that will be read; others may differ")
     return parser, commands
 
 
@@ -327,19 +314,6 @@ def _trace(options: argparse.Namespace) -> int:
 
 def _score(options: argparse.Namespace) -> int:
     return score_command.run(options, _read("score", options)[1])
-
-
-def _scan(options: argparse.Namespace) -> int:
-    from streampack.sources.scan import scan
-
-    found = scan(
-        options.paths or None,
-        out=options.out,
-        manifest=options.manifest,
-        columns=options.columns.split(",") if options.columns else None,
-    )
-    print(found)
-    return 1 if found.problems else 0
 
 
 def _tokenize(options: argparse.Namespace) -> int:

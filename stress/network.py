@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 
 from streampack import PackedDataLoader, Storage
-from streampack.sources.scan import scan
 from stress.corpus import Files, digests_of, global_steps, record_packs, run_apart, run_rank
 from stress.job import Run, job
 from stress.kills import check_log, last_logged_step, saved_step, train_and_save, wait_until
 from stress.servers import Nginx, Pace, moto_server, nginx_server
-from tests.harness.files import shards
+from tests.harness.files import shards, source
 from tests.harness.processes import Ranks, run_forked
 from tests.harness.stores import Web
 
@@ -261,11 +260,11 @@ def check_rounds(found: Read, batches: int) -> None:
 
 @job(
     "many-shards",
-    "10,000 shards over HTTP with 50 ms a request and a scanned manifest: few requests to the first batch",
+    "10,000 shards over HTTP with 50 ms a request and a manifest with sizes: few requests to the first batch",
     limit=300,
 )
 def many_shards(run: Run) -> str:
-    """Read the first batch of few and of many shards, by a scanned manifest, and by a list of names."""
+    """Read the first batch of few and of many shards, by a manifest with sizes, and by a list of names."""
     counts = (1000, run.count(10_000, 2000))
     told = []
     for kind in ("jsonl", "parquet"):
@@ -277,24 +276,23 @@ def many_shards(run: Run) -> str:
                 listed, manifest = Path(name, "names"), Path(name, "manifest")
                 listed.write_text("".join(f"{Path(path).name}\n" for path in files))
                 begun = time.perf_counter()
-                scanned = partial(scan, out=manifest, manifest=listed, progress=False)
-                run_apart(scanned, f"{web.url}/data", timeout=200)  # a scan leaves threads behind
+                by_names = {"manifest": str(listed)}
+                whole = source(kind, f"{web.url}/data", **by_names)
+                manifest.write_text(whole.corpus.manifest())
                 seconds = time.perf_counter() - begun
                 settings = {"buffer_size": 16, "shuffle": 16, "storage": Storage(16 << 20)}
                 reading = files_of(kind, f"{web.url}/data", {"manifest": str(manifest)}, settings)
                 found.append(read(reading, web, 1))
                 check_requests(found[-1])
                 if count == counts[0]:
-                    unscanned = read(
-                        replace(reading, options=reading.options | {"manifest": str(listed)}), web, 1
-                    )
+                    unlisted = read(replace(reading, options=reading.options | by_names), web, 1)
                     with pytest.raises(AssertionError, match="requests"):
-                        check_requests(unscanned)
+                        check_requests(unlisted)
         first = found[-1]
         told.append(
             f"{kind}: the first batch of {counts[1]:,} shards after {first.seconds:.1f} s, {first.requests} "
             f"requests in {first.rounds} rounds, and {found[0].requests} of {counts[0]:,} shards; "
-            f"{unscanned.requests:,} by their names alone, which the check refuses; the scan took "
+            f"{unlisted.requests:,} by their names alone, which the check refuses; looking them up took "
             f"{seconds:.0f} s without the delay"
         )
     return "; ".join(told)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from streampack.fingerprint import digest
 from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.corpus_lists import CorpusList, Entry
 from streampack.sources.parts import REMOVED, BadShard, Damage, FoundRecord, Part, Record
@@ -68,9 +67,6 @@ class FileSource(Source):
             if file.path in corpus.problems
         }
         self.warned_of: set[str] = set()  # files that cannot be read, as they are shown to the user
-        # Names of files that are left out because of what a manifest tells, and of which rows would be read, or looked
-        # for, without it. A state that was made by such a manifest is refused without it, and the other way round.
-        self.odd: list[str] = []
         # For a number of lanes, the parts of each lane.
         self._divided: dict[int, list[list[Part]]] = {}
         self._empty: set[Part] = set()  # parts that were read and have no records
@@ -114,12 +110,7 @@ class FileSource(Source):
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
-        left_out = digest(self.odd) if self.odd else None
-        return {
-            "source": type(self).__name__,
-            "files": lambda: self.marks().described,
-            "left_out": left_out,
-        }
+        return {"source": type(self).__name__, "files": lambda: self.marks().described}
 
     def corpora(self) -> list[Corpus]:
         """See `Source.corpora`."""

@@ -51,9 +51,9 @@ class JSONLSource(FileSource):
         paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others);
             globs where the storage can list files. Of a folder, the ``.jsonl`` and ``.ndjson`` files in it, at any
             depth.
-        manifest: instead of ``paths``, a text file with a file's name on each line, relative to the manifest's folder,
-            or what `streampack scan` wrote; then no file is looked at before it is read. With ``paths``, that is the
-            folder that the names are relative to.
+        manifest: instead of ``paths``, a text file with a file's name on each line, or what `Corpus.manifest` returns;
+            with sizes, no file is looked at before it is read. Names are relative to the manifest's folder, or to
+            ``paths``.
         storage_options: for the storage behind URLs, as fsspec takes them; may hold secrets, and is never shown.
         retries: how often a failed read is tried again, with growing waits. A missing file and a missing permission
             are errors at once.
@@ -99,12 +99,6 @@ class JSONLSource(FileSource):
 
     def _hold(self, corpus: Corpus) -> None:
         super()._hold(corpus)
-        # Of a file of another kind, only the part that has its first bytes tells that before a line is no JSON.
-        self.odd = [
-            file.name
-            for number, file in enumerate(self.files)
-            if number in self.bad and file.size and file.seekable
-        ]
         self._count = ByteCount()
         self._kinds: dict[int, str | None] = {}
         sound = [number for number in range(len(self.files)) if number not in self.bad]

@@ -21,11 +21,9 @@ from streampack.sources.row_groups import (
     row_groups,
     starts_of,
 )
-from streampack.sources.schemas import differing, schema_of
 from streampack.sources.source import Divisible
 from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
-from streampack.storage.details import Details, Schema
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.ranges import Block, Fetcher
@@ -51,10 +49,9 @@ class ParquetSource(FileSource):
     [{'text': 'a'}, {'text': 'b'}]
 
     Whole files are divided among the lanes. Files that are too large for that are cut into runs of row groups, so their
-    footers are read before the first row (with a `PackedDataLoader`, each rank reads some of them for all ranks) unless
-    a scanned manifest has their row groups. The stored bytes of a row group are read at once, and decoded 1,024 rows at
-    a time, or fewer if they have more than some 16 MiB. If there are fewer row groups than lanes, several lanes read
-    the same one and take turns with its rows.
+    footers are read before the first row (with a `PackedDataLoader`, each rank reads some of them for all ranks). The
+    stored bytes of a row group are read at once, and decoded 1,024 rows at a time, or fewer if they have more than some
+    16 MiB. If there are fewer row groups than lanes, several lanes read the same one and take turns with its rows.
 
     Rows are mappings. Token ids in them are read as arrays where they are encoded as tokens; other encoders get a dict.
 
@@ -102,16 +99,7 @@ class ParquetSource(FileSource):
 
     def _hold(self, corpus: Corpus) -> None:
         super()._hold(corpus)
-        details = corpus.details
-        self.footers = Footers(self.files, self.columns, details)
-        if self.columns is not None and details:
-            known = [details.get(file.path, Details()).schema for file in self.files]
-            found = differing(known, self.columns)
-            self.bad = {**found, **self.bad}
-            # The rows of a file whose columns have other types can be read; each may be a bad record for its encoder.
-            self.odd = [
-                self.files[number].name for number in found if set(self.columns) <= set(known[number] or ())
-            ]
+        self.footers = Footers(self.files, self.columns)
 
     def fingerprint(self) -> str:
         """Digest the files, as for JSON lines, and the columns."""
@@ -160,15 +148,6 @@ class ParquetSource(FileSource):
         """See `FileSource.is_near`: the bytes of a row group are read at once."""
         footer = self.footers.get(row_id[0], self.fetcher().take)
         return group_of(footer, row_id[1]) == group_of(footer, later[1])
-
-    def problem_of(self, row_id: RowId) -> str | None:
-        """See `Source.problem_of`: a column that it lacks or has of another type than most of up to 16 other files."""
-        sound = [number for number in range(len(self.files)) if number not in {*self.bad, row_id[0]}]
-        schemas: list[Schema | None] = []
-        for number in [*(sound[i] for i in spread(len(sound), PROBED_FILES)), row_id[0]]:
-            with suppress(BadShard, FileNotFoundError):
-                schemas.append(schema_of(self.footers.get(number, self.fetcher().take)))
-        return differing(schemas, self.columns).get(len(schemas) - 1)
 
     def natural_lanes(self) -> int:
         """Return one lane per 256 KiB, but no more than there are parts to divide.
@@ -247,18 +226,14 @@ class ParquetSource(FileSource):
         A run ends when it has ``step`` bytes. A file without a readable footer is one part. A file that lacks a column
         is cut like others: the lanes do not depend on which columns are read.
         """
-        file, problem = self.files[number], self.bad.get(number)
-        size, known = file.size, self.corpus.details.get(file.path, Details())
-        if known.groups is not None:
-            groups = known.row_groups
-        elif problem is not None:
+        size = self.files[number].size
+        if (problem := self.bad.get(number)) is not None:
             return [(Part(number), size)], problem
-        else:
-            try:
-                footer = self.footers.get(number, self.fetcher().take)
-            except BadShard as error:
-                return [(Part(number), size)], str(error)
-            groups, problem = row_groups(footer), self.footers.problem(footer)
+        try:
+            footer = self.footers.get(number, self.fetcher().take)
+        except BadShard as error:
+            return [(Part(number), size)], str(error)
+        groups, problem = row_groups(footer), self.footers.problem(footer)
         # Footers have the sizes of row groups before compression: scale them to the size of the file.
         scale = size / max(1, sum(stored for _, stored in groups))
         runs: list[tuple[Part, float]] = []
@@ -272,12 +247,9 @@ class ParquetSource(FileSource):
         return runs, problem
 
     def lost(self, left: Sequence[Part]) -> dict[str, int]:
-        """See `FileSource.lost`: rows, if the footer could be read, or the manifest has their number."""
+        """See `FileSource.lost`: rows, if the footer could be read."""
         number = left[0].file
         if left[0].stop is None and (footer := self.footers.known(number)) is not None:
             return {"rows": starts_of(footer)[-1] - left[0].start}
-        rows = self.corpus.details.get(self.files[number].path, Details()).rows
-        if left[0].stop is None and rows is not None:
-            return {"rows": rows - left[0].start}
         found = super().lost(left)
         return {"rows": found["bytes"]} if left[0].stop is not None else found

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
 
 from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.parts import BadShard, Damage, Part, Record
-from streampack.storage.base import File, changed
-from streampack.storage.details import Details
+from streampack.storage.base import File
 from streampack.storage.ranges import Block, Fetcher, blocks
 
 FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
@@ -31,25 +29,21 @@ class Footers:
     Args:
         files: the files of the corpus.
         columns: the columns that every file must have; None if it may have any.
-        details: what a manifest says of files, by path.
     """
 
     def __init__(
         self,
         files: Sequence[File],
         columns: Sequence[str] | None,
-        details: Mapping[str, Details] = MappingProxyType({}),
     ) -> None:
         self.files = files
         self.columns = columns
-        self.details = details
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._groups = 0  # in the footers that are kept
         self.largest_group = 0  # the most bytes that were read of a row group
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_kept": OrderedDict(), "_groups": 0, "details": dict(self.details)}
-        return {**self.__dict__, **kept}
+        return {**self.__dict__, "_kept": OrderedDict(), "_groups": 0}
 
     def known(self, number: int) -> Any:
         """Return a file's metadata if it is in the cache, else None."""
@@ -60,15 +54,9 @@ class Footers:
 
         Raises:
             BadShard: if the file has no readable footer.
-            ValueError: if it has other row groups than its manifest says.
         """
         if (footer := self._kept.get(number)) is None:
-            file = self.files[number]
-            footer = self._read(file, take)
-            known = self.details.get(file.path)
-            if known is not None and known.groups is not None and row_groups(footer) != known.row_groups:
-                raise ValueError(changed(file, "does not have the row groups that its manifest says it had"))
-            self._kept[number] = footer
+            footer = self._kept[number] = self._read(self.files[number], take)
             self._groups += footer.num_row_groups
             while self._groups > KEPT_GROUPS and len(self._kept) > 1:
                 self._groups -= self._kept.popitem(last=False)[1].num_row_groups

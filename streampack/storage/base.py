@@ -127,7 +127,7 @@ def changed(file: File, what: str) -> str:
     """Describe a file that has changed since it was listed. ``what`` says how: "has 3 bytes and had 4"."""
     return (
         f"{file.shown} {what} when it was listed; a corpus must not change during a run: restore the file, or start "
-        "again (after a new scan, if a manifest lists the file), from a checkpoint too if the run has corpus_lists"
+        "again (with a new manifest, if one lists the file), from a checkpoint too if the run has corpus_lists"
     )
 
 

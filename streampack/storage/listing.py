@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import json
 import os
 import posixpath
 import re
@@ -18,7 +19,6 @@ from urllib.parse import unquote, urlsplit
 
 from streampack.fingerprint import digest
 from streampack.storage.base import File, FileStorage, LocalStorage, map_in_threads, redact, split_url
-from streampack.storage.details import Details
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.formats import in_folder
 from streampack.storage.manifest import named_in
@@ -60,16 +60,14 @@ class Corpus:
     """The files of a source, the storage that holds them, and how often a read is tried.
 
     ``problems`` says why files cannot be read, by path, as far as that is known from listing them. They stay in
-    ``files``, so that the same names and sizes are always divided among the lanes in the same way. ``details`` is what
-    a manifest says of files, by path. ``beside`` has the files that belong to a file, such as its index, by its path:
-    they are part of its tag.
+    ``files``, so that the same names and sizes are always divided among the lanes in the same way. ``beside`` has the
+    files that belong to a file, such as its index, by its path: they are part of its tag.
     """
 
     files: tuple[File, ...]
     storage: FileStorage
     retries: Retries
     problems: Mapping[str, str] = field(default_factory=dict)
-    details: Mapping[str, Details] = field(default_factory=dict)
     beside: Mapping[str, Sequence[File]] = field(default_factory=dict)
     tolerant: bool = field(default=False, init=False)
     """Whether a file that is gone has a tag, too, because the run leaves it out."""
@@ -101,6 +99,21 @@ class Corpus:
         kept.tolerant = self.tolerant
         kept.identify([marks.tags[number] for number, _ in files])
         return kept
+
+    def manifest(self) -> str:
+        r"""Return the text of a manifest: a line for each file with its name, size and tag.
+
+        >>> import tempfile
+        >>> _ = (folder := Path(tempfile.mkdtemp())).joinpath("a.jsonl").write_bytes(b"{}\n")
+        >>> corpus = find_files(folder, manifest=None, endings=[".jsonl"], storage_options=None, retries=0, timeout=9)
+        >>> corpus.manifest()
+        '{"name": "a.jsonl", "size": 3, "tag": "bd0ba5f1abfd7a39"}\n'
+        """
+        entries = (
+            {"name": file.name, "size": file.size, "tag": None if file.path in self.problems else tag}
+            for file, tag in zip(self.files, self.marks().tags, strict=True)
+        )
+        return "".join(f"{json.dumps(entry)}\n" for entry in entries)
 
     def fingerprint(self) -> str:
         """Return a digest of names and sizes, and of each file's ETag or its first and last 64 KiB.
@@ -358,8 +371,7 @@ def _corpus(found: list[Listed], storage: FileStorage, tries: Retries) -> Corpus
     require_distinct(found)
     files = tuple(File(listed.path, listed.name, listed.size or 0, listed.tag) for listed in found)
     problems = {listed.path: listed.problem or EMPTY for listed in found if listed.problem or not listed.size}
-    details = {listed.path: listed.details for listed in found if listed.details is not None}
-    return require_some(Corpus(files, storage, tries, problems, details))
+    return require_some(Corpus(files, storage, tries, problems))
 
 
 def require_some(corpus: Corpus) -> Corpus:

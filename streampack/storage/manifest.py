@@ -1,48 +1,30 @@
 """Manifests: text files that list the files of a corpus.
 
-A manifest is not trusted, as it may come from the network: the files must lie below its folder. `streampack scan`
-writes one, whose first line is an object with ``format``, ``version`` and ``schemas``, and which has an object for each
-file:
-
-| key | value |
-|---|---|
-| ``name`` | relative to the manifest's folder, or another one that the user names |
-| ``size`` | in bytes, as it is stored |
-| ``tag`` | the ETag; of a file on this machine a digest of its first and last 64 KiB |
-| ``rows`` | of a Parquet file |
-| ``groups`` | rows and bytes of each row group, one after the other |
-| ``schema`` | the number of the file's schema in ``schemas``: the types of columns by their names |
-| ``problem`` | why the file cannot be read |
-
-All but the name may be missing. A line that is no object is a name.
+A line is a name, or an object with ``name``, ``size`` (bytes, as they are stored) and ``tag`` (the ETag; of a file on
+this machine a digest of its first and last 64 KiB): a file whose size is given need not be looked up. A manifest is not
+trusted, as it may come from the network: the files must lie below its folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlunsplit
 
 from streampack.storage.base import redact, split_url
-from streampack.storage.details import Details, Schema, details_of, problem_of, schemas_of
-from streampack.storage.json_depth import shallow_json
 from streampack.storage.problems import GONE
 from streampack.storage.requests import Listed
 from streampack.storage.responses import opaque
-
-FORMAT = "streampack-manifest"
-VERSION = 1
 
 
 def named_in(manifest: str, text: str, *, folder: str | None = None) -> list[Listed]:
     r"""Return the files that a manifest lists, in ``folder``, or in the manifest's.
 
-    A file whose size is given need not be looked up. The query of the folder's URL, or of the manifest's, which may be
-    a signature, is added to the URL of each file.
+    The query of the folder's URL, or of the manifest's, which may be a signature, is added to the URL of each file.
 
     >>> named_in("https://host/corpus/shards.txt?key=1", "a.jsonl\n")[0].path
     'https://host/corpus/a.jsonl?key=1'
@@ -52,16 +34,11 @@ def named_in(manifest: str, text: str, *, folder: str | None = None) -> list[Lis
     """
     index = manifest if folder is None else _beside(folder)
     found: list[Listed] = []
-    schemas: list[Schema] = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                entry = _parsed(line.strip())
-                if "format" in entry:
-                    schemas = _schemas(entry)
-                else:
-                    found.append(_listed(index, entry, schemas))
-            except ValueError as error:
+                found.append(_listed(index, line.strip()))
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{redact(manifest)}:{number}: {error}") from None
     if not found:
         raise ValueError(f"{redact(manifest)} names no file")
@@ -76,30 +53,13 @@ def _beside(folder: str) -> str:
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/manifest"))
 
 
-def _parsed(line: str) -> Mapping[str, Any]:
-    return shallow_json(line.encode()) if line.startswith("{") else {"name": line}
-
-
-def _schemas(header: Mapping[str, Any]) -> list[Schema]:
-    if (header["format"], header.get("version")) != (FORMAT, VERSION):
-        raise ValueError(
-            f"format {header['format']!r}, version {header.get('version')!r} is not read; this reads {FORMAT!r}, "
-            f"version {VERSION}: scan the corpus again"
-        )
-    return schemas_of(header)
-
-
-def _listed(index: str, entry: Mapping[str, Any], schemas: Sequence[Schema]) -> Listed:
+def _listed(index: str, line: str) -> Listed:
+    entry: dict[str, Any] = json.loads(line) if line.startswith("{") else {"name": line}
     name, size, tag = entry.get("name"), entry.get("size"), entry.get("tag")
     sound = size is None or (type(size) is int and 0 <= size < 1 << 62)
     if not isinstance(name, str) or not sound or not isinstance(tag, str | None):
         raise ValueError("an entry has a name (text), and may have a size (bytes) and a tag (text)")
-    listed, problem = placed(index, name, size, tag), problem_of(entry)
-    details = details_of(entry, schemas)
-    if problem is not None:
-        listed = listed._replace(problem=problem)
-    listed = listed._replace(name=posixpath.normpath(name))
-    return listed._replace(details=details) if details != Details() else listed
+    return placed(index, name, size, tag)._replace(name=posixpath.normpath(name))
 
 
 def placed(index: str, name: str, size: int | None = None, tag: str | None = None) -> Listed:

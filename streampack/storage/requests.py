@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from streampack.storage import hub
-from streampack.storage.details import Details
 from streampack.storage.responses import Answer, head_of, opaque
 
 Ask = Callable[[Any, str, int, int, float], Answer]
@@ -21,7 +20,6 @@ class Listed(NamedTuple):
     tag: str | None = None  # such as an ETag
     inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
     problem: str | None = None  # why the file cannot be read
-    details: Details | None = None  # what a scan found
     name: str = ""  # see `File`
 
 

@@ -10,11 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from streampack import Holdout, Mix, ParquetSource
+from streampack import Holdout, Mix
 from streampack.sources import Reading
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_resume_everywhere, content
@@ -179,36 +177,6 @@ def test_the_limit_is_that_of_a_lane_and_holds_over_epochs_and_resumes(tmp_path:
         list(again)
     assert len(packs) + len(list(lenient)) == len(whole)
     assert lenient.ledger().bad_shards == 3
-
-
-@pytest.mark.parametrize("columns", [None, ["i", "n"]])
-@pytest.mark.parametrize("odd", [0, 4])
-def test_a_parquet_file_with_a_column_of_another_type_is_one_bad_shard(
-    tmp_path: Path, columns: list[str] | None, odd: int
-) -> None:
-    """Each of its rows fails where it is encoded; a file that differs elsewhere has bad records."""
-    files = corpus("parquet", tmp_path / "data")
-    for number, path in enumerate(files.paths):
-        found = pq.read_table(path).to_pydict() | {"url": range(30) if number == 2 else ["a"] * 30}
-        if number == odd:
-            found["n"] = list(map(str, found["n"]))
-        if number == 2:
-            found["n"][0] = None
-        pq.write_table(pa.table(found), path, row_group_size=10)
-
-    def make(**settings: Any) -> Any:
-        skip_bad = {"limit": 1, **settings}
-        return skipping(ParquetSource(files.paths, columns=columns), skip_bad=skip_bad, epochs=2)
-
-    dataset = make(folder=tmp_path / "bad")
-    expected = sorted(2 * [i for i in files.rest(odd) if i != 60])
-    assert survivors(dataset) == expected
-    ledger = dataset.ledger().as_dict()
-    entries = listed(tmp_path / "bad")
-    assert (ledger["bad_shards"], ledger["bad_records"]) == (len(entries) - 1, 2)
-    reasons = {entry["reason"].partition(": ")[0] for entry in entries if entry["shard"] == f"{odd}.parquet"}
-    assert reasons == {"its column 'n' is string, and integer in most files"}
-    check_resume_everywhere(make, packs=12, whole_every=6)
 
 
 def test_a_mixture_and_a_holdout_leave_out_bad_shards(tmp_path: Path) -> None:
