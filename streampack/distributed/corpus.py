@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from streampack.distributed.rank_sync import RankSync
+from streampack.sources.files import file_sources
 from streampack.sources.source import Source
 from streampack.storage.base import map_in_threads
 
@@ -21,14 +22,15 @@ Result = TypeVar("Result")
 def identify_across_ranks(source: Source, rank_sync: RankSync) -> None:
     """Collective: give the source the ends of its files for its fingerprint, which is that of a single process."""
     if not rank_sync.alone:
-        for corpus in source.corpora():
-            doing = "reading the ends of the corpus's files"
-            corpus.identify(map_across_ranks(corpus.tag, corpus.files, rank_sync=rank_sync, doing=doing))
+        for leaf in file_sources(source).values():
+            if leaf.reads_tags:
+                corpus, doing = leaf.corpus, "reading the ends of the corpus's files"
+                corpus.identify(map_across_ranks(corpus.tag, corpus.files, rank_sync=rank_sync, doing=doing))
 
 
 def divide_across_ranks(source: Source, num_lanes: int, rank_sync: RankSync) -> None:
     """Collective: divide the source into lanes, before worker processes are forked, which then inherit them."""
-    parts = source.divisible()
+    parts = file_sources(source).values()
     # A rank may have divided some before, when it read a row. All ranks must take part in `map_across_ranks`.
     divided = rank_sync.gather([part.is_divided(num_lanes) for part in parts])
     parallel_map = partial(map_across_ranks, rank_sync=rank_sync, doing="dividing the corpus into lanes")

@@ -8,6 +8,7 @@ from typing import Any
 from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest
 from streampack.sources.corpus_identity import first_difference
+from streampack.sources.files import file_sources
 from streampack.sources.source import Source
 from streampack.storage.hub import commit_of
 from streampack.streaming.dataset import IterablePackedDataset
@@ -70,7 +71,7 @@ def require_same_run(
 
 
 def _summary_of_files(source: Source) -> dict[str, Any]:
-    files = source.listing()
+    files = [file for leaf in file_sources(source).values() for file in leaf.listing()]
     listed = [(file.name, file.size, file.tag, commit_of(file.path)) for file in files]
     return {
         "number": len(files),

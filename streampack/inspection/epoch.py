@@ -18,8 +18,8 @@ from streampack.inspection.reading import (
     sample_source,
 )
 from streampack.inspection.report import SourceShare
-from streampack.sources.base import permutation
 from streampack.sources.mixture import Mix
+from streampack.sources.reading import permutation
 from streampack.sources.source import Source
 from streampack.streaming.lane_config import LaneConfig
 
@@ -85,7 +85,7 @@ def _has_at_most(config: LaneConfig, rows: int) -> bool:
     if config.mix is not None:
         return False
     try:
-        found, scale = config.source.probe(FIRST_LOOK)
+        found, scale = config.source.sample(FIRST_LOOK)
     except ValueError:
         return False
     return len(found) * scale <= WHOLE * rows
@@ -213,7 +213,7 @@ def _shares_read(mix: Mix, counts: Sequence[Counts]) -> list[SourceShare]:
 def _rows_of(source: Source, read: int) -> float:
     """Return how many rows one pass over a source has; those that were read if it cannot tell."""
     try:
-        found, scale = source.probe(FIRST_LOOK)
+        found, scale = source.sample(FIRST_LOOK)
     except ValueError:
         return read
     return len(found) * scale

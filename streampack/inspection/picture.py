@@ -60,7 +60,7 @@ def view(pack: Pack, config: LaneConfig) -> PackView:
         tokens = pack.tokens[start : start + length].tolist()
         sequences.append(
             SequenceView(
-                place=source.locate_cheaply(fragment.row_id),
+                place=source.locate(fragment.row_id),
                 source=source.names[source.source_index(fragment.row_id)] if source.names else None,
                 start=start,
                 length=length,

@@ -19,7 +19,7 @@ from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import STRATEGIES
-from streampack.sources.base import permutation
+from streampack.sources.reading import permutation
 
 BLOCKS = 10
 """Consecutive stretches of a sample's packs, from whose differences the standard error is taken."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from streampack.accounting import trained_tokens
 from streampack.sources.bad_records import Quarantine, kind_of
-from streampack.sources.base import BadRecord, Reading
+from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.source import Source
 from streampack.streaming.estimate import relative_error
 from streampack.streaming.lane_config import LaneConfig
@@ -177,7 +177,7 @@ class Tally:
             if self.bad_kinds[kind] > 1:
                 return
         if len(examples) < EXAMPLES_OF_A_LOSS:
-            examples.append(f"{self.source.locate_cheaply(row_id)}: {detail}")
+            examples.append(f"{self.source.locate(row_id)}: {detail}")
 
 
 def read_lanes(config: LaneConfig, num_lanes: int, tally: Tally, *, progress: Progress) -> list[array[int]]:
@@ -211,7 +211,7 @@ def sample_source(
     Raises:
         ValueError: if the source cannot tell its size.
     """
-    found, scale = source.probe(rows)
+    found, scale = source.sample(rows)
     kept, trained, sizes = array("i"), array("i"), array("i")
     for example in found:
         row_id = (*prefix, *example.row_id)

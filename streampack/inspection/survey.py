@@ -144,8 +144,7 @@ def _lengths(tally: Tally) -> Lengths:
         quantiles={str(q): int(np.quantile(whole, q, method="inverted_cdf")) for q in QUANTILES},
         histogram=_histogram(whole),
         longest=[
-            LongRow(tally.source.locate_cheaply(row_id), tokens, trained)
-            for tokens, trained, row_id in longest
+            LongRow(tally.source.locate(row_id), tokens, trained) for tokens, trained, row_id in longest
         ],
     )
 

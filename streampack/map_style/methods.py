@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from streampack.map_style.multipack import plan_steps, resolve_packs_per_step
 from streampack.packing.planner import Span, plan_samples
 from streampack.packing.settings import Packing
-from streampack.sources.base import permutation
+from streampack.sources.reading import permutation
 from streampack.validation import require, require_positive
 
 Row = list[Span]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from streampack.map_style.multipack import checked_lengths, plan_steps, resolve_packs_per_step
-from streampack.sources.base import permutation
+from streampack.sources.reading import permutation
 from streampack.streaming.consumers import require_data_parallel, require_not_sharded
 from streampack.validation import require_multiple, require_positive
 

@@ -1,7 +1,6 @@
 """Rows: from files, token shards, Hugging Face datasets, memory and iterables; shuffled, mixed, or held out."""
 
 from streampack.sources.as_source import as_source
-from streampack.sources.base import Reading
 from streampack.sources.datatrove import DatatroveSource
 from streampack.sources.flat_tokens import FlatTokensSource
 from streampack.sources.holdout import Holdout
@@ -13,6 +12,7 @@ from streampack.sources.mds import MDSSource
 from streampack.sources.megatron import MegatronSource
 from streampack.sources.mixture import Mix
 from streampack.sources.parquet import ParquetSource
+from streampack.sources.reading import Reading
 from streampack.sources.source import Source
 from streampack.sources.token_shards import TokenShardSource
 

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, TypeAlias
 from zlib import crc32
 
+from streampack.sources.files import file_sources
 from streampack.sources.source import Source
 from streampack.storage.base import redact
 from streampack.storage.problems import summarize
@@ -113,7 +114,7 @@ class Quarantine:
                 f"{f' of the {rows:,} rows that it read' if of_rows else ''}, and skip_bad.limit={self.limit} lets no "
                 "more pass: look at them, and raise it if they may be left out"
             )
-        path, place = source.path_of(row_id), source.locate_cheaply(row_id)
+        path, place = source.path_of(row_id), source.locate(row_id)
         self.append(
             lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason, path=path, place=place
         )
@@ -274,21 +275,22 @@ def require_sound(source: Source, quarantine: Quarantine | None) -> None:
     Raises:
         ValueError: if bad records are not skipped; it names ten of the shards.
     """
-    for corpus in source.corpora():
-        corpus.tolerant = quarantine is not None
-    if not (bad := source.bad_shards()):
+    leaves = file_sources(source).values()
+    for each in leaves:
+        each.corpus.tolerant = quarantine is not None
+    if not (bad := [problem for each in leaves for problem in each.bad_shards()]):
         return
-    files = len(source.listing())
+    files = sum(len(each.files) for each in leaves)
     if quarantine is None:
         raise ValueError(
             f"{summarize(bad, files=files)}; restore them, remove them from the corpus, or leave them out with "
             "skip_bad=True"
         )
-    told = [each.warned_of for each in source.file_sources().values()]
+    told = [each.warned_of for each in leaves]
     new = [problem for problem in bad if not any(problem[0] in each for each in told)]
     if new and not quarantine.quiet:
-        for each in told:
-            each.update(shown for shown, _ in new)
+        for known in told:
+            known.update(shown for shown, _ in new)
         shown, reason = new[0]
         warn_user(
             f"{len(new):,} of {files:,} files cannot be read and are left out; the first is {shown}: {reason}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from streampack.fingerprint import digest
 from streampack.sources.examples import UNKNOWN
 from streampack.sources.source import Source
 
@@ -13,15 +14,9 @@ OF_ROWS = ("content", "hashed", "samples")
 any other, so that a run can go on after a row, or a bug in the encoder, was mended."""
 
 
-def identity_of(source: Source) -> dict[str, Any]:
-    """Return what distinguishes a source from others: see `Source.identity`.
-
-    A user's class may inherit from one of our sources and override only ``fingerprint``. The inherited ``identity``
-    then describes another corpus, so the identity is made of the fingerprint instead.
-    """
-    if _definer(source, "identity") is _definer(source, "fingerprint"):
-        return source.identity()
-    return Source.identity(source)
+def fingerprint_of(source: Source) -> str:
+    """Return a digest of a source's identity."""
+    return digest(plain_identity(source.identity()))
 
 
 def plain_identity(value: Any, *, listed: bool = False) -> Any:
@@ -88,7 +83,3 @@ def first_difference(
         if found is not None:
             return found
     return None
-
-
-def _definer(source: Source, method: str) -> type | None:
-    return next((kind for kind in type(source).__mro__ if method in vars(kind)), None)

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from streampack.fingerprint import digest, plain
-from streampack.sources.base import BadRecord, Reader, own_row
+from streampack.sources.reading import BadRecord, Reader, own_row
 from streampack.types import RowId
 
 EXAMPLES = 12

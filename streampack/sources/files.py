@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.corpus_lists import CorpusList, Entry
 from streampack.sources.parts import REMOVED, BadShard, Damage, FoundRecord, Part, Record
+from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.shuffling import read_parts
-from streampack.sources.source import Listable, Source
+from streampack.sources.source import Source
 from streampack.sources.turns import deal, share, sharing
-from streampack.storage.base import ParallelMap, map_in_threads
+from streampack.storage.base import File, ParallelMap, map_in_threads
 from streampack.storage.counts import ReadCounts
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Corpus
@@ -50,6 +50,9 @@ class FileSource(Source):
 
     independent_files = False
     """Whether some of the files can be read without the others."""
+
+    reads_tags = True
+    """Whether the files' ends may have to be read for `marks`."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._hold(corpus)
@@ -101,20 +104,16 @@ class FileSource(Source):
         """Return how much memory the raw data of a record takes."""
         return len(raw)
 
-    def fingerprint(self) -> str:
-        """Return a digest of the files' names and sizes, and of each file's ETag or its first and last 64 KiB.
+    def identity(self) -> dict[str, Any]:
+        """Describe the files by their names and sizes, and each file's ETag or its first and last 64 KiB.
 
         Modification times are no part of it, so a corpus may be copied.
         """
-        return self.corpus.fingerprint()
-
-    def identity(self) -> dict[str, Any]:
-        """See `Source.identity`."""
         return {"source": type(self).__name__, "files": lambda: self.marks().described}
 
-    def corpora(self) -> list[Corpus]:
-        """See `Source.corpora`."""
-        return [self.corpus]
+    def listing(self) -> list[File]:
+        """Return the files that must be the same on all ranks."""
+        return list(self.files)
 
     def of_files(self, files: Sequence[tuple[int, str]]) -> Source:
         """See `Source.of_files`."""
@@ -170,7 +169,7 @@ class FileSource(Source):
         return {"bytes": sum((part.stop or 0) - part.start for part in left) // turns}
 
     def bad_shards(self) -> list[Problem]:
-        """See `Source.bad_shards`."""
+        """Return the files that cannot be read, as far as is known; more may be when they are divided or read."""
         return [(self.files[number].shown, reason) for number, reason in sorted(self.bad.items())]
 
     def _parts_of(self, reading: Reading) -> Sequence[Part]:
@@ -193,10 +192,6 @@ class FileSource(Source):
         """Return the files and the parts of each lane, to be kept for a resume with other files."""
         return CorpusList(self.listed(), self._lanes(num_lanes))
 
-    def file_sources(self) -> Mapping[str, Listable]:
-        """See `Source.file_sources`."""
-        return {"": self}
-
     def place(self, part: Part, offset: int) -> str:
         """Describe where reading stands, for errors of the storage."""
         return f"{self.files[part.file].shown} from {self.unit} {offset} on"
@@ -212,10 +207,6 @@ class FileSource(Source):
     def path_of(self, row_id: RowId) -> str | None:
         """See `Source.path_of`."""
         return self.files[row_id[0]].shown
-
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """See `Source.fetch`."""
-        return self.fetch_many([tuple(row_id)])[0]  # torch's DataLoader makes lists of tuples
 
     def fetch_many(
         self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
@@ -261,16 +252,16 @@ class FileSource(Source):
         return found
 
     @property
-    def retry_budget(self) -> float:
+    def retry_budget(self) -> float:  # type: ignore[override]
         """See `Source.retry_budget`."""
         return self.corpus.retry_budget
 
     def is_divided(self, num_lanes: int) -> bool:
-        """See `Divisible`."""
+        """Return whether `divide` was called for this number of lanes."""
         return num_lanes in self._divided
 
     def divide(self, num_lanes: int, parallel_map: ParallelMap) -> None:
-        """See `Divisible`."""
+        """Cut the files into lanes, and read what must be read of them for it by ``parallel_map``."""
         self._divided[num_lanes] = self.cut(num_lanes, parallel_map)
 
     def shared(self, num_lanes: int) -> list[str]:
@@ -326,6 +317,11 @@ class _LaneParts:
     def _ahead(self, parts: Iterator[Part]) -> Iterator[Iterable[Block | None]]:
         sound = (part for part in parts if part.file not in self.source.bad)
         return (self.source.ahead(part, part.start, self.fetcher) for part in sound)
+
+
+def file_sources(source: Source) -> dict[str, FileSource]:
+    """Return the sources of files within a source, by the names of `Source.leaves`."""
+    return {name: leaf for name, leaf in source.leaves().items() if isinstance(leaf, FileSource)}
 
 
 def divide(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from streampack.fingerprint import digest
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
 from streampack.sources.flat_files import DTYPES, Layout, layout_of, require_id
@@ -119,11 +118,6 @@ class FlatTokensSource(FileSource):
         if type(self) is FlatTokensSource:  # A user's subclass may change the ids.
             self.ids_below = bound_of(dtypes)
 
-    def fingerprint(self) -> str:
-        """Digest the files, as for JSON lines, and what says where documents end."""
-        rules = (self.eos_token_id, self.bos_token_id, self.document_length)
-        return digest(self.corpus.fingerprint(), self.dtype, *rules)
-
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
         return {
@@ -165,14 +159,15 @@ class FlatTokensSource(FileSource):
         """Return one lane per 262,144 tokens."""
         return max(1, sum(self.counts) // TOKENS_PER_LANE)
 
-    def num_rows(self) -> int:
-        """See `Source.num_rows`: it is known for documents of one length."""
+    @property
+    def size(self) -> int | None:
+        """See `Source.size`: it is known for documents of one length."""
         if self.document_length is None:
-            return super().num_rows()
+            return None
         return sum(-(-count // self.document_length) for count in self.counts)
 
-    def probe(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.probe`: documents from all over the files. The scale is one of tokens."""
+    def sample(self, count: int) -> tuple[list[Example], float]:
+        """See `Source.sample`: documents from all over the files. The scale is one of tokens."""
         found = {row.row_id: row for row in self.examples(count)}
         held = sum(row.data["tokens"].size for row in found.values() if row.data is not None)
         return list(found.values()), sum(self.counts) / max(1, held)

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streampack.fingerprint import digest, plain
+from streampack.fingerprint import plain
 from streampack.sources.arrow_rows import column_of
-from streampack.sources.base import BadRecord, Reader, Reading
-from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import Example, columns_of, marks
 from streampack.sources.mixture import Mix
+from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.sources.source import Source
 from streampack.sources.wrapped import WrappedSource
 from streampack.types import Cursor, Row
@@ -58,10 +57,6 @@ class Holdout(WrappedSource):
         self.part = part
         self._examples: list[Example] | None = None
 
-    def fingerprint(self) -> str:
-        """Digest the source, the fraction, the part, and the content that decides which rows are held out."""
-        return digest(self.source.fingerprint(), self.fraction, self.part, self.identity()["hashed"])
-
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`. It includes the columns, because with other columns other rows are held out."""
         if self._examples is None:
@@ -69,7 +64,7 @@ class Holdout(WrappedSource):
         columns = columns_of(self._examples)
         return {
             "source": "Holdout",
-            "of": identity_of(self.source),
+            "of": self.source.identity(),
             "fraction": self.fraction,
             "part": self.part,
             "columns": None if columns is None else ", ".join(columns),
@@ -84,9 +79,9 @@ class Holdout(WrappedSource):
         """See `Source.read`."""
         return _Kept(self.source.read(reading), self)
 
-    def probe(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.probe`. The sample loses the same fraction of rows as the source, so the scale stays."""
-        rows, scale = self.source.probe(count)
+    def sample(self, count: int) -> tuple[list[Example], float]:
+        """See `Source.sample`. The sample loses the same fraction of rows as the source, so the scale stays."""
+        rows, scale = self.source.sample(count)
         return [row for row in rows if row.data is None or self._keeps_if_sound(row)], scale
 
     def _keeps_if_sound(self, row: Example) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 from streampack.fingerprint import digest
 from streampack.sources.arrow_dataset import has_plain_ids
 from streampack.sources.arrow_rows import ArrowBatch
-from streampack.sources.base import Reader, Reading, own_row
 from streampack.sources.column_tables import by_rows
 from streampack.sources.examples import EXAMPLES, Example, leading, leading_marks, marks
 from streampack.sources.map_style import MapSource
 from streampack.sources.parts import Part, Record
+from streampack.sources.reading import Reader, Reading, own_row
 from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
@@ -143,9 +143,6 @@ class _Stream(Source):
         self._empty: set[Part] = set()  # parts that were read and have no records
         self._identity: dict[str, Any] | None = None
 
-    def fingerprint(self) -> str:
-        return digest(self.identity())
-
     def identity(self) -> dict[str, Any]:
         if self._identity is None:
             info, features = self.dataset.info, self.dataset.features
@@ -191,9 +188,6 @@ class _Stream(Source):
         shard, row = row_id
         return f"shard {shard}, row {row}"
 
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        return next(self._rows(*row_id))
-
     def fetch_many(
         self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
     ) -> list[Mapping[str, Any]]:
@@ -207,12 +201,11 @@ class _Stream(Source):
     def natural_lanes(self) -> int:
         return self.shards
 
-    def num_rows(self) -> int:
+    @property
+    def size(self) -> int | None:
         splits = self.dataset.info.splits or {}
         split = splits.get(str(self.dataset.split))
-        if self.whole or split is None or not split.num_examples:
-            raise ValueError("the length of this stream is unknown; set max_steps")
-        found: int = split.num_examples
+        found: int | None = None if self.whole or split is None else split.num_examples or None
         return found
 
     def _records(self, shard: int, offset: int) -> Iterator[Record]:

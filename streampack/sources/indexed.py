@@ -80,14 +80,15 @@ class IndexedSource(FileSource):
         """See `FileSource.place`."""
         return self.locate((part.file, offset))
 
-    def num_rows(self) -> int:
-        """See `Source.num_rows`."""
+    @property
+    def size(self) -> int | None:
+        """See `Source.size`."""
         return sum(self.counts)
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: records from all over the shards."""
         return map_in_threads(
-            lambda row_id: example(row_id, partial(self.fetch, row_id)), places(self.counts, count)
+            lambda row_id: example(row_id, lambda: self.fetch_many([row_id])[0]), places(self.counts, count)
         )
 
     def judge(self, error: Exception, left: Sequence[Part]) -> BadShard | None:

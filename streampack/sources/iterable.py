@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from streampack.fingerprint import digest
-from streampack.sources.base import own_row
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, leading, leading_marks
+from streampack.sources.reading import own_row
 from streampack.sources.source import Source
 from streampack.sources.turns import sharing
 from streampack.storage.use import StorageUse
@@ -56,12 +55,8 @@ class IterableSource(Source):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": None}
 
-    def fingerprint(self) -> str:
-        """Digest the first twelve rows. The other rows are not read for it."""
-        return digest(self.identity()["content"])
-
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`.
+        """Return marks of the first twelve rows. The other rows are not read for it.
 
         Raises:
             ValueError: if the iterable, iterated again, begins with another row.

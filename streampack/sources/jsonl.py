@@ -9,25 +9,26 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
 from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed, stretch
 from streampack.sources.parts import BadShard, Damage, Part, Record
-from streampack.storage.base import ParallelMap, map_in_threads, path_in
-from streampack.storage.compression import content, kind_of, not_text
+from streampack.sources.reading import spread
+from streampack.storage.base import ParallelMap, map_in_threads
+from streampack.storage.compression import kind_of, not_text
 from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
-from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
+from streampack.storage.ranges import Block, Fetcher, blocks, tail_of
 from streampack.types import RowId
 from streampack.validation import require_positive
 
 LONGEST_LINE = 1 << 26  # bytes
 # Bytes; where parts are shorter than most lines, opening them takes longer than reading their lines.
 LEAST_PART = 256
-COUNTED_BYTES = 1 << 24  # of a file before a row, in which lines are counted for a list of many rows
-PROBED_FILES = 16  # compressed files that `probe` reads from
-PROBED_BYTES = 1 << 22  # bytes of content that `probe` decompresses of each, to learn how well they compress
+COUNTED_BYTES = 1 << 24  # of a file before a row, in which its lines are counted: many rows may be located
+NEWLINE = b"\n"
+PROBED_FILES = 16  # compressed files that `sample` reads from
+PROBED_BYTES = 1 << 22  # bytes of content that `sample` decompresses of each, to learn how well they compress
 
 
 class JSONLSource(FileSource):
@@ -145,27 +146,13 @@ class JSONLSource(FileSource):
         return row
 
     def locate(self, row_id: RowId) -> str:
-        """Return ``file:line`` for local files, whose lines are counted for it, else the byte offset."""
+        """Return ``file:line`` near the beginning of a local plain file, whose lines are counted, else the byte."""
         number, offset = row_id
         file = self.files[number]
-        if self.local and number not in self.bad:
-            line, left = 1, offset
-            with (
-                suppress(FileNotFoundError),
-                content(RangeStream(self.fetcher(), file, 0, file.size), name=path_in(file.path)) as stream,
-            ):
-                while left and (chunk := stream.read(min(left, 1 << 20))):
-                    line += chunk.count(b"\n")
-                    left -= len(chunk)
-                return f"{file.path}:{line}"
+        if self.local and file.seekable and number not in self.bad and offset <= COUNTED_BYTES:
+            with suppress(FileNotFoundError):
+                return f"{file.path}:{1 + self.fetcher().take((file, 0, offset)).count(NEWLINE)}"
         return f"{file.shown}, byte {offset}"
-
-    def locate_cheaply(self, row_id: RowId) -> str:
-        """See `Source.locate_cheaply`: lines are counted near the beginning of a plain file."""
-        number, offset = row_id
-        if offset <= COUNTED_BYTES and self.files[number].seekable:
-            return self.locate(row_id)
-        return f"{self.files[number].shown}, byte {offset}"
 
     @property
     def bytes_read(self) -> int:
@@ -181,8 +168,8 @@ class JSONLSource(FileSource):
         plain = sum(self.files[number].size for number in self._plain)
         return max(1, (plain >> 18) + len(self._compressed))
 
-    def probe(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.probe`: rows from all over the plain files, the first rows of up to 16 compressed ones."""
+    def sample(self, count: int) -> tuple[list[Example], float]:
+        """See `Source.sample`: rows from all over the plain files, the first rows of up to 16 compressed ones."""
         rows: dict[tuple[int, int], bytes | Damage] = {}
         # Bytes of all lines, decompressed.
         whole = float(sum(self.files[number].size for number in self._plain))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from streampack.fingerprint import digest
-from streampack.sources.base import BadRecord, Reader, Reading, permutation, reason_of, spread
 from streampack.sources.examples import EXAMPLES, Example, example, marks
+from streampack.sources.reading import BadRecord, Reader, Reading, own_row, permutation, reason_of, spread
 from streampack.sources.source import Source
 from streampack.sources.torchtune_rows import refusing_nulls
+from streampack.storage.use import StorageUse
 from streampack.types import Cursor, Row, RowId
 
 
@@ -47,13 +47,8 @@ class MapSource(Source):
         self.dataset: MapDataset = refusing_nulls(dataset)
         self._rows: dict[str, str] | None = None  # marks of the examples, once they were read
 
-    def fingerprint(self) -> str:
-        """Digest the number of rows and the content of twelve of them."""
-        identity = self.identity()
-        return digest(identity["rows"], identity["content"])
-
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`."""
+        """Return the number of rows, and marks of twelve of them."""
         if self._rows is None:
             self._rows = marks(self.examples(EXAMPLES))
         return {"source": "MapSource", "rows": len(self.dataset), "content": self._rows}
@@ -62,7 +57,7 @@ class MapSource(Source):
         """See `Source.examples`: the first row, the last, and others from all over the dataset."""
         size = len(self.dataset)
         numbers = set(range(size)) if count >= size else {0, *spread(size, max(1, count - 2)), size - 1}
-        return [example((number,), partial(self.fetch, (number,))) for number in sorted(numbers)]
+        return [example((number,), partial(self.dataset.__getitem__, number)) for number in sorted(numbers)]
 
     def read(self, reading: Reading) -> _Rows:
         """See `Source.read`. Rows are read by number, so any ``shuffle_window`` but 0 permutes the whole lane."""
@@ -78,17 +73,19 @@ class MapSource(Source):
         """Return the dataset's class: there is only one shard."""
         return type(self.dataset).__name__
 
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """See `Source.fetch`."""
-        row: Mapping[str, Any] = self.dataset[row_id[0]]
-        return row
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        """See `Source.fetch_many`."""
+        return [own_row(self.dataset[row_id[0]]) for row_id in row_ids]
 
     def natural_lanes(self) -> int:
         """Return one lane per 512 rows."""
         return max(1, len(self.dataset) // 512)
 
-    def num_rows(self) -> int:
-        """See `Source.num_rows`."""
+    @property
+    def size(self) -> int:
+        """See `Source.size`."""
         return len(self.dataset)
 
 

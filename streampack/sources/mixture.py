@@ -9,9 +9,6 @@ from functools import partial
 from typing import Any
 from zlib import crc32
 
-from streampack.fingerprint import digest
-from streampack.sources.base import Reader, Reading
-from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.mixture_entries import Encode, Entry, entry_of
 from streampack.sources.mixture_scheduler import (
@@ -22,10 +19,9 @@ from streampack.sources.mixture_scheduler import (
     states_at,
 )
 from streampack.sources.passes import lane_in_pass
-from streampack.sources.source import Divisible, Listable, Source
-from streampack.storage.base import File
-from streampack.storage.listing import Corpus, Once, alone
-from streampack.storage.problems import Problem
+from streampack.sources.reading import Reader, Reading
+from streampack.sources.source import Source
+from streampack.storage.listing import Once, alone
 from streampack.storage.use import StorageUse
 from streampack.types import Cursor, RowId
 from streampack.validation import require
@@ -176,15 +172,11 @@ class Mix(Source):
         """See `Source.encoder`."""
         return self.entries[row_id[0]].encoder
 
-    def fingerprint(self) -> str:
-        """Digest names, order, ``stop`` and the sources; not the weights."""
-        return digest("mix", self.stop, [(entry.name, entry.source.fingerprint()) for entry in self.entries])
-
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`; without the weights."""
         names = ", ".join(entry.name for entry in self.entries)
         own = {"source": "Mix", "stop": self.stop, "names": names}
-        return {**own, **{f"{entry.name}/": identity_of(entry.source) for entry in self.entries}}
+        return {**own, **{f"{entry.name}/": entry.source.identity() for entry in self.entries}}
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: some of each source."""
@@ -195,33 +187,15 @@ class Mix(Source):
             for row in entry.source.examples(each)
         ]
 
-    def corpora(self) -> list[Corpus]:
-        """See `Source.corpora`."""
-        return [corpus for entry in self.entries for corpus in entry.source.corpora()]
-
-    def listing(self) -> list[File]:
-        """See `Source.listing`."""
-        return [file for entry in self.entries for file in entry.source.listing()]
-
-    def bad_shards(self) -> list[Problem]:
-        """See `Source.bad_shards`."""
-        return [problem for entry in self.entries for problem in entry.source.bad_shards()]
-
-    def file_sources(self) -> dict[str, Listable]:
-        """See `Source.file_sources`."""
-        return {
-            entry.name: source for entry in self.entries for source in entry.source.file_sources().values()
-        }
+    def leaves(self) -> dict[str, Source]:
+        """See `Source.leaves`."""
+        return {entry.name: leaf for entry in self.entries for leaf in entry.source.leaves().values()}
 
     def epochs_read(self, epoch: int, cursor: Cursor = ()) -> dict[str, int]:
         """See `Source.epochs_read`. Each pass over a source is an epoch of it."""
         states = states_at(cursor, len(self.names)) if cursor else [SourceState() for _ in self.names]
         restarts = {name: state.restarts for name, state in zip(self.names, states, strict=True)}
-        return {name: pass_number(epoch, restarts[name]) for name in self.file_sources()}
-
-    def divisible(self) -> list[Divisible]:
-        """See `Source.divisible`."""
-        return [part for entry in self.entries for part in entry.source.divisible()]
+        return {name: pass_number(epoch, restarts[name]) for name in self.names}
 
     def read(self, reading: Reading) -> MixtureScheduler:
         """Open a reader of one lane's rows in one epoch.
@@ -269,11 +243,6 @@ class Mix(Source):
         entry = self.entries[row_id[0]]
         return f"{entry.name}: {entry.source.locate(row_id[1:])}"
 
-    def locate_cheaply(self, row_id: RowId) -> str:
-        """See `Source.locate_cheaply`; begins with the source's name."""
-        entry = self.entries[row_id[0]]
-        return f"{entry.name}: {entry.source.locate_cheaply(row_id[1:])}"
-
     def shard(self, row_id: RowId) -> str:
         """See `Source.shard`; begins with the source's name."""
         entry = self.entries[row_id[0]]
@@ -287,10 +256,6 @@ class Mix(Source):
         """See `Source.problem_of`."""
         return self.entries[row_id[0]].source.problem_of(row_id[1:])
 
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """See `Source.fetch`."""
-        return self.entries[row_id[0]].source.fetch(row_id[1:])
-
     def fetch_many(
         self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
     ) -> list[Mapping[str, Any]]:
@@ -302,11 +267,6 @@ class Mix(Source):
                 found.update(zip(own, rows, strict=True))
         return [found[row_id] for row_id in row_ids]
 
-    @property
-    def retry_budget(self) -> float:
-        """See `Source.retry_budget`: the longest of the sources'."""
-        return max(entry.source.retry_budget for entry in self.entries)
-
     def natural_lanes(self) -> int:
         """Return as many lanes as the sources fill together. Those that fill one at most count as nothing.
 
@@ -316,16 +276,12 @@ class Mix(Source):
         found = [entry.source.natural_lanes() for entry in self.entries]
         return min(found) if self.stop == "first_exhausted" else max(1, sum(n for n in found if n > 1))
 
-    def shared(self, num_lanes: int) -> list[str]:
-        """See `Source.shared`; each begins with the source's name."""
-        return [f"{entry.name}: {what}" for entry in self.entries for what in entry.source.shared(num_lanes)]
-
-    def probe(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.probe`; returns about equally many rows of each source."""
+    def sample(self, count: int) -> tuple[list[Example], float]:
+        """See `Source.sample`; returns about equally many rows of each source."""
         rows: list[Example] = []
         total = 0.0
         for number, entry in enumerate(self.entries):
-            some, scale = entry.source.probe(max(1, count // len(self.entries)))
+            some, scale = entry.source.sample(max(1, count // len(self.entries)))
             rows += [Example((number, *row.row_id), row.data) for row in some]
             total += len(some) * scale
         return rows, total / max(1, len(rows))

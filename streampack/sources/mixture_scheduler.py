@@ -11,8 +11,8 @@ from itertools import islice
 import numpy as np
 
 from streampack.accounting import trained_tokens
-from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.passes import passes_by_all
+from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.types import Cursor, Row, RowId, Sample
 
 STOPS = ("first_exhausted", "all_exhausted", "never")

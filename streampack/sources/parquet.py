@@ -8,11 +8,10 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from streampack.fingerprint import digest
-from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, FileSource
 from streampack.sources.parts import BadShard, Part, Record
+from streampack.sources.reading import spread
 from streampack.sources.row_groups import (
     Footers,
     RowGroups,
@@ -21,7 +20,6 @@ from streampack.sources.row_groups import (
     row_groups,
     starts_of,
 )
-from streampack.sources.source import Divisible
 from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
 from streampack.storage.formats import PARQUET
@@ -101,10 +99,6 @@ class ParquetSource(FileSource):
         super()._hold(corpus)
         self.footers = Footers(self.files, self.columns)
 
-    def fingerprint(self) -> str:
-        """Digest the files, as for JSON lines, and the columns."""
-        return digest(self.corpus.fingerprint(), self.columns)
-
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
         columns = None if self.columns is None else ", ".join(self.columns)
@@ -158,8 +152,8 @@ class ParquetSource(FileSource):
         parts = sum(len(self._runs(i, step=0)[0]) for i in range(len(self.files))) if few else len(self.files)
         return max(1, min(parts, sum(file.size for file in self.files) >> 18))
 
-    def probe(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.probe`: the first rows of row groups of up to 16 files."""
+    def sample(self, count: int) -> tuple[list[Example], float]:
+        """See `Source.sample`: the first rows of row groups of up to 16 files."""
         sound = [number for number in range(len(self.files)) if number not in self.bad]
         numbers = [sound[i] for i in spread(len(sound), PROBED_FILES)]
         rows: list[Example] = []
@@ -193,10 +187,6 @@ class ParquetSource(FileSource):
         """Return the rows of a part, as dicts that hold nothing else of the file."""
         records = self.records(part, part.start, self.fetcher())
         return [Example((part.file, n), dict(self.decode(part, n, raw))) for n, raw, _ in records]
-
-    def divisible(self) -> list[Divisible]:
-        """Return itself: footers must be read to cut large files into lanes."""
-        return [self]
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""

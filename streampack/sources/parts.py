@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.types import Cursor, Row, RowId
 
 Record = tuple[int, Any, int]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from streampack.sources.base import OTHER_RECORDS, Reader, Reading, permutation
 from streampack.sources.parts import REMOVED, BadShard, FoundRecord, InOrder, Judge, Part, Preparation, Record
+from streampack.sources.reading import OTHER_RECORDS, Reader, Reading, permutation
 from streampack.sources.turns import in_turns
 from streampack.types import Cursor, Row, RowId
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streampack.fingerprint import digest
 from streampack.sources.files import divide
 from streampack.sources.indexed import (
     Index,
@@ -31,8 +30,7 @@ from streampack.sources.indexed import (
 from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, shard_of
 from streampack.storage.base import File, ParallelMap, redact, resized
-from streampack.storage.file_marks import FileMarks
-from streampack.storage.listing import Corpus, Name, Once, alone
+from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Block, Fetcher, blocks
 from streampack.types import IGNORE_INDEX
 
@@ -84,6 +82,7 @@ class TokenShardSource(IndexedSource):
     """
 
     unit = "document"
+    reads_tags = False
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class TokenShardSource(IndexedSource):
             for index, shards in zip(indexes, described, strict=True)
         ]
         corpus = joined(corpora, [shard.crc32 for shard in self.shards])
-        self._marks: FileMarks | None = None
+        corpus.identify([f"crc32 {shard.crc32}" for shard in self.shards])
         super().__init__(corpus, [shard.documents for shard in self.shards])
         self.tokens = sum(shard.tokens for shard in self.shards)
         if type(self) is TokenShardSource:  # A user's subclass may change the ids, so that no bound is known.
@@ -114,31 +113,10 @@ class TokenShardSource(IndexedSource):
         # Indices of shards whose header this process has compared with the index.
         self._checked: set[int] = set()
 
-    def fingerprint(self) -> str:
-        """Digest the shards' names, sizes and checksums in the index. The places of the folders are no part of it."""
-        shards = zip(self.files, self.shards, strict=True)
-        return digest("tokens", [(file.name, shard.tokens, shard.crc32) for file, shard in shards])
-
-    def identity(self) -> dict[str, Any]:
-        """See `Source.identity`."""
-        return {"source": "TokenShardSource", "files": lambda: self.marks().described}
-
-    def marks(self) -> FileMarks:
-        """See `FileSource.marks`: the tags are the index's checksums."""
-        if self._marks is None:
-            files = self.listing()
-            self._marks = FileMarks(files, [file.tag or "" for file in files])
-        return self._marks
-
-    def corpora(self) -> list[Corpus]:
-        """Return none: the fingerprint is made of the index alone."""
-        return []
-
     def listing(self) -> list[File]:
         """Return the shards, each with the index's checksum as its tag."""
         return [
-            replace(file, tag=f"crc32 {shard.crc32}")
-            for shard, file in zip(self.shards, self.files, strict=True)
+            replace(file, tag=tag) for file, tag in zip(self.files, self.corpus.marks().tags, strict=True)
         ]
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:

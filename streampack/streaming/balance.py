@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streampack.sources.base import permutation
+from streampack.sources.reading import permutation
 from streampack.validation import require_positive
 
 DEFAULT_WINDOW = 64

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack.accounting import SourceStats
-from streampack.sources.base import Division
 from streampack.sources.corpus_lists import CorpusList, changes, moves, renamed
+from streampack.sources.files import FileSource, file_sources
 from streampack.sources.mixture_scheduler import translated
-from streampack.sources.source import Listable, Source
+from streampack.sources.reading import Division
+from streampack.sources.source import Source
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.loaded_state import RunState
 from streampack.types import RowId
@@ -56,7 +57,7 @@ class CorpusChanges:
 
         The newest lists are kept in a folder, if there is one.
         """
-        for name, source in self.source.file_sources().items():
+        for name, source in file_sources(self.source).items():
             digest = source.marks().content
             self.histories.setdefault(name, [(0, digest)])
             if self.kept_in is not None and num_lanes is not None and (digest, num_lanes) not in self._kept:
@@ -80,7 +81,7 @@ class CorpusChanges:
             return Resumed(loaded, {}, {}, {})
         if changed:
             loaded = _of_sources(loaded, names, self.source.names)
-        for name, source in self.source.file_sources().items():
+        for name, source in file_sources(self.source).items():
             digest = source.marks().content
             history = histories.setdefault(name, [(0, digest)])
             # The same object: pickled, the state is then equal byte for byte to that of a run without a resume.
@@ -95,7 +96,7 @@ class CorpusChanges:
                 history[:] = [(0, digest)] if loaded.nothing_read else [*history, (begin, digest)]
         earlier = {
             name: self._earlier(name, source, histories[name], loaded)
-            for name, source in self.source.file_sources().items()
+            for name, source in file_sources(self.source).items()
         }
         return Resumed(loaded, changed, earlier, {name: histories[name] for name in earlier})
 
@@ -108,7 +109,7 @@ class CorpusChanges:
         found |= {name: "was removed" for name in names if name not in now}
         return found or {", ".join(now): "are in another order"}
 
-    def _described(self, name: str, source: Listable, digest: str, loaded: RunState) -> str:
+    def _described(self, name: str, source: FileSource, digest: str, loaded: RunState) -> str:
         """Describe what changed in a source's files, by the list that was kept, if there is one.
 
         Raises:
@@ -127,7 +128,7 @@ class CorpusChanges:
         paths = [file.shown for file in source.marks().files]
         return changes(before, now, paths=paths) or "the files are in another order"
 
-    def _of_files(self, name: str, source: Listable, digest: str, loaded: RunState) -> RunState:
+    def _of_files(self, name: str, source: FileSource, digest: str, loaded: RunState) -> RunState:
         """Return the state with the ids that waiting rows have in a source's list of files of now."""
         if self.folder is None or loaded.num_lanes is None or loaded.nothing_read:
             return loaded
@@ -170,7 +171,7 @@ class CorpusChanges:
                 )
 
     def _earlier(
-        self, name: str, source: Listable, history: list[tuple[int, str]], loaded: RunState
+        self, name: str, source: FileSource, history: list[tuple[int, str]], loaded: RunState
     ) -> list[Division]:
         """Return the divisions that lanes still read by, and forget the lists that none reads by any more."""
         all_begun = len(loaded.lane_states) == loaded.num_lanes

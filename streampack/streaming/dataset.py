@@ -19,6 +19,7 @@ from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import SkipBad, quarantine_for
 from streampack.sources.mixture import Mix
+from streampack.sources.source import shared_by_lanes
 from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.use import Storage, StorageUse
 from streampack.streaming.consumers import ranks_here, refuse_foreign_loader, refuse_several_ranks
@@ -290,7 +291,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if few := self.settings.few_lanes(self.num_lanes):
                 log.info("num_lanes=%d, %s", self.num_lanes, few)
             with suppress(OSError):  # reading raises it again, and can be tried again
-                for what in self.lane_config.source.shared(self.num_lanes):
+                for what in shared_by_lanes(self.lane_config.source, self.num_lanes):
                     log.warning("%s", what)
                 self._shared_logged = True
 

@@ -15,8 +15,8 @@ from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.packing.settings import Packing
 from streampack.sources import MapSource
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.base import Reading, permutation
 from streampack.sources.mixture import Mix
+from streampack.sources.reading import Reading, permutation
 from streampack.sources.source import Source
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import Encode, LaneConfig
@@ -99,7 +99,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
 
 def _sample(config: LaneConfig, source: Source, encode: Encode, rows: int) -> _Sampled:
     """Encode some rows from all over a source."""
-    found, scale = source.probe(rows)
+    found, scale = source.sample(rows)
     data = [row.data for row in found if row.data is not None]
     kept: list[list[int]] = []
     sizes: list[int] = []

@@ -14,8 +14,8 @@ from streampack.packing.samples import check_arrays, check_ids, sample_from_enco
 from streampack.packing.settings import Packing
 from streampack.sources.arrow_rows import ArrowRow
 from streampack.sources.bad_records import Quarantine, require_sound
-from streampack.sources.base import Division
 from streampack.sources.mixture import Mix
+from streampack.sources.reading import Division
 from streampack.sources.source import Source
 from streampack.storage.use import StorageUse
 from streampack.types import Row, RowId, Sample
@@ -59,7 +59,7 @@ class LaneConfig:
     @property
     def longest_read(self) -> float:
         """The most seconds that one read may take: in requests, and in waits for storage that does not answer."""
-        return self.source.retry_budget + self.use.limit
+        return max(leaf.retry_budget for leaf in self.source.leaves().values()) + self.use.limit
 
     @property
     def mix(self) -> Mix | None:
@@ -151,7 +151,9 @@ class LaneConfig:
             problem, beside = self.source.problem_of(row.row_id), (*file, number - 1 if number else 1)
             if problem is not None:
                 with suppress(ValueError):  # the file has one row
-                    if not isinstance(self.sample(row._replace(data=self.source.fetch(beside))), str):
+                    if not isinstance(
+                        self.sample(row._replace(data=self.source.fetch_many([beside])[0])), str
+                    ):
                         problem = None
             self._unfit[file] = problem
         problem = self._unfit[file]

@@ -10,8 +10,8 @@ from typing import Any
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
 from streampack.packing.cut_samples import untrained_error
-from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.passes import passes_by_all
+from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address

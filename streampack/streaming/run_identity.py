@@ -9,7 +9,7 @@ from typing import Any
 
 from streampack.packing.encoders import TokensEncoder, qualified_name
 from streampack.packing.groups import Group
-from streampack.sources.corpus_identity import difference, identity_of, plain_identity
+from streampack.sources.corpus_identity import difference, plain_identity
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, mark, marks
 from streampack.sources.source import Source
 from streampack.streaming.lane_config import Encode, LaneConfig
@@ -39,7 +39,7 @@ class RunIdentity:
                 for each in mix.entries
             }
         return {
-            "corpus": identity_of(config.source),
+            "corpus": config.source.identity(),
             "encoder": encoder,
             "max_seq_len": packing.max_seq_len,
             "split_across_pack": bool(packing.split_across_pack),

@@ -11,7 +11,7 @@ from streampack.types import Fragment
 
 def trace(config: LaneConfig, fragment: Fragment) -> dict[str, Any]:
     """Return the row of a fragment, its place, the fragment's tokens, and what they say if the encoder can decode."""
-    row, encode = config.source.fetch(fragment.row_id), config.encoder(fragment.row_id)
+    [row], encode = config.source.fetch_many([fragment.row_id]), config.encoder(fragment.row_id)
     # The fragment lies in the last piece that begins at or before it.
     start, piece = [p for p in config.cut(sample_from_encoded(encode(row))) if p[0] <= fragment.start][-1]
     tokens = piece.tokens[fragment.start - start : fragment.stop - start]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from streampack.sources.corpus_identity import first_difference
 from streampack.sources.corpus_lists import Entry, changes
+from streampack.sources.files import file_sources
 from streampack.sources.source import Source
 from streampack.storage.folders import Folder, write_file
 
@@ -66,7 +67,7 @@ def read_generations(folder: Folder) -> list[Generation]:
 
 def entries_of(source: Source) -> list[Entry] | None:
     """Return the files of a source; None if it is not made of files."""
-    return next((each.listed() for each in source.file_sources().values()), None)
+    return next((each.listed() for each in file_sources(source).values()), None)
 
 
 def divided(now: Sequence[Entry], recorded: Sequence[Sequence[Entry]], *, shown: str) -> Divided:

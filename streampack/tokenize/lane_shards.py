@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from streampack.packing.groups import Group
-from streampack.sources.base import BadRecord, Reading
+from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
 from streampack.storage.folders import Folder
 from streampack.storage.locks import PATIENCE

@@ -25,7 +25,7 @@ def progress_bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Re
         return
     total = None
     with suppress(Exception):  # streams have no length; a broken row is reported where it is read
-        rows, scale = job.config.source.probe(PROBED_ROWS)
+        rows, scale = job.config.source.sample(PROBED_ROWS)
         total = int(sum(_length(job, row.data) for row in rows) * scale * len(found) / job.plan["lanes"])
     done = sum(shard.tokens for progress in found for shard in progress.shards)
     with tqdm(

@@ -19,8 +19,9 @@ from streampack.packing.encoders import TokensEncoder, check_tokenizer
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, SkipBad, quarantine_for
+from streampack.sources.corpus_identity import fingerprint_of
 from streampack.sources.indexed import INDEX
-from streampack.sources.source import Source
+from streampack.sources.source import Source, shared_by_lanes
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
 from streampack.storage.folders import Folder, LocalFolder, folder_at, write_file
@@ -141,7 +142,7 @@ def tokenize(
         lanes_of_it = min(part.natural_lanes(), MAX_DEFAULT_LANES) if lanes is None else lanes
         settings = {"lanes": require_positive(lanes_of_it, "lanes"), "shard_tokens": shard_tokens, **earlier}
         plan = {
-            "corpus": part.fingerprint(),
+            "corpus": fingerprint_of(part),
             "encoder": encoder_identity(encode, part),
             "lanes": settings["lanes"],
             "shard_tokens": require_positive(settings["shard_tokens"], "shard_tokens"),
@@ -169,7 +170,7 @@ def tokenize(
             if finish:
                 _require_complete(job, found)
             elif missing:
-                for what in job.config.source.shared(job.plan["lanes"]):
+                for what in shared_by_lanes(job.config.source, job.plan["lanes"]):
                     log.warning("%s", what)
             if missing or job is jobs[-1]:
                 with progress_bar(job, found, shown=progress) as report:

@@ -20,10 +20,10 @@ from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
-from streampack.sources.base import Reading
 from streampack.sources.holdout import Holdout, hold_out
 from streampack.sources.mixture import Mix
 from streampack.sources.mixture_entries import Entry
+from streampack.sources.reading import Reading
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig

@@ -19,6 +19,7 @@ from streampack.map_style.samplers import digest_lengths
 from streampack.packing.batch import Batch
 from streampack.packing.settings import Packing
 from streampack.sources.bad_records import Quarantine
+from streampack.sources.corpus_identity import fingerprint_of
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.piece_reader import Piece, PieceReader
@@ -276,7 +277,7 @@ def _require_same_on_all_ranks(samples: Sequence[Sample], source: Source, world:
     lengths = np.array([sample.tokens.size for sample in samples], np.int64)
     first, *others = world.gather(
         f"{len(samples):,} samples of {lengths.sum():,} tokens (lengths {digest_lengths(lengths)}, corpus "
-        f"{source.fingerprint()})"
+        f"{fingerprint_of(source)})"
     )
     for rank, theirs in enumerate(others, 1):
         if theirs != first:

@@ -27,7 +27,8 @@ from streampack.scoring.journal import open_journal, require_suffix
 from streampack.scoring.requests import OVERLONG, fit, read_request
 from streampack.scoring.score import Score, score
 from streampack.sources.bad_records import quarantine_for
-from streampack.sources.base import BadRecord, Reading
+from streampack.sources.corpus_identity import fingerprint_of
+from streampack.sources.reading import BadRecord, Reading
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.run_identity import encoder_identity
 from streampack.tokenize.tokenize import from_config
@@ -276,7 +277,7 @@ def _settings(
     """Return all that decides the lines of a result, by name."""
     weights = [values.get("model"), values.get("checkpointer"), values.get("dtype")]
     return {
-        "data.source": rows.source.fingerprint(),
+        "data.source": fingerprint_of(rows.source),
         "data.encoder": digest(encoder_identity(rows.encode, rows.source)),
         "model": model or digest(plain(weights)),
         "overlong": overlong if overlong == "error" else f"{overlong} to {rows.max_seq_len} tokens",

@@ -171,7 +171,7 @@ def test_states_of_different_steps_are_refused() -> None:
 class Unknown(MapSource):
     """Cannot say what it is."""
 
-    def fingerprint(self) -> str:
+    def identity(self) -> dict[str, Any]:
         raise ValueError("no idea")
 
 

@@ -25,9 +25,9 @@ from streampack import (
 )
 from streampack.accounting import trained_tokens
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.base import own_row
 from streampack.sources.files import FileSource
 from streampack.sources.mixture import pass_number
+from streampack.sources.reading import own_row
 from streampack.types import Sample
 from tests.mutants.registry import replaces
 
@@ -116,10 +116,10 @@ def document_cut_at_the_end_of_a_part(good, self, part, offset, *args):
         yield begin, raw if whole else raw[: part.stop - begin], end
 
 
-@replaces(HFSource, "fetch")
-def fetched_from_the_first_shard(good, self, row_id):
+@replaces(HFSource, "fetch_many")
+def fetched_from_the_first_shard(good, self, row_ids, **settings):
     """A row of a stream of ``datasets`` is fetched again from the first shard, whichever it is in."""
-    return good(self, row_id if len(row_id) < 2 else (0, row_id[1]))
+    return good(self, [each if len(each) < 2 else (0, each[1]) for each in row_ids], **settings)
 
 
 @replaces(MapSource, "read")

@@ -14,7 +14,7 @@ from streampack import IterablePackedDataset, Ledger, PackedDataLoader
 from streampack.accounting import trains_nothing
 from streampack.packing.planner import Planner
 from streampack.sources import map_style, parts
-from streampack.sources.base import permutation
+from streampack.sources.reading import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState

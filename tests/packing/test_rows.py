@@ -394,7 +394,7 @@ class Reused:
 def test_datasets_may_overwrite_the_row_they_returned() -> None:
     for door in ("stream", "packed dataset"):
         assert DOORS[door](Reused()) == [PACKED, TRAINED]
-    assert len({row.data["tokens"][0] for row in MapSource(Reused()).probe(3)[0]}) == 3
+    assert len({row.data["tokens"][0] for row in MapSource(Reused()).sample(3)[0]}) == 3
     begun = IterablePackedDataset(Reused(), max_seq_len=6)
     list(begun)
     fresh = [{"tokens": ids, "labels": ids} for ids in IDS]

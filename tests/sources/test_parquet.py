@@ -26,6 +26,7 @@ from streampack import (
     TokensEncoder,
 )
 from streampack.sources import as_source
+from streampack.sources.corpus_identity import fingerprint_of
 from tests.harness.corpus import read_all
 from tests.harness.files import listed, small_pieces
 
@@ -209,11 +210,11 @@ def test_rows_and_packs_are_those_of_the_dataset(
     dataset = make(tmp_path)
     source = pickle.loads(pickle.dumps(as_source(dataset)))
     for i in [*range(len(dataset)), *np.random.default_rng(0).permutation(len(dataset)).tolist()]:
-        row = source.fetch((i,))
+        row = source.fetch_many([(i,)])[0]
         assert list(row) == list(dataset[i])
         assert repr(row) == repr(dataset[i])
     with pytest.raises(IndexError):
-        source.fetch((len(dataset),))
+        source.fetch_many([(len(dataset),)])
 
     def packs_of(source: Any) -> Any:
         data = IterablePackedDataset(source, max_seq_len=16, num_lanes=2, shuffle=True, vocab_size=99)
@@ -222,7 +223,7 @@ def test_rows_and_packs_are_those_of_the_dataset(
     by_row = packs_of(MapSource(dataset))
     assert packs_of(dataset) == by_row
     assert [pack for pack, _ in packs_of(HFSource(dataset))] == [pack for pack, _ in by_row]
-    assert source.fingerprint() == HFSource(dataset).fingerprint() == MapSource(dataset).fingerprint()
+    assert fingerprint_of(source) == fingerprint_of(HFSource(dataset)) == fingerprint_of(MapSource(dataset))
     packs, other = (PackedDataset(data, max_seq_len=16) for data in (dataset, list(dataset)))
     assert [pack["tokens"].tolist() for pack in packs] == [pack["tokens"].tolist() for pack in other]
 

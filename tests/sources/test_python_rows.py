@@ -125,7 +125,7 @@ def test_a_pandas_frame() -> None:
     assert PackedDataset(frame, max_seq_len=6)[0]["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
     source = as_source(frame)
     assert isinstance(source, MapSource)
-    assert source.fetch((1,)) == {"input_ids": [4, 5], "weight": 1.0, "n": 2}
+    assert source.fetch_many([(1,)])[0] == {"input_ids": [4, 5], "weight": 1.0, "n": 2}
 
 
 def test_a_dict_of_rows_by_number_is_not_read_as_columns() -> None:
@@ -201,8 +201,8 @@ class Squares(Source):
         self.count = count
         self.broken = broken
 
-    def fingerprint(self) -> str:
-        return f"squares below {self.count}"
+    def identity(self) -> dict[str, Any]:
+        return {"squares below": self.count}
 
     def rows(self, start: int, step: int) -> Iterator[dict[str, Any]]:
         for n in range(start, self.count, step):
@@ -221,8 +221,8 @@ def test_an_error_names_the_row_and_is_raised_again() -> None:
 
 def test_a_source_without_rows_or_read_is_an_error() -> None:
     class Empty(Source):
-        def fingerprint(self) -> str:
-            return "nothing"
+        def identity(self) -> dict[str, Any]:
+            return {}
 
-    with pytest.raises(NotImplementedError, match="Empty needs either rows, or read, locate and fetch"):
+    with pytest.raises(NotImplementedError, match="Empty needs either rows, or read, locate and fetch_many"):
         next(iter(IterablePackedDataset(Empty(), max_seq_len=8, num_lanes=1)))

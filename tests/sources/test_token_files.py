@@ -28,6 +28,7 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.sources import Reading
+from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize
 from tests.harness.conformance import lists
 from tests.harness.corpus import in_memory, read_all
@@ -254,10 +255,9 @@ def test_rows_are_those_of_a_naive_reader(
         assert sorted(pairs(source, **reading)) == sorted(expected)
     assert source.ids_below == made.below
     if kind.startswith("flat") and kind != "flat length":
-        with pytest.raises(ValueError, match="the length of FlatTokensSource is unknown; set max_steps"):
-            source.num_rows()
+        assert source.size is None
     else:
-        assert source.num_rows() == len(expected)
+        assert source.size == len(expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -314,10 +314,10 @@ def test_paths_of_megatron_are_prefixes_names_folders_or_globs(tmp_path: Path) -
 
 def test_a_file_without_the_loss_that_others_have_is_not_trained_on_unmasked(tmp_path: Path) -> None:
     write_datatrove(tmp_path, [[i, i, i] for i in range(10)], losses=[[1, 0, 1]] * 10, per_file=5)
-    masked = DatatroveSource(tmp_path).fingerprint()
+    masked = fingerprint_of(DatatroveSource(tmp_path))
     every = DatatroveSource(tmp_path, loss=False)
     assert all(tokens == labels for tokens, labels in pairs(every))
-    assert every.fingerprint() != masked
+    assert fingerprint_of(every) != masked
     (tmp_path / "00001_unshuffled.ds.loss").unlink()
     problem = (
         "1 of 2 files cannot be read: .*/00001_unshuffled.ds: there is no 00001_unshuffled.ds.loss beside it"
@@ -414,14 +414,14 @@ def test_several_folders_are_one_corpus(tmp_path: Path) -> None:
     for num_lanes in (1, 3):
         found = [tokens for tokens, _ in pairs(source, num_lanes=num_lanes)]
         assert sorted(found) == [[i] for i in range(40)]
-    assert source.num_rows() == source.tokens == 40
+    assert source.size == source.tokens == 40
     assert source.locate((2, 5)) == f"{two}/tokens-00000-00000.bin, document 5"
-    assert source.fetch((2, 5))["tokens"].tolist() == [30]
-    alone, rows = TokenShardSource(one).fingerprint(), pairs(source)
+    assert source.fetch_many([(2, 5)])[0]["tokens"].tolist() == [30]
+    alone, rows = fingerprint_of(TokenShardSource(one)), pairs(source)
     one.rename(tmp_path / "moved")
-    assert TokenShardSource([tmp_path / "moved", two]).fingerprint() == source.fingerprint() != alone
+    assert fingerprint_of(TokenShardSource([tmp_path / "moved", two])) == fingerprint_of(source) != alone
     remote = TokenShardSource([in_memory(tmp_path / "moved"), in_memory(two)])
-    assert remote.fingerprint() == source.fingerprint()
+    assert fingerprint_of(remote) == fingerprint_of(source)
     assert pairs(remote) == rows
 
 

@@ -101,8 +101,8 @@ class Bare(Source):
     def __init__(self, data: list[Any]) -> None:
         self.data = data
 
-    def fingerprint(self) -> str:
-        return str(len(self.data))
+    def identity(self) -> dict[str, Any]:
+        return {"rows": len(self.data)}
 
     def rows(self, start: int, step: int) -> Iterator[Any]:
         return iter(self.data[start::step])

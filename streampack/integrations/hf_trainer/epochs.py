@@ -84,7 +84,8 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
                 plan.total, steps, loader.packs_per_step, estimate.samples,
             )  # fmt: skip
         return plan
-    size = config.source.num_rows()
+    size = config.source.size
+    assert size is not None, "a map-style source knows its length"
     log.info("reading %d samples for their lengths, to count the steps of %s epochs", size, epochs)
     parts = ranks.gather_results(
         lambda: packed_lengths(config, range(ranks.rank, size, ranks.world_size)), doing="reading lengths"
