@@ -14,11 +14,11 @@ from streampack.sources.files import FileSource, divide, places
 from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed, stretch
 from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.sources.reading import spread
-from streampack.storage.base import ParallelMap, map_in_threads
-from streampack.storage.compression import kind_of, not_text
+from streampack.storage.base import ParallelMap, map_in_threads, path_in
+from streampack.storage.compression import content, kind_of, not_text
 from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
-from streampack.storage.ranges import Block, Fetcher, blocks, tail_of
+from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
 from streampack.types import RowId
 from streampack.validation import require_positive
 
@@ -146,12 +146,14 @@ class JSONLSource(FileSource):
         return row
 
     def locate(self, row_id: RowId) -> str:
-        """Return ``file:line`` near the beginning of a local plain file, whose lines are counted, else the byte."""
+        """Return ``file:line`` near the beginning of a local file, whose lines are counted for it, else the byte."""
         number, offset = row_id
         file = self.files[number]
-        if self.local and file.seekable and number not in self.bad and offset <= COUNTED_BYTES:
-            with suppress(FileNotFoundError):
-                return f"{file.path}:{1 + self.fetcher().take((file, 0, offset)).count(NEWLINE)}"
+        counted = COUNTED_BYTES if file.seekable else COUNTED_BYTES >> 4  # decompressing is slower
+        if self.local and number not in self.bad and offset <= counted:
+            stream = RangeStream(self.fetcher(), file, 0, file.size)
+            with suppress(FileNotFoundError), content(stream, name=path_in(file.path)) as opened:
+                return f"{file.path}:{1 + opened.read(offset).count(NEWLINE)}"
         return f"{file.shown}, byte {offset}"
 
     @property
