@@ -18,7 +18,7 @@ from streampack import (
     TextEncoder,
 )
 from streampack.packing.encoders.answers import PAIR
-from streampack.packing.encoders.completion import Completions, is_trained, masked_sample
+from streampack.packing.encoders.chat import is_trained, masked_sample
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.types import IGNORE_INDEX
 from tests.mutants.registry import replaces
@@ -62,7 +62,7 @@ def later_answers_begin_a_token_early(good, self, messages, trained, *, tools=No
     return ids, mask
 
 
-@replaces(Completions, "encode_text")
+@replaces(ChatEncoder, "encode_text")
 def prompt_and_completion_apart(good, self, prompt, completion):
     """A prompt and its completion are tokenized apart, into other tokens than at inference, instead of refused."""
     head = self.encode_prompt(prompt)

@@ -69,7 +69,7 @@ def test_every_token_of_a_text_is_trained(add_bos: bool, add_eos: bool, text: st
     ("row", "message"),
     [
         ({"text": None}, "column 'text' holds no text (null); mend the row, or set skip_bad=True, which counts"),
-        ({"text": 5}, "column 'text' holds a int; it must be text"),
+        ({"text": 5}, "column 'text' holds a int; mend the row"),
     ],
 )  # fmt: skip
 def test_bad_text(row: dict[str, Any], message: str) -> None:

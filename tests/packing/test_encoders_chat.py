@@ -18,7 +18,6 @@ from streampack import (
     HFTokenizer,
     Sample,
 )
-from streampack.packing.encoders.template import ChatTemplate
 from tests.harness.hf_tokenizers import (
     BOS,
     CHATML,
@@ -212,17 +211,16 @@ def test_where_tokens_begin_gives_the_masks_of_tokenizing_each_beginning(
 def test_boundaries_take_time_in_proportion_to_the_text() -> None:
     read = []
 
-    def tokenize(text: str) -> tuple[list[int], range]:
-        read.append(len(text))
-        return list(text.encode()), range(len(text))
+    class Counting(HFTokenizer):
+        def encode_with_starts(self, text: str) -> Any:
+            read.append(len(text))
+            return super().encode_with_starts(text)
 
-    turns = "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    template = turns + "{{ 'a: ' * add_generation_prompt }}"
-    ids, trained = ChatTemplate({"default": template}, tokenize=tokenize, settings={})(
-        [{"role": role, "content": "x" * 100} for _ in range(50) for role in ("user", "assistant")],
-        [False, True] * 50,
-    )
-    assert bytes(np.array(ids, np.uint8)[trained]) == (b"x" * 100 + b"\n") * 50
+    encoder = ChatEncoder(Counting(byte_level(template=CHATML)), column="messages")
+    read.clear()
+    sample = encoder({"messages": [USER | {"content": "x" * 100}, ANSWER | {"content": "y" * 100}] * 50})
+    assert trained_texts(encoder, sample) == ["y" * 100 + "<|im_end|>\n"] * 50
+    assert len(read) > 50, "every boundary was looked at"
     assert sum(read) < 2 * read[0]
 
 

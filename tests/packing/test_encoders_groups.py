@@ -140,6 +140,10 @@ def test_tools_of_pairs_and_of_rollouts_are_rendered(chatml: Any) -> None:
     row = {"prompt": TALK, "completions": [[5], [6, 7]], "tools": json.dumps([TOOL])}
     expected = chatml.apply_chat_template(TALK, add_generation_prompt=True, tools=[TOOL], return_dict=True)
     group = AnswersEncoder(chatml)(row)
+    within = {"prompt": {"messages": TALK, "tools": [TOOL]}, "completions": row["completions"]}
+    assert AnswersEncoder(chatml)(within).tokens.tolist() == group.tokens.tolist(), (
+        "as OpenAI's prompts hold them"
+    )
     assert group.tokens.tolist() == [*expected["input_ids"], 5, 6, 7], (
         "a prompt before ids is that of inference"
     )
@@ -366,7 +370,7 @@ ROLLOUT: dict[str, Any] = {
         (CHATML, {"prompt": "a", "chosen": "b"}, "column 'rejected' is missing; the row's columns are"),
         (CHATML, pair(rejected=None), "column 'rejected' is null; mend the row, or leave it out"),
         (CHATML, pair(prompt=None), "column 'prompt' is null"),
-        (CHATML, pair(rejected=[USER]), "column 'rejected' holds no message of the assistant.*its roles are user"),
+        (CHATML, pair(rejected=[USER]), "column 'rejected' begins with a message of the user and does not repeat"),
         (CHATML, pair(chosen=[{**GOOD, "weight": 0}]), "column 'chosen' has no token to train"),
         (CHATML, pair(system="be kind"), r"column 'system' would be left out.*ignore: \[system\]"),
         (CHATML, {"question": "a", "chosen": "b", "rejected": "c"},
@@ -413,8 +417,9 @@ def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str
         ({"mask": "mask"}, {"mask": [[0], [1, 1]]}, r"column 'completions\[0\]' has no token to train"),
         ({"mask": "mask"}, {"mask": [[1], [1]]}, r"'mask\[1\]' has shape \[1\] for 2 tokens"),
         # Settings that fit no row.
-        ({"fields": {"reward": 3}}, {}, r"fields has 'reward': .*; write \[column, ...\] or \{field: column"),
-        ({"fields": {"reward": ["a", "b", "c"]}}, {}, "fields has 3 columns for 'reward', and the row 2 answers"),
+        ({"fields": {"reward": 3}}, {}, r"fields has 'reward': .*; write \[column, ...\], \{field: column"),
+        ({"fields": {"reward": ["a", "b", "c"]}}, {"a": 1, "b": 2, "c": 3},
+         "column 'a', 'b', 'c' has 3 entries for 2 answers"),
         ({"fields": ["x"], "token_fields": ["x"]}, {}, "'x' is in fields and in token_fields; give it two names"),
     ],
 )  # fmt: skip
@@ -446,7 +451,6 @@ def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, 
             ({"chosen": [USER]}, "the chosen answer has no token to train"),
             ({"system": "x"}, "column 'system' would be left out"),
         ]),
-        ({"message_transform": lambda row: {"rejected": []}}, {}, "the message transform found no 'chosen'"),
     ],
 )  # fmt: skip
 def test_settings_of_pairs_that_are_refused(chatml: Any, settings: Any, row: Any, message: str) -> None:

@@ -148,7 +148,7 @@ def test_rows_that_lose_nothing_pass(transform: Any, row: dict[str, Any], settin
         (SHARE(), {"conversations": [{"from": "alien", "value": "a"}, {"from": "gpt", "value": "b"}]},
          "message 0 is from 'alien'; the known ones are system, human"),
         (SHARE(), share("a", "b", system="be kind"), "column 'system' would be left out"),
-        (SHARE(), share("a", "b", image="x.png"), "it has an image, which a pack has no place for"),
+        (SHARE(), share("a", "b", image="x.png"), "Failed to open image as PIL Image from x.png"),
         (OPENAI(), chat(USER, {**ANSWER, "content": 5}), r"message 1 \(assistant\) has content of type int; it must"),
         (PAIR(), {"input": "a", "answer": "b"}, "column 'output' is missing; the row's columns are 'input', 'answer'"),
         (PAIR(), {"input": "a", "output": None}, "column 'output' has no content .null.; mend the row"),
@@ -185,7 +185,10 @@ def test_messages_of_a_users_own_transform_are_checked() -> None:
             return {"messages": [tune_data.Message("user", "a"), tune_data.Message("assistant", content)]}
 
     assert trained({"x": "b", "tools": [CALL]}, Own()) == "a b <2>"
-    for x, message in ((None, "content of type NoneType; it must be text"), ("image", "it has an image")):
+    for x, message in (
+        (None, "has a NoneType for content; only text"),
+        ("image", "has an image for content"),
+    ):
         with pytest.raises(ValueError, match=message):
             trained({"x": x}, Own())
 

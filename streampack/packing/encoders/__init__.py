@@ -6,7 +6,7 @@ drop tokens uncounted: ``overlong`` decides what becomes of a long sample.
 """
 
 from streampack.packing.encoders.answers import AnswersEncoder
-from streampack.packing.encoders.base import PROBE_TEXT, Encoder, TokensEncoder, qualified_name
+from streampack.packing.encoders.base import Encoder, TokensEncoder, qualified_name
 from streampack.packing.encoders.chat import ChatEncoder
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.messages import MessagesEncoder
@@ -14,7 +14,6 @@ from streampack.packing.encoders.text import TextEncoder
 from streampack.packing.encoders.tokenizer import check_tokenizer, eos_of, padding_id, require_encoder
 
 __all__ = [
-    "PROBE_TEXT",
     "AnswersEncoder",
     "ChatEncoder",
     "Encoder",

@@ -17,52 +17,66 @@ Columns = tuple[str, ...]
 
 
 def group_of(
-    wholes: Sequence[Sample],
+    wholes: Mapping[str, Sample],
     *,
     fields: Mapping[str, Sequence[float]],
-    token_fields: Mapping[str, Sequence[FloatArray]],
+    token_fields: Mapping[str, Sequence[FloatArray]] | None = None,
     share_prefix: bool,
 ) -> Group:
-    """Return sequences as one group: the tokens that all begin with, and the rest of each.
+    """Return sequences as one group: the tokens that all begin with, up to the first that any trains, and the rests.
 
     The prefix and a rest are always the sequence, token for token. Where there is no prefix to share, the sequences
     stand side by side.
 
-    >>> whole = [Sample(np.array([5, 6, last]), np.array([-100, -100, last])) for last in (7, 8)]
-    >>> pair = group_of(whole, fields={}, token_fields={}, share_prefix=True)
+    >>> whole = {name: Sample(np.array([5, 6, name]), np.array([-100, -100, name])) for name in (7, 8)}
+    >>> pair = group_of(whole, fields={}, share_prefix=True)
     >>> pair.tokens.tolist(), pair.lengths, pair.parents
     ([5, 6, 7, 8], (2, 1, 1), (-1, 0, 0))
 
     Args:
-        wholes: the sequences, each from its first token to its last.
+        wholes: the sequences, each from its first token to its last, by names for errors.
         fields: for each name one number a sequence.
-        token_fields: for each name and sequence one number a token.
+        token_fields: for each name and sequence one number for each of its last tokens.
         share_prefix: False: the sequences stand side by side in any case.
+
+    Raises:
+        ValueError: for a sequence of which nothing is trained.
     """
-    shared = shared_prefix(wholes) if share_prefix else 0
-    parts = [whole.cut(shared, whole.tokens.size) for whole in wholes]
+    starts = []
+    for name, whole in wholes.items():
+        trained = np.flatnonzero(whole.labels != IGNORE_INDEX)
+        if not trained.size:
+            raise ValueError(
+                f"{name} has no token to train: it is empty, or all of its messages are masked; leave the row out "
+                "(skip_bad: True), or end texts with EOS (add_eos: True)"
+            )
+        starts.append(int(trained[0]))
+    samples = [*wholes.values()]
+    # Each trains a token, so each has a segment of its own.
+    shared = common_prefix([whole.tokens[: min(starts)] for whole in samples]) if share_prefix else 0
+    parts = [whole.cut(shared, whole.tokens.size) for whole in samples]
     if shared:
-        parts.insert(0, wholes[0].cut(0, shared))
+        parts.insert(0, samples[0].cut(0, shared))
     return Group(
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.labels for part in parts]),
         lengths=[part.tokens.size for part in parts],
-        parents=[ROOT, *[0] * len(wholes)] if shared else None,
+        parents=[ROOT, *[0] * len(samples)] if shared else None,
         fields={name: [*[np.nan] * bool(shared), *values] for name, values in fields.items()},
         token_fields={
-            name: np.concatenate([values[0][:shared], *(each[shared:] for each in values)])
-            for name, values in token_fields.items()
+            name: _beside([whole.tokens.size for whole in samples], values, shared)
+            for name, values in (token_fields or {}).items()
         },
     )
 
 
-def shared_prefix(wholes: Sequence[Sample]) -> int:
-    """Return how many tokens sequences share: those that all begin with, up to the first that any of them trains.
-
-    Each trains a token (`require_trained`), so each has a segment of its own.
-    """
-    limit = min(map(_untrained, wholes))
-    return common_prefix([whole.tokens[:limit] for whole in wholes])
+def _beside(sizes: Sequence[int], values: Sequence[FloatArray], shared: int) -> FloatArray:
+    """Return the numbers of a group's tokens, NaN where there is none, the ``shared`` tokens once."""
+    full = [
+        np.concatenate([np.full(size - each.size, np.nan, np.float32), each])
+        for size, each in zip(sizes, values, strict=True)
+    ]
+    return np.concatenate([full[0][:shared], *(each[shared:] for each in full)])
 
 
 def common_prefix(sequences: Sequence[Any]) -> int:
@@ -79,116 +93,100 @@ def common_prefix(sequences: Sequence[Any]) -> int:
     return shortest
 
 
-def _untrained(sample: Sample) -> int:
-    """Return the number of tokens before the first that is trained."""
-    trained = np.flatnonzero(sample.labels != IGNORE_INDEX)
-    return int(trained[0]) if trained.size else sample.tokens.size
-
-
-def require_trained(sample: Sample, answer: str) -> Sample:
-    """Return an encoded answer, or raise if none of its tokens is trained.
-
-    Raises:
-        ValueError: naming the ``answer``.
-    """
-    if _untrained(sample) == sample.tokens.size:
-        raise ValueError(
-            f"{answer} has no token to train: it is empty, or all of its messages are masked; leave the row out "
-            "(skip_bad: True), or end texts with EOS (add_eos: True)"
-        )
-    return sample
-
-
-def columns_of(fields: Any, name: str, *, several: bool = False) -> dict[str, Columns]:
+def columns_of(fields: Any, name: str) -> dict[str, Columns]:
     """Return the columns of each field, of a setting that lists columns or maps names of fields to them.
 
-    >>> columns_of(["margin"], "fields")
-    {'margin': ('margin',)}
-
-    Args:
-        fields: the setting.
-        name: of the setting, for messages.
-        several: whether a field may have a column for each answer.
+    >>> columns_of(["margin"], "fields"), columns_of({"score": ["good", "bad"]}, "fields")
+    ({'margin': ('margin',)}, {'score': ('good', 'bad')})
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for anything else; ``name`` names the setting.
     """
-    wanted = "[column, ...] or {field: column}"
-    if several:
-        wanted += ", or {field: [column, ...]} where each answer has its own"
+    wanted = "write [column, ...], {field: column}, or {field: [column, ...]} where each answer has its own"
     if isinstance(fields, str):
-        raise ValueError(f"{name}={fields!r} is text; write {wanted}")
-    if not isinstance(fields, Mapping):
-        fields = {column: column for column in fields or ()}
-    found: dict[str, Columns] = {}
-    for field, columns in fields.items():
-        of_each = several and isinstance(columns, Sequence) and not isinstance(columns, str)
-        given = tuple(columns) if of_each else (columns,)
-        if not given or not all(isinstance(each, str) for each in (field, *given)):
-            raise ValueError(f"{name} has {field!r}: {columns!r}; write {wanted}")
-        found[field] = given
+        raise ValueError(f"{name}={fields!r} is text; {wanted}")
+    given = fields if isinstance(fields, Mapping) else {column: column for column in fields or ()}
+    found = {}
+    for field, columns in given.items():
+        several = isinstance(columns, Sequence) and not isinstance(columns, str)
+        found[field] = tuple(columns) if several else (columns,)
+        if not found[field] or not all(isinstance(each, str) for each in (field, *found[field])):
+            raise ValueError(f"{name} has {field!r}: {columns!r}; {wanted}")
     return found
 
 
-def numbers_of(row: Mapping[str, Any], field: str, columns: Columns, *, answers: int) -> list[float]:
-    """Return the numbers of a field, one for each answer of a row.
-
-    A column holds a list with one number for each answer, or one number for all.
+def numbers_of(row: Mapping[str, Any], fields: Mapping[str, Columns], answers: int) -> dict[str, list[float]]:
+    """Return the numbers of each field, one for each answer of a row; a column with one number gives it to all.
 
     Raises:
         ValueError: for a missing column, a null, and another count than that of the answers.
     """
-    if len(columns) > 1:
-        if len(columns) != answers:
-            raise ValueError(
-                f"fields has {len(columns)} columns for {field!r}, and the row {answers} answers"
-            )
-        return [_numbers(row, column, ()).item() for column in columns]
-    values = _numbers(row, columns[0], None)
-    if values.ndim == 0:
-        return [values.item()] * answers
-    if values.shape != (answers,):
-        raise ValueError(
-            f"column {columns[0]!r} has shape {list(values.shape)} for {answers} answers; give one number for each, or "
-            "one for all"
-        )
-    return [float(value) for value in values]
+    found = {}
+    for field, columns in fields.items():
+        if len(columns) == 1 and (column := columns[0]) in row:
+            values = _numbers(row[column], column)
+            if values.shape not in ((), (answers,)):
+                raise ValueError(
+                    f"column {column!r} has shape {list(values.shape)} for {answers} answers; give one number for "
+                    "each, or one for all"
+                )
+            found[field] = np.broadcast_to(values, answers).tolist()
+        else:
+            found[field] = [
+                _numbers(value, name, ()).item() for name, value in entries_of(row, columns, answers)
+            ]
+    return found
 
 
-def token_numbers(row: Mapping[str, Any], column: str, sizes: Sequence[int]) -> list[FloatArray]:
-    """Return a column that holds for each answer one number for each of its ids; ``sizes`` are their counts."""
-    return [
-        _as_numbers(each, f"column '{column}[{i}]'", (size,)).astype(np.float32)
-        for i, (each, size) in enumerate(zip(each_of(row, column, len(sizes)), sizes, strict=True))
-    ]
-
-
-def each_of(row: Mapping[str, Any], column: str, answers: int) -> Sequence[Any]:
-    """Return a column that has an entry for each answer.
+def token_numbers_of(
+    row: Mapping[str, Any], fields: Mapping[str, Columns], sizes: Sequence[int]
+) -> dict[str, list[FloatArray]]:
+    """Return for each field and answer one number for each of the answer's ids; ``sizes`` are their counts.
 
     Raises:
-        ValueError: for any other.
+        ValueError: as `numbers_of`.
     """
-    if column not in row:
-        raise missing_column(row, column)
-    given = row[column]
-    if isinstance(given, str | Mapping) or not hasattr(given, "__len__") or len(given) != answers:
-        count = f"{len(given)} entries" if hasattr(given, "__len__") else f"a {type(given).__name__}"
+    return {
+        field: [
+            _numbers(value, name, (size,)).astype(np.float32)
+            for size, (name, value) in zip(sizes, entries_of(row, columns, len(sizes)), strict=True)
+        ]
+        for field, columns in fields.items()
+    }
+
+
+def entries_of(row: Mapping[str, Any], columns: Columns, answers: int | None = None) -> list[tuple[str, Any]]:
+    """Return for each answer the name of its place in a row, for errors, and what is there.
+
+    Args:
+        row: with the columns.
+        columns: one that holds a list with an entry for each answer, or one for each answer.
+        answers: of the row, if that is known.
+
+    Raises:
+        ValueError: for a missing column, and another count than that of the answers.
+    """
+    for column in columns:
+        if column not in row:
+            raise missing_column(row, column)
+    entries = [(column, row[column]) for column in columns]
+    if len(columns) == 1:
+        [(column, given)] = entries
+        if isinstance(given, str | Mapping) or not hasattr(given, "__len__"):
+            raise ValueError(
+                f"column {column!r} holds a {type(given).__name__}; give a list with one entry for each answer"
+            )
+        entries = [(f"{column}[{i}]", value) for i, value in enumerate(given)]
+    if answers not in (None, len(entries)):
         raise ValueError(
-            f"column {column!r} has {count} for {answers} answers; give a list of numbers for each"
+            f"column {', '.join(map(repr, columns))} has {len(entries)} entries for {answers} answers; give one for "
+            "each"
         )
-    entries: Sequence[Any] = given
     return entries
 
 
-def _numbers(row: Mapping[str, Any], column: str, shape: tuple[int, ...] | None) -> Any:
-    if column not in row:
-        raise missing_column(row, column)
-    return _as_numbers(row[column], f"column {column!r}", shape)
-
-
-def _as_numbers(value: Any, place: str, shape: tuple[int, ...] | None) -> Any:
-    """Return a value as an array of numbers; ``place`` names it in errors.
+def _numbers(value: Any, column: str, shape: tuple[int, ...] | None = None) -> Any:
+    """Return what a column holds as an array of numbers.
 
     Raises:
         ValueError: for anything but numbers that float32 holds, for NaN, and for another shape than the given one.
@@ -196,12 +194,14 @@ def _as_numbers(value: Any, place: str, shape: tuple[int, ...] | None) -> Any:
     try:
         found = np.asarray(value)
     except ValueError:  # numpy's error for lists of different lengths
-        raise ValueError(f"{place} holds lists of different lengths; give one number for each") from None
+        raise ValueError(
+            f"column {column!r} holds lists of different lengths; give one number for each"
+        ) from None
     if found.dtype.kind not in "fiub" or not (np.abs(found) <= np.finfo(np.float32).max).all():
         raise ValueError(
-            f"{place} holds {shown(value)}; give finite numbers, and leave out rows that lack them"
+            f"column {column!r} holds {shown(value)}; give finite numbers, and leave out rows that lack them"
         )
     if shape is not None and found.shape != shape:
         wanted = f"{shape[0]} numbers, one for each token" if shape else "one number"
-        raise ValueError(f"{place} has shape {list(found.shape)}; give {wanted}")
+        raise ValueError(f"column {column!r} has shape {list(found.shape)}; give {wanted}")
     return found

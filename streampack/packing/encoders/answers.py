@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,41 +12,29 @@ from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.answer_groups import (
     columns_of,
     common_prefix,
-    each_of,
+    entries_of,
     group_of,
     numbers_of,
-    require_trained,
-    token_numbers,
+    token_numbers_of,
 )
 from streampack.packing.encoders.base import Encoder
-from streampack.packing.encoders.completion import (
-    Completions,
+from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
+from streampack.packing.encoders.conversation import (
     Content,
     Messages,
-    as_messages,
-    joined,
-    masked_sample,
+    ReadColumns,
     read_content,
+    read_tools,
 )
-from streampack.packing.encoders.conversation import UnreadColumns, read_tools, refuse_left_out
 from streampack.packing.groups import Group
 from streampack.packing.samples import missing_column, sample_from_pair
-from streampack.types import INT64, FloatArray, IntArray, Sample
+from streampack.types import INT32, IntArray, Sample
 
 PAIR = ("chosen", "rejected")
 LIST = "completions"
 
 PROMPTS = ("question", "instruction", "input", "query", "context", "conversations", "messages")
 """Columns that hold the prompt in many data sets; a row that has one and no prompt is refused."""
-
-
-class Given(NamedTuple):
-    """The answers of a row."""
-
-    names: list[str]  # in errors, such as ``completions[0]``
-    values: list[Any]
-    columns: tuple[str, ...]
-    ending: str = ""  # ``_ids`` or ``_input_ids`` of columns of tokens that TRL or torchtune made
 
 
 class AnswersEncoder(Encoder):
@@ -110,236 +98,176 @@ class AnswersEncoder(Encoder):
         share_prefix: bool = True,
         ignore: Sequence[str] = (),
     ) -> None:
-        self.completions = Completions(tokenizer, add_bos=add_bos, add_eos=add_eos)
-        self.tokenizer = self.completions.tokenizer
+        self.chat = ChatEncoder(tokenizer, add_bos=add_bos, add_eos=add_eos)
+        self.tokenizer = self.chat.tokenizer
         self.prompt = prompt
         self.answers = answers if answers is None or isinstance(answers, str) else tuple(answers)
         self.tools = tools
         self.mask = mask
-        self.fields = columns_of(fields, "fields", several=True)
+        self.fields = columns_of(fields, "fields")
         self.token_fields = columns_of(token_fields, "token_fields")
         if both := sorted(self.fields.keys() & self.token_fields.keys()):
             raise ValueError(f"{both[0]!r} is in fields and in token_fields; give it two names")
         self.share_prefix = share_prefix
         self.ignore = tuple(ignore)
         numbers = [name for names in (*self.fields.values(), *self.token_fields.values()) for name in names]
-        used = (prompt, tools, *numbers, *([mask] if mask else []))
-        self.unread = UnreadColumns("AnswersEncoder", used=used, ignore=ignore)
+        self.columns = ReadColumns(
+            "AnswersEncoder", used=(prompt, *numbers, *([mask] if mask else [])), ignore=ignore
+        )
 
     def __call__(self, row: Mapping[str, Any], /) -> Group:
         """See `Encoder`."""
-        given = self._given(row)
-        if not given.ending:
-            used = (self.prompt, *given.columns, self.tools)
-            refuse_left_out(row, used=used, ignore=self.ignore)
-            self.unread.name(row, *given.columns)
-        # An empty list is what the others are.
-        ids = [_is_ids(value) for value in given.values if not _is_ids(value) or len(value)]
-        token_fields: dict[str, list[FloatArray]] = {}
-        if given.ending or all(ids):
-            wholes, token_fields = self._of_ids(row, given)
-        elif any(ids):
-            raise ValueError(
-                f"column {given.columns[0]!r} holds ids and texts or messages; give one kind in a row"
-            )
+        values, columns, ending = self._given(row)
+        answers = {name: _read(value, name, is_ids=bool(ending)) for name, value in values.items()}
+        prompt = None
+        if (name := f"{self.prompt}{ending}") in row:
+            prompt = _read(row[name], name, is_ids=bool(ending))
+        kinds = {type(each) for each in (prompt, *answers.values())}
+        if not ending:  # such rows keep the columns that they were made of
+            self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
+        tools = None
+        if list in kinds:
+            tools = read_tools(row, self.tools, ignore=self.ignore)
+            if tools is None and isinstance(whole := row.get(self.prompt), Mapping):  # OpenAI's form
+                tools = read_tools(whole, "tools", ignore=self.ignore)
+        ids = {name: answer for name, answer in answers.items() if isinstance(answer, np.ndarray)}
+        token_fields = {}
+        if len(ids) == len(answers):
+            if isinstance(prompt, str | list):
+                prompt = _ids(self.chat.encode_prompt(prompt, tools=tools), self.prompt)
+            wholes = self._of_ids(row, prompt, ids, columns if ending else ())
+            token_fields = token_numbers_of(row, self.token_fields, [each.size for each in ids.values()])
+        elif ids:
+            raise ValueError(f"column {columns[0]!r} holds ids and texts or messages; give one kind in a row")
         else:
-            wholes = self._of_content(row, given)
+            wholes = self._of_content(row, prompt, answers, columns, tools)
         return group_of(
-            wholes,
-            fields={
-                name: numbers_of(row, name, columns, answers=len(wholes))
-                for name, columns in self.fields.items()
-            },
+            {f"column {name!r}": whole for name, whole in zip(answers, wholes, strict=True)},
+            fields=numbers_of(row, self.fields, len(wholes)),
             token_fields=token_fields,
             share_prefix=self.share_prefix,
         )
 
-    def _given(self, row: Mapping[str, Any]) -> Given:
-        """Return the answers of a row."""
+    def _given(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], str]:
+        """Return a row's answers by their names in errors, the columns that they are in, and what ends those of ids."""
         columns = self.answers or (LIST if LIST in row and PAIR[0] not in row else PAIR)
         if isinstance(columns, str):
-            for column in (self.prompt, columns):
-                if column not in row:
-                    raise missing_column(row, column)
-            values = row[columns]
-            if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
-                raise ValueError(
-                    f"column {columns!r} holds a {type(values).__name__}; give a list with one entry for each answer"
-                )
-            if not len(values):
+            if self.prompt not in row:
+                raise missing_column(row, self.prompt)
+            values = dict(entries_of(row, (columns,)))
+            if not values:
                 raise ValueError(f"column {columns!r} holds no answer; leave the row out (skip_bad: True)")
-            return Given([f"{columns}[{i}]" for i in range(len(values))], list(values), (columns,))
-        for ending in ("_input_ids", "_ids"):
+            return values, (columns,), ""
+        for ending in ("_input_ids", "_ids", ""):  # those of TRL and torchtune
             names = [f"{column}{ending}" for column in columns]
             if all(name in row for name in names):
-                return Given(names, [row[name] for name in names], columns, ending)
-        for column in columns:
-            if column not in row:
-                raise missing_column(row, column)
-        return Given(list(columns), [row[column] for column in columns], columns)
+                return {name: row[name] for name in names}, columns, ending
+        raise missing_column(row, next(column for column in columns if column not in row))
 
     def _of_ids(
-        self, row: Mapping[str, Any], given: Given
-    ) -> tuple[list[Sample], dict[str, list[FloatArray]]]:
-        """Return answers that are ids, and the numbers of their tokens, each with the prompt before it."""
-        ids = [_ids(value, name) for value, name in zip(given.values, given.names, strict=True)]
-        sizes = [each.size for each in ids]
-        labels = [f"{column}_labels" for column in given.columns] if given.ending else []
-        for column, size in zip(given.columns if given.ending else (), sizes, strict=False):
+        self,
+        row: Mapping[str, Any],
+        prompt: IntArray | None,
+        answers: Mapping[str, IntArray],
+        columns: Sequence[str],
+    ) -> list[Sample]:
+        """Return answers that are ids, each with the prompt before it; ``columns`` are those of TRL or torchtune."""
+        labels = [f"{column}_labels" for column in columns if f"{column}_labels" in row]
+        for column, size in (
+            *zip(columns, (each.size for each in answers.values()), strict=False),
+            *([(self.prompt, prompt.size)] if columns and prompt is not None else []),
+        ):
             require_no_padding(row, size, f"{column}_attention_mask")
-        before = self._prompt_ids(row, given.ending)
-        if self.mask is None and labels and all(name in row for name in labels):
-            before = None  # each holds its own
-            wholes = [
-                sample_from_pair(each, row[label], tokens=name, labels=label)
-                for each, label, name in zip(ids, labels, given.names, strict=True)
+        if self.mask is None and labels and len(labels) == len(answers):  # each holds its own prompt
+            return [
+                sample_from_pair(ids, row[label], tokens=name, labels=label)
+                for (name, ids), label in zip(answers.items(), labels, strict=True)
             ]
-        elif self.mask is None and before is None:
-            wholes = _split_where_unequal(ids)
-        else:
-            untrained = np.zeros(0 if before is None else before.size, bool)
-            wholes = [
-                masked_sample(
-                    after if before is None else np.concatenate([before, after]),
-                    np.concatenate([untrained, mask]),
-                )
-                for after, mask in zip(ids, self._masks(row, sizes), strict=True)
-            ]
-        nothing = np.full(0 if before is None else before.size, np.nan, np.float32)
-        token_fields = {
-            field: [np.concatenate([nothing, each]) for each in token_numbers(row, column, sizes)]
-            for field, (column,) in self.token_fields.items()
-        }
-        trained = [
-            require_trained(whole, f"column {name!r}")
-            for whole, name in zip(wholes, given.names, strict=True)
-        ]
-        return trained, token_fields
-
-    def _masks(self, row: Mapping[str, Any], sizes: Sequence[int]) -> list[Any]:
-        """Return for each answer which of its ids are trained."""
-        if self.mask is None:
-            return [np.ones(size, bool) for size in sizes]
-        entries = each_of(row, self.mask, len(sizes))
-        return [
-            mask_from_column(each, f"{self.mask}[{i}]", size)
-            for i, (each, size) in enumerate(zip(entries, sizes, strict=True))
-        ]
-
-    def _prompt_ids(self, row: Mapping[str, Any], ending: str) -> IntArray | None:
-        """Return the ids of the prompt alone, as at inference; None if there is none."""
-        column = f"{self.prompt}{ending}"
-        if column not in row:
-            return None
-        value = row[column]
-        if ending:
-            found = _ids(value, column)
-            require_no_padding(row, found.size, f"{self.prompt}_attention_mask")
-            return found
-        if _is_ids(value):
-            found = _ids(value, column)
-        else:
-            content = read_content(value, column)
-            if isinstance(content, str):
-                refuse_left_out(row, used=(self.prompt,), ignore=self.ignore)
-            tools = read_tools(row, self.tools, ignore=self.ignore)
-            found = np.array(self.completions.encode_prompt(content, tools=tools), INT64)
-        if not found.size:
+        if prompt is not None and not (prompt.size or columns):
             raise ValueError(
-                f"column {column!r} holds no token, so nothing predicts the answers' first tokens; give the prompt's "
-                "ids, with BOS if the model has one"
+                f"column {self.prompt!r} holds no token, so nothing predicts the answers' first tokens; give the "
+                "prompt's ids, with BOS if the model has one"
             )
-        return found
+        if self.mask is None and prompt is None:
+            return _split_where_unequal([*answers.values()])
+        masks: list[Any] = [np.ones(ids.size, bool) for ids in answers.values()]
+        if self.mask is not None:
+            masks = [
+                mask_from_column(value, name, mask.size)
+                for mask, (name, value) in zip(masks, entries_of(row, (self.mask,), len(masks)), strict=True)
+            ]
+        before = np.zeros(0, INT32) if prompt is None else prompt
+        return [
+            masked_sample(np.concatenate([before, ids]), np.concatenate([np.zeros(before.size, bool), mask]))
+            for ids, mask in zip(answers.values(), masks, strict=True)
+        ]
 
-    def _of_content(self, row: Mapping[str, Any], given: Given) -> list[Sample]:
+    def _of_content(
+        self,
+        row: Mapping[str, Any],
+        prompt: Any,
+        given: Mapping[str, Any],
+        columns: Sequence[str],
+        tools: Any,
+    ) -> list[Sample]:
         """Encode answers that are texts or messages."""
         if of_tokens := [*self.token_fields, *([self.mask] if self.mask else [])]:
             raise ValueError(
-                f"{of_tokens[0]!r} has a number for each token, and column {given.columns[0]!r} holds no ids, so "
-                "nobody knows which tokens those are; give the answers as ids"
+                f"{of_tokens[0]!r} has a number for each token, and column {columns[0]!r} holds no ids, so nobody "
+                "knows which tokens those are; give the answers as ids"
             )
-        if _is_ids(row.get(self.prompt)):
+        if isinstance(prompt, np.ndarray):
             raise ValueError(
-                f"column {self.prompt!r} holds ids and {given.columns[0]!r} does not; give both as ids, or both as "
-                "text or messages"
+                f"column {self.prompt!r} holds ids and {columns[0]!r} does not; give both as ids, or both as text or "
+                "messages"
             )
-        answers = [read_content(value, name) for value, name in zip(given.values, given.names, strict=True)]
-        prompt = read_content(row[self.prompt], self.prompt) if self.prompt in row else None
-        if all(isinstance(content, str) for content in (prompt or "", *answers)):  # nothing renders tools
-            refuse_left_out(row, used=(self.prompt, *given.columns), ignore=self.ignore)
+        answers = [*given.values()]
+        texts = all(isinstance(answer, str) for answer in answers)
         if prompt is None:
-            self._require_whole(row, given, answers)
-            if all(isinstance(answer, str) for answer in answers):
-                return self._of_whole_texts([str(answer) for answer in answers])
+            whole = all(isinstance(each, list) and each[0]["role"] != "assistant" for each in answers)
+            others = [name for name in PROMPTS if name in row and name not in (*columns, *self.ignore)]
+            if others and not whole:
+                raise ValueError(
+                    f"there is no column {self.prompt!r}, and column {others[0]!r} would be left out; say prompt: "
+                    f"{others[0]}, or ignore: [{others[0]}]"
+                )
+            if not (whole or texts):
+                raise ValueError(
+                    f"there is no column {self.prompt!r}, and an answer does not begin with a message of the user; "
+                    "name the column of the prompt (prompt: ...), or begin all answers with it"
+                )
+            if texts:
+                return self._of_whole_texts(answers)
         prompt, answers = _divided(prompt, answers)
-        tools = read_tools(row, self.tools, ignore=self.ignore)
-        if tools is None and isinstance(whole := row.get(self.prompt), Mapping):  # OpenAI's form
-            tools = read_tools(whole, "tools", ignore=self.ignore)
         return [
-            self._encode(prompt, answer, tools, f"column {name!r}")
-            for answer, name in zip(answers, given.names, strict=True)
+            self.chat.encode(prompt, answer, tools=tools, name=f"column {name!r}")
+            for name, answer in zip(given, answers, strict=True)
         ]
-
-    def _encode(self, prompt: Content, answer: Content, tools: Any, name: str) -> Sample:
-        """Encode an answer as a whole with its prompt; ``name`` names it in errors."""
-        if isinstance(prompt, str) and isinstance(answer, str):
-            return require_trained(self.completions.encode_text(prompt, answer), name)
-        after = as_messages(answer, "assistant")
-        if all(message["role"] != "assistant" for message in after):
-            raise ValueError(
-                f"{name} holds no message of the assistant, so nothing of it is trained; its roles are "
-                f"{', '.join(message['role'] for message in after) or 'none'}"
-            )
-        messages, trained = joined(as_messages(prompt, "user"), after, name)
-        return require_trained(self.completions.encode_messages(messages, trained, tools=tools), name)
 
     def _of_whole_texts(self, texts: Sequence[str]) -> list[Sample]:
         """Encode texts that begin with their prompt: all that they begin with, less a space before they differ.
 
         The space is the answers', as in TRL, because most tokenizers join it with the word after it.
         """
-        encode, bos, eos = self.tokenizer.encode, self.completions.bos, self.completions.add_eos
+        encode, bos, eos = self.tokenizer.encode, self.chat.bos, self.chat.add_eos
         ids = [list(encode(text, add_bos=bos, add_eos=eos)) for text in texts]
-        prompt = texts[0][: common_prefix([np.array([*text]) for text in texts])].removesuffix(" ")
-        return _split_where_unequal(ids, self.completions.encode_prompt(prompt))
-
-    def _require_whole(self, row: Mapping[str, Any], given: Given, answers: Sequence[Content]) -> None:
-        """Raise if a row without a prompt has it in another column, or not at all."""
-        if all(isinstance(answer, list) and answer[0]["role"] != "assistant" for answer in answers):
-            return
-        found = [name for name in PROMPTS if name in row and name not in (*given.columns, *self.ignore)]
-        if found:
-            raise ValueError(
-                f"there is no column {self.prompt!r}, and column {found[0]!r} would be left out; say prompt: "
-                f"{found[0]}, or ignore: [{found[0]}]"
-            )
-        if any(isinstance(answer, list) for answer in answers):
-            raise ValueError(
-                f"there is no column {self.prompt!r}, and an answer does not begin with a message of the user; "
-                "name the column of the prompt (prompt: ...), or begin all answers with it"
-            )
+        prompt = texts[0][: common_prefix([[*text] for text in texts])].removesuffix(" ")
+        return _split_where_unequal(ids, self.chat.encode_prompt(prompt))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
 
 
-def _is_ids(value: Any) -> bool:
-    """Return whether a value is a list of ids, and not text or messages; an empty one is."""
-    if value is None or isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
-        return False
-    return not len(value) or not isinstance(value[0], str | Mapping)
+def _read(value: Any, column: str, *, is_ids: bool) -> Content | IntArray:
+    """Return what a column holds: ids, a text, or messages; an empty list is one of ids."""
+    if not is_ids and not isinstance(value, str | Mapping) and hasattr(value, "__len__"):
+        is_ids = not len(value) or not isinstance(value[0], str | Mapping)
+    return _ids(value, column) if is_ids else read_content(value, column)
 
 
 def _ids(value: Any, column: str) -> IntArray:
     return sample_from_pair(value, value, tokens=column, labels=column).tokens
-
-
-def _repeats(prompt: str, messages: Messages) -> bool:
-    """Return whether a conversation holds a prompt that is text, as any message of the user, and begins before it."""
-    return messages[0]["role"] != "assistant" and any(
-        message["role"] == "user" and message["content"] == prompt for message in messages
-    )
 
 
 def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Content, list[Content]]:
@@ -351,21 +279,23 @@ def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Conten
         shared = len(prompt)
         if any(messages[:shared] != prompt for messages in conversations):
             return prompt, [*conversations]
-    elif isinstance(prompt, str) and not all(_repeats(prompt, messages) for messages in conversations):
+    elif prompt is not None and not all(_repeats(prompt, messages) for messages in conversations):
         return prompt, [*conversations]
-    else:  # whole conversations
-        shared = _common_messages(conversations)
+    else:  # whole conversations share messages before the last answer of any of them
+        limit = min(
+            max((i for i, message in enumerate(each) if message["role"] == "assistant"), default=len(each))
+            for each in conversations
+        )
+        first, *others = conversations
+        shared = next((i for i in range(limit) if any(other[i] != first[i] for other in others)), limit)
     return conversations[0][:shared], [messages[shared:] for messages in conversations]
 
 
-def _common_messages(conversations: Sequence[Messages]) -> int:
-    """Return how many messages all conversations begin with, before the last answer of any of them."""
-    limit = min(
-        max((i for i, message in enumerate(each) if message["role"] == "assistant"), default=len(each))
-        for each in conversations
+def _repeats(prompt: str, messages: Messages) -> bool:
+    """Return whether a conversation holds a prompt that is text, as any message of the user, and begins before it."""
+    return messages[0]["role"] != "assistant" and any(
+        message["role"] == "user" and message["content"] == prompt for message in messages
     )
-    first, *others = conversations
-    return next((i for i in range(limit) if any(other[i] != first[i] for other in others)), limit)
 
 
 def _split_where_unequal(ids: Sequence[Any], prompt: Sequence[int] | None = None) -> list[Sample]:

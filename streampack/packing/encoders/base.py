@@ -8,14 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from streampack.fingerprint import digest
 from streampack.packing.samples import columns_of, sample_from_row
 from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
 from streampack.validation import require_token_id
-
-PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
-"""The text on which tokenizers are checked."""
 
 SUGGESTED_ENCODERS = {
     "completions": "AnswersEncoder(tokenizer)",
@@ -27,10 +23,6 @@ SUGGESTED_ENCODERS = {
     "content": "TextEncoder(tokenizer, column='content')",
 }
 """Columns of rows without tokens, and the encoder that an error message suggests for them."""
-
-
-def _may_be_ids(value: Any) -> bool:
-    return isinstance(value, list | np.ndarray) and len(value) > 0 and isinstance(value[0], int | np.integer)
 
 
 class Encoder(ABC):
@@ -83,26 +75,16 @@ class TokensEncoder(Encoder):
         except ValueError as error:
             there = row if isinstance(row, Mapping) else ()
             hint = next((encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there), None)
-            if hint is None:  # rows whose ids have another name
-                ids = [
-                    name for name, value in dict(there).items() if _may_be_ids(value) and name != self.labels
-                ]
-                labels = self.labels if self.labels in there else None
-                hint = f"TokensEncoder(tokens={ids[0]!r}, labels={labels!r})" if len(ids) == 1 else None
             if hint is None or not {"tokens", "input_ids", self.tokens}.isdisjoint(there):
                 raise
             raise ValueError(
                 f"{error}; such rows need an encoder: encoder={hint}, or data.encoder in a config"
             ) from None
 
-    def fingerprint(self) -> str:
-        """Return a digest of the columns' names and the EOS, for which no row need be encoded."""
-        return digest("tokens", self.tokens, self.labels, self.eos_id)
-
     def ids_below(self, stored: int | None) -> int | None:
-        """Return ``stored`` if this encoder reads the columns of token shards. A subclass may make other ids."""
+        """See `Encoder`."""
         as_stored = self.tokens in ("tokens", None) and self.labels in ("labels", None)
-        return stored if as_stored and type(self) is TokensEncoder else None
+        return stored if as_stored and type(self) is TokensEncoder else None  # a subclass may make other ids
 
     def checked_in(self, batch: ArrowBatch) -> CheckedIds | None:
         """Return what this encoder makes of the rows of a batch, checked all at once; None if it must see each row.

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from streampack.packing.encoders.base import Encoder
-from streampack.packing.encoders.completion import Completions, Content, as_messages, joined, read_content
 from streampack.packing.encoders.conversation import (
-    UnreadColumns,
+    Content,
+    Messages,
+    ReadColumns,
     parse_conversation,
+    read_content,
     read_tools,
-    refuse_left_out,
 )
-from streampack.packing.samples import missing_column
-from streampack.types import Sample
+from streampack.packing.encoders.hf_tokenizer import HFTokenizer
+from streampack.packing.encoders.template import ChatTemplate
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer
+from streampack.packing.samples import missing_column, sample_from_pair
+from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require
 
 ANSWERS = ("all", "last")
@@ -63,55 +70,147 @@ class ChatEncoder(Encoder):
         ignore: Sequence[str] = (),
     ) -> None:
         require(answers, "answers", ANSWERS)
-        self.completions = Completions(tokenizer, add_bos=add_bos, add_eos=add_eos)
-        self.tokenizer = self.completions.tokenizer
+        self.tokenizer = check_tokenizer(tokenizer)
+        self.add_bos = add_bos
+        self.add_eos = add_eos
         self.column = column
         self.named = prompt is not None or completion is not None
+        if column is not None and self.named:
+            raise ValueError(
+                f"column={column!r} names one column of messages, prompt and completion name two; give either"
+            )
+        # What only texts or only messages need of a tokenizer is checked when the first of them comes, or now if
+        # nothing else can come.
         if column is not None:
-            if self.named:
-                raise ValueError(
-                    f"column={column!r} names one column of messages, prompt and completion name two; give either"
-                )
-            _ = self.completions.chat  # all that comes is messages
-        self.prompt = "prompt" if prompt is None else prompt
-        self.completion = "completion" if completion is None else completion
+            _ = self.template
+        elif not (isinstance(self.tokenizer, HFTokenizer) and self.tokenizer.has_template):
+            _ = self.bos
+        self.pair = {"prompt": prompt or "prompt", "completion": completion or "completion"}
         self.tools = tools
         self.answers = answers
         self.ignore = tuple(ignore)
-        self.unread = UnreadColumns("ChatEncoder", used=(tools,), ignore=ignore)
+        self.columns = ReadColumns("ChatEncoder", ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        if self._is_conversation(row):
-            column = self.column or next((name for name in COLUMNS if name in row), COLUMNS[0])
-            columns = [column]
-            prompt: Content = []
-            answer: Content = parse_conversation(row, column, option="column")
+        read = self._columns_of(row)
+        for option, column in read.items():
+            if column not in row:
+                raise missing_column(row, column, option=option)
+        prompt: Content = []
+        answer: Content
+        if len(read) == 1:
+            answer = parse_conversation(row[column], column)
         else:
-            columns = [self.prompt, self.completion]
-            for option, column in zip(("prompt", "completion"), columns, strict=True):
-                if column not in row:
-                    raise missing_column(row, column, option=option)
-            prompt, answer = (read_content(row[column], column) for column in columns)
-        self.unread.name(row, *columns)
-        if isinstance(prompt, str) and isinstance(answer, str):
-            refuse_left_out(row, used=columns, ignore=self.ignore)
-            return self.completions.encode_text(prompt, answer)
-        refuse_left_out(row, used=[*columns, self.tools], ignore=self.ignore)
-        messages, trained = joined(
-            as_messages(prompt, "user"), as_messages(answer, "assistant"), f"column {columns[-1]!r}"
-        )
-        if self.answers == "last":
-            last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
-            trained = [flag and i == last for i, flag in enumerate(trained)]
+            prompt, answer = (read_content(row[name], name) for name in read.values())
+        if isinstance(prompt, str) and isinstance(answer, str):  # nothing renders tools
+            self.columns.check(row, *read.values())
+            return self.encode_text(prompt, answer)
+        self.columns.check(row, *read.values(), self.tools)
         tools = read_tools(row, self.tools, ignore=self.ignore)
-        return self.completions.encode_messages(messages, trained, tools=tools)
+        return self.encode(prompt, answer, tools=tools, name=f"column {column!r}")
 
-    def _is_conversation(self, row: Mapping[str, Any]) -> bool:
-        if self.column is not None or self.named:
-            return not self.named
-        return any(name in row for name in COLUMNS) or not (self.prompt in row or self.completion in row)
+    def _columns_of(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Return the columns to read, by the options that name them: one of messages, or a prompt and a completion."""
+        if self.column is not None:
+            return {"column": self.column}
+        if self.named:
+            return self.pair
+        found = [name for name in COLUMNS if name in row]
+        if not found and any(name in row for name in self.pair.values()):
+            return self.pair
+        return {"column": (found or COLUMNS)[0]}
+
+    @cached_property
+    def bos(self) -> bool | None:
+        """``add_bos`` of texts.
+
+        Raises:
+            ValueError: for a tokenizer that ignores ``add_bos`` or ``add_eos``, or has no such token.
+        """
+        return check_ends(self.tokenizer, add_bos=self.add_bos, add_eos=self.add_eos)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template.
+
+        Raises:
+            ValueError: if it has none.
+        """
+        if not isinstance(self.tokenizer, HFTokenizer):
+            raise ValueError(
+                f"messages need a chat template, and a {type(self.tokenizer).__name__} has no chat template; give a "
+                "Hugging Face tokenizer (tokenizer: {_component_: streampack.HFTokenizer, path: ...}), rows of text "
+                "or ids, or MessagesEncoder with one of torchtune's message transforms"
+            )
+        return self.tokenizer.chat
+
+    def encode(self, prompt: Content, answer: Content, *, tools: Any, name: str) -> Sample:
+        """Encode an answer behind its prompt; the assistant's messages of the answer are trained.
+
+        Args:
+            prompt: a text, or messages; may be no message.
+            answer: likewise, at least one.
+            tools: their descriptions, for the chat template.
+            name: of the answer, in errors.
+
+        Raises:
+            ValueError: for an answer that begins as a prompt does, and where a boundary cannot be found.
+        """
+        if isinstance(prompt, str) and isinstance(answer, str):
+            return self.encode_text(prompt, answer)
+        before, after = as_messages(prompt, "user"), as_messages(answer, "assistant")
+        if before and before[-1]["role"] == "user" and after[0]["role"] in ("user", "system"):
+            raise ValueError(
+                f"{name} begins with a message of the {after[0]['role']} and does not repeat the prompt, which ends "
+                "with one of the user; give the prompt once, or repeat all of it"
+            )
+        messages = [*before, *after]
+        trained = [i >= len(before) and is_trained(message) for i, message in enumerate(messages)]
+        if self.answers == "last":
+            last = max(
+                (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1
+            )
+            trained = [flag and i == last for i, flag in enumerate(trained)]
+        return masked_sample(*self.template(messages, trained, tools=tools))
+
+    def encode_text(self, prompt: str, answer: str) -> Sample:
+        """Encode a text behind its prompt, of which the answer is trained.
+
+        Raises:
+            ValueError: if a token crosses from one into the other.
+        """
+        head = self.encode_prompt(prompt)
+        ids = self.tokenizer.encode(prompt + answer, add_bos=self.bos, add_eos=self.add_eos)
+        if list(ids[: len(head)]) != head:
+            raise ValueError(
+                f"a token crosses from the prompt ({prompt[-16:]!r}) into the completion ({answer[:16]!r}), so no "
+                "mask is right; move white space from the prompt's end to the completion's beginning"
+            )
+        return masked_sample(ids, np.arange(len(ids)) >= len(head))
+
+    def encode_prompt(self, prompt: Content, *, tools: Any = None) -> list[int]:
+        """Return the ids of a prompt alone, as at inference."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt, add_bos=self.bos, add_eos=False))
+        return self.template.prompt(prompt, tools=tools)
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens, special tokens included."""
         return str(self.tokenizer.decode(tokens))
+
+
+def as_messages(content: Content, role: str) -> Messages:
+    """Return content as messages; a text becomes one message of this role."""
+    return [{"role": role, "content": content}] if isinstance(content, str) else content
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer, and its weight is not 0."""
+    return bool(message["role"] == "assistant" and message.get("weight", 1) == 1)
+
+
+def masked_sample(ids: Any, trained: Any) -> Sample:
+    """Make a sample of ids, and a mask of those that are trained."""
+    tokens = sample_from_pair(ids, ids).tokens
+    return Sample(tokens, np.where(trained, tokens, IGNORE_INDEX))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-from streampack.packing.samples import missing_column
 
 log = logging.getLogger(__name__)
 
@@ -26,39 +24,73 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 FLAGS = ("train", "training", "loss", "masked", "mask")
 """Keys by which other programs say whether a message is trained: axolotl, ms-swift and torchtune."""
 
-COMPANIONS = ("system", "tools", "functions", "history")
+COMPANIONS = {"system", "tools", "functions", "history"}
 """Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
 
+Messages = list[dict[str, Any]]
+"""A conversation in OpenAI's form."""
 
-def parse_conversation(
-    row: Mapping[str, Any], column: str, *, option: str | None = None
-) -> list[dict[str, Any]]:
-    """Parse a row's messages to dicts with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
+Content = str | Messages
+"""A text, or messages."""
+
+
+def parse_conversation(value: Any, column: str) -> Messages:
+    """Parse what a column holds to messages with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
 
     Accepts OpenAI's form and ShareGPT's (``from``, ``value``), as lists, arrays or JSON text. Content in parts is
     joined if all parts are text. The row is not changed.
 
-    >>> parse_conversation({"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'}, "messages")
+    >>> parse_conversation('[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]', "messages")
     [{'role': 'user', 'content': 'Hi'}]
-
-    Args:
-        row: with the messages.
-        column: that holds them.
-        option: the encoder's option that names the column, for the error of a row without it.
 
     Raises:
         ValueError: for anything but a conversation of text, naming the message.
     """
-    if column not in row:
-        raise missing_column(row, column, option=option)
-    found = parse_json(row[column], f"column {column!r}")
+    place = f"column {column!r}"
+    found = parse_json(value, place)
     if not isinstance(found, list | tuple | np.ndarray):
         raise ValueError(
-            f"column {column!r} holds a {type(found).__name__}; it must be a list of messages, or JSON text of one"
+            f"{place} holds a {type(found).__name__}; it must be a list of messages, or JSON text of one"
         )
     if len(found) == 0:
-        raise ValueError(f"column {column!r} holds no message; leave the row out")
-    return [_parse_message(message, f"column {column!r}, message {i}") for i, message in enumerate(found)]
+        raise ValueError(f"{place} holds no message; leave the row out")
+    return [_parse_message(message, f"{place}, message {i}") for i, message in enumerate(found)]
+
+
+def read_content(value: Any, column: str) -> Content:
+    """Return what a column holds: a text, or messages in OpenAI's form.
+
+    Messages may be one (a dict with a role), a list of them in OpenAI's form or ShareGPT's, JSON text of such a list,
+    or OpenAI's ``{"messages": [...]}``.
+
+    >>> read_content({"from": "gpt", "value": "Yes."}, "chosen")
+    [{'role': 'assistant', 'content': 'Yes.'}]
+
+    Raises:
+        ValueError: for null and for anything else.
+    """
+    if isinstance(value, str):
+        found = _json_messages(value)
+        return value if found is None else parse_conversation(found, column)
+    if isinstance(value, Mapping):
+        value = value.get("messages", [value])
+    elif value is None:
+        raise ValueError(f"column {column!r} is null; mend the row, or leave it out (skip_bad: True)")
+    elif not isinstance(value, list | tuple | np.ndarray):
+        raise ValueError(f"column {column!r} holds a {type(value).__name__}; give text, or messages")
+    return parse_conversation(value, column)
+
+
+def _json_messages(text: str) -> Any:
+    """Return the messages of JSON text, None for any other text."""
+    if not text.lstrip().startswith("[{"):
+        return None
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    first = found[0]
+    return found if isinstance(first, dict) and first.keys() & {"role", "from"} else None
 
 
 def parse_json(value: Any, place: str) -> Any:
@@ -75,61 +107,41 @@ def parse_json(value: Any, place: str) -> Any:
         raise ValueError(f"{place} holds text that is no JSON: {error}") from None
 
 
-def read_tools(row: Mapping[str, Any], column: str, *, ignore: Sequence[str]) -> Any:
+def read_tools(row: Mapping[str, Any], column: str, *, ignore: Iterable[str]) -> Any:
     """Return the descriptions of tools that a column holds, None if there are none or they are ignored."""
     found = None if column in ignore else parse_json(row.get(column) or None, f"column {column!r}")
     return None if is_empty(found) else found
 
 
-def refuse_left_out(row: Mapping[str, Any], *, used: Collection[str], ignore: Collection[str]) -> None:
-    """Raise if a row has one of `COMPANIONS`, not empty, that is neither used nor ignored on purpose.
-
-    Raises:
-        ValueError: naming the column and the ways out.
-    """
-    for name in COMPANIONS:
-        if name in row and name not in used and name not in ignore and not is_empty(row[name]):
-            raise ValueError(
-                f"column {name!r} would be left out, and the model trained without it; make it part of the messages, "
-                f"remove it, or say ignore: [{name}]"
-            )
-
-
-def refuse_flags(message: Mapping[str, Any], place: str) -> None:
-    """Raise if a message says by another key than ``weight`` whether it is trained.
-
-    Raises:
-        ValueError: naming the key.
-    """
-    for key in FLAGS:
-        if message.get(key) is not None:
-            raise ValueError(
-                f"{place} has {key}={message[key]!r}, which is not read; say whether it is trained by weight, 0 or 1"
-            )
-
-
-class UnreadColumns:
-    """Names each column that an encoder does not read and that is no number, once in a run.
+class ReadColumns:
+    """The columns that an encoder reads. Beside them, one that changes the prompt is refused, any other named once.
 
     Worker processes know what was named before they were forked, when the rows that identify a run were encoded.
 
     Args:
         what: the name of what reads the rows.
-        used: columns that it reads.
+        used: columns that it reads of every row.
         ignore: columns that are left out on purpose.
     """
 
-    def __init__(self, what: str, *, used: Iterable[str], ignore: Sequence[str]) -> None:
+    def __init__(self, what: str, *, used: Iterable[str] = (), ignore: Iterable[str] = ()) -> None:
         self.what = what
-        self.known = {*used, *ignore, *COMPANIONS}  # `refuse_left_out` sees to the companions
+        self.known = {*used, *ignore}
 
-    def name(self, row: Mapping[str, Any], *read: str) -> None:
-        """Log the columns of this row that hold anything but a number and were neither read nor named."""
-        if not isinstance(row, Mapping) or not (new := row.keys() - self.known - {*read}):
-            return
-        held = {name for name in new if not is_empty(row[name])}
-        self.known |= held
-        if texts := sorted(name for name in held if type(row[name]) not in (int, float)):
+    def check(self, row: Mapping[str, Any], *read: str) -> None:
+        """Look at the columns of a row that are not empty, neither read nor ignored, and were not named before.
+
+        Raises:
+            ValueError: for one of `COMPANIONS`.
+        """
+        unread = {name for name in row.keys() - self.known - {*read} if not is_empty(row[name])}
+        if companions := sorted(unread & COMPANIONS):
+            raise ValueError(
+                f"column {companions[0]!r} would be left out, and the model trained without it; make it part of the "
+                f"messages, remove it, or say ignore: [{companions[0]}]"
+            )
+        self.known |= unread
+        if texts := sorted(name for name in unread if type(row[name]) not in (int, float)):
             log.warning(
                 "%s does not read %s: nothing of it is trained or seen; ignore: [%s] says that this is meant",
                 self.what,
@@ -154,11 +166,14 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ValueError(f"{place} has no role; its keys are {', '.join(map(repr, given)) or 'none'}")
     place = f"{place} ({role})"
-    refuse_flags(message, place)
-    if not is_empty(message.pop("function_call", None)):
-        raise ValueError(f"{place} has a function_call, OpenAI's older form; write it as tool_calls")
-    if not is_empty(message.pop("refusal", None)):
-        raise ValueError(f"{place} has a refusal; make it the content, or leave the row out")
+    for key in FLAGS:
+        if key in message:
+            raise ValueError(
+                f"{place} has {key}={message[key]!r}, which is not read; say whether it is trained by weight, 0 or 1"
+            )
+    for key, way_out in (("function_call", "write it as tool_calls"), ("refusal", "make it the content")):
+        if not is_empty(message.pop(key, None)):
+            raise ValueError(f"{place} has a {key}; {way_out}, or leave the row out")
     calls = parse_json(message.pop("tool_calls", None), f"{place}, tool_calls")
     content = message.pop("content", None)
     if content is None:
@@ -186,12 +201,9 @@ def _join_text(content: Any, place: str) -> str:
         kind, text = "text", part
         if isinstance(part, Mapping):
             kind, text = part.get("type", "text"), part.get("text", part.get("content"))
-        if kind != "text":
-            raise ValueError(f"{place} has a part that is {kind!r}; only text can be packed")
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{place} has a part that is text of type {type(text).__name__}; only text can be packed"
-            )
+        if kind != "text" or not isinstance(text, str):
+            what = repr(kind) if kind != "text" else f"text of type {type(text).__name__}"
+            raise ValueError(f"{place} has a part that is {what}; only text can be packed")
         texts.append(text)
     return "".join(texts)
 

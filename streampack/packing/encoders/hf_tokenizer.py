@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from streampack.packing.encoders.base import PROBE_TEXT
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.validation import warn_user
+
+PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
+"""The text on which tokenizers are checked."""
 
 TORCHTUNE_ROLES = {"ipython": "tool"}
 """torchtune's names of roles, and the names that chat templates have for them, where they differ."""
@@ -51,20 +54,26 @@ class HFTokenizer:
         self.tokenizer: Any = _load(str(path), revision) if given else copy.deepcopy(path)
         self.name = str(path) if given else type(path).__name__
         self._backend = _backend(self.tokenizer)
-        self._templates = _templates(self.tokenizer, chat_template)
+        if chat_template is not None:
+            is_text = "{" in chat_template
+            self.tokenizer.chat_template = (
+                chat_template if is_text else Path(chat_template).expanduser().read_text(encoding="utf-8")
+            )
         self._template_settings = {**self.tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._date = date
         self.bos_id: int | None = self.tokenizer.bos_token_id
         self.eos_id: int | None = self.tokenizer.eos_token_id
         self.stop_tokens = [] if self.eos_id is None else [self.eos_id]
-        known = self.tokenizer.get_vocab()
-        self.vocab_size = 1 + max(known.values(), default=-1)
+        self.vocab_size = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
         pad = self.tokenizer.pad_token_id
         # Padding is never attended and never trained, so any id will do.
         self.pad_id: int = next((i for i in (pad, self.eos_id) if i is not None), 0)
-        body, self._own_prefix = self._encode_bare(PROBE_TEXT), self._find_own_prefix()
+        body, whole = self._ids(PROBE_TEXT), self._ids(PROBE_TEXT, special=True)
+        begins = range(len(whole) - len(body) + 1)
+        at = next((i for i in begins if whole[i : i + len(body)] == body), 0)
+        self._own_prefix = whole[:at]
         for name, index, token in (("BOS", 0, self.bos_id), ("EOS", -1, self.eos_id)):
-            if token is not None and body and body[index] == token:
+            if token is not None and body[index:] and body[index] == token:
                 raise ValueError(
                     f"the tokenizer {self.name} adds {name} where add_special_tokens=False forbids it"
                 )
@@ -80,7 +89,7 @@ class HFTokenizer:
         Raises:
             ValueError: for ``add_eos=True`` where there is no EOS token.
         """
-        ids = self._encode_bare(text)
+        ids = self._ids(text)
         if add_bos is None:
             ids = self._own_prefix + ids
         elif add_bos and self.bos_id is not None:
@@ -93,36 +102,55 @@ class HFTokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int] | None]:
+        """Tokenize a text without special tokens, and say where in it each token begins; None if that is not known."""
+        if self._backend is None:  # only fast tokenizers know
+            return self._ids(text), None
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        return encoded.ids, [start for start, _ in encoded.offsets]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Decode token ids, special tokens included by default."""
         ids = [int(i) for i in token_ids]
-        if self._backend is not None:
-            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
-        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
 
     @property
     def has_template(self) -> bool:
         """Whether there is a chat template."""
-        return bool(self._templates)
+        return bool(self.tokenizer.chat_template)
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        """The chat template.
+        """The chat template; a warning says so if it ends no answer with a special token that is trained.
 
         Raises:
-            ValueError: if there is none, or it writes today's date.
+            ValueError: if there is none.
         """
-        if not self._templates:
+        if not self.has_template:
             raise ValueError(
                 f"the tokenizer {self.name} has no chat template; give it one: chat_template: my.jinja"
             )
         chat = ChatTemplate(
-            self._templates,
-            tokenize=self._encode_with_starts,
+            [self.tokenizer.get_chat_template(tools=tools) for tools in (None, list[Any]())],
+            tokenize=self.encode_with_starts,
             settings=self._template_settings,
             date=self._date,
         )
-        self._warn_if_answers_have_no_end(chat)
+        talk = [{"role": "user", "content": PROBE_TEXT}, {"role": "assistant", "content": "Yes."}]
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        with suppress(ValueError):  # of a template that refuses this conversation
+            ids, trained = chat(talk, [False, True])
+            if special and special.isdisjoint(
+                token for token, flag in zip(ids, trained, strict=True) if flag
+            ):
+                warn_user(
+                    f"the chat template of {self.name} ends no answer with a special token that is trained, so the "
+                    "model does not learn to stop; set {% endgeneration %} behind the end-of-turn token, or add one"
+                )
         return chat
 
     def tokenize_messages(
@@ -137,7 +165,7 @@ class HFTokenizer:
             # torchtune's generation asks for an answer by an empty message at the end.
             if converted[-1] == {"role": "assistant", "content": ""}:
                 converted.pop()
-            ids = self._encode_bare(self.chat.render(converted, prompt=True)[0])
+            ids = self._ids(self.chat.render(converted, prompt=True)[0])
             return ids, [True] * len(ids)
         ids, trained = self.chat(converted, [not message.masked for message in messages])
         return ids, (~trained).tolist()
@@ -148,62 +176,15 @@ class HFTokenizer:
         tokens, mask = self.tokenize_messages(sample["messages"], inference=inference)
         return {**rest, "tokens": tokens, "mask": mask}
 
-    def _encode_bare(self, text: str) -> list[int]:
-        """Tokenize a text without special tokens or truncation."""
+    def _ids(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokenize a text without truncation; with the special tokens that the tokenizer adds by itself, or none."""
         if self._backend is not None:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
             return ids
-        return list(
-            self.tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)[
-                "input_ids"
-            ]
+        made = self.tokenizer(
+            text, add_special_tokens=special, truncation=False, padding=False, verbose=False
         )
-
-    def _encode_with_starts(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Tokenize a text, and say where in it each token begins, which only fast tokenizers know."""
-        if self._backend is None:
-            return self._encode_bare(text), None
-        encoded = self._backend.encode(text, add_special_tokens=False)
-        return encoded.ids, [start for start, _ in encoded.offsets]
-
-    def _find_own_prefix(self) -> list[int]:
-        """Return the tokens that the tokenizer adds before a text by itself."""
-        if self._backend is not None:
-            whole = self._backend.encode(PROBE_TEXT).ids
-        else:
-            whole = list(
-                self.tokenizer(PROBE_TEXT, truncation=False, padding=False, verbose=False)["input_ids"]
-            )
-        body = self._encode_bare(PROBE_TEXT)
-        at = next((i for i in range(len(whole) - len(body) + 1) if whole[i : i + len(body)] == body), 0)
-        return list(whole[:at])
-
-    def _warn_if_answers_have_no_end(self, chat: ChatTemplate) -> None:
-        """Warn if the template does not end an answer with a special token that is trained.
-
-        A template that refuses the conversation tried here is not warned about.
-        """
-        try:
-            ids, trained = chat(
-                [{"role": "user", "content": PROBE_TEXT}, {"role": "assistant", "content": "Yes."}],
-                [False, True],
-            )
-        except ValueError as error:
-            if "today's date" in str(error):
-                raise
-            return
-        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-        if special and not any(token in special for token, flag in zip(ids, trained, strict=True) if flag):
-            warn_user(
-                f"the chat template of {self.name} ends no answer with a special token that is trained, so the model "
-                "does not learn to stop; set {% endgeneration %} behind the end-of-turn token, or add one",
-            )
-
-
-def is_hf(tokenizer: Any) -> bool:
-    """Return whether a tokenizer is one of transformers, without importing it."""
-    bases = {(base.__module__, base.__name__) for base in type(tokenizer).__mro__}
-    return ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase") in bases
+        return list(made["input_ids"])
 
 
 def _load(path: str, revision: str | None) -> Any:
@@ -216,18 +197,15 @@ def _load(path: str, revision: str | None) -> Any:
     folder = Path(path).expanduser()
     if folder.is_file():
         raise ValueError(f"{path} is a file; give the folder that it is in, with its tokenizer_config.json")
-    if not folder.is_dir() and path.startswith(("/", ".", "~")):
+    there = folder.is_dir()
+    if not there and path.startswith(("/", ".", "~")):
         raise ValueError(f"no Hugging Face tokenizer at {path!r}: there is no such folder")
     try:
         return AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else path, revision=revision or "main", trust_remote_code=False
+            str(folder) if there else path, revision=revision or "main", trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
-        where = (
-            f"{sorted(p.name for p in folder.iterdir())[:8]} in it"
-            if folder.is_dir()
-            else "no such folder here"
-        )
+        where = f"{sorted(p.name for p in folder.iterdir())[:8]} in it" if there else "no such folder here"
         raise ValueError(
             f"no Hugging Face tokenizer at {path!r} ({where}): {str(error).splitlines()[0]}"
         ) from error
@@ -241,28 +219,14 @@ def _backend(tokenizer: Any) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return None
-    if any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name)
-           for name in ("__call__", "encode", "_encode_plus", "_decode")):  # fmt: skip
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or any(
+        getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name)
+        for name in ("__call__", "encode", "_encode_plus")
+    ):
         return None
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
     return backend
-
-
-def _templates(tokenizer: Any, given: str | None) -> dict[str, str]:
-    """Return the chat templates by name."""
-    if given is not None:
-        text = given if "{" in given else Path(given).expanduser().read_text(encoding="utf-8")
-        return {"default": text}
-    own = getattr(tokenizer, "chat_template", None)
-    if isinstance(own, Mapping):
-        if "default" not in own:
-            raise ValueError(
-                f"the tokenizer has chat templates {sorted(own)} and no default; name one by chat_template"
-            )
-        return {name: text for name, text in own.items() if name in ("default", "tool_use")}
-    return {} if own is None else {"default": own}

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streampack.packing.columns import mask_from_column, shown
-from streampack.packing.encoders.answer_groups import columns_of, group_of, numbers_of, require_trained
+from streampack.packing.encoders.answer_groups import columns_of, group_of, numbers_of
 from streampack.packing.encoders.base import Encoder
-from streampack.packing.encoders.completion import Messages, masked_sample
+from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import (
     REASONING,
-    UnreadColumns,
+    Messages,
+    ReadColumns,
     parse_conversation,
     parse_json,
-    refuse_left_out,
 )
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_tokenizer
@@ -24,13 +24,13 @@ from streampack.types import Sample
 
 PAIR = ("chosen", "rejected")
 CONVERSATIONS = ("messages", "conversations", *PAIR)
+"""Names in the ``column_map`` of torchtune's transforms of columns that hold messages."""
+
+NAMES = (*CONVERSATIONS, "image", "prompt", "instruction", "input", "output")
+"""All names in these."""
+
 LEFT_OUT = {"tool_calls", *REASONING}
 """Keys of messages that change what is trained, and that torchtune's transforms leave out."""
-
-COLUMNS = (*CONVERSATIONS, "image", "prompt", "instruction", "input", "output")
-"""Names in the ``column_map`` of torchtune's transforms, first those of columns that may hold messages."""
-
-NO_IMAGE = "it has an image, which a pack has no place for; train on it unpacked, or remove the image"
 
 
 class MessagesEncoder(Encoder):
@@ -75,69 +75,55 @@ class MessagesEncoder(Encoder):
             _ = self.tokenizer.chat  # raises if there is no template
         self.message_transform = message_transform
         self.mask_shared = mask_shared
-        self.fields = columns_of(fields, "fields", several=True)
+        self.fields = columns_of(fields, "fields")
         self.share_prefix = share_prefix
         self.ignore = frozenset(ignore)
-        self.columns = columns_read(message_transform)
-        what = type(message_transform).__name__
-        if unknown := sorted(self.columns.keys() - {*COLUMNS}):
-            raise ValueError(f"column_map of {what} has {unknown[0]!r}, which it does not read")
-        used = (*self.columns.values(), *(name for names in self.fields.values() for name in names))
-        self.unread = UnreadColumns(what, used=used, ignore=ignore)
+        self.read = columns_read(message_transform)
+        if unknown := sorted(self.read.keys() - {*NAMES}):  # a typo, whose column would be left out
+            raise ValueError(
+                f"column_map of {type(message_transform).__name__} has {unknown[0]!r}, which it does not read"
+            )
+        numbers = [name for names in self.fields.values() for name in names]
+        self.columns = ReadColumns(
+            type(message_transform).__name__, used=(*self.read.values(), *numbers), ignore=ignore
+        )
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        given, stated = self._checked(row) if self.columns else (row, {})
-        try:
-            made = self.message_transform(given)
-            names = ("messages",) if "messages" in made else PAIR
-            conversations = [made[name] for name in names]
-        except KeyError as error:  # a column, or something within one
-            raise ValueError(
-                f"the message transform found no {error}, in the row or within it; the row's columns are "
-                f"{', '.join(map(repr, row)) or 'none'}"
-            ) from error
-        for name, messages in zip(names, conversations, strict=True):
-            self._mask_weight_0(messages, stated.get(name, []))
-        if names != PAIR:
+        given, stated = self._checked(row) if self.read else (row, {})
+        made = self.message_transform(given)
+        for name, messages in stated.items():
+            self._mask_weight_0(made[name], messages)
+        if "messages" in made:
             from torchtune.data import validate_messages  # takes nine seconds to import
 
-            validate_messages(conversations[0])
-            return self._sample(conversations[0])
+            validate_messages(made["messages"])
+            return self._sample(made["messages"])
+        pair = [made[name] for name in PAIR]
         if self.mask_shared:
-            _mask_shared(*conversations)
+            _mask_shared(*pair)
         return group_of(
-            [
-                require_trained(self._sample(messages), f"the {name} answer")
-                for name, messages in zip(PAIR, conversations, strict=True)
-            ],
-            fields={name: numbers_of(row, name, columns, answers=2) for name, columns in self.fields.items()},
-            token_fields={},
+            {f"the {name} answer": self._sample(messages) for name, messages in zip(PAIR, pair, strict=True)},
+            fields=numbers_of(row, self.fields, 2),
             share_prefix=self.share_prefix,
         )
 
     def _checked(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Messages]]:
         """Return a row of which torchtune's transform invents and drops nothing, and the messages that it states."""
-        refuse_left_out(row, used=self.columns.values(), ignore=self.ignore)
-        self.unread.name(row)
-        found, stated = dict(row), {}
-        if hasattr(self.message_transform, "image_dir"):
-            for name in {"image", self.columns.get("image", "image")} & row.keys():
-                if found.pop(name) is not None:  # a null would be opened
-                    raise ValueError(f"column {name!r}: {NO_IMAGE}")
-        for name, column in self.columns.items():
+        self.columns.check(row)
+        image = self.read.get("image", "image")
+        # A null would be opened; an image is told by the message that it becomes a part of.
+        found = {name: value for name, value in row.items() if name != image or value is not None}
+        stated: dict[str, Messages] = {}
+        for name, column in self.read.items():
             optional = name == "image" or name == column == "input"
             if column not in row and not optional:
                 raise missing_column(row, column)
-            if name in CONVERSATIONS:
-                stated["messages" if name == "conversations" else name] = parse_conversation(row, column)
-                found[column] = parse_json(row[column], column)
-                if name != "conversations":
-                    # torchtune's transforms write into the messages that they are given.
-                    found[column] = [dict(message) for message in stated[name]]
-        for name, messages in stated.items():
+            if name not in CONVERSATIONS:
+                continue
+            messages = parse_conversation(row[column], column)
             for i, message in enumerate(messages):
-                for key in sorted(LEFT_OUT & message.keys() - self.ignore):
+                for key in LEFT_OUT & message.keys() - self.ignore:
                     raise ValueError(
                         f"message {i} of {name} has {key}={shown(message[key])}, which torchtune's transform leaves "
                         f"out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which render it"
@@ -147,7 +133,13 @@ class MessagesEncoder(Encoder):
                     f"{name} begins with an answer, to which the transform adds no prompt; AnswersEncoder puts the "
                     "column of the prompt before both answers"
                 )
-        require_content(found, self.columns)
+            if name == "conversations":
+                found[column] = parse_json(row[column], column)
+                name = "messages"
+            else:  # torchtune's transforms write into the messages that they are given
+                found[column] = [dict(message) for message in messages]
+            stated[name] = messages
+        require_content(found, self.read)
         return found, stated
 
     def _mask_weight_0(self, made: Sequence[Any], stated: Messages) -> None:
@@ -161,19 +153,12 @@ class MessagesEncoder(Encoder):
         """Tokenize messages, all text."""
         for i, message in enumerate(messages):
             for part in message.content:
-                if part["type"] != "text":
-                    raise ValueError(f"message {i} ({message.role}): {NO_IMAGE}")
-                if not isinstance(part["content"], str):
+                if part["type"] != "text" or not isinstance(part["content"], str):
+                    what = "an image" if part["type"] != "text" else f"a {type(part['content']).__name__}"
                     raise ValueError(
-                        f"message {i} ({message.role}) has content of type {type(part['content']).__name__}; it must "
-                        "be text"
+                        f"message {i} ({message.role}) has {what} for content; only text can be packed"
                     )
-        try:
-            encoded = self.tokenizer({"messages": messages})
-        except Exception:
-            for message in messages:
-                message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
-            raise
+        encoded = self.tokenizer({"messages": messages})
         masked = mask_from_column(encoded["mask"], "mask", len(encoded["tokens"]))
         return masked_sample(encoded["tokens"], ~masked)
 

@@ -15,10 +15,6 @@ from streampack.packing.encoders.conversation import REASONING
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-WAYS_OUT = (
-    "give a chat_template that marks the answers with {% generation %} ... {% endgeneration %}, "
-    "or train the last answer only (answers: last)"
-)
 
 CONTEXT = 32
 """Tokens before a boundary that are made once more; half of them are compared."""
@@ -35,7 +31,7 @@ class ChatTemplate:
     because no mask would be right.
 
     Args:
-        templates: ``{"default": template}``, and ``"tool_use"`` if there is another one for rows with tools.
+        templates: the Jinja texts for conversations without tools, and with tools.
         tokenize: text to ids, without special tokens, and where in the text each begins; None if that is not known.
         settings: variables of the template: special tokens, and the user's.
         date: the date (YYYY-MM-DD) that a template writes in place of today's.
@@ -43,15 +39,18 @@ class ChatTemplate:
 
     def __init__(
         self,
-        templates: Mapping[str, str],
+        templates: Sequence[str],
         *,
         tokenize: Callable[[str], tuple[list[int], Sequence[int] | None]],
         settings: Mapping[str, Any],
         date: str | None = None,
     ) -> None:
+        if date is not None:
+            day = datetime.date.fromisoformat(date)
+            templates = [DATE.sub(lambda call: repr(day.strftime(call[2])), text) for text in templates]
+        self.templates = templates
         self.tokenize = tokenize
         self.settings = dict(settings)
-        self.templates = {name: _dated(text, date) for name, text in templates.items()}
 
     def __call__(
         self, messages: Messages, trained: Sequence[bool], *, tools: Any = None
@@ -62,34 +61,30 @@ class ChatTemplate:
             ValueError: for a conversation that the template refuses, leaves a part out of, or renders so that the
                 tokens of a trained message cannot be told apart.
         """
-        marks = MARKER.search(self._template(tools)) is not None
-        text, spans = self.render(messages, tools=tools, spans=marks)
-        self._refuse_left_out(messages, text, tools)
+        text, spans = self._whole(messages, tools)
         ids, starts = self.tokenize(text)
         mask = np.zeros(len(ids), dtype=bool)
-        is_answer = [message["role"] == "assistant" for message in messages]
-        if all(trained) and not all(is_answer):  # every token is trained, so no boundaries are needed
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        chosen = [i for i, flag in enumerate(trained) if flag]
+        if len(chosen) == len(messages) > len(answers):  # every token is trained, so no boundaries are needed
             mask[:] = True
             return ids, mask
-        numbers = [i for i, chosen in enumerate(trained) if chosen]
-        if marks and all(is_answer[i] for i in numbers):
-            answers = dict(zip([i for i, is_one in enumerate(is_answer) if is_one], spans, strict=False))
-            if len(spans) != sum(is_answer):
+        marked = {}
+        if spans is not None and set(chosen).issubset(answers):
+            marked = dict(zip(answers, spans, strict=False))
+            if len(spans) != len(answers):
                 raise ValueError(
                     f"the chat template marks {len(spans)} stretch(es) with {{% generation %}} in a conversation of "
-                    f"{sum(is_answer)} answer(s); mark each answer once"
+                    f"{len(answers)} answer(s); mark each answer once"
                 )
-        else:
-            answers = {i: self._by_prefix(messages, i, text, tools) for i in numbers}
-        for i in numbers:
-            start, end = answers[i]
-            if _end_of(messages[i]["content"]) not in text[start:end]:
+        for i in chosen:
+            span = marked.get(i) or self._by_prefix(messages, i, text, tools)
+            if _end_of(messages[i]["content"]) not in text[slice(*span)]:
                 raise ValueError(
                     f"what the chat template marks with {{% generation %}} for message {i} does not hold its content; "
                     "set the markers around it"
                 )
-            first, stop = (self._boundary(text, ids, starts, at, i) for at in (start, end))
-            mask[first:stop] = True
+            mask[slice(*(self._boundary(text, ids, starts, at, i) for at in span))] = True
         return ids, mask
 
     def prompt(self, messages: Messages, *, tools: Any = None) -> list[int]:
@@ -98,13 +93,13 @@ class ChatTemplate:
         Raises:
             ValueError: for a conversation that the template refuses, or leaves a part out of.
         """
-        self._refuse_left_out(messages, self.render(messages, tools=tools)[0], tools)
+        self._whole(messages, tools)
         return self.tokenize(self.render(messages, tools=tools, prompt=True)[0])[0]
 
     def render(
-        self, messages: Messages, *, tools: Any = None, prompt: bool = False, spans: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation; with ``spans``, also return the (start, end) of each stretch marked as generated.
+        self, messages: Messages, *, tools: Any = None, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Render a conversation; also return the (start, end) of each stretch that the template marks as generated.
 
         Raises:
             ValueError: if the template refuses the conversation.
@@ -112,14 +107,15 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self._template(tools)
+        template = self.templates[bool(tools)]
+        marks = MARKER.search(template) is not None
         try:
-            [text], found = render_jinja_template(
+            [text], spans = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=prompt,
-                return_assistant_tokens_mask=spans,
+                return_assistant_tokens_mask=marks,
                 **self.settings,
                 strftime_now=None,  # a resumed run must render the same text on another day
             )
@@ -130,10 +126,7 @@ class ChatTemplate:
                     'say which date to write: date: "2025-01-31"'
                 ) from error
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
-        return text, list(found[0]) if spans else []
-
-    def _template(self, tools: Any) -> str:
-        return self.templates.get("tool_use" if tools else "default", self.templates["default"])
+        return text, list(spans[0]) if marks else None
 
     def _by_prefix(self, messages: Messages, i: int, text: str, tools: Any) -> tuple[int, int]:
         """Find message ``i`` in the text by rendering the conversation without it, and with it."""
@@ -155,7 +148,8 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template renders the first {len(messages)} message(s) in another way when others follow "
                 f"({head[at : at + 24]!r} becomes {text[at : at + 24]!r}), so the answers' tokens cannot be told "
-                f"apart; {WAYS_OUT}"
+                "apart; give a chat_template that marks the answers with {% generation %} ... {% endgeneration %}, or "
+                "train the last answer only (answers: last)"
             )
         return len(head)
 
@@ -168,13 +162,11 @@ class ChatTemplate:
         """
         if at in (0, len(text)):
             return len(ids) if at else 0
-        if starts is not None:
-            count = bisect_left(starts, at)
-            first = max(0, count - CONTEXT)
-            again = self.tokenize(text[starts[first] if first else 0 : at])[0]
+        if starts is not None and (count := bisect_left(starts, at)) > CONTEXT:
+            first = count - CONTEXT
+            again = self.tokenize(text[starts[first] : at])[0]
             # Where a text is cut open, its first tokens may be others.
-            compared = ids[first + CONTEXT // 2 if first else 0 : count]
-            if again[-len(compared) :] == compared and (first or len(again) == count):
+            if again[-CONTEXT // 2 :] == ids[count - CONTEXT // 2 : count]:
                 return count
         head = self.tokenize(text[:at])[0]
         if ids[: len(head)] != head:
@@ -185,52 +177,42 @@ class ChatTemplate:
             )
         return len(head)
 
-    def _refuse_left_out(self, messages: Messages, text: str, tools: Any) -> None:
-        """Raise if the template silently leaves out a message of an unknown role, tools, tool calls or reasoning."""
+    def _whole(self, messages: Messages, tools: Any) -> tuple[str, list[tuple[int, int]] | None]:
+        """Render a conversation; raise if the template leaves out a message, a tool, a call or the last reasoning."""
+        text, spans = self.render(messages, tools=tools)
         at = 0
         for i, message in enumerate(messages):
             tail = _end_of(message["content"])
             found = text.find(tail, at)
-            if found < 0:
-                # The content may be out of order, escaped, or left out. If it is left out, changing it changes nothing.
-                changed = [dict(m, content="x" if m is message else m["content"]) for m in messages]
-                if self.render(changed, tools=tools)[0] == text:
-                    raise ValueError(
-                        f"the chat template leaves out message {i}, of role {message['role']!r}; give it a role that "
-                        "the template knows, or another chat_template"
-                    )
-            else:
+            if found >= 0:
                 at = found + len(tail)
-            for call in message.get("tool_calls", ()):
-                if call["function"]["name"] not in text:
-                    raise ValueError(
-                        f"the chat template leaves out the tool_calls of message {i}; give a chat_template that "
-                        "renders them, or leave the row out"
-                    )
-        last = messages[-1]
-        thought = next((last[key] for key in REASONING if isinstance(last.get(key), str)), "")
-        if last["role"] == "assistant" and _end_of(thought) not in text:
-            raise ValueError(
-                "the chat template leaves out the reasoning of the last message; give a chat_template that renders it, "
-                "or remove it from the rows"
-            )
-        for tool in tools or ():
-            name = tool.get("function", tool).get("name", "")
-            if name not in text:
+                continue
+            # The content may be out of order, escaped, or left out. If it is left out, changing it changes nothing.
+            changed = [dict(m, content="x" if m is message else m["content"]) for m in messages]
+            if self.render(changed, tools=tools)[0] == text:
                 raise ValueError(
-                    f"the chat template leaves out the tool {name!r}; give a chat_template that renders tools, or say "
-                    "ignore: [tools]"
+                    f"the chat template leaves out message {i}, of role {message['role']!r}; give it a role that "
+                    "the template knows, or another chat_template"
                 )
+        parts = [
+            (f"the tool_calls of message {i}", call["function"]["name"])
+            for i, message in enumerate(messages)
+            for call in message.get("tool_calls", ())
+        ]
+        names = [tool.get("function", tool).get("name", "") for tool in tools or ()]
+        parts += [(f"the tool {name!r}", name) for name in names]
+        if (last := messages[-1])["role"] == "assistant":
+            thoughts = (last[key] for key in REASONING if isinstance(last.get(key), str))
+            parts.append(("the reasoning of the last message", _end_of(next(thoughts, ""))))
+        for what, needed in parts:
+            if needed not in text:
+                raise ValueError(
+                    f"the chat template leaves out {what}; give a chat_template that renders it, remove it from the "
+                    "row, or say ignore: [tools] if it is tools"
+                )
+        return text, spans
 
 
 def _end_of(content: str) -> str:
     """Return the last characters of a message's content, without white space at its ends, which templates trim."""
     return content.strip()[-32:].strip()
-
-
-def _dated(template: str, date: str | None) -> str:
-    """Return a template that writes ``date`` wherever it would write today's date."""
-    if date is None:
-        return template
-    day = datetime.date.fromisoformat(date)
-    return DATE.sub(lambda found: repr(day.strftime(found[2])), template)

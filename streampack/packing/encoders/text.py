@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streampack.packing.encoders.base import Encoder
-from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import Sample
 
@@ -28,33 +28,23 @@ class TextEncoder(Encoder):
         self, tokenizer: Any, *, column: str = "text", add_bos: bool | None = None, add_eos: bool = True
     ) -> None:
         self.tokenizer = check_tokenizer(tokenizer)
-        check_ends(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
-        self.column = column
-        self.add_bos = own_bos(self.tokenizer) if add_bos is None else add_bos
+        self.add_bos = check_ends(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
         self.add_eos = add_eos
+        self.column = column
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
         if self.column not in row:
             raise missing_column(row, self.column, option="column")
         text = row[self.column]
-        if text is None:
-            raise ValueError(
-                f"column {self.column!r} holds no text (null); mend the row, or set skip_bad=True, which counts "
-                "and lists such rows"
-            )
         if not isinstance(text, str):
-            raise ValueError(f"column {self.column!r} holds a {type(text).__name__}; it must be text")
-        try:
-            tokens = self._encode(text)
-        except Exception:
-            text.encode()  # raises for half a surrogate pair, of which SentencePiece's RuntimeError says nothing
-            raise
+            raise ValueError(
+                f"column {self.column!r} holds {'no text (null)' if text is None else f'a {type(text).__name__}'}; "
+                "mend the row, or set skip_bad=True, which counts and lists such rows"
+            )
+        tokens = self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
         return sample_from_pair(tokens, tokens)
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
-
-    def _encode(self, text: str) -> Any:
-        return self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
