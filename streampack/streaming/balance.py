@@ -11,6 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from streampack.sources.reading import permutation
+from streampack.packing.groups import Group, attention_cost
+from streampack.packing.planner import Placed, Planner
+from streampack.packing.settings import Packing
+from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.piece_reader import Piece
 from streampack.validation import require_positive
 
 DEFAULT_WINDOW = 64
@@ -59,3 +64,32 @@ def hand_out_order(costs: Sequence[int], *, slot: int, window: int, key: Sequenc
     dearest_last = sorted(range(len(costs)), key=costs.__getitem__)
     ranks = permutation(window, BALANCE_KEY, *key)[slot : slot + len(costs)]
     return [dearest_last[rank] for rank in ranks.argsort().argsort().tolist()]
+
+
+def plan_window(
+    config: LaneConfig, planner: Planner[Piece], *, epoch: int, packs: int
+) -> list[list[Placed[Piece]]]:
+    """Plan the packs of a window that begins behind so many ``packs``, in the order in which they are handed out.
+
+    Windows begin at multiples of ``balance_window`` packs in an epoch, the same ones in all lanes.
+    """
+    size = config.balance_window
+    planned: list[list[Placed[Piece]]] = []
+    while len(planned) < size - packs % size and (placed := planner.next_pack()):
+        planned.append(placed)
+    order = hand_out_order(
+        [_cost(placed, config.packing) for placed in planned],
+        slot=packs % size,
+        window=size,
+        key=(config.seed, 0 if config.endless else epoch, packs // size),
+    )
+    return [planned[i] for i in order]
+
+
+def _cost(placed: list[Placed[Piece]], packing: Packing) -> int:
+    in_groups = 0
+    for piece, _, _ in placed:
+        if type(group := piece.sample) is Group:
+            in_groups += attention_cost(group.lengths, group.parents)
+            in_groups -= attention_cost([group.tokens.size])
+    return attention_cost([packing.padded(stop - start) for _, start, stop in placed]) + in_groups

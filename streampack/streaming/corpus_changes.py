@@ -143,10 +143,9 @@ class CorpusChanges:
                 return None
             return (*front, number, *own[1:])
 
-        states = {
-            lane: each.moved(row_id, lambda cursor: cursor) for lane, each in loaded.lane_states.items()
-        }
-        return replace(loaded, lane_states=states)
+        if None in numbers:
+            loaded = loaded.with_lanes(LaneState.closed)
+        return loaded.with_lanes(lambda state: state.moved(row_id, lambda cursor: cursor))
 
     def _epochs(self, name: str, lane_states: Iterable[LaneState], *, least: bool = False) -> list[int]:
         """Return the epoch of a source that each lane reads; with ``least``, the one in which a resume begins."""
@@ -199,13 +198,12 @@ def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> 
         return (to[found[0]], *found[1:]) if found[0] in to else None
 
     def of_lane(state: LaneState) -> LaneState:
-        # Other packs would be planned of an open window.
         state = state.closed().moved(row_id, lambda cursor: translated(cursor, before, now))
         stats = dict(zip(before, state.source_stats, strict=True))
         found = tuple(stats.get(name, SourceStats()) for name in now)
         return replace(state, source_stats=found, bad_in_pass=())
 
-    return replace(loaded, lane_states={lane: of_lane(each) for lane, each in loaded.lane_states.items()})
+    return loaded.with_lanes(of_lane)
 
 
 def what_happens(loaded: RunState) -> str:

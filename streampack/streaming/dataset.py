@@ -23,7 +23,6 @@ from streampack.sources.source import shared_by_lanes
 from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.use import Storage, StorageUse
 from streampack.streaming.consumers import ranks_here, refuse_foreign_loader, refuse_several_ranks
-from streampack.streaming.continuation import config_before, unplanned
 from streampack.streaming.corpus_changes import CorpusChanges, Resumed, described, what_happens
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.iteration import PackDicts
@@ -380,9 +379,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
         resumed = self._checked(state)
+        loaded = resumed.loaded
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
-        self._resume_from(resumed.loaded, resumed)
+            loaded = loaded.with_lanes(LaneState.closed)
+        self._resume_from(loaded, resumed)
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
@@ -391,7 +392,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped are not read
         again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the statistics
         are counted from zero, and ``epochs`` from the run's beginning. What waited of a row that was packed in part is
-        left out, and counted as ``removed`` (with another encoder its tokens cannot be counted).
+        left out, and so are the packs of an open ``balance_window`` that were not handed out, at most one window a
+        lane; both are counted as ``removed``.
 
         >>> rows = [{"tokens": [i] * 4, "labels": [i] * 4} for i in range(6)]
         >>> short = IterablePackedDataset(rows, max_seq_len=4, num_lanes=1)
@@ -403,23 +405,18 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         >>> [pack["tokens"].tolist() for pack in long]
         [[2, 2, 2, 2, 3, 3, 3, 3], [4, 4, 4, 4, 5, 5, 5, 5]]
 
-        With another encoder, the packs of an open ``balance_window`` that were not handed out are left out, too.
-
         Raises:
             ValueError: if the state is from another corpus or order, if all ``epochs`` are read, or if it is no state.
         """
         resumed = self._checked(state, names=OF_READING)
-        loaded, changed = resumed.loaded, resumed.changed
+        loaded = resumed.loaded
         if self.epochs is not None and loaded.epochs_read >= self.epochs:
             raise ValueError(
                 f"nothing is left to go on with: the earlier run has read the data {loaded.epochs_read} times, and "
                 f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the data "
                 "anew"
             )
-        other = self._identity.difference(state["identity"], names=("encoder",), changed=changed)
-        if other is None:
-            loaded = unplanned(loaded, config_before(self.lane_config, state["identity"]))
-        self._resume_from(loaded.behind(same_tokens=other is None), resumed)
+        self._resume_from(loaded.behind(), resumed)
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
         """Check a state, by these parts of its identity; return what a resume needs. The dataset is not changed."""

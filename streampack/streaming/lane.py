@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens
@@ -12,29 +11,13 @@ from streampack.packing.assemble import assemble
 from streampack.packing.groups import Group, pack_groups
 from streampack.packing.planner import Placed, Planner
 from streampack.storage.read_ahead import ReadAhead
+from streampack.streaming.balance import plan_window
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import Address, LaneEvent, LaneState, Stand, joined
-from streampack.streaming.pack_window import PackWindow, plan_window
+from streampack.streaming.lane_state import Address, LaneEvent, LaneState, OpenWindow, Stand, joined
 from streampack.streaming.piece_reader import Piece, PieceReader
 from streampack.types import Fragment, Pack, RowId, Sample
 
 Rows = Mapping[RowId, Mapping[str, Any]]
-
-
-def fetch_rows(config: LaneConfig, row_ids: Iterable[RowId]) -> Rows:
-    """Read again the rows that waited in one lane or several, side by side, those of one file at once.
-
-    Raises:
-        ValueError: if one cannot be read.
-    """
-    ids = list(dict.fromkeys(row_ids))
-    try:
-        return dict(zip(ids, config.source.fetch_many(ids, use=config.use), strict=True)) if ids else {}
-    except (ValueError, LookupError, StopIteration) as error:
-        why = error if isinstance(error, ValueError) else "it is not there; the data changed"
-        raise ValueError(
-            f"a row that waited to be packed when the state was made cannot be read again: {why}"
-        ) from error
 
 
 class Lane:
@@ -71,12 +54,14 @@ class Lane:
         self.planner: Planner[Piece] = Planner(config.packing, self.piece_reader.next)
         self.done = False  # whether this epoch is used up
         self.packs = 0  # made in this epoch; with ``endless``, since the beginning
-        self.window: PackWindow | None = None  # with ``balance_window``, the packs that wait to be handed out
+        # With ``balance_window``, the packs that wait to be handed out, and their tokens.
+        self.window: OpenWindow | None = None
+        self.planned: deque[list[Placed[Piece]]] = deque()
+        self.planned_tokens = 0
         self.resumes_from = state  # until `restore`
         if state is None:
             self.piece_reader.open(first_epoch)
         else:
-            self.piece_reader.weights = state.weights or config.weights
             self.piece_reader.open(state.begin.epoch, state.begin.cursor)
 
     @property
@@ -138,9 +123,9 @@ class Lane:
         if self.done:
             placed = []
         elif self.config.balance_window:
-            window = self.window or self._plan()
-            placed = window.take()
-            self.window = window if window.packs else None
+            if not self.planned:
+                self._plan()
+            placed = self._take()
         else:
             placed = self.planner.next_pack()
         self.piece_reader.check()
@@ -203,46 +188,26 @@ class Lane:
 
     def state(self) -> LaneState:
         """Return a snapshot to resume from. Call it between packs only."""
-        reader, window, held = self.piece_reader, self.window, self._held
+        reader, held = self.piece_reader, self._held
         ledger = reader.ledger.copy()
         if ledger.buffered != held:
             raise RuntimeError(
                 f"lane {self.lane} lost tokens: the ledger counts {ledger.buffered} buffered tokens and the lane holds "
                 f"{held}; this is a bug in streampack, do not trust this run"
             )
-        state = LaneState(
-            self._stand() if window is None else window.end,
+        return LaneState(
+            self._stand(),
             ledger,
             self.done,
             self.packs,
+            self.window,
             source_stats=tuple([stats.copy() for stats in reader.source_stats]),
             bad_shards=tuple(reader.bad_shards),
             bad_in_pass=reader.bad_of_state,
         )
-        if window is not None:
-            state.window, state.handed_out = window.begin, window.handed_out
-            state.read_before, state.weights = window.read_before, window.weights
-        return state
-
-    def state_without_window(self) -> LaneState:
-        """Return a state that plans nothing ahead: what was not handed out waits, if none of its piece was."""
-        state, planner, reader = self.state(), self.planner, self.piece_reader
-        placed = [each for pack in (self.window.packs if self.window else ()) for each in pack]
-        placed += [
-            (piece, 0 if i else planner.offset, piece.length) for i, piece in enumerate(planner.waiting)
-        ]
-        placed += [(piece, 0, piece.length) for pieces in reader.pending for piece in pieces]
-        left: Counter[Address] = Counter()
-        for piece, start, stop in placed:
-            left[piece.address] += stop - start
-        rows = {address.row_id: number for number, address in reversed([*enumerate(left)])}
-        whole = [address for address, tokens in left.items() if tokens == address.tokens]
-        whole.sort(key=lambda address: (rows[address.row_id], address.start))
-        stand = Stand(reader.epoch, reader.reader.cursor, tuple(whole))
-        return replace(state, stand=stand, handed_out=0, window=None, read_before=0, weights=())
 
     def _stand(self) -> Stand:
-        """Return where the lane stands, leaving out packs that wait to be handed out."""
+        """Return where the lane stands behind the packs that it has planned."""
         reader, planner = self.piece_reader, self.planner
         waiting = [piece.address for piece in planner.waiting]
         return Stand(reader.epoch, reader.reader.cursor, (*waiting, *reader.waiting), planner.offset)
@@ -250,81 +215,73 @@ class Lane:
     @property
     def _held(self) -> int:
         """Tokens that were read and are in no pack that was handed out."""
-        window = 0 if self.window is None else self.window.tokens
-        return self.planner.buffered + window + sum([each.tokens for each in self.piece_reader.waiting])
+        pending = sum([each.tokens for each in self.piece_reader.waiting])
+        return self.planner.buffered + self.planned_tokens + pending
 
-    def _plan(self) -> PackWindow:
-        """Plan the packs of a window that begins here."""
-        begin, read_before = self._stand(), self.ledger.tokens_in
-        planned = plan_window(self.config, self.planner, epoch=self.epoch, packs=self.packs)
-        weights = self.piece_reader.weights
-        return PackWindow(planned, begin=begin, end=self._stand(), read_before=read_before, weights=weights)
+    def _plan(self) -> None:
+        """Plan the packs of a balance window that begins here."""
+        self.window = OpenWindow(self._stand(), self.ledger.tokens_in)
+        self.planned = deque(plan_window(self.config, self.planner, epoch=self.epoch, packs=self.packs))
+        self.planned_tokens = sum(map(_tokens, self.planned))
+
+    def _take(self) -> list[Placed[Piece]]:
+        """Return the next pack of the balance window; none if it has none."""
+        placed = self.planned.popleft() if self.planned else []
+        self.planned_tokens -= _tokens(placed)
+        window = self.window
+        self.window = window._replace(handed_out=window.handed_out + 1) if window and self.planned else None
+        return placed
 
     def _restore(self, state: LaneState, rows: Rows) -> None:
         reader, begin = self.piece_reader, state.begin
         # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
         # end only if none of its rows makes a piece.
         self.done = state.done and not (self.config.endless and (state.ledger.packed or state.anew))
-        self.packs, self.planner.offset = state.packs - state.handed_out, begin.offset
+        self.packs, self.planner.offset = state.packs, begin.offset
         if state.window is None:
-            reader.ledger = Ledger() if state.anew else state.ledger.copy()
+            reader.ledger = state.ledger.copy()
             reader.source_stats = [stats.copy() for stats in state.source_stats]
+        if state.anew:  # what waits is counted when it is encoded
+            reader.ledger.tokens_in -= reader.ledger.buffered
         reader.bad_shards = list(state.bad_shards)
         if len(state.bad_in_pass) == len(reader.bad_in_pass):
             reader.bad_in_pass = list(state.bad_in_pass)
         reader.restore(begin.waiting, [rows[address.row_id] for address in begin.waiting])
-        if state.anew:
-            self._count_left_out(state)
-        elif state.window is not None and not self._plan_again(state):
-            self._go_behind(state.closed())
+        if state.window is not None:
+            self._plan_again(state, state.window)
         elif self.ledger.buffered != self._held:
             raise ValueError(
                 f"lane {self.lane}: {self._held} tokens wait after reading again, the state says "
                 f"{self.ledger.buffered}; the data or the encoder changed since it was written"
             )
 
-    def _count_left_out(self, state: LaneState) -> None:
-        """Count what waited in a run with other settings and is not encoded anew."""
-        ledger, waited = self.ledger, state.ledger.tokens_in
-        if (lost := waited - ledger.tokens_in) > 0:
-            ledger.tokens_in = waited
-            ledger.drop("removed", lost)
-
-    def _plan_again(self, state: LaneState) -> bool:
-        """Plan the packs of a state's open window again; return False if a file of its rows was removed since.
+    def _plan_again(self, state: LaneState, window: OpenWindow) -> None:
+        """Plan the packs of a state's open window again, and leave out those that were handed out.
 
         Raises:
             ValueError: if other rows were read than before.
         """
-        reader, handed_out = self.piece_reader, state.handed_out
-        reader.planning_again, bad = True, [*reader.bad_in_pass]
-        self.window = window = self._plan()
-        reader.weigh(self.config.weights)
+        reader, bad = self.piece_reader, [*self.piece_reader.bad_in_pass]
+        self.packs -= window.handed_out
+        reader.planning_again = True
+        self._plan()
         reader.planning_again = False
-        left = len(window.packs) - handed_out
-        for _ in range(handed_out):
-            window.take()
-        read = state.ledger.tokens_in - state.read_before
-        same = left > 0 and _places(window.end) == _places(state.stand) and self.ledger.tokens_in == read
-        if not same or self._held != state.ledger.buffered:
-            if reader.reader.missed_files:
-                return False
+        for _ in range(window.handed_out):
+            self._take()
+        read = state.ledger.tokens_in - window.tokens_in
+        same = self.ledger.tokens_in == read and self._held == state.ledger.buffered
+        if not (same and self.planned and _places(self._stand()) == _places(state.stand)):
             raise ValueError(
                 f"lane {self.lane}: other packs are planned than when the state was made; the data or the encoder "
                 "changed since it was written"
             )
-        self.packs, window.read_before = state.packs, state.read_before
+        self.packs, self.window = state.packs, window
         reader.ledger, reader.bad_in_pass = state.ledger.copy(), bad
         reader.source_stats = [stats.copy() for stats in state.source_stats]
-        return True
 
-    def _go_behind(self, state: LaneState) -> None:
-        """Begin again from a state without an open window."""
-        reader = self.piece_reader
-        reader.pending.clear()
-        self.window, self.planner = None, Planner(self.config.packing, reader.next)
-        reader.open(state.begin.epoch, state.begin.cursor)
-        self._restore(state, fetch_rows(self.config, [address.row_id for address in state.begin.waiting]))
+
+def _tokens(placed: list[Placed[Piece]]) -> int:
+    return sum([stop - start for _, start, stop in placed])
 
 
 def _places(stand: Stand) -> tuple[int, Sequence[int], list[Address], int]:

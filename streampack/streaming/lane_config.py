@@ -66,11 +66,6 @@ class LaneConfig:
         """The source, if it is a mixture."""
         return self.source if isinstance(self.source, Mix) else None
 
-    @property
-    def weights(self) -> tuple[int, ...]:
-        """Weights of a mixture's sources; none without a mixture."""
-        return () if self.mix is None else self.mix.weights
-
     def check_shards(self) -> None:
         """Warn of the bad shards that are known so far.
 

@@ -66,13 +66,20 @@ class Stand:
         return cls(epoch, tuple(cursor), addresses, offset)
 
 
+class OpenWindow(NamedTuple):
+    """A balance window of which packs wait to be handed out: a resume plans its packs again."""
+
+    begin: Stand
+    tokens_in: int  # of the ledger at its beginning
+    handed_out: int = 0  # packs
+
+
 @dataclass(slots=True)
 class LaneState:
     """State of a lane between two packs. It holds no tokens, only where to read them again.
 
-    A resume opens the source at the cursor of ``stand``, and reads again the rows of what waits, by their ids. With
-    ``balance_window``, packs of the window that is open have been planned, and some of them were handed out: a resume
-    goes back to where the ``window`` begins, plans its packs again, and leaves out those that were ``handed_out``.
+    A resume opens the source at the cursor of ``stand``, and reads again the rows of what waits, by their ids. With a
+    ``window``, it begins there, plans the packs of the window again, and leaves out those that were handed out.
 
     >>> state = LaneState(Stand(epoch=0, cursor=(2, 512, 0)), ledger=Ledger())
     >>> LaneState.from_dict(state.as_dict()) == state
@@ -83,10 +90,7 @@ class LaneState:
     ledger: Ledger  # of all packs that were handed out, and of all rows that were read
     done: bool = False  # whether the epoch is used up
     packs: int = 0  # handed out in this epoch; with an endless stream, since the beginning
-    handed_out: int = 0  # of them, those of the open window
-    window: Stand | None = None  # where the open window begins
-    read_before: int = 0  # the ledger's tokens_in there
-    weights: tuple[int, ...] = ()  # of a mixture's sources, by which the window's rows were drawn
+    window: OpenWindow | None = None
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
     bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
     # Bad records of the newest pass over each source; empty if there are none.
@@ -97,7 +101,7 @@ class LaneState:
     @property
     def begin(self) -> Stand:
         """Where a resume begins to read."""
-        return self.stand if self.window is None else self.window
+        return self.stand if self.window is None else self.window.begin
 
     @property
     def epoch(self) -> int:
@@ -107,28 +111,33 @@ class LaneState:
     def closed(self) -> LaneState:
         """Return the state behind an open window, of which the packs that were not handed out are dropped.
 
-        That is where they cannot be planned again, because rows of them are gone, or other settings decide.
+        That is where other packs would be planned: of other files, sources, weights or settings.
         """
         if self.window is None:
             return self
         ledger = self.ledger.copy()
         ledger.drop("removed", ledger.buffered - self.stand.buffered, samples=0)
-        return replace(self, ledger=ledger, handed_out=0, window=None, read_before=0, weights=())
+        return replace(self, ledger=ledger, window=None)
 
-    def behind(self, *, same_tokens: bool = True) -> LaneState:
+    def behind(self) -> LaneState:
         """Return the state of a lane that reads on behind this one with other settings, and counts from zero.
 
         Of what waits, the rows of which nothing was packed or dropped are encoded anew; the rest of the others is left
-        out, and so are the packs of an open window. If the encoder makes the ``same_tokens``, the ledger begins with
-        all that waits, by which the resume knows how many are left out.
+        out and counted, and so are the packs of an open window.
         """
         stand, waiting = self.stand, joined(self.stand.waiting)
         whole = [
             each for i, each in enumerate(waiting) if each.tokens == each.total and (i or not stand.offset)
         ]
+        ledger = Ledger(tokens_in=self.ledger.buffered)
+        ledger.drop(
+            "removed",
+            ledger.tokens_in - sum(each.tokens for each in whole),
+            samples=len(waiting) - len(whole),
+        )
         return LaneState(
             Stand(stand.epoch, stand.cursor, tuple(Address(each.row_id, 0, 0, 0) for each in whole)),
-            Ledger(tokens_in=self.ledger.buffered if same_tokens else 0),
+            ledger,
             done=self.done,
             source_stats=tuple(SourceStats() for _ in self.source_stats),
             bad_shards=self.bad_shards,
@@ -140,8 +149,6 @@ class LaneState:
 
         What waited of rows that are gone, of which ``row_id`` returns None, is dropped and counted.
         """
-        if self.window is not None and None in [row_id(each.row_id) for each in self.window.waiting]:
-            return self.closed().moved(row_id, cursor)
         ledger, stand = self.ledger.copy(), self.stand
         kept, offset = [], stand.offset
         for i, each in enumerate(joined(stand.waiting)):
@@ -151,10 +158,11 @@ class LaneState:
             ledger.drop("removed", each.tokens - (0 if i else offset))
             offset = offset if i else 0
         stand = replace(stand, cursor=cursor(stand.cursor), waiting=tuple(kept), offset=offset)
-        window = self.window
-        if window is not None:
-            waiting = tuple(each._replace(row_id=row_id(each.row_id) or ()) for each in window.waiting)
-            window = replace(window, cursor=cursor(window.cursor), waiting=waiting)
+        if (window := self.window) is not None:  # then no file is gone
+            begin = window.begin
+            waiting = tuple(each._replace(row_id=row_id(each.row_id) or ()) for each in begin.waiting)
+            begin = replace(begin, cursor=cursor(begin.cursor), waiting=waiting)
+            window = window._replace(begin=begin)
         return replace(self, stand=stand, ledger=ledger, window=window)
 
     def as_dict(self) -> dict[str, Any]:
@@ -164,13 +172,10 @@ class LaneState:
             "ledger": self.ledger.numbers(),
             "done": self.done,
             "packs": self.packs,
-            "handed_out": self.handed_out,
             "source_stats": [stats.numbers() for stats in self.source_stats],
         }
         seldom = {
-            "window": None if self.window is None else self.window.as_list(),
-            "read_before": self.read_before,
-            "weights": list(self.weights),
+            "window": self.window and [*self.window.begin.as_list(), *self.window[1:]],
             "bad_shards": list(self.bad_shards),
             "bad_in_pass": list(self.bad_in_pass),
             "anew": self.anew,
@@ -187,7 +192,8 @@ class LaneState:
         values["stand"] = Stand.from_list([values.pop(name) for name in STAND])
         values["ledger"] = Ledger.from_numbers(found["ledger"])
         values["source_stats"] = tuple(SourceStats(*numbers) for numbers in found["source_stats"])
-        values["window"] = Stand.from_list(found["window"]) if "window" in found else None
+        if "window" in found:
+            values["window"] = OpenWindow(Stand.from_list(found["window"][:4]), *found["window"][4:])
         return cls(**values)
 
 

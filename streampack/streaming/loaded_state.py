@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,10 +29,14 @@ class RunState:
     loaded: bool = False  # from `load_state_dict` or `continue_from`
     left: bool = False  # of an iteration in this process that was left before its end
 
-    def behind(self, *, same_tokens: bool) -> RunState:
+    def behind(self) -> RunState:
         """Return the state of a run that reads on behind this one with other settings; see `LaneState.behind`."""
-        states = {lane: state.behind(same_tokens=same_tokens) for lane, state in self.lane_states.items()}
-        return replace(self, lane_states=states, slot=0, balance_window=None, packs_per_step=None)
+        state = self.with_lanes(LaneState.behind)
+        return replace(state, slot=0, balance_window=None, packs_per_step=None)
+
+    def with_lanes(self, change: Callable[[LaneState], LaneState]) -> RunState:
+        """Return the state with the states of all lanes changed."""
+        return replace(self, lane_states={lane: change(state) for lane, state in self.lane_states.items()})
 
     @property
     def nothing_read(self) -> bool:

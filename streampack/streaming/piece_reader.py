@@ -53,7 +53,6 @@ class PieceReader:
         self.source_stats = [SourceStats() for _ in config.source.names]
         self.epoch = 0
         self.reader: Reader
-        self.weights = config.weights  # of a mixture's sources, by which the next rows are drawn
         # What was read and not asked for: of each row the pieces that are left, which follow one another in it.
         self.pending: deque[deque[Piece]] = deque()
         self.unchecked: list[tuple[RowId, Sample]] = []  # what was read since the last `check`
@@ -83,7 +82,6 @@ class PieceReader:
             read_ahead=self.read_ahead,
             use=config.use,
             earlier=config.earlier,
-            weights=self.weights,
         )
         self.reader = config.source.read(reading)
         config.check_shards()
@@ -95,11 +93,6 @@ class PieceReader:
         """Begin to read an epoch that no rows were read of before."""
         self.open(epoch)
         self.bad_in_pass = [0] * len(self.bad_in_pass)
-
-    def weigh(self, weights: tuple[int, ...]) -> None:
-        """Draw the next rows of a mixture by these weights."""
-        self.weights = weights
-        self.reader.weigh(weights)
 
     def next(self) -> Piece | None:
         """Return the next piece; None at the end of the epoch. Its ids are checked by the next `check`, or at the end.

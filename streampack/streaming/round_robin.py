@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.storage.read_ahead import SOON
-from streampack.streaming.lane import Lane, fetch_rows
+from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.types import Pack
@@ -39,7 +39,7 @@ class PackStream:
         # What lanes read next is fetched beside the rows that waited in all of them.
         for lane, _ in resumed[:SOON]:
             lane.prepare()
-        restore([lane for lane, _ in resumed])
+        _restore([lane for lane, _ in resumed])
         # Lanes that read on behind an earlier run may have nothing left of this epoch.
         self.alone = alone and not any(state.anew for _, state in resumed)
         self.last_epoch = last_epoch
@@ -110,10 +110,21 @@ class PackStream:
         return dict(self._lane_states)
 
 
-def restore(lanes: Sequence[Lane]) -> None:
-    """Restore lanes from their states."""
-    waiting = [row_id for lane in lanes for row_id in lane.waiting_rows()]
-    rows = fetch_rows(lanes[0].config, waiting) if waiting else {}
+def _restore(lanes: Sequence[Lane]) -> None:
+    """Restore lanes from their states, with the rows that waited in all of them: those of one file are read at once.
+
+    Raises:
+        ValueError: if one cannot be read again.
+    """
+    ids = list(dict.fromkeys(row_id for lane in lanes for row_id in lane.waiting_rows()))
+    try:
+        config = lanes[0].config if ids else None
+        rows = dict(zip(ids, config.source.fetch_many(ids, use=config.use), strict=True)) if config else {}
+    except (ValueError, LookupError, StopIteration) as error:
+        why = error if isinstance(error, ValueError) else "it is not there; the data changed"
+        raise ValueError(
+            f"a row that waited to be packed when the state was made cannot be read again: {why}"
+        ) from error
     for lane in lanes:
         lane.restore(rows)
 

@@ -105,7 +105,9 @@ def lost_buffer(state):
 @loading
 def window_handed_out_again(state):
     """A resume hands out the packs of an open window from its beginning."""
-    state.packs, state.handed_out = state.packs - state.handed_out, 0
+    if state.window is not None:
+        state.packs -= state.window.handed_out
+        state.window = state.window._replace(handed_out=0)
 
 
 @loading
