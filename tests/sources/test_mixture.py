@@ -309,25 +309,34 @@ def test_weights_changed_at_a_resume(window: int) -> None:
     assert np.abs(gained / gained.sum() - (0.1, 0.2, 0.7)).max() < 0.03
 
 
-def test_a_window_of_packs_keeps_the_weights_that_planned_it() -> None:
-    """Also over ends of epochs, of which it holds several here."""
+def test_other_weights_drop_what_an_open_balance_window_had_planned() -> None:
+    """Also over ends of epochs, of which it holds several here; resumes are exact from there on."""
     settings = {**ENDLESS, "num_lanes": 1, "max_seq_len": 9, "balance_window": 60}
 
-    def mix(weights: tuple[int, int]) -> Mix:
+    def dataset(weights: tuple[int, int], state: Any = None) -> IterablePackedDataset:
         data = [[{"tokens": [k] * n, "labels": [k] * n} for n in (3, 4, 5) * 6] for k in (1, 2)]
-        return Mix([entry(f"{k}", rows, weights[k]) for k, rows in enumerate(data)], stop="all_exhausted")
-
-    planned = list(map(content, islice(IterablePackedDataset(mix((3, 1)), **settings), 60)))
-    for done in (1, 20, 56):
-        data = IterablePackedDataset(mix((3, 1)), **settings)
-        found = list(map(content, islice(data, done)))
-        for more in (3, 57 - done):  # the second state is of a run with the new weights
-            state, data = data.state_dict(), IterablePackedDataset(mix((1, 3)), **settings)
+        mix = Mix([entry(f"{k}", rows, weights[k]) for k, rows in enumerate(data)], stop="all_exhausted")
+        made = IterablePackedDataset(mix, **settings)
+        if state is not None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="the mixture's weights changed")
-                data.load_state_dict(state)
-            found += map(content, islice(data, more))
-        assert found == planned
+                made.load_state_dict(state)
+        return made
+
+    for done in (1, 20, 56):
+        begun = dataset((3, 1))
+        list(islice(begun, done))
+        state, before = begun.state_dict(), begun.ledger()
+        uncut, cut = dataset((1, 3), state), dataset((1, 3), state)
+        dropped = uncut.ledger().dropped["removed"]
+        assert before.buffered - 128 * 5 <= dropped <= 9 * (60 - done)
+        assert dropped > 4 * (60 - done), "packs of at least one sample"
+        found = list(map(content, islice(cut, 3)))
+        found += map(content, islice(dataset((1, 3), cut.state_dict()), 77))
+        assert found == list(map(content, islice(uncut, 80)))
+        gained = [after.trained for after in uncut.source_stats().values()]
+        gained = [now - then.trained for now, then in zip(gained, begun.source_stats().values(), strict=True)]
+        assert gained[1] > 2 * gained[0], "drawn by the new weights"
 
 
 # Resumes.
