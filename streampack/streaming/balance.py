@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streampack.sources.reading import permutation
 from streampack.packing.groups import Group, attention_cost
 from streampack.packing.planner import Placed, Planner
 from streampack.packing.settings import Packing
+from streampack.sources.reading import permutation
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.piece_reader import Piece
 from streampack.validation import require_positive
