@@ -7,8 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack.packing.boundaries import BOUNDARY_COLUMNS, require_no_padding, sequence_lengths
-from streampack.packing.samples import as_mapping, check_sample, sample_from_row
+from streampack.packing.samples import (
+    BOUNDARY_COLUMNS,
+    as_mapping,
+    check_ids,
+    sample_from_row,
+    sequence_lengths,
+)
 from streampack.types import IntArray, Sample
 
 Feature = Mapping[str, Any]
@@ -42,7 +47,6 @@ def flat_row(given: Sequence[Any]) -> FlatRow:
         seq_lens = []
         for number, (feature, part) in enumerate(zip(features, parts, strict=True)):
             try:
-                require_no_padding(feature, part.tokens.size)
                 seq_lens += sequence_lengths(feature, part.tokens.size)
             except ValueError as error:
                 raise ValueError(f"sample {number} of the batch: {error}") from None
@@ -109,7 +113,7 @@ def samples_of(features: Sequence[Feature]) -> list[Sample]:
             )
         try:
             sample = sample_from_row(feature)
-            check_sample(sample)
+            check_ids([sample])
         except ValueError as error:
             raise ValueError(f"sample {number} of the batch: {error}") from None
         if not sample.tokens.size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streampack.packing.groups import Group
-from streampack.packing.samples import check_sample, sample_from_row
+from streampack.packing.samples import check_ids, sample_from_row
 from streampack.types import Sample
 
 
@@ -24,7 +24,7 @@ def read_sample(ds: Any, index: int, *, vocab_size: int | None = None) -> Sample
         if isinstance(row, Group):
             raise ValueError("is a group of segments; only IterablePackedDataset packs those")
         sample = sample_from_row(row)
-        check_sample(sample, vocab_size)
+        check_ids([sample], vocab_size)
     except ValueError as error:
         raise ValueError(f"sample {index}: {error}") from None
     return sample

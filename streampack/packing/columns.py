@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import struct
 from array import array as machine_array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from streampack.sources.arrow_rows import column_of
 from streampack.types import INT32, INT64, IntArray
 
 UINT32 = np.dtype(np.uint32)
+SEVERAL_SEQUENCES = "its samples would see one another; give the dataset as it was before it was packed"
 
 
 def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArray:
@@ -30,7 +32,7 @@ def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArr
     elif type(values) is list and (parsed := _parsed(values)) is not None:
         ids, least = parsed
         if least <= 1:
-            refuse_booleans(values, ids, column)
+            _refuse_booleans(values, ids, column)
         return ids
     try:
         found = np.asarray(values)
@@ -51,9 +53,9 @@ def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArr
             "it must be a flat sequence of whole numbers"
         )
     if isinstance(values, list | tuple):
-        refuse_booleans(values, found, column)
-    if found.dtype.kind == "u" and found.itemsize == 8 and np.maximum.reduce(found) >= 2**63:
-        raise ValueError(f"column {column!r} holds {np.maximum.reduce(found)}, which is no int64")
+        _refuse_booleans(values, found, column)
+    if found.dtype.kind == "u" and found.itemsize == 8 and found.max() >= 2**63:
+        raise ValueError(f"column {column!r} holds {found.max()}, which is no int64")
     return narrowed(found)
 
 
@@ -79,7 +81,7 @@ def _parsed(values: list[Any]) -> tuple[IntArray, int] | None:
     return ids, unsigned.item(unsigned.argmin())
 
 
-def refuse_booleans(values: Sequence[Any], ids: npt.NDArray[Any], column: str) -> None:
+def _refuse_booleans(values: Sequence[Any], ids: npt.NDArray[Any], column: str) -> None:
     """Refuse True and False among whole numbers, which Python and numpy take for 1 and 0; ``ids`` are the numbers.
 
     Only zeros and ones are looked at, because looking at each object of a list takes longer than parsing it.
@@ -91,9 +93,6 @@ def refuse_booleans(values: Sequence[Any], ids: npt.NDArray[Any], column: str) -
 
 def mask_from_column(values: Any, column: str, size: int) -> npt.NDArray[np.bool_]:
     """Return a column that says which of ``size`` tokens are trained, as ``[size]`` bool.
-
-    >>> mask_from_column([0, 1, 1], "completion_mask", 3).tolist()
-    [False, True, True]
 
     Raises:
         ValueError: for anything but a flat sequence of that many numbers that are 0 or 1, or of booleans.
@@ -110,6 +109,27 @@ def mask_from_column(values: Any, column: str, size: int) -> npt.NDArray[np.bool
         odd = found[~mask & (found != 0)][0]
         raise ValueError(f"{column!r} holds {odd}; give one 0 (not trained) or 1 for each token")
     return mask
+
+
+def require_no_padding(row: Mapping[str, Any], size: int, column: str = "attention_mask") -> None:
+    """Refuse a row of ``size`` tokens whose attention mask, if it has one, hides one or numbers several sequences.
+
+    Raises:
+        ValueError: for such a mask, and for one that has no number for each token.
+    """
+    mask = column_of(row, column)
+    if mask is None or (
+        type(mask) is list and len(mask) == size == mask.count(1)
+    ):  # a tenth of an array's time
+        return
+    numbers = numbers_of_tokens(mask, column, size)
+    if (numbers == 0).any():
+        raise ValueError(
+            f"the {column} hides the row's padding, which would be packed like its tokens; tokenize without "
+            "padding (padding=False)"
+        )
+    if (numbers != 1).any():
+        raise ValueError(f"the {column} numbers the row's sequences: {SEVERAL_SEQUENCES}")
 
 
 def numbers_of_tokens(values: Any, column: str, size: int) -> npt.NDArray[Any]:

@@ -1,8 +1,4 @@
-"""From a row of ready tokens, or from what an encoder returned, to a checked `Sample`.
-
-`columns_of` finds out by the names of a row's columns which of them to read, `sample_from_row` reads them, and
-`check_sample` checks the ids. No function here calls an encoder.
-"""
+"""From a row of ready tokens, or from what an encoder returned, to a `Sample`; and the check of its ids."""
 
 from __future__ import annotations
 
@@ -12,8 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack.packing.boundaries import BOUNDARY_COLUMNS, REFUSED_COLUMNS, require_one_sequence
-from streampack.packing.columns import UINT32, ids_from_column, mask_from_column, shown
+from streampack.packing.columns import (
+    SEVERAL_SEQUENCES,
+    UINT32,
+    ids_from_column,
+    mask_from_column,
+    numbers_of_tokens,
+    require_no_padding,
+    shown,
+)
 from streampack.packing.groups import Group
 from streampack.sources.arrow_rows import ArrowRow, column_of
 from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
@@ -24,7 +27,17 @@ TRAINED_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_m
 
 A row may have several, as TRL's rows with ``assistant_only_loss``: a token is trained if all of them train it.
 """
+LENGTHS = "seq_lengths"
+"""The column in which TRL stores the lengths of a row's sequences."""
 
+POSITIONS = ("position_ids", "input_pos")
+BOUNDARY_COLUMNS = (LENGTHS, *POSITIONS, "attention_mask")
+"""Columns that say where sequences begin in a row, or whether it has padding."""
+
+REFUSED_COLUMNS = {
+    "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
+    "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
+}
 AS_UNSIGNED: dict[np.dtype[Any], tuple[np.dtype[Any], int]] = {
     INT32: (UINT32, 2**31),
     INT64: (np.dtype(np.uint64), 2**63),
@@ -37,8 +50,8 @@ class Columns(NamedTuple):
 
     tokens: str
     labels: str | None  # None: all tokens are trained, or those of the masks
-    masks: tuple[str, ...]  # see `TRAINED_MASKS`
-    boundaries: tuple[str, ...]  # that say whether the row is one sequence, see `require_one_sequence`
+    masks: tuple[str, ...]  # of `TRAINED_MASKS`
+    boundaries: tuple[str, ...]  # of `BOUNDARY_COLUMNS`
 
 
 @lru_cache(maxsize=256)
@@ -82,20 +95,18 @@ def columns_of(names: tuple[str, ...], tokens: str | None = None, labels: str | 
 
 
 def sample_from_row(row: Any, *, tokens: str | None = None, labels: str | None = "labels") -> Sample:
-    """Convert a row of ready tokens to a `Sample`, which has memory of its own; ids that fit become int32.
+    """Make a `Sample` of a row of ready tokens, or of what a user's encoder returned; ids that fit become int32.
 
-    By default the row is in torchtune's or Hugging Face's convention. torchtune's has ``tokens`` and ``labels``.
-    Hugging Face's has ``input_ids``, and labels, or a mask of what is trained (``completion_mask``,
-    ``assistant_masks``, ``loss_mask``; if several, what all train), or none: then all is trained. A bare sequence of
-    ids is treated as ``input_ids`` alone. Columns may be lists, numpy arrays or tensors.
+    It has memory of its own, because datasets and encoders may overwrite theirs. By default a mapping is in torchtune's
+    or Hugging Face's convention. torchtune's has ``tokens`` and ``labels``. Hugging Face's has ``input_ids``, and
+    labels, or a mask of what is trained (``completion_mask``, ``assistant_masks``, ``loss_mask``; if several, what all
+    train), or none: then all is trained. A bare sequence of ids is ``input_ids`` alone.
 
-    >>> sample_from_row({"input_ids": [1, 5, 2]}).labels.tolist()
-    [1, 5, 2]
     >>> sample_from_row({"input_ids": [1, 5, 2], "completion_mask": [0, 1, 1]}).labels.tolist()
     [-100, 5, 2]
 
     Args:
-        row: a mapping, or a sequence of ids.
+        row: a mapping, a sequence of ids, a `Sample`, or a tuple of ids and labels; as lists, arrays or tensors.
         tokens: the name of the column of ids.
         labels: the name of the column of labels; None: all tokens are trained.
 
@@ -104,7 +115,12 @@ def sample_from_row(row: Any, *, tokens: str | None = None, labels: str | None =
             (preference pairs, classification), anything but flat sequences of whole numbers of equal length, and a row
             that holds several sequences or padding.
     """
-    if type(row) is not dict:
+    if type(row) is not dict and type(row) is not ArrowRow:
+        if isinstance(row, tuple):
+            if isinstance(row, Group):  # it has copied its arrays
+                return row
+            if isinstance(row, Sample) or (len(row) == 2 and not _is_scalar(row[0])):
+                return sample_from_pair(*row)
         row = as_mapping(row)
     columns = columns_of(tuple(row), tokens, labels)
     frozen = type(row) is ArrowRow
@@ -114,38 +130,14 @@ def sample_from_row(row: Any, *, tokens: str | None = None, labels: str | None =
     sample = sample_from_pair(
         ids, targets, tokens=columns.tokens, labels=columns.labels or columns.tokens, frozen=frozen
     )
-    if columns.boundaries:
-        require_one_sequence(row, sample.tokens.size)
+    if columns.boundaries and (count := len(sequence_lengths(row, sample.tokens.size))) > 1:
+        where = " or ".join(name for name in columns.boundaries if name != "attention_mask")
+        raise ValueError(f"the row holds {count} sequences, as {where} says: {SEVERAL_SEQUENCES}")
     for column in columns.masks:
-        mask = mask_from_column(column_of(row, column), column, sample.tokens.size)
+        mask = mask_from_column(get(column), column, sample.tokens.size)
         trained = np.where(mask, sample.labels, sample.tokens.dtype.type(IGNORE_INDEX))
         sample = Sample(sample.tokens, trained)
     return sample
-
-
-def sample_from_encoded(encoded: Any) -> Sample:
-    """Convert what an encoder of the user's returned to a `Sample` with memory of its own.
-
-    It may be a `Sample`, a pair of tokens and labels, a mapping that `sample_from_row` takes, or a bare sequence of
-    ids, all of which is trained; as lists, arrays or tensors. It is copied, because an encoder may return a part of
-    an array that it overwrites at the next row.
-
-    >>> sample_from_encoded([7, 7]).tokens.tolist()
-    [7, 7]
-
-    Raises:
-        ValueError: for what is none of these.
-    """
-    if isinstance(encoded, Group):
-        return encoded
-    pair = isinstance(encoded, tuple) and len(encoded) == 2 and not _is_scalar(encoded[0])
-    if isinstance(encoded, Sample) or pair:
-        return sample_from_pair(*encoded)
-    if not isinstance(encoded, Mapping) and _is_scalar(encoded):
-        raise ValueError(
-            f"the encoder gave {shown(encoded)}; it must give a streampack.Sample, a dict with input_ids, or token ids"
-        )
-    return sample_from_row(encoded)
 
 
 def sample_from_pair(
@@ -171,45 +163,36 @@ def sample_from_pair(
     return Sample(id_array, label_array)
 
 
-def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
-    """Raise unless a sample is two flat arrays of equal length, int32 or int64, of ids from 0 and below ``vocab_size``.
+def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
+    """Return the lengths of the sequences in a row of ``size`` tokens, by its ``seq_lengths`` or its positions.
 
-    Labels may also be ``IGNORE_INDEX``. Encoders are users' code, and an id past the embedding's end would be a
-    device-side assert on CUDA, far from the sample that caused it.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    check_arrays(sample)
-    check_ids([sample], vocab_size)
-
-
-def check_arrays(sample: Sample) -> None:
-    """Raise unless a sample is two flat arrays of equal length, int32 or int64.
+    >>> sequence_lengths({"input_ids": [5, 6, 7], "position_ids": [0, 0, 1]}, 3)
+    [1, 2]
 
     Raises:
-        ValueError: for anything else.
+        ValueError: as `require_no_padding`, and if lengths do not add up to ``size``, or positions are not one a token.
     """
-    if not isinstance(sample, Sample):
-        raise ValueError(f"the encoder gave a {type(sample).__name__}; it must give a streampack.Sample")
-    tokens, labels = sample
-    for array in sample:
-        # The usual case comes first, because every sample of a run passes here.
-        if type(array) is np.ndarray and array.dtype is INT32 and array.ndim == 1:
-            continue
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype not in AS_UNSIGNED:
-            kind = f"of shape {list(array.shape)} and type {array.dtype}" if hasattr(array, "dtype") else ""
+    require_no_padding(row, size)
+    if (given := column_of(row, LENGTHS)) is not None:
+        lengths = [int(length) for length in given]
+        if sum(lengths) != size or min(lengths, default=1) < 1:
             raise ValueError(
-                f"a sample holds a {type(array).__name__} {kind}; it must be a flat array of int32 or int64"
+                f"column {LENGTHS!r} holds {lengths}, and the row has {size} tokens; they must add up to it"
             )
-    if tokens.size != labels.size:
-        raise ValueError(
-            f"a sample has {tokens.size} tokens and {labels.size} labels; give one label per token"
-        )
+        return lengths
+    for column in POSITIONS:
+        if (given := column_of(row, column)) is not None:
+            steps = np.diff(numbers_of_tokens(given, column, size))
+            starts = (np.flatnonzero(steps != 1) + 1).tolist()
+            return np.diff([0, *starts, size]).tolist()  # type: ignore[no-any-return]
+    return [size]
 
 
-def check_ids(samples: Sequence[Sample], vocab_size: int | None) -> None:
+def check_ids(samples: Sequence[Sample], vocab_size: int | None = None) -> None:
     """Raise unless all ids of these samples, at least one, are from 0 and below ``vocab_size``.
+
+    Encoders are users' code, and an id past the embedding's end would be a device-side assert on CUDA, far from the
+    sample that caused it. Labels may also be ``IGNORE_INDEX``.
 
     Raises:
         ValueError: which names an id, and not the sample that has it.
@@ -259,20 +242,14 @@ def as_mapping(row: Any) -> Mapping[str, Any]:
         return row
     if _is_scalar(row):
         raise ValueError(
-            f"the row is {shown(row)}; it must be a dict, or the ids of its tokens. Texts need an encoder: rows of "
-            "{'text': ...} and encoder=TextEncoder(tokenizer)"
+            f"{shown(row)}, is no sample; give a dict with input_ids or tokens, the ids alone, or a streampack.Sample. "
+            "Texts need an encoder: rows of {'text': ...} and encoder=TextEncoder(tokenizer)"
         )
     return {"input_ids": row}
 
 
 def missing_column(row: Any, column: str, *, option: str | None = None) -> ValueError:
-    """Make the error for a row without ``column``: it names the columns that are there.
-
-    Args:
-        row: without it.
-        column: the name of the column.
-        option: the encoder's option that names the column to read.
-    """
+    """Make the error for a row without ``column``, which an encoder's ``option`` names: it names those there are."""
     if not isinstance(row, Mapping):
         return ValueError(f"the row is {shown(row)}; it must be a dict with a column {column!r}")
     there = ", ".join(repr(name) for name in row) or "none"

@@ -17,7 +17,7 @@ from streampack.attention.pretrained import find_pretrained
 from streampack.attention.transformers import TransformersInputs
 from streampack.attention.tried import DEVICE_ERRORS
 from streampack.packing.planner import plan_packs
-from streampack.packing.samples import check_sample, sample_from_pair
+from streampack.packing.samples import check_ids, sample_from_pair
 from streampack.scoring.forward import without_training
 from streampack.scoring.padded_rows import Name, PaddedRows
 from streampack.types import IntArray
@@ -127,7 +127,7 @@ def _read_prompts(prompts: Iterable[Any], *, vocab_size: int, limit: int) -> lis
     for number, prompt in enumerate(prompts):
         try:
             sample = sample_from_pair(prompt, prompt, tokens="ids")
-            check_sample(sample, vocab_size)
+            check_ids([sample], vocab_size)
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from None
         size = sample.tokens.size

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from streampack.packing.groups import Group
-from streampack.packing.samples import check_sample, sample_from_pair, sample_from_row
+from streampack.packing.samples import check_ids, sample_from_pair, sample_from_row
 from streampack.types import IGNORE_INDEX, IntArray, Sample
 
 OVERLONG = ("error", "truncate", "windows")
@@ -32,7 +32,7 @@ class Request:
 def read_request(given: Any, *, vocab_size: int | None = None) -> Request:
     """Make a request of what a user gives.
 
-    That is a sample, a mapping that `streampack.packing.samples.sample_from_row` takes or with ``context`` and
+    That is what `streampack.packing.samples.sample_from_row` takes, a mapping with ``context`` and
     ``continuation``, or a pair ``(context, continuation)`` of ids.
 
     >>> request = read_request(([5, 6], [7, 8]))
@@ -51,8 +51,8 @@ def read_request(given: Any, *, vocab_size: int | None = None) -> Request:
     if isinstance(given, tuple | list) and not isinstance(given, Sample) and _is_pair(given):
         sample = _from_pair(*given)
     else:
-        sample = given if isinstance(given, Sample) else sample_from_row(given)
-    check_sample(sample, vocab_size)
+        sample = sample_from_row(given)
+    check_ids([sample], vocab_size)
     predictors = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
     end = int(predictors[-1]) + 1 if predictors.size else 0
     return Request(sample.tokens[:end], predictors, sample.labels[1:][predictors])

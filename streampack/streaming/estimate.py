@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger, trained_tokens
 from streampack.packing.planner import plan_samples
-from streampack.packing.samples import check_sample, sample_from_encoded
+from streampack.packing.samples import check_ids, sample_from_row
 from streampack.packing.settings import Packing
 from streampack.sources import MapSource
 from streampack.sources.bad_records import Quarantine
@@ -109,8 +109,8 @@ def _sample(config: LaneConfig, source: Source, encode: Encode, rows: int) -> _S
             break
         pieces: list[Sample] = []
         try:
-            sample = sample_from_encoded(encode(data[number]))
-            check_sample(sample, config.vocab_size)
+            sample = sample_from_row(encode(data[number]))
+            check_ids([sample], config.vocab_size)
         except Exception:
             if config.quarantine is None:
                 raise

@@ -10,7 +10,7 @@ from typing import Any
 from streampack.packing.cut_samples import with_eos_of
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group
-from streampack.packing.samples import check_arrays, check_ids, sample_from_encoded
+from streampack.packing.samples import check_ids, sample_from_row
 from streampack.packing.settings import Packing
 from streampack.sources.arrow_rows import ArrowRow
 from streampack.sources.bad_records import Quarantine, require_sound
@@ -102,8 +102,7 @@ class LaneConfig:
                     # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms,
                     # or memory that they use again, so that is converted and copied.
                     if not type(encode).__module__.startswith("streampack."):
-                        sample = sample_from_encoded(sample)
-                    check_arrays(sample)
+                        sample = sample_from_row(sample)
                     if unchecked is not None and self.quarantine is None:
                         unchecked.append((row.row_id, sample))
                     else:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from streampack.packing.samples import sample_from_encoded
+from streampack.packing.samples import sample_from_row
 from streampack.tokenize.lane_shards import Job, Progress, Report
 
 PROBED_ROWS = 64
@@ -38,6 +38,6 @@ def progress_bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Re
 
 def _length(job: Job, row: Mapping[str, Any]) -> int:
     try:
-        return sample_from_encoded(job.config.encode(row)).tokens.size
+        return sample_from_row(job.config.encode(row)).tokens.size
     except Exception:  # reported where the row is read
         return 0

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.boundaries import require_no_padding
-from streampack.packing.columns import mask_from_column
+from streampack.packing.columns import mask_from_column, require_no_padding
 from streampack.packing.encoders.answer_groups import (
     columns_of,
     common_prefix,
