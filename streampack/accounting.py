@@ -20,7 +20,7 @@ middle of a row."""
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of one lane, or of several added up. A bad shard is counted in each lane that has rows of it.
+    """Counts of one lane, or of several added up.
 
     ``tokens_in == packed + buffered + sum(dropped.values())``, which is checked at every pack.
 
@@ -36,7 +36,6 @@ class Ledger:
     capacity: int = 0  # tokens that the packs have room for: packs * max_seq_len
     packed: int = 0  # tokens in packs, without padding
     untrained: int = 0  # samples of which no token is trained, whether they were kept or dropped
-    bad_shards: int = 0  # files that were left out because they cannot be read
     # Tokens dropped for each reason, and how many samples they are of.
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     dropped_samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
@@ -69,7 +68,6 @@ class Ledger:
             capacity=self.capacity,
             packed=self.packed,
             untrained=self.untrained,
-            bad_shards=self.bad_shards,
             dropped=self.dropped.copy(),
             dropped_samples=self.dropped_samples.copy(),
         )

@@ -179,7 +179,7 @@ REASONS = {(kind, harm): reason for kind, harm, reason in CASES}
     "files empty, zeros, without column or footer, or gone: the rest comes, all are listed",
     full=16, quick=4, limit=300,
 )  # fmt: skip
-def bad_shards(number: int, folder: Path) -> Case:
+def bad_files(number: int, folder: Path) -> Case:
     """Draw JSONL or Parquet files, of which some are bad, named one by one or by a manifest."""
     rng = random.Random(number)
     kind, by_manifest = list(HARMS)[number % 2], number % 4 > 1
@@ -207,7 +207,7 @@ def bad_shards(number: int, folder: Path) -> Case:
 
 
 def check_list(reasons: Mapping[str, str], corpus: Corpus, state: bytes) -> None:
-    """Check the list of the files that were left out: each with its reason, and once by each lane."""
+    """Check the list of the files that were left out: each with its reason, and each part once by each lane."""
     folder = Path(corpus.settings["skip_bad"])
     entries = listed(folder)
     files = {entry["shard"] for entry in entries}
@@ -215,5 +215,6 @@ def check_list(reasons: Mapping[str, str], corpus: Corpus, state: bytes) -> None
     wrong = [entry for entry in entries if reasons[entry["shard"]] not in entry["reason"]]
     assert not wrong, f"the list has other reasons: {wrong}"
     for path in folder.iterdir():
-        lines = [json.loads(line)["shard"] for line in path.read_text().splitlines()]
-        assert len(set(lines)) == len(lines), "a lane lists a file twice"
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [(line["shard"], line["offset"]) for line in found]
+        assert len(set(lines)) == len(lines), "a lane lists a part twice"

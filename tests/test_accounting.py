@@ -15,7 +15,7 @@ counts = st.integers(0, 10**9)
 @st.composite
 def ledgers(draw: st.DrawFn) -> Ledger:
     dropped, dropped_samples = ({reason: draw(counts) for reason in REASONS} for _ in range(2))
-    return Ledger(*(draw(counts) for _ in range(7)), dropped, dropped_samples)
+    return Ledger(*(draw(counts) for _ in range(6)), dropped, dropped_samples)
 
 
 @given(st.lists(ledgers(), max_size=4))

@@ -44,7 +44,7 @@ def tolerant(config: LaneConfig) -> LaneConfig:
         endless=False,
         untrained="drop" if config.untrained == "error" else config.untrained,
         packing=replace(packing, overlong="drop") if packing.overlong == "error" else packing,
-        quarantine=Quarantine(limit=sys.maxsize, shard_limit=sys.maxsize, quiet=True),
+        quarantine=Quarantine(limit=sys.maxsize, quiet=True),
     )
 
 

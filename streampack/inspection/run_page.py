@@ -211,7 +211,6 @@ def _ledger(report: RunReport) -> Iterator[Markup]:
     ]
     for name, words in (
         ("bad_records", "bad records skipped"),
-        ("bad_shards", "files left out"),
         ("untrained", "samples that train nothing"),
     ):
         if ledger[name]:

@@ -1,4 +1,4 @@
-"""Broken records and bad shards that a run skips: a list of them, and limits."""
+"""Broken records, and parts of files that cannot be read, which a run skips: a list of them, and a limit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import NoneType
 from typing import Any, TypeAlias
-from zlib import crc32
 
 from streampack.sources.files import file_sources
 from streampack.sources.source import Source
@@ -34,23 +32,19 @@ MOST_UNJUDGED = 100  # bad records of a lane that no fraction forbids: of the fi
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A list of the broken records and the bad shards of a run, with limits for each lane.
+    """A list of the bad records of a run, with a limit for each lane. A part that cannot be read is one bad record.
 
     Each lane appends to its own file, such as ``lane-00003.jsonl``, which has a line for each record: ``path`` (of its
     file, or the URL, where it is in one), ``place`` (the same with the line, where lines are cheap to count), ``shard``
-    (the name of the file in the corpus), ``offset`` (the byte at which its line begins, or its row number) and
-    ``reason``. A lane lists a record once, also if later epochs or a resume
-    read it again. In a mixture, later passes over a source are read by other lanes, which list it, too; reports count
-    it once. A bad shard has a line in each lane that has rows of it: ``path``, ``shard``, ``reason``, and in place of
-    ``offset`` what is known of the rows that the lane loses, ``rows`` or ``bytes``.
+    (the name of the file in the corpus), ``offset`` (the byte at which its line, or what is left of its file, begins,
+    or its row number) and ``reason``. A lane lists a record once, also if later epochs or a resume read it again. In a
+    mixture, later passes over a source are read by other lanes, which list it, too; reports count it once.
 
     Args:
         folder: where the files of one stream are written, on this machine. Without one nothing is listed, and each
-            process logs the first ten records and shards that it skips.
-        limit: the most broken records that one lane may skip in one pass over its rows; or, below 1, which fraction of
+            process logs the first ten records that it skips.
+        limit: the most bad records that one lane may skip in one pass over its rows; or, below 1, which fraction of
             the rows that it read, where they are more than 100. So a record counts once in all epochs.
-        shard_limit: the most bad shards (files that are empty, gone, or of another kind or schema) that one lane may
-            leave out, over all epochs and resumes.
         quiet: if there is no folder, do not log records either.
 
     Raises:
@@ -59,11 +53,11 @@ class Quarantine:
 
     folder: str | os.PathLike[str] | None = None
     limit: int | float = BAD_FRACTION
-    shard_limit: int = 10
     quiet: bool = False
-    # For each lane, the (shard, offset) of the records that its file lists; a bad shard has no offset.
-    _known: dict[int, set[tuple[str, int | None]]] = field(default_factory=dict, init=False, compare=False)
-    _logged: list[str] = field(default_factory=list, init=False, compare=False)  # places
+    # For each lane, the (shard, offset) of the records that its file lists.
+    _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, init=False, compare=False)
+    _logged: set[str] = field(default_factory=set, init=False, compare=False)  # places
+    _warned_of: set[str] = field(default_factory=set, init=False, compare=False)  # files
 
     def __post_init__(self) -> None:
         limit: object = self.limit
@@ -73,24 +67,22 @@ class Quarantine:
             raise ValueError(
                 f"skip_bad.limit={self.limit} is neither a whole number nor a fraction between 0 and 1"
             )
-        require_positive(self.shard_limit, "skip_bad.shard_limit", least=0)
-        if self.folder is not None:
-            if not isinstance(self.folder, str | os.PathLike):
-                raise ValueError(f"skip_bad.folder={self.folder!r} is no path; name a folder of this machine")
-            object.__setattr__(self, "folder", folder := os.fspath(self.folder))
-            if "://" in folder:
-                raise ValueError(
-                    f"skip_bad.folder={redact(folder)!r} is a URL; name a folder of this machine"
-                )
-            paths = (Path(folder), *Path(folder).absolute().parents)
-            there = next(path for path in paths if os.access(path, os.F_OK) or path.is_symlink())
-            if not there.is_dir():
-                raise ValueError(
-                    f"skip_bad.folder={folder!r} cannot be made: {there} is no folder; name another one"
-                )
+        if self.folder is None:
+            return
+        if not isinstance(self.folder, str | os.PathLike):
+            raise ValueError(f"skip_bad.folder={self.folder!r} is no path; name a folder of this machine")
+        object.__setattr__(self, "folder", folder := os.fspath(self.folder))
+        if "://" in folder:
+            raise ValueError(f"skip_bad.folder={redact(folder)!r} is a URL; name a folder of this machine")
+        paths = (Path(folder), *Path(folder).absolute().parents)
+        there = next(path for path in paths if os.access(path, os.F_OK) or path.is_symlink())
+        if not there.is_dir():
+            raise ValueError(
+                f"skip_bad.folder={folder!r} cannot be made: {there} is no folder; name another one"
+            )
 
     def within(self, name: str) -> Quarantine:
-        """Return one with the same limits that lists in a folder within this one's."""
+        """Return one with the same limit that lists in a folder within this one's."""
         return replace(self, folder=None if self.folder is None else Path(self.folder, name))
 
     def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int, rows: int) -> None:
@@ -114,90 +106,26 @@ class Quarantine:
                 f"{f' of the {rows:,} rows that it read' if of_rows else ''}, and skip_bad.limit={self.limit} lets no "
                 "more pass: look at them, and raise it if they may be left out"
             )
-        path, place = source.path_of(row_id), source.locate(row_id)
-        self.append(
-            lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason, path=path, place=place
-        )
-
-    def leave_out(
-        self,
-        lane: int,
-        *,
-        source: Source,
-        row_id: RowId,
-        reason: str,
-        lost: Mapping[str, int],
-        known: Sequence[int],
-    ) -> list[int]:
-        """List a bad shard unless the lane has listed it before.
-
-        Args:
-            lane: which lane leaves it out.
-            source: of the run.
-            row_id: of a record in the shard.
-            reason: why it cannot be read.
-            lost: what is known of the rows that the lane loses.
-            known: checksums of the names of the bad shards that the lane has left out so far.
-
-        Returns:
-            ``known`` with this shard.
-
-        Raises:
-            ValueError: if it has left out as many others as the limit allows.
-        """
-        shard, path = source.shard(row_id), source.path_of(row_id)
-        checksum = crc32(shard.encode("utf-8", "surrogateescape"))
-        if checksum in known:
-            return list(known)
-        if len(known) >= self.shard_limit:
-            raise ValueError(
-                f"{path or shard}: {reason}; lane {lane} has left out {self.shard_limit} bad shards before this one: "
-                "look at them, and raise skip_bad.shard_limit if they may be left out"
-            )
-        self.append(lane, shard=shard, offset=None, reason=reason, path=path, place=None, **lost)
-        return [*known, checksum]
-
-    def append(
-        self,
-        lane: int,
-        *,
-        shard: str,
-        offset: int | None,
-        reason: str,
-        path: str | None = None,
-        place: str | None = None,
-        **lost: int,
-    ) -> None:
-        """List one record, or a bad shard, which has no offset.
-
-        Its line is written at once, so a kill can cut off only the newest line.
-        """
         if self.folder is None:
-            if not self.quiet:
-                self._log(place or path or shard, reason)
+            self._log(source.locate(row_id), reason)
             return
-        file = Path(self.folder, f"lane-{lane:05d}.jsonl")
-        if lane not in self._known:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if file.is_symlink():  # whoever may write to the folder could have any file cut and written to
-                raise ValueError(f"{file} is a link, and is not followed; remove it, or name another folder")
-            self._known[lane] = _listed(file)
-        if (shard, offset) not in self._known[lane]:
-            entry = {"path": path, "place": place, "shard": shard, "offset": offset}
-            entry |= {"reason": reason[:LONGEST_REASON], **lost}
+        file, key = Path(self.folder, f"lane-{lane:05d}.jsonl"), (source.shard(row_id), row_id[-1])
+        # The lane's records are forgotten during the write: if that is interrupted, nobody knows whether the line is
+        # there, and the next call reads the file again.
+        known = self._known.pop(lane) if lane in self._known else _begun(file)
+        if key not in known:
+            entry: dict[str, Any] = {"path": source.path_of(row_id), "place": source.locate(row_id)}
+            entry |= {"shard": key[0], "offset": key[1], "reason": reason[:LONGEST_REASON]}
             line = json.dumps({name: value for name, value in entry.items() if value is not None})
-            # The lane's records are forgotten during the write: if that is interrupted, nobody knows whether the line
-            # is there, and the next call reads the file again.
-            known = self._known.pop(lane)
-            with file.open("ab", buffering=0) as stream:
+            with file.open("ab", buffering=0) as stream:  # a kill can cut off only the newest line
                 stream.write(line.encode() + b"\n")
-            known.add((shard, offset))
-            self._known[lane] = known
+            known.add(key)
+        self._known[lane] = known
 
     def _log(self, place: str, reason: str) -> None:
-        if len(self._logged) > MAX_LOGGED or place in self._logged:
+        if self.quiet or len(self._logged) > MAX_LOGGED or place in self._logged:
             return
-        self._logged.append(place)
+        self._logged.add(place)
         if len(self._logged) > MAX_LOGGED:
             log.warning(
                 "more records are skipped, and only counted; set skip_bad to a folder to list them all"
@@ -208,17 +136,16 @@ class Quarantine:
     def report(self) -> str:
         """Count the listed records by the kind of reason, and name the first; empty if none is listed."""
         files = sorted(Path(self.folder).glob("lane-*.jsonl")) if self.folder is not None else []
-        found: dict[tuple[str, int | None], dict[str, Any]] = {}
+        found: dict[tuple[str, int], dict[str, Any]] = {}
         for path in files:
             for entry in _entries(b"" if path.is_symlink() else path.read_bytes()):
-                found.setdefault((entry["shard"], entry.get("offset")), entry)
+                found.setdefault((entry["shard"], entry["offset"]), entry)
         if not (entries := list(found.values())):
             return ""
         kinds = Counter(kind_of(entry["reason"]) for entry in entries).most_common(REPORTED_KINDS)
-        first = entries[0]
         counts = ", ".join(f"{count:,} {kind[:LONGEST_KIND]}" for kind, count in kinds)
-        where = first.get("place", first.get("path", first["shard"]))
-        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {where}"
+        first = entries[0].get("place", entries[0]["shard"])
+        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {first}"
 
 
 def kind_of(reason: str) -> str:
@@ -237,11 +164,11 @@ def quarantine_for(skip_bad: SkipBad, *, folder: str | os.PathLike[str] | None =
     """Make the quarantine of a run; return None if a bad record is an error.
 
     >>> found = quarantine_for({"limit": 7}, folder="bad")
-    >>> found.limit, found.shard_limit, found.folder
-    (7, 10, 'bad')
+    >>> found.limit, found.folder
+    (7, 'bad')
 
     Args:
-        skip_bad: False or None; True; the limit; the folder; or all of it, as a mapping too.
+        skip_bad: False or None; True; the limit; the folder; or both, as a mapping too.
         folder: of the lists if ``skip_bad`` has none.
 
     Raises:
@@ -264,21 +191,19 @@ def quarantine_for(skip_bad: SkipBad, *, folder: str | os.PathLike[str] | None =
     else:
         raise ValueError(
             f"skip_bad={skip_bad!r} is a {type(skip_bad).__name__}; give True or False, a limit, a folder, or a "
-            "mapping of folder, limit and shard_limit"
+            "mapping of folder and limit"
         )
     return found if folder is None or found.folder is not None else replace(found, folder=folder)
 
 
 def require_sound(source: Source, quarantine: Quarantine | None) -> None:
-    """Warn once of the bad shards of a source that are known so far, and let it do without files that are gone.
+    """Warn once of the files that cannot be read, as far as is known.
 
     Raises:
-        ValueError: if bad records are not skipped; it names ten of the shards.
+        ValueError: if bad records are not skipped; it names ten of the files.
     """
     leaves = file_sources(source).values()
-    for each in leaves:
-        each.corpus.tolerant = quarantine is not None
-    if not (bad := [problem for each in leaves for problem in each.bad_shards()]):
+    if not (bad := [problem for each in leaves for problem in each.bad_files()]):
         return
     files = sum(len(each.files) for each in leaves)
     if quarantine is None:
@@ -286,26 +211,27 @@ def require_sound(source: Source, quarantine: Quarantine | None) -> None:
             f"{summarize(bad, files=files)}; restore them, remove them from the corpus, or leave them out with "
             "skip_bad=True"
         )
-    told = [each.warned_of for each in leaves]
-    new = [problem for problem in bad if not any(problem[0] in each for each in told)]
+    new = {shown: reason for shown, reason in bad if shown not in quarantine._warned_of}
     if new and not quarantine.quiet:
-        for known in told:
-            known.update(shown for shown, _ in new)
-        shown, reason = new[0]
+        quarantine._warned_of.update(new)
+        shown, reason = next(iter(new.items()))
         warn_user(
             f"{len(new):,} of {files:,} files cannot be read and are left out; the first is {shown}: {reason}"
         )
 
 
-def _listed(path: Path) -> set[tuple[str, int | None]]:
-    """Return the (shard, offset) of the records that a file lists. An incomplete last line is removed from the file."""
+def _begun(path: Path) -> set[tuple[str, int]]:
+    """Return the (shard, offset) of the records that a lane's file lists. An incomplete last line is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():  # whoever may write to the folder could have any file cut and written to
+        raise ValueError(f"{path} is a link, and is not followed; remove it, or name another folder")
     if not path.exists():
         return set()
     lines = path.read_bytes()
     whole = lines.rfind(b"\n") + 1
     if whole < len(lines):
         os.truncate(path, whole)
-    return {(entry["shard"], entry.get("offset")) for entry in _entries(lines)}
+    return {(entry["shard"], entry["offset"]) for entry in _entries(lines)}
 
 
 def _entries(lines: bytes) -> list[dict[str, Any]]:
@@ -314,9 +240,7 @@ def _entries(lines: bytes) -> list[dict[str, Any]]:
     for line in lines.split(b"\n")[:-1]:
         with suppress(ValueError):
             entry = json.loads(line)
-            known = isinstance(entry, dict) and [
-                type(entry.get(key)) for key in ("shard", "reason", "offset")
-            ]
-            if known in ([str, str, int], [str, str, NoneType]):
+            kinds = {"shard": str, "reason": str, "offset": int}
+            if isinstance(entry, dict) and {key: type(entry.get(key)) for key in kinds} == kinds:
                 found.append(entry)
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from streampack.sources.corpus_lists import CorpusList, Entry
-from streampack.sources.parts import REMOVED, BadShard, Damage, FoundRecord, Part, Record
+from streampack.sources.parts import REMOVED, Damage, FoundRecord, Part, Record
 from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
@@ -69,7 +69,6 @@ class FileSource(Source):
             for number, file in enumerate(self.files)
             if file.path in corpus.problems
         }
-        self.warned_of: set[str] = set()  # files that cannot be read, as they are shown to the user
         # For a number of lanes, the parts of each lane.
         self._divided: dict[int, list[list[Part]]] = {}
         self._empty: set[Part] = set()  # parts that were read and have no records
@@ -145,30 +144,18 @@ class FileSource(Source):
             locate=self.locate,
             preparation=None if self.local else parts,
             empty=self._empty,
-            judge=self.judge,
+            damage=self.damage,
         )
 
-    def judge(self, error: Exception, left: Sequence[Part]) -> BadShard | None:
-        """See `Judge`: of the errors of the storage, only that a file is gone will not pass."""
-        if isinstance(error, FileNotFoundError):
-            reason = gone(error, self.files[left[0].file].shown)
-        elif isinstance(error, BadShard):
-            reason = str(error)
-        else:
+    def damage(self, error: Exception, part: Part, offset: int) -> Damage | None:
+        """See `DamageOf`: of the errors of the storage, only that a file is gone will not pass."""
+        if not isinstance(error, FileNotFoundError):
             return None
-        found = BadShard(reason, offset=left[0].start, lost=self.lost(left))
-        if isinstance(error, FileNotFoundError):  # where no shard is left out, this is raised
-            found.__cause__ = error
+        found = Damage(gone(error, self.files[part.file].shown), offset=offset)
+        found.__cause__ = error  # is raised where no bad record is skipped
         return found
 
-    def lost(self, left: Sequence[Part]) -> dict[str, int]:
-        """Return how many ``rows`` or ``bytes`` these parts of one file have; nothing if that is unknown."""
-        size, turns = self.files[left[0].file].size, left[0].turns
-        if left[0].stop is None:
-            return {"bytes": size // turns} if size and not left[0].start else {}
-        return {"bytes": sum((part.stop or 0) - part.start for part in left) // turns}
-
-    def bad_shards(self) -> list[Problem]:
+    def bad_files(self) -> list[Problem]:
         """Return the files that cannot be read, as far as is known; more may be when they are divided or read."""
         return [(self.files[number].shown, reason) for number, reason in sorted(self.bad.items())]
 
@@ -288,7 +275,7 @@ class _LaneParts:
 
     def open(self, part: Part, offset: int, following: Iterator[Part]) -> Iterator[Record]:
         if (problem := self.source.bad.get(part.file)) is not None:
-            raise BadShard(problem, offset=offset)
+            raise Damage(problem, offset=offset)
         return self.source.records(part, offset, self.fetcher, self._ahead(following))
 
     def plan(self, part: Part, offset: int, following: Iterator[Part]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -175,13 +175,6 @@ class FlatTokensSource(FileSource):
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: documents from all over the files."""
         return map_in_threads(lambda place: self._first_from(*place), places(self.counts, count))
-
-    def lost(self, left: Sequence[Part]) -> dict[str, int]:
-        """See `FileSource.lost`: bytes, while parts count tokens."""
-        found = super().lost(left)
-        if left[0].stop is None:
-            return found
-        return {"bytes": found["bytes"] * np.dtype(self.layouts[left[0].file].dtype).itemsize}
 
     def _first_from(self, number: int, at: int) -> Example:
         """Return the first document that begins at or after a token; if there is none, the first of the file."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, places
-from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import (
     File,
     FileStorage,
@@ -91,15 +91,11 @@ class IndexedSource(FileSource):
             lambda row_id: example(row_id, lambda: self.fetch_many([row_id])[0]), places(self.counts, count)
         )
 
-    def judge(self, error: Exception, left: Sequence[Part]) -> BadShard | None:
-        """See `Judge`. A shard of another size is not the one that its index describes."""
+    def damage(self, error: Exception, part: Part, offset: int) -> Damage | None:
+        """See `DamageOf`. A shard of another size is not the one that its index describes."""
         if isinstance(error, Resized):
-            error = BadShard(_resized(error.size, self.files[left[0].file].size), offset=left[0].start)
-        return super().judge(error, left)
-
-    def lost(self, left: Sequence[Part]) -> dict[str, int]:
-        """See `FileSource.lost`."""
-        return {"rows": super().lost([self._bounded(part) for part in left])["bytes"]}
+            return Damage(_resized(error.size, self.files[part.file].size), offset=offset)
+        return super().damage(error, part, offset)
 
     def _bounded(self, part: Part) -> Part:
         return part if part.stop is not None else part._replace(stop=self.counts[part.file])
@@ -240,7 +236,7 @@ def offsets_of(
     sound = (table[:-1] <= table[1:]).all() and int(table[0]) >= 0 and int(table[-1]) <= limits[1]
     if not (sound and limits[0] <= offsets[0] and offsets[-1] <= limits[1]):
         what = f"the offsets of its records lead out of {file.name}, or backwards: it is damaged"
-        raise Damage(what, offset=first, resume=None)
+        raise Damage(what, offset=first)
     return offsets
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
 from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed, stretch
-from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
 from streampack.storage.compression import content, kind_of, not_text
@@ -133,7 +133,7 @@ class JSONLSource(FileSource):
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
             if (kind := self._kind(part.file)) is not None:
-                raise BadShard(not_text(kind), offset=offset) from None
+                raise ValueError(not_text(kind)) from None
             way_out = other_json(raw, error, self.files[part.file].shown)
             raise ValueError(f"not a line of JSON ({error}){way_out}") from None
         if not isinstance(row, dict):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, path_in
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content, kind_of, not_text
 from streampack.storage.json_depth import require_shallow
@@ -104,7 +104,7 @@ class Lines:
         self.raw = RangeStream(fetcher, file, begin, end, later, tail=tail_of(begin, end))
         self.stream = content(self.raw, name=path_in(file.path))
         if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
-            raise BadShard(not_text(kind), offset=offset)
+            raise Damage(not_text(kind), offset=offset)
         if offset and seekable:
             self.offset = begin
             self._skip_line()
@@ -137,7 +137,7 @@ class Lines:
             if line and not line.isspace():
                 return offset, line, self.offset
         if self.offset == 0:
-            raise BadShard(EMPTY, offset=0)
+            raise Damage(EMPTY, offset=0)
         raise StopIteration
 
     def _line(self, most: int) -> bytes:
@@ -156,6 +156,6 @@ class Lines:
             return read(*size)
         except DAMAGED as error:
             if self.offset == 0:
-                raise BadShard(f"it cannot be decompressed: {error}", offset=0) from error
+                raise Damage(f"it cannot be decompressed: {error}", offset=0) from None
             what = f"the file is damaged after byte {self.offset} of its content: {error}"
-            raise Damage(what, offset=self.offset, resume=None) from error
+            raise Damage(what, offset=self.offset) from None

@@ -19,7 +19,7 @@ from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import divide
 from streampack.sources.indexed import IndexedSource, Offsets, offsets_of, read_index, read_records
 from streampack.sources.mds_columns import Column, decoder, left_out, row_of
-from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, redact
 from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name, Once, alone, require_some
@@ -174,10 +174,10 @@ def _decompressed(
     try:
         data = content(stretch, name=shard.suffix).read(shard.size + 1)
     except DAMAGED as error:
-        raise BadShard(f"it is damaged: {error}", offset=part.start) from error
+        raise Damage(f"it is damaged: {error}", offset=part.start) from None
     if len(data) > shard.size:
         what = f"it has more content than the {shard.size:,} bytes that its index names, or that are read"
-        raise BadShard(what, offset=part.start)
+        raise Damage(what, offset=part.start)
     _check_length(shard, part, len(data))
     _check_count(data, shard)
     assert part.stop is not None
@@ -204,12 +204,12 @@ def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
 
 def _check_length(shard: Shard, part: Part, size: int) -> None:
     if shard.first_sample > size:
-        raise BadShard("it is too short for its samples", offset=part.start)
+        raise Damage("it is too short for its samples", offset=part.start)
 
 
 def _check_count(data: bytes, shard: Shard) -> None:
     if (count := int.from_bytes(data[:4], "little")) != shard.samples:
-        raise BadShard(f"it holds {count} samples and its index says {shard.samples}", offset=0)
+        raise Damage(f"it holds {count} samples and its index says {shard.samples}", offset=0)
 
 
 def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int], str | None]:

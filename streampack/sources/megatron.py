@@ -122,7 +122,7 @@ class MegatronSource(TokenDocuments):
                 offsets: Offsets = np.append(starts, ends[-1])[documents - first]
                 return offsets
         what = f"the index is damaged: its documents do not lie end to end within the file; {ANEW}"
-        raise Damage(what, offset=part.start, resume=None)
+        raise Damage(what, offset=part.start)
 
 
 def _data_file(path: str) -> str:

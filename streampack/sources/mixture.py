@@ -252,10 +252,6 @@ class Mix(Source):
         """See `Source.path_of`."""
         return self.entries[row_id[0]].source.path_of(row_id[1:])
 
-    def problem_of(self, row_id: RowId) -> str | None:
-        """See `Source.problem_of`."""
-        return self.entries[row_id[0]].source.problem_of(row_id[1:])
-
     def fetch_many(
         self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
     ) -> list[Mapping[str, Any]]:

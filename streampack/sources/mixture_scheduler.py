@@ -204,7 +204,6 @@ class MixtureScheduler(Reader):
                     error.reason,
                     row_id=(self.current, *error.row_id),
                     locate=self.locate,
-                    lost=error.lost,
                 ) from error.__cause__
             if row is not None:
                 break

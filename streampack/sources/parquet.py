@@ -10,7 +10,7 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, FileSource
-from streampack.sources.parts import BadShard, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.sources.row_groups import (
     Footers,
@@ -221,7 +221,7 @@ class ParquetSource(FileSource):
             return [(Part(number), size)], problem
         try:
             footer = self.footers.get(number, self.fetcher().take)
-        except BadShard as error:
+        except Damage as error:
             return [(Part(number), size)], str(error)
         groups, problem = row_groups(footer), self.footers.problem(footer)
         # Footers have the sizes of row groups before compression: scale them to the size of the file.
@@ -235,11 +235,3 @@ class ParquetSource(FileSource):
                 runs.append((Part(number, start, stop), max(1, round(held))))
                 start, held = stop, 0.0
         return runs, problem
-
-    def lost(self, left: Sequence[Part]) -> dict[str, int]:
-        """See `FileSource.lost`: rows, if the footer could be read."""
-        number = left[0].file
-        if left[0].stop is None and (footer := self.footers.known(number)) is not None:
-            return {"rows": starts_of(footer)[-1] - left[0].start}
-        found = super().lost(left)
-        return {"rows": found["bytes"]} if left[0].stop is not None else found

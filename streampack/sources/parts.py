@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Damage(ValueError):
-    """A stretch of a part that can never be read. It counts as one bad record.
+    """A stretch of a part that can never be read, or all of it. It counts as one bad record.
 
     Args:
         reason: why it cannot be read.
@@ -49,7 +49,7 @@ class Damage(ValueError):
             lost.
     """
 
-    def __init__(self, reason: str, *, offset: int, resume: int | None) -> None:
+    def __init__(self, reason: str, *, offset: int, resume: int | None = None) -> None:
         super().__init__(reason)
         self.offset = offset
         self.resume = resume
@@ -71,21 +71,8 @@ class Preparation(Protocol):
         """Set how many bytes of its window the reader still holds."""
 
 
-class BadShard(Damage):
-    """A file of which no more can ever be read, from ``offset`` on: it is gone, or of another kind.
-
-    Each part of it counts as one bad record.
-
-    ``lost`` is what is known of the rows that the lane loses: a number of ``rows`` or ``bytes``.
-    """
-
-    def __init__(self, reason: str, *, offset: int, lost: Mapping[str, int] | None = None) -> None:
-        super().__init__(reason, offset=offset, resume=None)
-        self.lost: Mapping[str, int] = lost or {}
-
-
-Judge = Callable[[Exception, Sequence[Part]], BadShard | None]
-"""(error, what a lane has left of the file) -> the `BadShard`; None for an error that may pass or concerns no file."""
+DamageOf = Callable[[Exception, Part, int], Damage | None]
+"""``(error, part, offset)`` returns what an error of the storage means for the rest of a part; None if it may pass."""
 
 
 class InOrder(Reader):
@@ -120,7 +107,7 @@ class InOrder(Reader):
         decode: Callable[[Part, int, Any], Mapping[str, Any]],
         place: Callable[[Part, int], str],
         locate: Callable[[RowId], str],
-        judge: Judge,
+        damage: DamageOf,
         preparation: Preparation | None,
         empty: set[Part],
     ) -> None:
@@ -131,10 +118,8 @@ class InOrder(Reader):
         self.decode = decode
         self.place = place
         self.locate = locate
-        self.judge = judge
+        self.damage = damage
         self.preparation = preparation
-        # For bad shards, what the lane lost at the first part of each.
-        self.lost: dict[int, Mapping[str, int]] = {}
         self.part_index = 0
         self.offset = parts[0].start if parts else 0
         if reading.start is not None:
@@ -190,21 +175,9 @@ class InOrder(Reader):
         try:
             if not isinstance(raw, Damage):
                 return Row(self.decode(part, offset, raw), cursor, row_id)
-        except BadShard as error:
-            raw = self.judge(error, [part]) or error
-            raw.lost = self.lost.setdefault(part.file, raw.lost)
         except ValueError as error:
             raise BadRecord(str(error), row_id=row_id, locate=self.locate) from None
-        if isinstance(raw, BadShard) and not raw.lost:  # of a part that lanes share
-            raw = self.judge(raw, [part]) or raw
-        if not isinstance(raw, BadShard):
-            raise BadRecord(str(raw), row_id=row_id, locate=self.locate)
-        raise BadRecord(
-            str(raw),
-            row_id=row_id,
-            locate=lambda row_id: self.place(part, offset),  # lines of the file cannot be counted
-            lost=raw.lost,
-        ) from raw.__cause__
+        raise BadRecord(str(raw), row_id=row_id, locate=self.locate) from raw.__cause__
 
     def find(self) -> FoundRecord | None:
         """Return the next record and move `position` behind it; return None at the end of the parts."""
@@ -233,16 +206,17 @@ class InOrder(Reader):
                 # is finished, so it would end the part early. The next call opens the part anew, at the record that
                 # failed.
                 self.records = None
-                damage = self._damage(error, part)
+                damage = error if isinstance(error, Damage) else self.damage(error, part, self.offset)
                 if damage is None:
                     error.add_note(f"while reading {self.place(part, self.offset)}")
                     raise
-                part_index = self.part_index
+                # A footer or an index that fails lies at 0, and each part of its file is a bad record of its own.
+                part_index, offset = self.part_index, max(self.offset, damage.offset)
                 if damage.resume is None:
                     self._go_to_part(part_index + 1)
                 else:
                     self.offset = damage.resume
-                return part_index, damage.offset, damage
+                return part_index, offset, damage
             self._go_to_part(self.part_index + 1)
         return None
 
@@ -253,16 +227,6 @@ class InOrder(Reader):
             for part in islice(self.parts, part_index + 1, None)
             if part.file != REMOVED_FILE and part not in empty
         )
-
-    def _damage(self, error: Exception, part: Part) -> Damage | None:
-        """Return the damage that an error stands for; None if another try may succeed."""
-        if isinstance(error, Damage) and not isinstance(error, BadShard):
-            return error
-        left = [part._replace(start=self.offset)]
-        left += [later for later in self.parts[self.part_index + 1 :] if later.file == part.file]
-        if (bad := self.judge(error, left)) is not None:
-            bad.lost = self.lost.setdefault(part.file, bad.lost)
-        return bad
 
     def _go_to_part(self, part_index: int) -> None:
         self.part_index, self.records = part_index, None

@@ -79,7 +79,6 @@ class BadRecord(ValueError):
         row_id: which row of the corpus it is.
         locate: turns the ``row_id`` into a place for the message. It is called only when the message is made, because
             it may read a file to count lines.
-        lost: if it stands for the rest of a bad shard, what is known of that: a number of ``rows`` or ``bytes``.
     """
 
     def __init__(
@@ -88,13 +87,11 @@ class BadRecord(ValueError):
         *,
         row_id: RowId,
         locate: Callable[[RowId], str],
-        lost: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.row_id = row_id
         self.locate = locate
-        self.lost = lost
 
     def __str__(self) -> str:
         return f"{self.locate(self.row_id)}: {self.reason}"

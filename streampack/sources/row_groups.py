@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from streampack.sources.arrow_rows import ArrowBatch
-from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File
 from streampack.storage.ranges import Block, Fetcher, blocks
 
@@ -53,7 +53,7 @@ class Footers:
         """Return a file's metadata, pyarrow's ``FileMetaData``; read it by ``take`` if it is not in the cache.
 
         Raises:
-            BadShard: if the file has no readable footer.
+            Damage: if the file has no readable footer.
         """
         if (footer := self._kept.get(number)) is None:
             footer = self._kept[number] = self._read(self.files[number], take)
@@ -72,7 +72,7 @@ class Footers:
         try:
             return parquet.read_metadata(pyarrow.BufferReader(b"PAR1" + whole[-_length(file, tail) :]))
         except (pyarrow.ArrowException, OSError) as error:
-            raise BadShard(f"the footer is damaged: {error}", offset=0) from None
+            raise Damage(f"the footer is damaged: {error}", offset=0) from None
 
     def problem(self, footer: Any) -> str | None:
         """Return why a file with this metadata cannot be read: it lacks a column; None if it does not."""
@@ -95,7 +95,7 @@ class RowGroups:
         fetcher: fetches the bytes.
 
     Raises:
-        BadShard: if the footer cannot be read, or the file lacks a column.
+        Damage: if the footer cannot be read, or the file lacks a column.
     """
 
     def __init__(self, footers: Footers, part: Part, offset: int, fetcher: Fetcher) -> None:
@@ -104,7 +104,7 @@ class RowGroups:
         self.fetcher = fetcher
         self.footer = footers.get(part.file, fetcher.take)
         if (problem := footers.problem(self.footer)) is not None:
-            raise BadShard(problem, offset=offset)
+            raise Damage(problem, offset=offset)
         self.starts = starts_of(self.footer)
         # A damaged footer's own count of rows may differ from the sum over its row groups, which are what is read.
         self.stop = self.starts[-1] if part.stop is None else part.stop
@@ -162,7 +162,7 @@ class RowGroups:
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             # The bytes of the group were all read before, so this is no error of the storage that may pass.
             what = f"row group {group} is damaged: {error}"
-            raise Damage(what, offset=self.offset, resume=last if last < self.stop else None) from None
+            raise Damage(what, offset=self.offset, resume=last) from None
 
     def _rows_at_once(self, group: int) -> int:
         """Return how many rows of a row group to decode at a time."""
@@ -182,8 +182,7 @@ class RowGroups:
                 stop = start + column.total_compressed_size
                 if not 0 <= start <= stop <= self.file.size:
                     what = f"row group {group} is damaged: it lies outside the file"
-                    resume = last if (last := self.starts[group + 1]) < self.stop else None
-                    raise Damage(what, offset=self.offset, resume=resume)
+                    raise Damage(what, offset=self.offset, resume=self.starts[group + 1])
                 found.append((start, min(stop + PADDING_BYTES, self.file.size)))
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(found):
@@ -268,7 +267,7 @@ def _tail(file: File) -> Block:
 def _length(file: File, tail: bytes) -> int:
     """Return the bytes of a footer, with the mark behind it, given the file's end."""
     if tail[-4:] != b"PAR1" or (length := int.from_bytes(tail[-8:-4], "little") + 8) > file.size:
-        raise BadShard("this is no Parquet file, or its end is missing", offset=0)
+        raise Damage("this is no Parquet file, or its end is missing", offset=0)
     return length
 
 

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from streampack.sources.parts import REMOVED, BadShard, FoundRecord, InOrder, Judge, Part, Preparation, Record
+from streampack.sources.parts import (
+    REMOVED,
+    Damage,
+    DamageOf,
+    FoundRecord,
+    InOrder,
+    Part,
+    Preparation,
+    Record,
+)
 from streampack.sources.reading import OTHER_RECORDS, Reader, Reading, permutation
 from streampack.sources.turns import in_turns
 from streampack.types import Cursor, Row, RowId
@@ -108,7 +117,7 @@ class WindowReader(Reader):
         counts = self._counts(self.filling)
         if self.expected and self.expected != counts:
             for _, _, raw in self.filling:
-                if isinstance(raw, BadShard) and isinstance(raw.__cause__, FileNotFoundError):
+                if isinstance(raw, Damage) and isinstance(raw.__cause__, FileNotFoundError):
                     raise raw.__cause__
             raise ValueError(f"lane {self.reading.lane}: {OTHER_RECORDS}")
         order = permutation(len(self.filling), *self.reading.key, *self.start)
@@ -127,11 +136,6 @@ class WindowReader(Reader):
         return [counts[i] for i in range(self.start[0], max(counts, default=-1) + 1)]
 
 
-def never_bad(error: Exception, left: Sequence[Part]) -> BadShard | None:
-    """Take no error for a bad shard: the `Judge` of sources that are no files."""
-    return None
-
-
 def read_parts(
     parts: Sequence[Part],
     reading: Reading,
@@ -142,7 +146,7 @@ def read_parts(
     place: Callable[[Part, int], str] | None = None,
     preparation: Preparation | None = None,
     empty: set[Part] | None = None,
-    judge: Judge = never_bad,
+    damage: DamageOf = lambda error, part, offset: None,
 ) -> InOrder | WindowReader:
     """Open a reader of a lane's parts, in the order that ``reading`` asks for.
 
@@ -158,7 +162,7 @@ def read_parts(
         place: ``(part, offset)`` describes where reading stands, for errors of the storage; by default `locate` does.
         preparation: fetches records before they are asked for.
         empty: parts without records, which are not opened; the reader adds those that it finds.
-        judge: tells errors that stand for a bad shard from others.
+        damage: see `DamageOf`.
     """
     if reading.shuffle_window:
         parts = [parts[i] for i in permutation(len(parts), *reading.key)]
@@ -166,5 +170,5 @@ def read_parts(
         place = lambda part, offset: locate((part.file, offset))  # noqa: E731
     empty = set() if empty is None else empty
     opened = in_turns(open_part)
-    ordered = InOrder(parts, reading, opened, decode, place, locate, judge, preparation, empty)
+    ordered = InOrder(parts, reading, opened, decode, place, locate, damage, preparation, empty)
     return WindowReader(ordered) if reading.shuffle_window else ordered

@@ -122,10 +122,6 @@ class Source(ABC):
         """Return the path or URL, without secrets, of the file that a row is in; None if it is in no file."""
         return None
 
-    def problem_of(self, row_id: RowId) -> str | None:
-        """Return how the file of a row that cannot be encoded differs from others, which may be why; else None."""
-        return None
-
     def natural_lanes(self) -> int:
         """Return a sensible number of lanes: about one per 100 packs, as each lane's last pack is not full."""
         return 1

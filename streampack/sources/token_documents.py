@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from streampack.sources.files import FileSource, divide
 from streampack.sources.indexed import IndexedSource, Offsets
-from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.stored_tokens import TOKENS_PER_LANE, Stored, bound_of, mapped, row_of
 from streampack.storage.base import File, ParallelMap
 from streampack.storage.listing import Corpus, require_some
@@ -131,15 +131,9 @@ class TokenDocuments(IndexedSource):
         """Return one lane per 262,144 tokens, but no more than there are documents."""
         return max(1, min(sum(self.counts), self.tokens // TOKENS_PER_LANE))
 
-    def judge(self, error: Exception, left: Sequence[Part]) -> BadShard | None:
-        """See `Judge`. The sizes were looked up when the source was made, so another one means a change."""
-        return FileSource.judge(self, error, left)
-
-    def lost(self, left: Sequence[Part]) -> dict[str, int]:
-        """See `FileSource.lost`: rows, or bytes if the index could not be read."""
-        if left[0].file in self.bad:
-            return FileSource.lost(self, left)
-        return super().lost(left)
+    def damage(self, error: Exception, part: Part, offset: int) -> Damage | None:
+        """See `DamageOf`. The sizes were looked up when the source was made, so another one means a change."""
+        return FileSource.damage(self, error, part, offset)
 
     def _sound(self, part: Part) -> Described:
         if (described := self.described[part.file]) is None:

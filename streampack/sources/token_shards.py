@@ -27,7 +27,7 @@ from streampack.sources.indexed import (
     read_index,
     read_records,
 )
-from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, shard_of
 from streampack.storage.base import File, ParallelMap, redact, resized
 from streampack.storage.listing import Name, Once, alone
@@ -130,7 +130,7 @@ class TokenShardSource(IndexedSource):
         shard, file = self.shards[part.file], self.files[part.file]
         for header in self._unchecked(part.file):
             if (problem := misdescribed(fetcher.take(header), shard)) is not None:
-                raise BadShard(problem, offset=part.start)
+                raise Damage(problem, offset=part.start)
             self._checked.add(part.file)
         return _mapped(shard, file, part) if self.local else _fetched(shard, file, part, fetcher, later)
 

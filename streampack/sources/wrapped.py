@@ -49,10 +49,6 @@ class WrappedSource(Source):
         """See `Source.path_of`."""
         return self.source.path_of(row_id)
 
-    def problem_of(self, row_id: RowId) -> str | None:
-        """See `Source.problem_of`."""
-        return self.source.problem_of(row_id)
-
     def natural_lanes(self) -> int:
         """See `Source.natural_lanes`."""
         return self.source.natural_lanes()

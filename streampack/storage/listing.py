@@ -69,9 +69,6 @@ class Corpus:
     retries: Retries
     problems: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, Sequence[File]] = field(default_factory=dict)
-    tolerant: bool = field(default=False, init=False)
-    """Whether a file that is gone has a tag, too, because the run leaves it out."""
-
     # None until the files' tags are known, for which their ends may have to be read.
     _marks: FileMarks | None = field(default=None, init=False)
 
@@ -96,7 +93,6 @@ class Corpus:
         kept = replace(self, files=tuple(replace(self.files[number], name=name) for number, name in files))
         paths = {file.path for file in kept.files}
         kept.problems = {path: problem for path, problem in self.problems.items() if path in paths}
-        kept.tolerant = self.tolerant
         kept.identify([marks.tags[number] for number, _ in files])
         return kept
 
@@ -144,9 +140,7 @@ class Corpus:
                 for each in (file, *self.beside.get(file.path, ()))
             ]
             return digest(own, *others) if others else own
-        except FileNotFoundError:
-            if not self.tolerant:
-                raise
+        except FileNotFoundError:  # raised where its rows are read, unless they are left out
             return UNREADABLE
 
     @property

@@ -92,12 +92,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
             counted in the ledger, with a warning at the first; a step of such samples alone is an error in the recipes
             and under `prepare_trainer_for_packing`, and a warning elsewhere, unless ``"keep"`` is given.
-        skip_bad: whether to leave out and count records that cannot be read or encoded or have no token
-            (``bad_records``), and files that are empty, gone, or of another kind or schema (``bad_shards``). By default
-            they are errors. ``True`` skips up to 1 % of the rows that a lane has read, or 100 if that is more, and 10
-            files. A number is another limit: from 1 on the most bad records of a lane in one pass, below 1 a fraction.
-            A folder is where they are listed. A `Quarantine`, or a mapping of its ``folder``, ``limit`` and
-            ``shard_limit``, says all of this.
+        skip_bad: whether to leave out and count records that cannot be read or encoded or have no token. Each part of a
+            file that is empty, gone or of another kind is one bad record. By default they are errors. ``True`` skips up
+            to 1 % of the rows that a lane has read, or 100 if that is more. A number is another limit: from 1 on the
+            most bad records of a lane in one pass, below 1 a fraction. A folder is where they are listed. A
+            `Quarantine`, or a mapping of its ``folder`` and ``limit``, says both.
         storage: how each process uses storage: a `Storage`, or a mapping of its arguments: ``read_ahead`` (of files
             behind URLs, the bytes held ahead of need and in shuffle windows, 256 MiB) and ``max_outage`` (minutes to
             wait for files after all retries, 0).

@@ -201,11 +201,7 @@ def _count(config: LaneConfig, num_lanes: int) -> Ledger:
 
 def _one_epoch(config: LaneConfig) -> LaneConfig:
     """Return the configuration of a pass before the run, which lists no bad records."""
-    quiet = (
-        None
-        if config.quarantine is None
-        else Quarantine(limit=sys.maxsize, shard_limit=sys.maxsize, quiet=True)
-    )
+    quiet = None if config.quarantine is None else Quarantine(limit=sys.maxsize, quiet=True)
     return replace(config, endless=False, quarantine=quiet)
 
 

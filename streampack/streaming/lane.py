@@ -202,7 +202,6 @@ class Lane:
             self.packs,
             self.window,
             source_stats=tuple([stats.copy() for stats in reader.source_stats]),
-            bad_shards=tuple(reader.bad_shards),
             bad_in_pass=reader.bad_of_state,
         )
 
@@ -243,7 +242,6 @@ class Lane:
             reader.source_stats = [stats.copy() for stats in state.source_stats]
         if state.anew:  # what waits is counted when it is encoded
             reader.ledger.tokens_in -= reader.ledger.buffered
-        reader.bad_shards = list(state.bad_shards)
         if len(state.bad_in_pass) == len(reader.bad_in_pass):
             reader.bad_in_pass = list(state.bad_in_pass)
         reader.restore(begin.waiting, [rows[address.row_id] for address in begin.waiting])

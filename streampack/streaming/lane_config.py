@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +43,6 @@ class LaneConfig:
     balance_window: int = 0  # packs that are planned ahead and handed out by cost; 0: as they are planned
     use: StorageUse = field(default_factory=StorageUse)  # of this process
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
-    # For the files of which a row could not be encoded, why none of their rows can be; None if some may.
-    _unfit: dict[RowId, str | None] = field(default_factory=dict, init=False, compare=False)
     eos_ids: frozenset[int | None] = field(init=False)  # of the encoders
 
     def __post_init__(self) -> None:
@@ -134,24 +131,6 @@ class LaneConfig:
                 raise ValueError(f"{self.source.locate(unchecked[0][0])}: {error}") from None
             for each in unchecked:
                 self.check_ids([each])
-
-    def judged(self, row: Row, reason: str) -> tuple[str, dict[str, int] | None]:
-        """Return why a row is skipped that `sample` gave a reason for; and {} if its file is a bad shard, else None.
-
-        It is one if it differs from other files, and the row beside this one cannot be encoded either.
-        """
-        file, number = row.row_id[:-1], row.row_id[-1]
-        if file not in self._unfit:
-            problem, beside = self.source.problem_of(row.row_id), (*file, number - 1 if number else 1)
-            if problem is not None:
-                with suppress(ValueError):  # the file has one row
-                    if not isinstance(
-                        self.sample(row._replace(data=self.source.fetch_many([beside])[0])), str
-                    ):
-                        problem = None
-            self._unfit[file] = problem
-        problem = self._unfit[file]
-        return (reason, None) if problem is None else (f"{problem}: {reason}", {})
 
     def must_check(self, bound: int) -> bool:
         """Return whether ids that are below ``bound`` may be outside the vocabulary."""

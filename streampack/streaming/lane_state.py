@@ -92,7 +92,6 @@ class LaneState:
     packs: int = 0  # handed out in this epoch; with an endless stream, since the beginning
     window: OpenWindow | None = None
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
-    bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
     # Bad records of the newest pass over each source; empty if there are none.
     bad_in_pass: tuple[int, ...] = ()
     # Whether the lane reads on behind a run with other settings, and has made no pack since.
@@ -140,7 +139,6 @@ class LaneState:
             ledger,
             done=self.done,
             source_stats=tuple(SourceStats() for _ in self.source_stats),
-            bad_shards=self.bad_shards,
             anew=True,
         )
 
@@ -176,7 +174,6 @@ class LaneState:
         }
         seldom = {
             "window": self.window and [*self.window.begin.as_list(), *self.window[1:]],
-            "bad_shards": list(self.bad_shards),
             "bad_in_pass": list(self.bad_in_pass),
             "anew": self.anew,
         }

@@ -25,10 +25,9 @@ def nothing_to_pack(ledger: Ledger) -> ValueError:
     no row makes a pack: all 1 that were read are dropped (1 broken, and skipped); check what the source reads, and ...
     """
     counts = [(ledger.dropped_samples[reason], words) for reason, words in WORDS.items()]
-    counts.append((ledger.bad_shards, "bad shards left out"))
     reasons = "; ".join(f"{count:,} {words}" for count, words in counts if count)
     if not (rows := ledger.samples + ledger.dropped_samples["bad"]):
-        return ValueError(f"the source has no rows at all{reasons and '; '}{reasons}; check what it reads")
+        return ValueError("the source has no rows at all; check what it reads")
     return ValueError(
         f"no row makes a pack: all {rows:,} that were read are dropped ({reasons}); check what the source reads, and "
         "the encoder, max_seq_len and the settings that drop rows"

@@ -58,7 +58,6 @@ class PieceReader:
         self.unchecked: list[tuple[RowId, Sample]] = []  # what was read since the last `check`
         # Bad records of the newest pass over each source: a record counts once, however often it is read.
         self.bad_in_pass = [0] * max(1, len(config.source.names))
-        self.bad_shards: list[int] = []  # checksums of the names of those that this lane has left out
         self.planning_again = False  # whether what is read was read, counted and listed before a resume
         self.epoch_has_rows = False
         # Epochs in a row, the current one included, without a piece. In a stream without an end, a lane ends after
@@ -163,7 +162,7 @@ class PieceReader:
                     raise error.unskipped() from None
                 self.reader.skip()
                 self.epoch_has_rows = True
-                self._skip_record(error.row_id, error.reason, lost=error.lost)
+                self._skip_record(error.row_id, error.reason)
                 self._warn_if_all_dropped()
                 continue
             if row is not None:
@@ -186,8 +185,7 @@ class PieceReader:
         sample = config.sample(row, unchecked=self.unchecked)
         if isinstance(sample, str):
             if not counted:
-                reason, lost = config.judged(row, sample)
-                self._skip_record(row_id, reason, lost=lost)
+                self._skip_record(row_id, sample)
                 self.reader.charge([])
             return []
         length, untrained = sample.tokens.size, False
@@ -256,38 +254,26 @@ class PieceReader:
         if rows == FIRST_ROWS and not (ledger.packed or ledger.buffered or self.planning_again):
             log.warning("lane %d, so far: %s; the next rows are read", self.lane, nothing_to_pack(ledger))
 
-    def _skip_record(self, row_id: RowId, reason: str, *, lost: Mapping[str, int] | None) -> None:
-        """Count and list a bad record as a dropped row, or a bad shard once."""
+    def _skip_record(self, row_id: RowId, reason: str) -> None:
+        """Count and list a bad record as a dropped row."""
         quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
         if self.planning_again:
             return
         index = source.source_index(row_id)
-        if lost is None:
-            ended = self.bad_in_pass[index] if self.reader.passes_begun else 0
-            quarantine.skip(
-                self.lane,
-                source=source,
-                row_id=row_id,
-                reason=reason,
-                before=sum(self.bad_in_pass) - ended,
-                rows=self.ledger.samples + self.ledger.dropped_samples["bad"],
-            )
-            self.ledger.drop("bad", 0)
-        else:
-            known = quarantine.leave_out(
-                self.lane,
-                source=source,
-                row_id=row_id,
-                reason=reason,
-                lost=lost,
-                known=self.bad_shards,
-            )
-            self.ledger.bad_shards += len(known) - len(self.bad_shards)
-            self.bad_shards = known
+        ended = self.bad_in_pass[index] if self.reader.passes_begun else 0
+        quarantine.skip(
+            self.lane,
+            source=source,
+            row_id=row_id,
+            reason=reason,
+            before=sum(self.bad_in_pass) - ended,
+            rows=self.ledger.samples + self.ledger.dropped_samples["bad"],
+        )
+        self.ledger.drop("bad", 0)
         if self.source_stats:
             self.begin_stats(row_id)
-        self.bad_in_pass[index] += lost is None
+        self.bad_in_pass[index] += 1
 
     def begin_stats(self, row_id: RowId) -> SourceStats:
         """Return the statistics of the newest row's source; count the epochs of it that began with the row."""

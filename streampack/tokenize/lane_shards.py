@@ -53,9 +53,6 @@ class Progress(NamedTuple):
     bad: int = 0
     """How many records were skipped before ``start``."""
 
-    bad_shards: tuple[int, ...] = ()
-    """Checksums of the names of the bad shards that were left out before ``start``."""
-
 
 def shard_name(lane: int, number: int) -> str:
     """Return the name of a lane's shard; sorted names are in the order of the lanes."""
@@ -74,16 +71,15 @@ def read_progress(job: Job, lane: int) -> Progress:
     while not progress.ended and (header := read_header(job.folder, name := shard_name(lane, len(shards)))):
         path = f"{job.folder.shown}/{name}"
         require_plan(job.plan, header.get("plan", {}), shown=path)
-        bad, bad_shards = header.get("bad", 0), tuple(header.get("bad_shards", ()))
-        if (bad or bad_shards) and job.config.quarantine is None:
+        bad = header.get("bad", 0)
+        if bad and job.config.quarantine is None:
             raise ValueError(
-                f"{path} leaves out {bad} broken record(s) and {len(bad_shards)} bad shard(s) before its end; set "
-                "skip_bad=True, or remove the old shards"
+                f"{path} leaves out {bad} broken record(s) before its end; set skip_bad=True, or remove the old shards"
             )
         shards.append(shard_of(name, header))
         ended = header["next"] is None
         start = None if ended else tuple(header["next"])
-        progress = Progress(lane, shards, start, ended, bad, bad_shards)
+        progress = Progress(lane, shards, start, ended, bad)
     return progress
 
 
@@ -136,8 +132,7 @@ def _write_rest(job: Job, progress: Progress, report: Report) -> Progress:
     finally:
         if writer is not None:
             writer.abandon()
-    bad, bad_shards = samples.bad, tuple(samples.bad_shards)
-    return Progress(lane, shards, None, ended=True, bad=bad, bad_shards=bad_shards)
+    return Progress(lane, shards, None, ended=True, bad=samples.bad)
 
 
 class _Samples:
@@ -147,7 +142,6 @@ class _Samples:
         self.config = job.config
         self.lane = progress.lane
         self.bad = progress.bad
-        self.bad_shards = list(progress.bad_shards)
         self.documents = sum(shard.documents for shard in progress.shards)
         lane, num_lanes = self.lane - job.first, job.plan["lanes"]
         self.reader = job.config.source.read(Reading(lane, num_lanes=num_lanes, start=progress.start))
@@ -160,32 +154,26 @@ class _Samples:
             except BadRecord as error:
                 if self.config.quarantine is None:
                     raise error.unskipped() from None
-                self._skip(error.row_id, error.reason, lost=error.lost)
+                self._skip(error.row_id, error.reason)
                 self.reader.skip()
                 continue
             if row is None:
                 return
             sample_or_reason = self.config.sample(row)
             if isinstance(sample_or_reason, str):
-                reason, lost = self.config.judged(row, sample_or_reason)
-                self._skip(row.row_id, reason, lost=lost)
+                self._skip(row.row_id, sample_or_reason)
             else:
                 self.documents += 1
                 yield row, sample_or_reason
 
     @property
     def skipped(self) -> dict[str, Any]:
-        """The numbers of bad records and bad shards skipped so far, for a shard's header."""
-        return {"bad": self.bad, "bad_shards": self.bad_shards}
+        """The number of bad records skipped so far, for a shard's header."""
+        return {"bad": self.bad}
 
-    def _skip(self, row_id: RowId, reason: str, *, lost: Mapping[str, int] | None = None) -> None:
+    def _skip(self, row_id: RowId, reason: str) -> None:
         quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
-        if lost is not None:
-            self.bad_shards = quarantine.leave_out(
-                self.lane, source=source, row_id=row_id, reason=reason, lost=lost, known=self.bad_shards
-            )
-            return
         quarantine.skip(
             self.lane,
             source=source,

@@ -46,9 +46,6 @@ SHARD_TOKENS = 1 << 26
 UINT16_VOCABULARY = 1 << 16
 """The largest vocabulary whose ids fit uint16."""
 
-MOST_BAD_SHARDS = 100
-"""The most that a ``shard_limit`` can be: the header of a shard, of 4,096 bytes, holds a number for each."""
-
 ENGINES = ("processes", "ray")
 """Values of ``engine``."""
 
@@ -115,11 +112,6 @@ def tokenize(
     folder = folder_at(out, options=storage_options)
     local = scheme_of(os.fspath(out)) is None
     quarantine = quarantine_for(skip_bad, folder=Path(out, BAD_RECORDS_FOLDER) if local else None)
-    if quarantine is not None and quarantine.shard_limit > MOST_BAD_SHARDS:
-        raise ValueError(
-            f"skip_bad.shard_limit={quarantine.shard_limit} is above {MOST_BAD_SHARDS}, as many as a header can name; "
-            "look at what is bad, and leave those files out"
-        )
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
     if source.names:
         raise ValueError(
@@ -275,14 +267,10 @@ def _require_complete(job: Job, found: Sequence[Progress]) -> None:
 def _write_index(jobs: Sequence[Job], lanes: Sequence[Progress]) -> None:
     shards = [shard for progress in lanes for shard in progress.shards if shard.documents]
     bad = sum(progress.bad for progress in lanes)
-    bad_shards = {checksum for progress in lanes for checksum in progress.bad_shards}
     folder, quarantine = jobs[-1].folder, jobs[-1].config.quarantine
-    if bad or bad_shards:
+    if bad:
         listed = quarantine.report() if quarantine is not None else ""
-        log.warning(
-            "%s leaves out %d broken record(s) and %d bad shard(s)%s",
-            folder.shown, bad, len(bad_shards), listed and f": {listed}",
-        )  # fmt: skip
+        log.warning("%s leaves out %d broken record(s)%s", folder.shown, bad, listed and f": {listed}")
     if not shards:
         raise ValueError("the source has no rows; there is nothing to write")
     index = {
@@ -291,7 +279,6 @@ def _write_index(jobs: Sequence[Job], lanes: Sequence[Progress]) -> None:
         "dtype": jobs[-1].plan["dtype"],
         "generations": [job.plan for job in jobs],
         "bad_records": bad,
-        "bad_shards": len(bad_shards),
         "shards": [
             {key: value for key, value in asdict(shard).items() if key != "dtype"} for shard in shards
         ],

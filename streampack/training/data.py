@@ -112,7 +112,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     # until it has enough packs, so no limit is needed.
     # All ranks read the held-out rows, so only rank 0 lists their bad records, in a folder of their own.
     if kept is not None:
-        kept = replace(kept.within("validation"), limit=sys.maxsize, shard_limit=sys.maxsize)
+        kept = replace(kept.within("validation"), limit=sys.maxsize)
         kept = kept if world.is_main else replace(kept, folder=None)
     fixed = common | {"skip_bad": kept}
     entries = entries_of(held_out, train.lane_config.encode)

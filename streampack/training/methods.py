@@ -244,7 +244,7 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     """Read a dataset's samples once, with a progress bar; return them, and a ledger of what was dropped.
 
     Samples that are to be split are returned whole. Each rank reads all rows, and rank 0 lists bad records. The limit
-    of bad records, and that of bad shards, is that of one lane times the number of lanes that a stream of this dataset
+    of bad records is that of one lane times the number of lanes that a stream of this dataset
     would have.
     """
     from tqdm import tqdm
@@ -256,9 +256,9 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     if quarantine is not None:
         folder = quarantine.folder if world.is_main else None
         lanes = dataset.lanes_for(1)
-        limit, shard_limit = quarantine.limit, min(quarantine.shard_limit * lanes, sys.maxsize)
+        limit = quarantine.limit
         limit = limit if isinstance(limit, float) else min(limit * lanes, sys.maxsize)
-        quarantine = Quarantine(folder, limit, shard_limit=shard_limit)
+        quarantine = Quarantine(folder, limit)
     planned = replace(config, packing=whole, shuffle_window=0, endless=False, quarantine=quarantine)
     reader = PieceReader(planned, lane=0, num_lanes=1)
     reader.open(0)

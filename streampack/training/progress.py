@@ -91,10 +91,9 @@ def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None = None) 
         f"{ledger.buffered:,} buffered",
         f"speed        {result['tokens'] / max(seconds, 1e-9):,.0f} tokens/s over {seconds:,.0f} s",
     ]
-    if (bad := ledger.dropped_samples["bad"]) or ledger.bad_shards:
+    if bad := ledger.dropped_samples["bad"]:
         listed = quarantine.report() if quarantine is not None else ""
-        shards = f" and {ledger.bad_shards:,} shards left out" if ledger.bad_shards else ""
-        lines.append(f"bad records  {bad:,} skipped{shards}{listed and f'; {listed}'}")
+        lines.append(f"bad records  {bad:,} skipped{listed and f'; {listed}'}")
     if ledger.untrained:
         lines.append(f"untrained    {ledger.untrained:,} samples train nothing")
     if held_out:

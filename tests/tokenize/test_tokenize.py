@@ -218,7 +218,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "engine": ({"engine": "spark"}, "engine='spark' is unknown; choose one of 'processes', 'ray'"),
     "workers": ({"engine": "ray", "workers": 2}, "workers=2 are processes of this machine"),
     "address": ({"address": "auto"}, "address='auto' is that of a Ray cluster"),
-    "shards": ({"skip_bad": {"shard_limit": 101}}, "skip_bad.shard_limit=101 is above 100"),
 }
 
 
