@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -47,9 +46,6 @@ class FileSource(Source):
 
     near = 64
     """The distance in offsets below which `fetch_many` reads on to the next row, instead of beginning there, by URL."""
-
-    independent_files = False
-    """Whether some of the files can be read without the others."""
 
     reads_tags = True
     """Whether the files' ends may have to be read for `marks`."""
@@ -113,14 +109,6 @@ class FileSource(Source):
     def listing(self) -> list[File]:
         """Return the files that must be the same on all ranks."""
         return list(self.files)
-
-    def of_files(self, files: Sequence[tuple[int, str]]) -> Source:
-        """See `Source.of_files`."""
-        if not self.independent_files:
-            return super().of_files(files)
-        other = copy(self)
-        other._hold(self.corpus.only(files))
-        return other
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""

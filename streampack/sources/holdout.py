@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -70,10 +70,6 @@ class Holdout(WrappedSource):
             "columns": None if columns is None else ", ".join(columns),
             "hashed": marks(self._examples),
         }
-
-    def of_files(self, files: Sequence[tuple[int, str]]) -> Holdout:
-        """See `Source.of_files`."""
-        return Holdout(self.source.of_files(files), fraction=self.fraction, part=self.part)
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""

@@ -71,7 +71,6 @@ class JSONLSource(FileSource):
     unit = "byte"
     near = 1 << 18
     whole = "compressed file"
-    independent_files = True
     probed_by_bytes = True
 
     def __init__(

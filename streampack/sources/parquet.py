@@ -69,7 +69,6 @@ class ParquetSource(FileSource):
     """
 
     whole = "row group"
-    independent_files = True
 
     def __init__(
         self,

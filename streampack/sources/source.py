@@ -130,17 +130,6 @@ class Source(ABC):
         """Return a sentence if several of the lanes read the same rows, for the log."""
         return []
 
-    def of_files(self, files: Sequence[tuple[int, str]]) -> Source:
-        """Return this source of some of its files, given as (number, name that the file shall have), in this order.
-
-        Raises:
-            ValueError: if that is not possible; it says so of all sources but JSON lines and Parquet.
-        """
-        raise ValueError(
-            f"files were added, and {type(self).__name__} cannot be read without the others; tokenize the new ones to "
-            "another folder: TokenShardSource reads several folders as one corpus"
-        )
-
     def epochs_read(self, epoch: int, cursor: Cursor = ()) -> dict[str, int]:
         """Return for each of `leaves` the epoch of it that a lane reads at a cursor in ``epoch``."""
         return dict.fromkeys(self.leaves(), epoch)

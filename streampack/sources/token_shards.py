@@ -68,7 +68,7 @@ class TokenShardSource(IndexedSource):
 
     Args:
         folder: the folder that holds ``index.json``, on this machine or behind a URL; or several folders in one place,
-            which are one corpus. A folder that has grown, and folders that were added, are an addition to the corpus:
+            which are one corpus. Folders that were added are an addition to the corpus:
             with ``corpus_lists``, a run goes on with them in its next epoch.
         storage_options: see `JSONLSource`, as for the arguments below.
         retries: how often a failed read is tried again.

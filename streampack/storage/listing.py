@@ -11,7 +11,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -86,15 +86,6 @@ class Corpus:
             seen[file.name] += 1
             found.append(file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})")
         return found
-
-    def only(self, files: Sequence[tuple[int, str]]) -> Corpus:
-        """Return a corpus of some of the files, given as (number, name that the file shall have), in this order."""
-        marks = self.marks()
-        kept = replace(self, files=tuple(replace(self.files[number], name=name) for number, name in files))
-        paths = {file.path for file in kept.files}
-        kept.problems = {path: problem for path, problem in self.problems.items() if path in paths}
-        kept.identify([marks.tags[number] for number, _ in files])
-        return kept
 
     def manifest(self) -> str:
         r"""Return the text of a manifest: a line for each file with its name, size and tag.

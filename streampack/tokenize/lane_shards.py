@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from streampack.packing.groups import Group
+from streampack.sources.corpus_identity import first_difference
 from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
 from streampack.storage.folders import Folder
 from streampack.storage.locks import PATIENCE
 from streampack.streaming.lane_config import LaneConfig
-from streampack.tokenize.generations import require_plan
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 
 ROWS_PER_REPORT = 64
@@ -25,18 +25,11 @@ Report = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of `tokenize` for one generation of a folder."""
+    """What `tokenize` writes to a folder."""
 
     config: LaneConfig
     folder: Folder
     plan: Mapping[str, Any]  # all that decides the bytes of the shards; it is saved in every header
-    first: int = 0
-    """The number of its first lane: the lanes of the generations of a folder are numbered on."""
-
-    @property
-    def lanes(self) -> range:
-        """The numbers of its lanes."""
-        return range(self.first, self.first + int(self.plan["lanes"]))
 
 
 class Progress(NamedTuple):
@@ -70,7 +63,12 @@ def read_progress(job: Job, lane: int) -> Progress:
     progress = Progress(lane, shards)
     while not progress.ended and (header := read_header(job.folder, name := shard_name(lane, len(shards)))):
         path = f"{job.folder.shown}/{name}"
-        require_plan(job.plan, header.get("plan", {}), shown=path)
+        if (found := first_difference(header.get("plan"), job.plan)) is not None:
+            key, before, now = found
+            raise ValueError(
+                f"{path} was made with {key}={before!r} and this is {key}={now!r}; give another folder, or remove the "
+                "old shards (TokenShardSource reads several folders as one corpus, so new files can have their own)"
+            )
         bad = header.get("bad", 0)
         if bad and job.config.quarantine is None:
             raise ValueError(
@@ -143,8 +141,8 @@ class _Samples:
         self.lane = progress.lane
         self.bad = progress.bad
         self.documents = sum(shard.documents for shard in progress.shards)
-        lane, num_lanes = self.lane - job.first, job.plan["lanes"]
-        self.reader = job.config.source.read(Reading(lane, num_lanes=num_lanes, start=progress.start))
+        reading = Reading(self.lane, num_lanes=job.plan["lanes"], start=progress.start)
+        self.reader = job.config.source.read(reading)
         self.config.check_shards()
 
     def __iter__(self) -> Iterator[tuple[Row, Sample]]:

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-
-from streampack.sources.token_files import HEADER_BYTES
-from streampack.tokenize.lane_shards import ENDING, Job, Progress, Report, write_lane
+from streampack.tokenize.lane_shards import Job, Report, write_lane
 
 RETRIES = 100
 """How often Ray starts a task again whose process or node died. A task goes on behind its last complete shard."""
@@ -17,14 +14,17 @@ RETRIES = 100
 PATIENCE = 120.0
 """Seconds that a task waits for the process of an earlier attempt, which may outlive its node's death for a while."""
 
+_jobs: dict[str, Job] = {}
+"""The job of a worker process by its name; a source knows from the first lane what it reads for the next ones."""
 
-def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str | None) -> list[Progress]:
-    """Write lanes as Ray tasks, one for each free CPU at a time; return their progress in the same order.
+
+def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str | None) -> None:
+    """Write lanes as Ray tasks, one for each free CPU at a time.
 
     Args:
         job: with a folder that all nodes have in common, or one behind a URL.
         lanes: to write.
-        report: called with the number of tokens written since its last call.
+        report: called with the number of tokens of each lane that is done.
         address: of a cluster, such as ``"auto"``; None: that of ``RAY_ADDRESS``, otherwise a new one on this machine.
 
     Raises:
@@ -39,55 +39,35 @@ def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str
     started = not ray.is_initialized()
     if started:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=None)
+    running: list[Any] = []
     try:
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_write)
         # In a list, Ray passes the reference and not the job, which a process reads once for all its tasks.
         name, shared = uuid4().hex, [ray.put(job)]
-        pending = [task.remote(name, shared, lane) for lane in lanes]
-        done: dict[Any, Progress] = {}
-        seen = _tokens_written(job)
-        running = pending
-        try:
-            while running:
-                ready, running = ray.wait(running, num_returns=len(running), timeout=job.folder.poll)
-                done |= {each: ray.get(each) for each in ready}
-                now = max(seen, _tokens_written(job))  # less while a task writes a shard again
-                report(now - seen)
-                seen = now
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except ray.exceptions.RayError as error:
-            raise RuntimeError(
-                f"Ray gave up a task ({type(error).__name__}): {error}; the same call again goes on where it stopped"
-            ) from None
-        finally:
-            for each in running:
-                ray.cancel(each, force=True)
-        return [done[each] for each in pending]
+        running = [task.remote(name, shared, lane) for lane in lanes]
+        while running:
+            [done], running = ray.wait(running)
+            report(ray.get(done))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(
+            f"Ray gave up a task ({type(error).__name__}): {error}; the same call again goes on where it stopped"
+        ) from None
     finally:
+        for each in running:
+            ray.cancel(each, force=True)
         if started:
             ray.shutdown()
 
 
-_jobs: dict[str, Job] = {}
-"""The job of a worker process by its name; a source knows from the first lane what it reads for the next ones."""
-
-
-def _write(name: str, shared: list[Any], lane: int) -> Progress:
-    """Write a lane; the body of a task."""
+def _write(name: str, shared: list[Any], lane: int) -> int:
+    """Write a lane and return its new tokens; the body of a task."""
     import ray
 
     if name not in _jobs:
         _jobs.clear()
         _jobs[name] = ray.get(shared[0])
-    return write_lane(_jobs[name], lane, _silent, patience=PATIENCE)
-
-
-def _silent(tokens: int) -> None:
-    """Take a task's report of its progress, which the process that waits for all tasks sees in the folder."""
-
-
-def _tokens_written(job: Job) -> int:
-    """Return about how many tokens are in the folder, by the sizes of its shards, also of those not complete."""
-    width = np.dtype(job.plan["dtype"]).itemsize
-    return sum(max(0, size - HEADER_BYTES) // width for size in job.folder.written(ENDING))
+    written: list[int] = []
+    write_lane(_jobs[name], lane, written.append, patience=PATIENCE)
+    return sum(written)

@@ -6,65 +6,35 @@ import multiprocessing as mp
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from typing import Any
 
 from streampack.distributed.parent import end_with_parent
-from streampack.tokenize.lane_shards import Job, Progress, Report, write_lane
+from streampack.tokenize.lane_shards import Job, Report, write_lane
+
+_job: Job
+_counted: Any  # how many tokens all workers have written
+_failed: Any  # 1 once a worker failed
 
 
 class Stopped(Exception):
     """Raised in a worker process to stop it, because another one failed."""
 
 
-@dataclass
-class Worker:
-    """The job of a worker process, and two variables that it shares with the others."""
-
-    job: Job
-    counted: Any  # how many tokens all workers have written
-    stop: Any  # 1 once a worker failed, otherwise 0
-
-    def report(self, tokens: int) -> None:
-        """Count tokens, and raise `Stopped` if another worker failed."""
-        with self.counted.get_lock():
-            self.counted.value += tokens
-        if self.stop.value:
-            raise Stopped
-
-
-_worker: Worker | None = None
-
-
-def _start_worker(job: Job, counted: Any, stop: Any) -> None:
-    global _worker
-    _worker = Worker(job, counted, stop)
-    end_with_parent()  # a worker that waits for its next lane would not notice that the main process was killed
-
-
-def _write_lane_in_worker(lane: int) -> Progress:
-    assert _worker is not None
-    return write_lane(_worker.job, lane, _worker.report)
-
-
-def write_here(job: Job, lanes: Sequence[int], report: Report, *, workers: int) -> list[Progress]:
-    """Write lanes on this machine, in ``workers`` processes or in this one; return their progress in the same order.
+def write_here(job: Job, lanes: Sequence[int], report: Report, *, workers: int) -> None:
+    """Write lanes on this machine, in ``workers`` processes or in this one.
 
     Raises:
         ValueError: as `write_lane`; the other processes are stopped then.
         RuntimeError: if a process was killed.
     """
     if workers == 1 or len(lanes) < 2:
-        return [write_lane(job, lane, report) for lane in lanes]
-    return _write_in_processes(job, lanes, min(workers, len(lanes)), report)
-
-
-def _write_in_processes(job: Job, lanes: Sequence[int], workers: int, report: Report) -> list[Progress]:
-    counted, stop, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
-    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(job, counted, stop)) as pool:
-        futures = [pool.submit(_write_lane_in_worker, lane) for lane in lanes]
+        for lane in lanes:
+            write_lane(job, lane, report)
+        return
+    counted, failed, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
+    with ProcessPoolExecutor(min(workers, len(lanes)), None, _start, (job, counted, failed)) as pool:
+        running = {pool.submit(_write, lane) for lane in lanes}
         try:
-            running = set(futures)
             while running:
                 done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -77,6 +47,22 @@ def _write_in_processes(job: Job, lanes: Sequence[int], workers: int, report: Re
                 "a worker process was killed, perhaps for want of memory; the same call again goes on where it stopped"
             ) from None
         finally:
-            stop.value = 1
+            failed.value = 1
             pool.shutdown(cancel_futures=True)
-    return [future.result() for future in futures]
+
+
+def _start(job: Job, counted: Any, failed: Any) -> None:
+    global _job, _counted, _failed
+    _job, _counted, _failed = job, counted, failed
+    end_with_parent()  # a worker that waits for its next lane would not notice that the main process was killed
+
+
+def _write(lane: int) -> None:
+    write_lane(_job, lane, _count)
+
+
+def _count(tokens: int) -> None:
+    with _counted.get_lock():
+        _counted.value += tokens
+    if _failed.value:
+        raise Stopped

@@ -8,31 +8,30 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer
+from streampack.packing.samples import sample_from_row
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, SkipBad, quarantine_for
 from streampack.sources.corpus_identity import fingerprint_of
 from streampack.sources.indexed import INDEX
-from streampack.sources.source import Source, shared_by_lanes
+from streampack.sources.source import shared_by_lanes
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
 from streampack.storage.folders import Folder, LocalFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import encoder_identity
-from streampack.tokenize.jobs import jobs_of
-from streampack.tokenize.lane_shards import Job, Progress, read_progress
+from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress
 from streampack.tokenize.on_ray import write_on_ray
 from streampack.tokenize.processes import write_here
-from streampack.tokenize.progress import progress_bar
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,9 @@ SHARD_TOKENS = 1 << 26
 
 UINT16_VOCABULARY = 1 << 16
 """The largest vocabulary whose ids fit uint16."""
+
+PROBED_ROWS = 64
+"""How many rows are encoded to estimate the total of the progress bar."""
 
 ENGINES = ("processes", "ray")
 """Values of ``engine``."""
@@ -73,13 +75,12 @@ def tokenize(
     >>> rows = [{"tokens": [i, i], "labels": [i, i]} for i in range(100)]
     >>> folder = tokenize(rows, out=Path(tempfile.mkdtemp()), lanes=2, progress=False)
     >>> sorted(path.name for path in folder.glob("[!.]*"))
-    ['generation-000.json.gz', 'index.json', 'tokens-00000-00000.bin', 'tokens-00001-00000.bin']
+    ['index.json', 'tokens-00000-00000.bin', 'tokens-00001-00000.bin']
 
     The bytes are a function of the source, the encoder, ``lanes``, ``shard_tokens`` and ``dtype``; neither the number
     of workers nor a kill changes them. A shard gets its name when it is complete and on disk, or stored; the same call
-    keeps such shards and continues after them. Where files of JSON lines or Parquet were added to the source since an
-    earlier call, their rows are written to further shards, and the old ones stay as they are. The index is written
-    last.
+    keeps such shards and continues after them. The index is written last. Tokenize what is new to another folder:
+    `TokenShardSource` reads several as one corpus.
 
     Args:
         source: whatever an `IterablePackedDataset` takes, except a mixture.
@@ -87,7 +88,7 @@ def tokenize(
             if need be. Shards for a URL are made below ``TMPDIR`` first, one for each worker at a time.
         encoder: makes a `Sample` of a row; rows of ready tokens need none.
         workers: processes on this machine, each of which writes one lane at a time.
-        lanes: parts of the source, or of the files that were added to it. Default: as many as they fill, up to 64.
+        lanes: parts of the source. Default: as many as it fills, up to 64.
         shard_tokens: a shard ends with the document that reaches this number.
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
         progress: show a bar, if tqdm is installed.
@@ -104,8 +105,8 @@ def tokenize(
 
     Raises:
         ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder that another
-            process writes to, or with shards of another source, encoder or setting; for a file that is gone or has
-            changed since its rows were written; with ``finish``, if shards are missing. Complete shards stay.
+            process writes to, or with shards of another source, encoder or setting; with ``finish``, if shards are
+            missing. Complete shards stay.
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
@@ -126,55 +127,42 @@ def tokenize(
     if engine != "ray" and address is not None:
         raise ValueError(f"address={address!r} is that of a Ray cluster; set engine='ray', or leave it out")
     require(dtype, "dtype", ("auto", *DTYPES))
-    _require_shard(shard, finish=finish)
-    whole = LaneConfig(source, encode, Packing(1, split_across_pack=True), quarantine=quarantine)
-    whole.check_shards()
-
-    def job_of(part: Source, first: int, earlier: Mapping[str, Any]) -> Job:
-        lanes_of_it = min(part.natural_lanes(), MAX_DEFAULT_LANES) if lanes is None else lanes
-        settings = {"lanes": require_positive(lanes_of_it, "lanes"), "shard_tokens": shard_tokens, **earlier}
-        plan = {
-            "corpus": fingerprint_of(part),
-            "encoder": encoder_identity(encode, part),
-            "lanes": settings["lanes"],
-            "shard_tokens": require_positive(settings["shard_tokens"], "shard_tokens"),
-            "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
-        }
-        return Job(replace(whole, source=part), folder, plan, first)
-
-    alone = shard is None
+    config = LaneConfig(source, encode, Packing(1, split_across_pack=True), quarantine=quarantine)
+    config.check_shards()
+    lanes = min(source.natural_lanes(), MAX_DEFAULT_LANES) if lanes is None else lanes
+    plan = {
+        "corpus": fingerprint_of(source),
+        "encoder": encoder_identity(encode, source),
+        "lanes": require_positive(lanes, "lanes"),
+        "shard_tokens": require_positive(shard_tokens, "shard_tokens"),
+        "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
+    }
+    ours = _require_shard(shard, lanes, finish=finish)
+    job = Job(config, folder, plan)
     with (
         _full_disks_named(folder),
         folder.lock("", way_out="wait until it ends, stop it, or give another folder")
-        if alone
+        if shard is None
         else nullcontext(),
     ):
-        jobs = jobs_of(source, folder, job_of, add=not finish, alone=alone)
-        _require_work(shard, sum(job.plan["lanes"] for job in jobs))
-        write = (
-            partial(write_on_ray, address=address)
-            if engine == "ray"
-            else partial(write_here, workers=workers)
-        )
-        for job in jobs:
-            found = _found(job, _lanes_of(job, shard))
-            missing = [progress.lane for progress in found if not progress.ended]
-            if finish:
-                _require_complete(job, found)
-            elif missing:
-                for what in shared_by_lanes(job.config.source, job.plan["lanes"]):
-                    log.warning("%s", what)
-            if missing or job is jobs[-1]:
-                with progress_bar(job, found, shown=progress) as report:
-                    if missing:
-                        write(job, missing, report)
-        if alone:
+        found = _found(job, ours)
+        missing = [each.lane for each in found if not each.ended]
+        if finish:
+            _require_complete(job, found)
+        elif missing:
+            for what in shared_by_lanes(source, lanes):
+                log.warning("%s", what)
+            with _bar(job, found, shown=progress) as report:
+                if engine == "ray":
+                    write_on_ray(job, missing, report, address=address)
+                else:
+                    write_here(job, missing, report, workers=workers)
+        if shard is None:
             # Of the shards that are there, not of those that this call knows of: in an object store, which has no
             # locks, another call with other settings may have replaced some.
-            done = [_found(job, job.lanes) for job in jobs]
-            for job, found in zip(jobs, done, strict=True):
-                _require_complete(job, found)
-            _write_index(jobs, [progress for found in done for progress in found])
+            found = _found(job, ours)
+            _require_complete(job, found)
+            _write_index(job, found)
             folder.remove_locks()
     return out
 
@@ -214,9 +202,10 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _require_shard(shard: tuple[int, int] | None, *, finish: bool) -> None:
+def _require_shard(shard: tuple[int, int] | None, lanes: int, *, finish: bool) -> Sequence[int]:
+    """Return the lanes that this process writes."""
     if shard is None:
-        return
+        return range(lanes)
     index, count = shard
     if finish:
         raise ValueError(
@@ -224,21 +213,12 @@ def _require_shard(shard: tuple[int, int] | None, *, finish: bool) -> None:
         )
     if not 0 <= index < count:
         raise ValueError(f"shard={index}/{count} is none of 0/{count} to {count - 1}/{count}")
-
-
-def _require_work(shard: tuple[int, int] | None, lanes: int) -> None:
-    if shard is not None and shard[1] > lanes:
-        index, count = shard
+    if count > lanes:
         raise ValueError(
             f"shard={index}/{count} of {lanes} lanes: some shards would have nothing to do; give all of them, and the "
             f"call that finishes, lanes={count} or more, or use {lanes} shards"
         )
-
-
-def _lanes_of(job: Job, shard: tuple[int, int] | None) -> list[int]:
-    """Return the lanes of a job that this process writes."""
-    index, count = shard or (0, 1)
-    return [lane for lane in job.lanes if lane % count == index]
+    return range(index, lanes, count)
 
 
 def _listed(lanes: Sequence[int]) -> str:
@@ -264,10 +244,10 @@ def _require_complete(job: Job, found: Sequence[Progress]) -> None:
         )
 
 
-def _write_index(jobs: Sequence[Job], lanes: Sequence[Progress]) -> None:
+def _write_index(job: Job, lanes: Sequence[Progress]) -> None:
     shards = [shard for progress in lanes for shard in progress.shards if shard.documents]
     bad = sum(progress.bad for progress in lanes)
-    folder, quarantine = jobs[-1].folder, jobs[-1].config.quarantine
+    folder, quarantine = job.folder, job.config.quarantine
     if bad:
         listed = quarantine.report() if quarantine is not None else ""
         log.warning("%s leaves out %d broken record(s)%s", folder.shown, bad, listed and f": {listed}")
@@ -276,11 +256,35 @@ def _write_index(jobs: Sequence[Job], lanes: Sequence[Progress]) -> None:
     index = {
         "format": FORMAT,
         "version": VERSION,
-        "dtype": jobs[-1].plan["dtype"],
-        "generations": [job.plan for job in jobs],
+        "dtype": job.plan["dtype"],
+        "plan": job.plan,
         "bad_records": bad,
         "shards": [
             {key: value for key, value in asdict(shard).items() if key != "dtype"} for shard in shards
         ],
     }
     write_file(folder, INDEX, json.dumps(index, indent=1).encode())
+
+
+@contextmanager
+def _bar(job: Job, found: Sequence[Progress], *, shown: bool) -> Iterator[Report]:
+    """Show a bar of the tokens that a job writes, if ``shown`` and tqdm is installed; yield what moves it."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        shown = False
+    if not shown:
+        yield lambda tokens: None
+        return
+    total = None
+    with suppress(Exception):  # streams have no length; a broken row is reported where it is read
+        rows, scale = job.config.source.sample(PROBED_ROWS)
+        lengths = (sample_from_row(job.config.encode(row.data)).tokens.size for row in rows if row.data)
+        total = int(sum(lengths) * scale * len(found) / job.plan["lanes"])
+    done = sum(shard.tokens for progress in found for shard in progress.shards)
+    with tqdm(
+        total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.folder.shown}"
+    ) as bar:
+        yield bar.update
+        bar.total = bar.n  # this replaces the estimate
+        bar.refresh()

@@ -11,8 +11,7 @@ Write data.source, encoded by data.encoder, as token shards, which streampack.To
 
   streampack tokenize --config my.yaml --out tokens --workers 16
 
-A command that was killed goes on when it is given again. Where files were added to the source since, it tokenizes those
-alone, to further shards. The folder may lie in an object store (s3://, gs://, az://).
+A command that was killed goes on when it is given again. The folder may lie in an object store (s3://, gs://, az://).
 On a Ray cluster, whose nodes all reach the folder, lanes are tasks, tried again where a node dies:
 
   streampack tokenize --config my.yaml --out s3://bucket/tokens --engine ray --address auto --lanes 800

@@ -41,7 +41,7 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
     assert sorted(row.data["tokens"].tolist() for row in shards.read(Reading())) == expected
     assert {shard.dtype for shard in shards.shards} == {"uint16"}
     index = json.loads((one / "index.json").read_text())
-    assert index["generations"][0]["encoder"]["samples"]
+    assert index["plan"]["encoder"]["samples"]
 
 
 def test_without_tqdm_there_is_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +125,26 @@ def test_errors_name_file_and_row(tmp_path: Path, line: str, message: str, worke
         run(source, tmp_path / "out", workers=workers)
     assert "index.json" not in content(tmp_path / "out")
     path.write_text("\n".join(lines))
+    source = JSONLSource(str(tmp_path / "corpus" / "*.jsonl"))
+    before = content(tmp_path / "out")
     with pytest.raises(
-        ValueError,
-        match=r"out holds tokens of files that are not as they were: 1 changed \(1.jsonl\). Restore them",
+        ValueError, match="bin was made with corpus='.*; give another folder, or remove the old"
     ):
-        run(JSONLSource(str(tmp_path / "corpus" / "*.jsonl")), tmp_path / "out", workers=workers)
+        run(source, tmp_path / "out")
+    assert content(tmp_path / "out") == before
+
+
+def test_files_that_come_later_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    def rows(source: Any) -> list[list[int]]:
+        return sorted(row.data["tokens"].tolist() for row in source.read(Reading()))
+
+    source = corpus(tmp_path / "corpus")
+    older, whole = run(source, tmp_path / "older"), run(source, tmp_path / "whole")
+    (tmp_path / "corpus" / "2.jsonl").write_text('{"text": "later"}\n')
+    newer = run(JSONLSource(tmp_path / "corpus" / "2.jsonl"), tmp_path / "newer", lanes=1)
+    both = TokenShardSource([older, newer])
+    assert rows(both) == sorted([*rows(TokenShardSource(whole)), *rows(TokenShardSource(newer))])
+    assert len(rows(both)) == 301
 
 
 BROKEN = {
@@ -277,7 +292,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(listed(tmp_path / "bad")) == 1
 
 
-@pytest.mark.parametrize("name", ["tokens-", "generation-", "index.json"])
+@pytest.mark.parametrize("name", ["tokens-", "index.json"])
 def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_part_of_a_file(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
