@@ -111,7 +111,7 @@ def test_a_killed_worker_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message", "workers"),
     [
-        ('{"text": 5}', "1.jsonl:42: column 'text' holds a int; it must be text", 2),
+        ('{"text": 5}', "1.jsonl:42: column 'text' holds a int; mend the row", 2),
         ('{"text": "a', "1.jsonl:42: not a line of JSON", 1),
     ],
 )
