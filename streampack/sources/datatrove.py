@@ -13,24 +13,25 @@ https://github.com/huggingface/datatrove/blob/main/src/datatrove/pipeline/tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
-from streampack.sources.indexed import offsets_of
+from streampack.sources.documents import DocumentSource, Layout, Mask
+from streampack.sources.indexed import Offsets
 from streampack.sources.parts import Part
-from streampack.sources.token_documents import Described, Steps, TokenDocuments
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import companion, look_at_each
-from streampack.storage.ranges import Fetcher
+from streampack.storage.ranges import Block, Fetcher
 
 ANEW = "copy both anew, or tokenize again"
 
 
-class DatatroveSource(TokenDocuments):
+class DatatroveSource(DocumentSource):
     """The documents of datatrove's ``.ds`` files: rows of ``tokens`` and ``labels``, ``[length]``.
 
     >>> import tempfile
@@ -74,23 +75,21 @@ class DatatroveSource(TokenDocuments):
             paths, manifest=None, endings=(".ds",), storage_options=storage_options, retries=retries,
             timeout=timeout, once=once,
         )  # fmt: skip
-        found = look_at_each(corpus, partial(_describe, loss=loss), once=once)
-        if any(isinstance(each, Described) and each.mask is not None for each in found):
+        found = look_at_each(corpus, partial(_layout, loss=loss), once=once)
+        if any(isinstance(each, Layout) and each.mask is not None for each in found):
             found = [_with_mask(file, each) for file, each in zip(corpus.files, found, strict=True)]
         super().__init__(corpus, found)
 
-    def tables(self, part: Part, described: Described) -> Steps:
-        """See `TokenDocuments.tables`."""
+    @override
+    def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
+        index = self.layouts[part.file].index
+        assert index is not None
         assert part.stop is not None
-        raw = yield described.index, 8 * max(0, part.start - 1), 8 * part.stop
-        width = np.dtype(described.dtype).itemsize
-        return offsets_of(
-            raw if part.start else bytes(8) + raw, "<u8", file=self.files[part.file], first=part.start,
-            limits=(0, described.tokens * width), unit=width,
-        )  # fmt: skip
+        ends = read((index, 8 * max(0, part.start - 1), 8 * part.stop))
+        return np.frombuffer(ends if part.start else bytes(8) + ends, "<i8")
 
 
-def _with_mask(file: File, found: Described | str) -> Described | str:
+def _with_mask(file: File, found: Layout | str) -> Layout | str:
     if isinstance(found, str) or found.mask is not None:
         return found
     return (
@@ -99,7 +98,7 @@ def _with_mask(file: File, found: Described | str) -> Described | str:
     )
 
 
-def _describe(corpus: Corpus, file: File, *, loss: bool) -> Described:
+def _layout(corpus: Corpus, file: File, *, loss: bool) -> Layout:
     """Compare the sizes of a file, of its index and of its loss with one another.
 
     Raises:
@@ -129,4 +128,4 @@ def _describe(corpus: Corpus, file: File, *, loss: bool) -> Described:
             f"{mask.name} has {mask.size:,} bytes, and the file has {tokens:,} tokens; one of the two was cut off or "
             f"replaced: {ANEW}"
         )
-    return Described(index.size // 8, tokens, dtype, index, mask)
+    return Layout(dtype, tokens, index.size // 8, index=index, mask=Mask(mask) if mask else None)

@@ -213,31 +213,22 @@ def _whole(remote: RemoteStorage, path: str, tries: Retries) -> tuple[str, bytes
     return path, tries.call(partial(remote.whole, path))
 
 
-def offsets_of(
-    raw: bytes, dtype: str, *, file: File, first: int, limits: tuple[int, int], unit: int = 1, base: int = 0
-) -> Offsets:
-    """Return the byte where each record begins, and where the last one ends, ``[records + 1]``, from a stored table.
+def require_sound(offsets: Offsets, *, file: File, first: int, limits: tuple[int, int]) -> Offsets:
+    """Check where the records of a file begin, and where the last one ends, ``[records + 1]``.
 
     Args:
-        raw: the bytes of the table.
-        dtype: of the table's entries, little-endian.
-        file: the shard, for the message.
-        first: the number of the table's first record.
-        limits: the bytes between which all records must lie.
-        unit: how many bytes an entry counts as one: an entry may count tokens.
-        base: the byte from which entries count.
+        offsets: bytes or tokens.
+        file: the file, for the message.
+        first: the number of the first record.
+        limits: the offsets between which all records must lie.
 
     Raises:
         Damage: if a record ends before it begins, or lies outside of ``limits``.
     """
-    table = np.frombuffer(raw, dtype)
-    offsets = table.astype(np.int64) * unit + base
-    # The stored entries are checked as well as the offsets, which may overflow: 2**62 tokens of 4 bytes are 0 bytes.
-    sound = (table[:-1] <= table[1:]).all() and int(table[0]) >= 0 and int(table[-1]) <= limits[1]
-    if not (sound and limits[0] <= offsets[0] and offsets[-1] <= limits[1]):
-        what = f"the offsets of its records lead out of {file.name}, or backwards: it is damaged"
-        raise Damage(what, offset=first)
-    return offsets
+    if (offsets[:-1] <= offsets[1:]).all() and limits[0] <= offsets[0] and offsets[-1] <= limits[1]:
+        return offsets
+    what = f"the offsets of its records lead out of {file.name}, or backwards: it is damaged"
+    raise Damage(what, offset=first, resume=None)
 
 
 def read_records(

@@ -15,9 +15,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import divide
-from streampack.sources.indexed import IndexedSource, Offsets, offsets_of, read_index, read_records
+from streampack.sources.indexed import IndexedSource, Offsets, read_index, read_records, require_sound
 from streampack.sources.mds_columns import Column, decoder, left_out, row_of
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, redact
@@ -183,7 +185,7 @@ def _decompressed(
     assert part.stop is not None
     table = data[4 * (1 + part.start) : 4 * (part.stop + 2)]
     limits = (shard.first_sample, len(data))
-    offsets = offsets_of(table, "<u4", file=file, first=part.start, limits=limits).tolist()
+    offsets = require_sound(_ints(table), file=file, first=part.start, limits=limits).tolist()
     for start, end in pairwise(offsets):
         yield data[start:end]
 
@@ -199,7 +201,11 @@ def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
     if not part.start:
         _check_count(table, shard)
         table = table[4:]
-    return offsets_of(table, "<u4", file=file, first=part.start, limits=(shard.first_sample, file.size))
+    return require_sound(_ints(table), file=file, first=part.start, limits=(shard.first_sample, file.size))
+
+
+def _ints(table: bytes) -> Offsets:
+    return np.frombuffer(table, "<u4").astype(np.int64)
 
 
 def _check_length(shard: Shard, part: Part, size: int) -> None:

@@ -22,20 +22,21 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlunsplit
 
 import numpy as np
+from typing_extensions import override
 
+from streampack.sources.documents import DocumentSource, Layout
 from streampack.sources.indexed import Offsets
 from streampack.sources.parts import Damage, Part
-from streampack.sources.token_documents import Described, Steps, TokenDocuments
 from streampack.storage.base import File, split_url
 from streampack.storage.listing import MAGIC, Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import companion, look_at_each
-from streampack.storage.ranges import Fetcher
+from streampack.storage.ranges import Block, Fetcher
 
 HEADER = struct.Struct("<9sQBQQ")
 BEGINNING = b"MMIDIDX\x00\x00"
@@ -47,7 +48,7 @@ HEAD_BYTES = 1 << 12
 ANEW = "write both files anew, or copy them again"
 
 
-class MegatronSource(TokenDocuments):
+class MegatronSource(DocumentSource):
     r"""The documents of Megatron-LM's ``.bin`` and ``.idx`` files: rows of ``tokens`` and ``labels``, ``[length]``.
 
     >>> import tempfile
@@ -92,34 +93,32 @@ class MegatronSource(TokenDocuments):
             [_data_file(os.fspath(path)) for path in given], manifest=None, endings=(".bin",),
             storage_options=storage_options, retries=retries, timeout=timeout, once=once,
         )  # fmt: skip
-        super().__init__(corpus, look_at_each(corpus, _describe, once=once))
+        super().__init__(corpus, look_at_each(corpus, _layout, once=once))
 
-    def tables(self, part: Part, described: Described) -> Steps:
-        """See `TokenDocuments.tables`."""
-        index, width = described.index, np.dtype(described.dtype).itemsize
-        pointers_at, documents_at = _tables_at(_sequences(described))
+    @override
+    def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
+        layout = self.layouts[part.file]
+        index, width = layout.index, layout.width
+        assert index is not None
         assert part.stop is not None
-        raw = yield index, documents_at + 8 * part.start, documents_at + 8 * (part.stop + 1)
+        sequences = (index.size - HEADER.size - 8 * (layout.count + 1)) // 12
+        pointers_at, documents_at = _tables_at(sequences)
+        raw = read((index, documents_at + 8 * part.start, documents_at + 8 * (part.stop + 1)))
         documents = np.frombuffer(raw, "<i8")
         first, last = int(documents[0]), int(documents[-1])
-        sound = (np.diff(documents) >= 0).all() and 0 <= first <= last <= _sequences(described)
+        sound = (np.diff(documents) >= 0).all() and 0 <= first <= last <= sequences
         if sound and first == last:
             return np.zeros_like(documents)  # all of them are empty
         if sound:
-            raw = yield index, HEADER.size + 4 * first, HEADER.size + 4 * last
+            raw = read((index, HEADER.size + 4 * first, HEADER.size + 4 * last))
             sizes = np.frombuffer(raw, "<i4").astype(np.int64) * width
-            raw = yield index, pointers_at + 8 * first, pointers_at + 8 * last
+            raw = read((index, pointers_at + 8 * first, pointers_at + 8 * last))
             starts = np.frombuffer(raw, "<i8")
             ends = starts + sizes
             # Sequences that overlap or leave bytes out are not written by Megatron.
-            if (
-                (sizes >= 0).all()
-                and starts[0] >= 0
-                and (starts[1:] == ends[:-1]).all()
-                and int(ends[-1]) <= described.tokens * width
-                and not (starts % width).any()
-            ):
-                offsets: Offsets = np.append(starts, ends[-1])[documents - first]
+            within = starts[0] >= 0 and (sizes >= 0).all() and ends[-1] <= layout.tokens * width
+            if within and (starts[1:] == ends[:-1]).all() and not (starts % width).any():
+                offsets: Offsets = np.append(starts, ends[-1])[documents - first] // width
                 return offsets
         what = f"the index is damaged: its documents do not lie end to end within the file; {ANEW}"
         raise Damage(what, offset=part.start)
@@ -141,16 +140,12 @@ def _data_file(path: str) -> str:
     return f"{path.removesuffix('.idx')}.bin"
 
 
-def _sequences(described: Described) -> int:
-    return (described.index.size - HEADER.size - 8 * (described.documents + 1)) // 12
-
-
 def _tables_at(sequences: int) -> tuple[int, int]:
     """Return the bytes where the pointers begin, and where the document index does."""
     return HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
 
 
-def _describe(corpus: Corpus, file: File) -> Described:
+def _layout(corpus: Corpus, file: File) -> Layout:
     """Read the header of a file's index, and compare what it says with the sizes of both files.
 
     Raises:
@@ -201,4 +196,4 @@ def _describe(corpus: Corpus, file: File) -> Described:
             f"it has {file.size:,} bytes, and its index describes {end:,}; one of the two was cut off or replaced: "
             f"{ANEW}"
         )
-    return Described(entries - 1, end // width, DTYPES[code], index)
+    return Layout(DTYPES[code], end // width, entries - 1, index=index)

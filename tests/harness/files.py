@@ -241,7 +241,6 @@ SMALL = {
     "hugging_face": {"BATCH_ROWS": 4},
     "arrow_dataset": {"BATCH_ROWS": 4, "KEPT_BATCHES": 3},
     "megatron": {"HEAD_BYTES": 64},
-    "token_shards": {"OFFSETS_AT_ONCE": 3},
 }
 
 # Corpora of six files.
