@@ -118,9 +118,10 @@ class DocumentSource(IndexedSource):
 
     @override
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
-        # A file that cannot be read is a part, too, so that a lane lists it.
+        # A file of which nothing is known is a part, too, so that a lane lists it.
+        unknown = {number for number in self.bad if not self.counts[number]}
         sizes = [file.size for file in self.files]
-        return divide(self.counts, num_lanes, sizes=sizes, whole=set(self.bad), least=self.least)
+        return divide(self.counts, num_lanes, sizes=sizes, whole=unknown, least=self.least)
 
     @override
     def slice(
@@ -138,27 +139,23 @@ class DocumentSource(IndexedSource):
 
         else:
             runs = _runs(offsets, fetcher.block // layout.width)
-            fetcher.plan((block for run in runs for block in layout.blocks(file, run[0], run[-1])), later)
-        number = part.start
+            fetcher.plan(
+                (block for run in runs for block in layout.blocks(file, int(run[0]), int(run[-1]))), later
+            )
+        number, local = part.start, self.local
         for run in _runs(offsets, fetcher.block // layout.width):
-            at = run[0]
-            fetcher.reading = layout.width * (run[-1] - at)
+            at = int(run[0])
+            fetcher.reading = layout.width * (int(run[-1]) - at)
             data, *marks = [
-                read(block) if block[1] < block[2] else b"" for block in layout.blocks(file, at, run[-1])
+                read(block) if block[1] < block[2] else b"" for block in layout.blocks(file, at, int(run[-1]))
             ]
             ids = _signed(np.frombuffer(data, layout.dtype))
             trained = _unpacked(marks[0], layout.mask, at) if layout.mask is not None else None
-            for start, end in pairwise(run):
-                own = ids[start - at : end - at]
+            for start, end in pairwise((run - at).tolist()):
+                own = ids[start:end]
                 # What was fetched is copied, so that a document that waits holds no others.
-                yield (
-                    number,
-                    (
-                        own if self.local else own.copy(),
-                        None if trained is None else trained[start - at : end - at],
-                    ),
-                    number + 1,
-                )
+                raw = own if local else own.copy(), None if trained is None else trained[start:end]
+                yield number, raw, number + 1
                 number += 1
 
     @override
@@ -182,7 +179,7 @@ class DocumentSource(IndexedSource):
                     yield asked[-1] if asked[-1] not in asked[:-1] else None
             layout = self.layouts[part.file]
             for run in _runs(offsets, fetcher.block // layout.width):
-                for block in layout.blocks(self.files[part.file], run[0], run[-1]):
+                for block in layout.blocks(self.files[part.file], int(run[0]), int(run[-1])):
                     if block[1] < block[2]:
                         yield block
 
@@ -212,7 +209,7 @@ class DocumentSource(IndexedSource):
 
     @override
     def lost(self, left: Sequence[Part]) -> dict[str, int]:
-        if left[0].file in self.bad:
+        if not self.counts[left[0].file]:
             return FileSource.lost(self, left)
         return super().lost(left)
 
@@ -250,13 +247,14 @@ def as_ids(stored: Stored) -> IntArray:
     >>> as_ids(np.array([2**31], "<u4")), as_ids(np.array([7], "<u2")).dtype
     (array([2147483648]), dtype('int32'))
     """
-    ids: npt.NDArray[Any] = _signed(stored)
-    if ids.itemsize < 4:
-        ids = ids.astype(np.int32)
-    elif ids.dtype.kind == "u":
+    ids: Any
+    if stored.itemsize < 4:
+        ids = stored.astype(np.int32)
+    elif (ids := _signed(stored)).dtype.kind == "u":
         ids = ids.astype(np.int64)
     ids.setflags(write=False)  # An array that cannot change need not be copied again.
-    return ids
+    found: IntArray = ids
+    return found
 
 
 def _signed(ids: Stored) -> Stored:
@@ -276,11 +274,11 @@ def _unpacked(data: bytes, mask: Mask, start: int) -> npt.NDArray[np.uint8]:
     return np.unpackbits(marks, bitorder="little")[start % 8 :] if mask.bits else marks
 
 
-def _runs(offsets: Offsets, limit: int) -> Iterator[list[int]]:
+def _runs(offsets: Offsets, limit: int) -> Iterator[Offsets]:
     """Divide documents into runs of ``limit`` tokens and the rest of a document. Yields the offsets of each run."""
     first, last = 0, len(offsets) - 1
     while first < last:
         # The end of the document that crosses the run's end, or of the last one.
         stop = min(int(np.searchsorted(offsets, offsets[first] + max(1, limit))), last)
-        yield offsets[first : stop + 1].tolist()
+        yield offsets[first : stop + 1]
         first = stop

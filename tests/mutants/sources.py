@@ -181,7 +181,7 @@ def last_bits_of_masks_lost(good, self, part, offset, raw):
 def ids_of_two_bytes_signed(good, self, part, offset, raw):
     """Ids above 32,767 of Megatron's files become negative."""
     row = good(self, part, offset, raw)
-    if self.described[part.file].dtype != "<u2":
+    if self.layouts[part.file].dtype != "<u2":
         return row
     tokens = row["tokens"].astype(np.int16).astype(np.int32)
     return {"tokens": tokens, "labels": tokens}
