@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from streampack.sources.files import FileSource, divide
+from streampack.sources.files import divide
 from streampack.sources.indexed import IndexedSource, Offsets, require_sound
-from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, resized
 from streampack.storage.listing import Corpus, require_some
 from streampack.storage.ranges import Block, Fetcher
@@ -201,17 +201,6 @@ class DocumentSource(IndexedSource):
     def natural_lanes(self) -> int:
         """Return one lane per 262,144 tokens, but no more than there are records."""
         return max(1, min(sum(self.counts), self.tokens // TOKENS_PER_LANE))
-
-    @override
-    def judge(self, error: Exception, left: Sequence[Part]) -> BadShard | None:
-        # The sizes were looked up when the source was made, so another one means a change.
-        return FileSource.judge(self, error, left)
-
-    @override
-    def lost(self, left: Sequence[Part]) -> dict[str, int]:
-        if not self.counts[left[0].file]:
-            return FileSource.lost(self, left)
-        return super().lost(left)
 
     def _offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
         limits = (0, self.layouts[part.file].tokens)

@@ -17,6 +17,7 @@ from urllib.parse import urlunsplit
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, places
@@ -45,6 +46,9 @@ Offsets = npt.NDArray[np.int64]
 
 class IndexedSource(FileSource):
     """Numbered records in shards: token shards and MDS. The index says how many records each shard has."""
+
+    sizes_of_index = False
+    """Whether an index says how large files are, so that one of another size is damaged; else it has changed."""
 
     def __init__(self, corpus: Corpus, counts: Sequence[int]) -> None:
         super().__init__(corpus)
@@ -91,9 +95,9 @@ class IndexedSource(FileSource):
             lambda row_id: example(row_id, lambda: self.fetch_many([row_id])[0]), places(self.counts, count)
         )
 
+    @override
     def damage(self, error: Exception, part: Part, offset: int) -> Damage | None:
-        """See `DamageOf`. A shard of another size is not the one that its index describes."""
-        if isinstance(error, Resized):
+        if self.sizes_of_index and isinstance(error, Resized):
             return Damage(_resized(error.size, self.files[part.file].size), offset=offset)
         return super().damage(error, part, offset)
 
@@ -228,7 +232,7 @@ def require_sound(offsets: Offsets, *, file: File, first: int, limits: tuple[int
     if (offsets[:-1] <= offsets[1:]).all() and limits[0] <= offsets[0] and offsets[-1] <= limits[1]:
         return offsets
     what = f"the offsets of its records lead out of {file.name}, or backwards: it is damaged"
-    raise Damage(what, offset=first, resume=None)
+    raise Damage(what, offset=first)
 
 
 def read_records(

@@ -68,6 +68,7 @@ class MDSSource(IndexedSource):
 
     unit = "sample"
     whole = "compressed shard"
+    sizes_of_index = True
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ Shards on this machine are mapped into memory. Behind a URL, they are read by ra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 from typing_extensions import override
 
 from streampack.sources.documents import DocumentSource, Layout, Mask
-from streampack.sources.indexed import Index, IndexedSource, Offsets, joined, read_index
-from streampack.sources.parts import BadShard, Part
+from streampack.sources.indexed import Index, Offsets, joined, read_index
+from streampack.sources.parts import Damage, Part
 from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, shard_of
 from streampack.storage.base import File, redact
 from streampack.storage.listing import Name, Once, alone
@@ -56,6 +56,7 @@ class TokenShardSource(DocumentSource):
 
     unit = "document"
     reads_tags = False
+    sizes_of_index = True
 
     def __init__(
         self,
@@ -94,15 +95,11 @@ class TokenShardSource(DocumentSource):
         shard, file = self.shards[part.file], self.files[part.file]
         if part.file not in self._checked:  # A state knows a shard only by the index.
             if (problem := misdescribed(read((file, 0, HEADER_BYTES)), shard)) is not None:
-                raise BadShard(problem, offset=part.start)
+                raise Damage(problem, offset=part.start)
             self._checked.add(part.file)
         assert part.stop is not None
         at = shard.offsets_at
         return np.frombuffer(read((file, at + 8 * part.start, at + 8 * (part.stop + 1))), "<i8")
-
-    @override
-    def judge(self, error: Exception, left: Sequence[Part]) -> BadShard | None:
-        return IndexedSource.judge(self, error, left)
 
 
 def _shards_of(index: Index) -> list[Shard]:
