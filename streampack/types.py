@@ -103,8 +103,9 @@ class Pack:
     # Lengths of the sequences, the padding at their ends (`pad_seqs_to`) included; their sum is at most max_seq_len.
     seq_lens: tuple[int, ...]
     fragments: tuple[Fragment, ...]  # one per real sequence, in the same order
-    epoch: int  # 0 for every pack of a stream without end, in which epochs run into one another
-    number: int  # how many packs its lane made before it in this epoch
-    lane: int
+    # Where it came from; -1 where that is unknown.
+    epoch: int = -1  # 0 for every pack of a stream without end, in which epochs run into one another
+    number: int = -1  # how many packs its lane made before it in this epoch
+    lane: int = -1
     groups: PackGroups | None = None  # None: it holds plain samples only
     input_pos: IntArray | None = None  # [max_seq_len]; None: positions count from 0 in every sequence

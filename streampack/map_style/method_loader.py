@@ -189,7 +189,4 @@ class Rows(Dataset[Batch]):
             *assemble(sequences, max_seq_len=width, padding_idx=self.padding_idx),
             seq_lens=tuple(sequence.tokens.size for sequence in sequences),
             fragments=tuple(fragments),
-            epoch=-1,
-            number=-1,
-            lane=-1,
         )

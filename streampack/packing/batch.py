@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ class PackDict(dict[str, Any]):
 def to_torchtune(pack: Pack) -> PackDict:
     """Convert a pack to the dict of ``torchtune.datasets.PackedDataset``, with four keys more.
 
-    ``seq_lens`` ends with the padding's length where there is padding, because torchtune's collate function needs
-    the sum to be ``max_seq_len``; ``num_seqs`` counts the real sequences.
+    ``seq_lens`` ends with the padding's length, because torchtune's collate function needs the sum to be
+    ``max_seq_len``; ``num_seqs`` counts the real sequences.
 
     A pack with groups has the key ``groups``. Where sequences share prefixes, their lengths are under ``segment_lens``:
     a collator that made a mask of ``seq_lens`` would hide prompts from their answers.
@@ -47,30 +47,24 @@ def to_torchtune(pack: Pack) -> PackDict:
 def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
     """Make a pack of padding only. It trains nothing; a rank takes it where it has no pack and others do."""
     tokens, labels = assemble([], max_seq_len=max_seq_len, padding_idx=padding_idx)
-    return Pack(tokens, labels, (), (), epoch=-1, number=-1, lane=-1)
+    return Pack(tokens, labels, (), ())
 
 
 @dataclass(frozen=True, slots=True)
 class BatchGroups:
-    """What a batch with groups says of its sequences, which are the segments of the groups.
+    """What a batch with groups says of its sequences: `PackGroups`, stacked."""
 
-    ``fields`` and ``token_fields`` are NaN where a sample lacks the field, and at padding.
-    """
-
-    parents: tuple[
-        tuple[int, ...], ...
-    ]  # for each pack and sequence the one of the pack that it continues, or -1
+    parents: tuple[tuple[int, ...], ...]  # for each pack and sequence the one that it continues, or -1
     first_labels: torch.Tensor  # [batch, most segments] int64: labels of first tokens, which parents predict
     fields: dict[str, torch.Tensor]  # each [batch, most segments] float32
     token_fields: dict[str, torch.Tensor]  # each [batch, max_seq_len] float32
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchGroups:
         """Return a copy with changed tensors."""
-        fields, token_fields = (
-            {name: change(tensor) for name, tensor in each.items()}
-            for each in (self.fields, self.token_fields)
-        )
-        return BatchGroups(self.parents, change(self.first_labels), fields, token_fields)
+        each = [
+            {name: change(tensor) for name, tensor in f.items()} for f in (self.fields, self.token_fields)
+        ]
+        return BatchGroups(self.parents, change(self.first_labels), *each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +89,8 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        tokens, labels, input_pos, seq_lens = map(
-            change, (self.tokens, self.labels, self.input_pos, self.seq_lens)
-        )
+        tensors = (self.tokens, self.labels, self.input_pos, self.seq_lens)
+        tokens, labels, input_pos, seq_lens = map(change, tensors)
         groups = None if self.groups is None else self.groups.map(change)
         return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups)
 
@@ -111,9 +104,8 @@ class Batch:
         padding = [[fragment.padding for fragment in pack] for pack in self.fragments]
         if not any(map(any, padding)):
             return self.seq_lens
-        return self.seq_lens - _stack_rows(padding, self.seq_lens.shape[1]).to(
-            self.seq_lens.device, non_blocking=True
-        )
+        stacked = _stack_rows(padding, self.seq_lens.shape[1], 0, np.int32)
+        return self.seq_lens - stacked.to(self.seq_lens.device, non_blocking=True)
 
     @property
     def num_tokens(self) -> int:
@@ -147,23 +139,20 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
     ``seq_lens`` is as wide as the pack with the most segments needs, or ``segments`` wide: with
     ``max_seqs_per_pack + 1``, which counts the padding, all batches have the same shapes.
 
-    >>> import numpy as np
     >>> from streampack import IterablePackedDataset
     >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
-    >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=6)))
-    >>> batch.tokens.tolist(), batch.seq_lens.tolist()
-    ([[7, 8, 9, 4, 5, 0]], [[3, 2, 1]])
+    >>> collate_packed(list(IterablePackedDataset(rows, max_seq_len=6))).seq_lens.tolist()
+    [[3, 2, 1]]
 
     Raises:
         ValueError: if a pack has more than ``segments``.
     """
-    arrays = ("tokens", "labels", "input_pos")
-    found = [
-        _pack_of(
-            pack["fragments"], groups=pack.get("groups"), **{name: pack[name].numpy() for name in arrays}
-        )
-        for pack in packs
-    ]
+    found = []
+    for pack in packs:
+        tokens, labels, input_pos = (pack[name].numpy() for name in ("tokens", "labels", "input_pos"))
+        fragments = pack["fragments"]
+        lengths = tuple([fragment.length for fragment in fragments])
+        found.append(Pack(tokens, labels, lengths, fragments, groups=pack.get("groups"), input_pos=input_pos))
     return stack_packs(found, segments=segments)
 
 
@@ -175,11 +164,7 @@ default_collate_fn_map[PackDict] = _collate_by_default  # as torch's documentati
 
 
 def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
-    """Stack packs to a batch, as `collate_packed` does with dicts. Ids become int64.
-
-    Raises:
-        ValueError: as `collate_packed`.
-    """
+    """Stack packs to a batch, as `collate_packed` does with dicts."""
     lengths = [_segment_lengths(pack) for pack in packs]
     most = max(map(len, lengths))
     width = most if segments is None else segments
@@ -191,21 +176,14 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
         tokens=_stack_ids([pack.tokens for pack in packs]),
         labels=_stack_ids([pack.labels for pack in packs]),
         input_pos=torch.from_numpy(_positions(packs)),
-        seq_lens=_stack_rows(lengths, width),
+        seq_lens=_stack_rows(lengths, width, 0, np.int32),
         fragments=tuple(pack.fragments for pack in packs),
         groups=_stack_groups(packs, width),
     )
 
 
 def unstack_packs(batch: Batch) -> list[Pack]:
-    """Return the packs of a batch in memory of their own, null packs left out. Lane and number are unknown: -1.
-
-    >>> from streampack import IterablePackedDataset
-    >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
-    >>> [pack] = unstack_packs(collate_packed(list(IterablePackedDataset(rows, max_seq_len=6))))
-    >>> pack.tokens.tolist(), pack.seq_lens
-    ([7, 8, 9, 4, 5, 0], (3, 2))
-    """
+    """Return the packs of a batch in memory of their own, null packs left out; where they came from is unknown."""
     packs = []
     for number, fragments in enumerate(batch.fragments):
         if not fragments:
@@ -219,63 +197,47 @@ def unstack_packs(batch: Batch) -> list[Pack]:
                 {name: values[number].numpy().copy() for name, values in batch.groups.token_fields.items()},
             )
         tokens, labels = (ids[number].numpy().copy() for ids in (batch.tokens, batch.labels))
-        packs.append(_pack_of(fragments, groups=groups, tokens=tokens, labels=labels))
+        lengths = tuple(fragment.length for fragment in fragments)
+        packs.append(Pack(tokens, labels, lengths, fragments, groups=groups))
     return packs
-
-
-def _pack_of(
-    fragments: Iterable[Fragment],
-    *,
-    groups: PackGroups | None,
-    tokens: IntArray,
-    labels: IntArray,
-    input_pos: IntArray | None = None,
-) -> Pack:
-    """Return a pack of unknown origin."""
-    fragments = tuple(fragments)
-    lengths = tuple([fragment.length for fragment in fragments])
-    return Pack(
-        tokens, labels, lengths, fragments, epoch=-1, number=-1, lane=-1, groups=groups, input_pos=input_pos
-    )
 
 
 def _positions(packs: Sequence[Pack]) -> IntArray:
     """Return the positions of tokens ``[len(packs), max_seq_len]``, which go on where a sequence continues another."""
     if packs[0].input_pos is not None:
         return np.array([pack.input_pos for pack in packs])
-    starts = None
-    if any(pack.groups is not None for pack in packs):
-        starts = [
-            path_starts(pack.seq_lens, pack.groups.parents) if pack.groups else [0] * len(pack.seq_lens)
-            for pack in packs
-        ]
+    groups, starts = _groups(packs), None
+    if groups is not None:
+        starts = [path_starts(pack.seq_lens, each.parents) for pack, each in zip(packs, groups, strict=True)]
     return positions([pack.seq_lens for pack in packs], packs[0].tokens.size, starts=starts)
+
+
+def _groups(packs: Sequence[Pack]) -> list[PackGroups] | None:
+    """Return what packs say of their groups, those without included; None if none has any."""
+    if all(pack.groups is None for pack in packs):
+        return None
+    return [
+        pack.groups or PackGroups((ROOT,) * len(pack.seq_lens), (IGNORE_INDEX,) * len(pack.seq_lens), {}, {})
+        for pack in packs
+    ]
 
 
 def _stack_groups(packs: Sequence[Pack], width: int) -> BatchGroups | None:
     """Stack what packs say of their groups, for a batch with ``seq_lens`` of this ``width``."""
-    if all(pack.groups is None for pack in packs):
+    if (groups := _groups(packs)) is None:
         return None
-    first_labels = np.full((len(packs), width), IGNORE_INDEX, np.int64)
-    fields: dict[str, FloatArray] = {}
-    token_fields: dict[str, FloatArray] = {}
-    parents = []
-    for number, pack in enumerate(packs):
-        groups, count = pack.groups, len(pack.seq_lens)
-        parents.append((ROOT,) * count if groups is None else groups.parents)
-        if groups is None:
-            continue
-        first_labels[number, :count] = groups.first_labels
-        for stacked, size, given in (
-            (fields, width, groups.fields), (token_fields, pack.tokens.size, groups.token_fields)
-        ):  # fmt: skip
-            for name, values in given.items():
-                empty = np.full((len(packs), size), np.nan, np.float32)
-                stacked.setdefault(name, empty)[number, : values.size] = values
-    tensors = [
-        {name: torch.from_numpy(each) for name, each in found.items()} for found in (fields, token_fields)
-    ]
-    return BatchGroups(tuple(parents), torch.from_numpy(first_labels), *tensors)
+    fields, token_fields = (
+        {
+            name: _stack_rows([each.get(name, ()) for each in of_packs], size, np.nan, np.float32)
+            for name in dict.fromkeys(name for each in of_packs for name in each)
+        }
+        for of_packs, size in (
+            ([each.fields for each in groups], width),
+            ([each.token_fields for each in groups], packs[0].tokens.size),
+        )
+    )
+    first_labels = _stack_rows([each.first_labels for each in groups], width, IGNORE_INDEX, np.int64)
+    return BatchGroups(tuple(each.parents for each in groups), first_labels, fields, token_fields)
 
 
 def _stack_ids(rows: list[IntArray]) -> torch.Tensor:
@@ -291,7 +253,11 @@ def _segment_lengths(pack: Pack) -> tuple[int, ...]:
     return (*pack.seq_lens, padding) if padding else pack.seq_lens
 
 
-def _stack_rows(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
-    """Stack numbers as ``[len(rows), width]`` int32, with zeros at the ends of rows."""
-    padded = [[*row, *[0] * (width - len(row))] for row in rows]
-    return torch.from_numpy(np.array(padded, np.int32))  # torch.tensor takes twice as long
+def _stack_rows(
+    rows: Sequence[Sequence[int] | FloatArray], width: int, fill: float, dtype: type
+) -> torch.Tensor:
+    """Stack rows of numbers as ``[len(rows), width]``, filled up at their ends."""
+    stacked: Any = np.full((len(rows), width), fill, dtype)
+    for line, row in zip(stacked, rows, strict=True):
+        line[: len(row)] = row
+    return torch.from_numpy(stacked)  # torch.tensor takes twice as long
