@@ -7,7 +7,7 @@ import logging
 import operator
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,8 +23,8 @@ from streampack.map_style.read_sample import read_sample
 from streampack.map_style.samplers import range_with_progress
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
-from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos_of
+from streampack.packing.foreign_loader import refuse_foreign_loader
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.sources.column_tables import by_rows
@@ -35,6 +35,8 @@ from streampack.types import Fragment, Pack, Sample
 from streampack.validation import naming_nearest, require, require_positive, require_token_id
 
 log = logging.getLogger(__name__)
+
+FLATTEN = "give the Trainer data_collator=FlatteningCollator() and set remove_unused_columns=False in TrainingArguments"
 
 
 class PackedDataset(Dataset[dict[str, Any]]):
@@ -223,14 +225,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        # torch's DataLoader calls this, through its fetcher, with the numbers of a batch.
-        caller: Any = sys._getframe(1).f_locals.get("self")
-        if type(caller).__name__.endswith("DatasetFetcher"):
-            refuse_foreign_collator(caller.collate_fn, map_style=True)
-        return [self[index] for index in indices]
-
     def __getitem__(self, index: Any) -> dict[str, Any]:
+        refuse_foreign_loader(self, way_out=FLATTEN)
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(f"there is no pack {number}: the dataset has {len(self)} packs, counted from 0")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from streampack.packing.batch import collate_packed
-from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.validation import warn_user
 
 MODEL_PARALLEL_DIMS = {
@@ -47,28 +44,6 @@ def refuse_several_ranks(of_parent: int) -> None:
         )
     if here is None and not in_worker:
         warn_of_missing_group()
-
-
-def refuse_foreign_loader(dataset: object) -> None:
-    """Raise if a loader that accelerate has prepared, as Trainer does, reads a dataset and would lose boundaries.
-
-    Raises:
-        ValueError: if its collator knows no packs; or if it dispatches: then it knows no `Batch`, and cuts each tensor
-            of a dict to as many rows as the first one has, ``cu_seq_lens`` too. Without these it does no harm.
-    """
-    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    loader: Any = state().active_dataloader if state is not None else None
-    if loader is None or loader.dataset is not dataset:
-        return
-    refuse_foreign_collator(loader.collate_fn)
-    collate = getattr(loader.collate_fn, "func", loader.collate_fn)  # of a partial
-    cuts = collate is collate_packed or getattr(collate, "return_flash_attn_kwargs", False)
-    if cuts and type(loader).__name__ == "DataLoaderDispatcher":
-        raise ValueError(
-            "a loader that accelerate prepares for an iterable dataset cuts its batches into rows, and boundaries of "
-            "packs are no rows; iterate a PackedDataLoader, which accelerate leaves alone, or under Hugging Face's "
-            "Trainer call prepare_trainer_for_packing(trainer)"
-        )
 
 
 def require_data_parallel(what: str) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.encoders import TokensEncoder
+from streampack.packing.foreign_loader import refuse_foreign_loader
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import SkipBad, quarantine_for
@@ -22,7 +23,7 @@ from streampack.sources.mixture import Mix
 from streampack.sources.source import shared_by_lanes
 from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.use import Storage, StorageUse
-from streampack.streaming.consumers import ranks_here, refuse_foreign_loader, refuse_several_ranks
+from streampack.streaming.consumers import ranks_here, refuse_several_ranks
 from streampack.streaming.corpus_changes import CorpusChanges, Resumed, described, what_happens
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.iteration import PackDicts
