@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from streampack.fingerprint import plain
 from streampack.sources.arrow_rows import column_of
@@ -137,44 +138,40 @@ def _integers(value: Any) -> npt.NDArray[Any] | None:
 
 
 class _Kept(Reader):
-    """Reads the rows of one part, and passes over the others.
-
-    A row whose content cannot be hashed is a bad record. It is kept in ``unhashed`` until it is skipped.
-    """
+    """Reads the rows of one part, and passes over the others. A row whose content cannot be hashed is a bad record."""
 
     def __init__(self, reader: Reader, part: Holdout) -> None:
         self.reader = reader
         self.part = part
-        self.unhashed: Row | None = None
+        self.unhashed = (
+            False  # whether the newest row is such a record, behind which the reader stands already
+        )
 
     @property
     def cursor(self) -> Cursor:
-        return self.unhashed.cursor if self.unhashed else self.reader.cursor
+        return self.reader.cursor
 
-    @property
-    def missed_files(self) -> bool:  # type: ignore[override]
-        return self.reader.missed_files
-
+    @override
     def __next__(self) -> Row:
+        self.unhashed = False
         while True:
-            row = self.unhashed or next(self.reader)
+            row = next(self.reader)
             try:
-                kept = self.part.keeps(row.data)
+                if self.part.keeps(row.data):
+                    return row
+            except OSError:  # of a value that is read late; the record is not to blame
+                raise
             except Exception as error:
-                self.unhashed = row
-                if isinstance(error, OSError):  # of a value that is read late; the record is not to blame
-                    raise
+                self.unhashed = True
                 reason = f"its content, by which rows are held out, cannot be hashed: {type(error).__name__}: {error}"
                 raise BadRecord(reason, row_id=row.row_id, locate=self.part.locate) from error
-            self.unhashed = None
-            if kept:
-                return row
 
+    @override
     def skip(self) -> None:
-        if self.unhashed is None:
+        if not self.unhashed:
             self.reader.skip()
-        self.unhashed = None
 
+    @override
     def prepare(self) -> None:
         self.reader.prepare()
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
-from zlib import crc32
 
+from typing_extensions import override
+
+from streampack.sources.as_source import as_source
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.mixture_entries import Encode, Entry, entry_of
-from streampack.sources.mixture_scheduler import (
-    MOST_RESTARTS,
+from streampack.sources.mixture_reader import (
     STOPS,
-    MixtureScheduler,
+    Entry,
+    MixtureReader,
     SourceState,
+    pass_number,
     states_at,
 )
-from streampack.sources.passes import lane_in_pass
-from streampack.sources.reading import Reader, Reading
+from streampack.sources.reading import Reading
 from streampack.sources.source import Source
 from streampack.storage.listing import Once, alone
 from streampack.storage.use import StorageUse
@@ -29,14 +29,6 @@ from streampack.validation import require
 TOTAL_WEIGHT = 1 << 24
 """The weights are rounded to integers that add up to about this number, so that deficits are exact. The rounding error
 of a source's fraction is below 6e-8 times the number of sources."""
-
-
-def pass_number(epoch: int, restarts: int) -> int:
-    """Return the number of a pass over a source, which is the epoch that it is given.
-
-    So each pass is shuffled with another key.
-    """
-    return epoch * MOST_RESTARTS + restarts
 
 
 class Mix(Source):
@@ -52,7 +44,7 @@ class Mix(Source):
     {'short': (2000, 1), 'long': (6016, 2)}
 
     Weights are fractions of trained tokens: those with a label in the packs, not padding, prompts or what is cut off.
-    In each lane, the next row comes from the source that is furthest behind its weight (see `MixtureScheduler`). A
+    In each lane, the next row comes from the source that is furthest behind its weight (see `MixtureReader`). A
     source may have fewer rows than there are lanes: in each pass over it, they go to other lanes. ``stop`` says when an
     epoch ends:
 
@@ -142,8 +134,8 @@ class Mix(Source):
         ]
 
     @property
+    @override
     def names(self) -> list[str]:
-        """See `Source.names`."""
         return [entry.name for entry in self.entries]
 
     @property
@@ -164,22 +156,22 @@ class Mix(Source):
             "drawn by the old ones; the next are drawn by the new ones, and the fractions approach them"
         )
 
+    @override
     def source_index(self, row_id: RowId) -> int:
-        """See `Source.source_index`."""
         return row_id[0]
 
-    def encoder(self, row_id: RowId) -> Encode | None:
-        """See `Source.encoder`."""
+    @override
+    def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Any] | None:
         return self.entries[row_id[0]].encoder
 
+    @override
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`; without the weights."""
         names = ", ".join(entry.name for entry in self.entries)
         own = {"source": "Mix", "stop": self.stop, "names": names}
         return {**own, **{f"{entry.name}/": entry.source.identity() for entry in self.entries}}
 
+    @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """See `Source.examples`: some of each source."""
         each = max(1, count // len(self.entries))
         return [
             Example((number, *row.row_id), row.data)
@@ -187,75 +179,43 @@ class Mix(Source):
             for row in entry.source.examples(each)
         ]
 
+    @override
     def leaves(self) -> dict[str, Source]:
-        """See `Source.leaves`."""
         return {entry.name: leaf for entry in self.entries for leaf in entry.source.leaves().values()}
 
+    @override
     def epochs_read(self, epoch: int, cursor: Cursor = ()) -> dict[str, int]:
-        """See `Source.epochs_read`. Each pass over a source is an epoch of it."""
         states = states_at(cursor, len(self.names)) if cursor else [SourceState() for _ in self.names]
         restarts = {name: state.restarts for name, state in zip(self.names, states, strict=True)}
         return {name: pass_number(epoch, restarts[name]) for name in self.names}
 
-    def read(self, reading: Reading) -> MixtureScheduler:
+    @override
+    def read(self, reading: Reading) -> MixtureReader:
         """Open a reader of one lane's rows in one epoch.
 
         Whoever reads must call the reader's `Reader.charge` with the samples made of a row, before the next row is
         read: the trained tokens decide which source that comes from. A lane of an `IterablePackedDataset` does.
         """
-        weights = reading.weights or self.weights
-        if len(weights) != len(self.entries):
-            raise ValueError(f"there are {len(weights)} weights for {len(self.entries)} sources")
-        return MixtureScheduler(
-            self.names,
-            open_source=partial(self._open, reading),
-            locate=self.locate,
-            stop=self.stop,
-            weights=weights,
-            reading=reading,
-            remote=[number for number, entry in enumerate(self.entries) if not entry.source.local],
-            begins=[
-                [each.until - pass_number(reading.epoch, 0) for each in reading.earlier.get(entry.name, ())]
-                for entry in self.entries
-            ],
-        )
+        return MixtureReader(self.entries, reading, locate=self.locate, stop=self.stop, weights=self.weights)
 
-    def _open(self, reading: Reading, source_index: int, restarts: int, start: Cursor | None) -> Reader:
-        """Open a source that was restarted ``restarts`` times in the epoch; ``start`` None is its beginning."""
-        entry = self.entries[source_index]
-        number = pass_number(reading.epoch, restarts)
-        # Without a seed per source, two sources of equal size get the same permutation, and row i of one always meets
-        # row i of the other.
-        own = replace(
-            reading,
-            lane=lane_in_pass(reading.lane, reading.num_lanes, number),
-            epoch=number,
-            seed=crc32(f"{reading.seed} {entry.name}".encode()),
-            start=start,
-            read_ahead=reading.read_ahead and reading.read_ahead.part(entry.weight),
-            earlier={"": reading.earlier.get(entry.name, ())},
-            weights=(),
-        )
-        return entry.source.read(own)
-
+    @override
     def locate(self, row_id: RowId) -> str:
-        """See `Source.locate`; begins with the source's name."""
         entry = self.entries[row_id[0]]
         return f"{entry.name}: {entry.source.locate(row_id[1:])}"
 
+    @override
     def shard(self, row_id: RowId) -> str:
-        """See `Source.shard`; begins with the source's name."""
         entry = self.entries[row_id[0]]
         return f"{entry.name}/{entry.source.shard(row_id[1:])}"
 
+    @override
     def path_of(self, row_id: RowId) -> str | None:
-        """See `Source.path_of`."""
         return self.entries[row_id[0]].source.path_of(row_id[1:])
 
+    @override
     def fetch_many(
         self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
     ) -> list[Mapping[str, Any]]:
-        """See `Source.fetch_many`."""
         found: dict[RowId, Mapping[str, Any]] = {}
         for number, entry in enumerate(self.entries):
             if own := [row_id for row_id in row_ids if row_id[0] == number]:
@@ -272,8 +232,8 @@ class Mix(Source):
         found = [entry.source.natural_lanes() for entry in self.entries]
         return min(found) if self.stop == "first_exhausted" else max(1, sum(n for n in found if n > 1))
 
+    @override
     def sample(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.sample`; returns about equally many rows of each source."""
         rows: list[Example] = []
         total = 0.0
         for number, entry in enumerate(self.entries):
@@ -281,3 +241,26 @@ class Mix(Source):
             rows += [Example((number, *row.row_id), row.data) for row in some]
             total += len(some) * scale
         return rows, total / max(1, len(rows))
+
+
+def entry_of(given: Mapping[str, Any] | Entry, once: Once) -> Entry:
+    """Check the settings of a source: an `Entry`, or a mapping of its fields."""
+    keys = [field.name for field in fields(Entry)]
+    # A name with a slash is that of a mixture within another one. Only `_flattened` makes such names.
+    slash_allowed = isinstance(given, Entry)
+    if isinstance(given, Entry):
+        given = {key: getattr(given, key) for key in keys}
+    name = given.get("name")
+    if not isinstance(name, str) or not name or ("/" in name and not slash_allowed):
+        raise ValueError(f"a source of a mixture is named {name!r}; give it a name without a slash")
+    if unknown := sorted(set(given) - set(keys)):
+        raise ValueError(f"source {name!r} has no {unknown[0]!r}; its keys are {', '.join(keys)}")
+    for key in ("source", "weight"):
+        if given.get(key) is None:
+            raise ValueError(f"source {name!r} has no {key}; its keys are {', '.join(keys)}")
+    weight = given["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 2**63:
+        raise ValueError(
+            f"source {name!r} has weight={weight!r}; give its fraction of the trained tokens, 0 to leave it out"
+        )
+    return Entry(name, as_source(given["source"], once=once), float(weight), given.get("encoder"))

@@ -184,7 +184,6 @@ class InOrder(Reader):
         while self.part_index < len(self.parts):
             part = self.parts[self.part_index]
             if part.file == REMOVED_FILE:
-                self.missed_files = True
                 if left := self.removed.get(self.part_index, 0):
                     self.removed[self.part_index] = left - 1
                     return self.part_index, self.offset, REMOVED

@@ -44,12 +44,11 @@ class Reading:
         shuffle_window: the number of rows among which the order is permuted; 0 keeps the order.
         start: the cursor to begin at; None is the beginning.
         stagger: how many trained tokens the deficits of a mixture's sources are apart at most when an epoch begins;
-            the length of the longest sample is enough. See `MixtureScheduler`.
+            the length of the longest sample is enough. See `MixtureReader`.
         read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
         use: of storage by this process, to be counted and limited; None if nobody asks.
         earlier: for each source of files, by its name in a mixture (otherwise an empty one), the divisions of the
             epochs that began before its files changed, in order.
-        weights: of a mixture's sources, in place of its own; none are its own.
     """
 
     lane: int = 0
@@ -63,7 +62,6 @@ class Reading:
     read_ahead: ReadAhead | None = None
     use: StorageUse | None = None
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)
-    weights: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -117,9 +115,6 @@ class Reader(ABC):
     passes_begun = 0
     """How many passes over its source in a mixture were begun since that source's row before the newest row."""
 
-    missed_files = False
-    """Whether it came by a part whose file was removed since the run began, so that other rows are read than before."""
-
     @property
     @abstractmethod
     def cursor(self) -> Cursor:
@@ -140,9 +135,6 @@ class Reader(ABC):
 
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
         """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""
-
-    def weigh(self, weights: Sequence[int]) -> None:  # noqa: B027  # only a mixture has any
-        """Draw the next rows of a mixture by these weights, from now on."""
 
 
 def reason_of(error: Exception) -> str:

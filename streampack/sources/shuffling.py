@@ -60,11 +60,6 @@ class WindowReader(Reader):
         ordered.removed = dict(enumerate(self.expected, self.start[0]))
         self.cursor = (*self.start, self.resumes_at, *self.expected)
 
-    @property
-    def missed_files(self) -> bool:  # type: ignore[override]
-        """See `Reader.missed_files`."""
-        return self.ordered.missed_files
-
     def __next__(self) -> Row:
         while True:
             while self.index >= len(self.window):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from streampack.accounting import SourceStats
 from streampack.sources.corpus_lists import CorpusList, changes, moves, renamed
 from streampack.sources.files import FileSource, file_sources
-from streampack.sources.mixture_scheduler import translated
+from streampack.sources.mixture_reader import translated
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
 from streampack.streaming.lane_state import LaneState

@@ -10,7 +10,7 @@ from typing import Any
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
 from streampack.packing.cut_samples import untrained_error
-from streampack.sources.passes import passes_by_all
+from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig

@@ -22,7 +22,7 @@ from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.holdout import Holdout, hold_out
 from streampack.sources.mixture import Mix
-from streampack.sources.mixture_entries import Entry
+from streampack.sources.mixture_reader import Entry
 from streampack.sources.reading import Reading
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset

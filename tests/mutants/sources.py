@@ -26,7 +26,7 @@ from streampack import (
 from streampack.accounting import trained_tokens
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.files import FileSource
-from streampack.sources.mixture import pass_number
+from streampack.sources.mixture_reader import pass_number
 from streampack.sources.reading import own_row
 from streampack.types import Sample
 from tests.mutants.registry import replaces

@@ -246,7 +246,7 @@ def unencoded(names: Iterable[str], weights: Iterable[float], size: int = 50) ->
 def test_fractions_stay_within_the_stated_bound(
     sources: list[tuple[float, int]], seed: int, tokens: int, stagger: int
 ) -> None:
-    """The bound is that of `MixtureScheduler`'s docstring."""
+    """The bound is that of `MixtureReader`'s docstring."""
     weights, longest = zip(*sources, strict=True)
     mix = unencoded(map(str, range(len(sources))), weights)
     rng = np.random.default_rng(seed)

@@ -1,29 +1,47 @@
-"""`MixtureScheduler`: draws each row of a mixture from the source that is furthest behind its weight."""
+"""`MixtureReader`: draws each row of a mixture from the source that is furthest behind its weight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
+from zlib import crc32
 
 import numpy as np
+from typing_extensions import override
 
 from streampack.accounting import trained_tokens
-from streampack.sources.passes import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, Reading
+from streampack.sources.source import Source
 from streampack.types import Cursor, Row, RowId, Sample
 
 STOPS = ("first_exhausted", "all_exhausted", "never")
 MOST_RESTARTS = 1 << 20  # of a source in an epoch of the mixture
+GOLDEN = 0x9E3779B97F4A7C15
+"""The golden ratio less 1, times 2^64. Its multiples, modulo 2^64, are spread evenly however many are taken."""
 UNTRAINED_ROWS = 1000
 """A source is refused if, at the end of a pass, so many of the last rows that a lane read of it trained no token. With
 fewer, a run could end late because of a small source of which few rows are trained."""
 
 
-OpenSource = Callable[[int, int, Cursor | None], Reader]
-"""``(source_index, restarts, start)`` returns a reader of one pass over a source; see `MixtureScheduler`."""
+@dataclass(frozen=True)
+class Entry:
+    """One source of a mixture.
+
+    Attributes:
+        name: such as ``"code"``, or ``"web/en"`` for the source ``"en"`` of a mixture ``"web"`` within the mixture.
+        source: yields the rows.
+        weight: target fraction of the trained tokens, up to a factor that all sources have in common.
+        encoder: for the rows of this source; None if they are encoded with the run's encoder.
+    """
+
+    name: str
+    source: Source
+    weight: float
+    encoder: Callable[[Mapping[str, Any]], Sample] | None = None
 
 
 @dataclass(slots=True)
@@ -46,17 +64,6 @@ class SourceState:
     cursor: Cursor = ()
     reader: Reader | None = None
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the source was read to its end at least once in this epoch."""
-        return self.restarts > 0
-
-    def numbers(self) -> tuple[int, ...]:
-        """Return the state as a part of the mixture's cursor."""
-        # A lane state holds no negative numbers, so the sign becomes the lowest bit.
-        zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
-        return (zigzag, self.restarts, self.untrained, self.begun, len(self.cursor), *self.cursor)
-
 
 def states_at(cursor: Cursor, sources: int) -> list[SourceState]:
     """Return the states of the sources that a mixture's cursor holds.
@@ -66,12 +73,11 @@ def states_at(cursor: Cursor, sources: int) -> list[SourceState]:
     """
     numbers, found = iter(cursor), []
     for _ in range(sources):
-        zigzag, restarts, untrained, begun, size = [*islice(numbers, 5), *[-1] * 5][:5]
+        deficit, restarts, untrained, begun, size = [*islice(numbers, 5), *[-1] * 5][:5]
         own = tuple(islice(numbers, max(0, size)))
+        found.append(SourceState(deficit, restarts, untrained, begun, own))
         if len(own) != size or restarts >= MOST_RESTARTS:
             raise ValueError(f"the cursor of a lane is not that of {sources} sources")
-        deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
-        found.append(SourceState(deficit, restarts, untrained, begun, own))
     if next(numbers, None) is not None:
         raise ValueError(f"the cursor of a lane is that of more than {sources} sources")
     return found
@@ -79,7 +85,10 @@ def states_at(cursor: Cursor, sources: int) -> list[SourceState]:
 
 def cursor_of(states: Iterable[SourceState]) -> Cursor:
     """Return the cursor that holds the states of sources; inverts `states_at`."""
-    return tuple(number for state in states for number in state.numbers())
+    found: list[int] = []
+    for each in states:
+        found += (each.deficit, each.restarts, each.untrained, each.begun, len(each.cursor), *each.cursor)
+    return tuple(found)
 
 
 def translated(cursor: Cursor, before: Sequence[str], now: Sequence[str]) -> Cursor:
@@ -88,7 +97,7 @@ def translated(cursor: Cursor, before: Sequence[str], now: Sequence[str]) -> Cur
     A source that is new begins with a deficit of 0. The deficits of those that are gone are divided among the others,
     so that deficits still add up to 0.
 
-    >>> translated((4, 0, 0, 0, 1, 7, 3, 0, 0, 0, 1, 8), ["a", "b"], ["b", "c"])
+    >>> translated((2, 0, 0, 0, 1, 7, -2, 0, 0, 0, 1, 8), ["a", "b"], ["b", "c"])
     (0, 0, 0, 0, 1, 8, 0, 0, 0, 1, 0)
     """
     states = dict(zip(before, states_at(cursor, len(before)), strict=True))
@@ -99,7 +108,20 @@ def translated(cursor: Cursor, before: Sequence[str], now: Sequence[str]) -> Cur
     return cursor_of(states.get(name, SourceState()) for name in now)
 
 
-class MixtureScheduler(Reader):
+def passes_by_all(num_lanes: int) -> int:
+    """Return a number of passes in a row in which each lane surely reads every lane of a source.
+
+    By the three-distance theorem, n multiples of the golden ratio leave no gap above 1.9 / n.
+    """
+    return 2 * num_lanes
+
+
+def pass_number(epoch: int, restarts: int) -> int:
+    """Return the number of a pass over a source, which is the epoch that it is given: each has an order of its own."""
+    return epoch * MOST_RESTARTS + restarts
+
+
+class MixtureReader(Reader):
     """One lane's rows of a mixture in one epoch, each from the source that is furthest behind its weight.
 
     A cursor holds the deficit, the restarts and the cursor of each source.
@@ -122,50 +144,32 @@ class MixtureScheduler(Reader):
     their change since then is the error in tokens, so the fraction is off by at most S M / T.
 
     Args:
-        names: the sources' names, for errors.
-        open_source: ``(source_index, restarts, start)`` opens a source that was restarted ``restarts`` times in this
-            epoch, at the cursor ``start``, or at its beginning if that is None.
+        entries: the sources.
+        reading: the lane and epoch to read, and where to begin.
         locate: the mixture's `Source.locate`.
         stop: when an epoch ends, one of `STOPS`.
         weights: the sources' weights. A source of weight 0 is not read.
-        reading: the lane and epoch to read, and where to begin.
-        remote: indices of the sources whose rows can be fetched before they are needed.
-        begins: for each source whose files were changed, the restarts with which another list of them begins. A number
-            that no epoch reaches is in a later one.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
+        entries: Sequence[Entry],
+        reading: Reading,
         *,
-        open_source: OpenSource,
         locate: Callable[[RowId], str],
         stop: str,
         weights: Sequence[int],
-        reading: Reading,
-        remote: Sequence[int] = (),
-        begins: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.names = names
-        self.open_source = open_source
-        self.remote = remote
-        self.begins = begins or [()] * len(names)
-        # Sources that have no rows before the epoch ends, as their files were removed.
-        self.emptied: set[int] = set()
-        self.missed = False  # whether a reader of a pass that has ended missed files
+        self.entries = entries
+        self.reading = reading
         self.locate = locate
         self.stop = stop
+        self.weights = weights
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
-        # Passes over a source that may be without rows for this lane.
-        self.tries = passes_by_all(reading.num_lanes)
-        rng = np.random.default_rng(reading.key)
-        # Two sets of random numbers, from which `_begin` makes the deficits that the epoch begins with.
-        self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())  # trained tokens
-        self.waits = rng.exponential(size=len(names))
-        self.weights = tuple(weights)
-        self.states = self._first_states()
-        if reading.start is not None:
-            self.states = states_at(reading.start, len(names))
+        # Sources of which no row is left before the epoch ends, because their files were removed.
+        self.emptied: set[int] = set()
+        start = reading.start
+        self.states = self._first_states() if start is None else states_at(start, len(entries))
         self.current = 0  # index of the source that the newest row is from
         self.awaits_charge = False  # whether `charge` must still be called for the newest row
 
@@ -174,70 +178,50 @@ class MixtureScheduler(Reader):
         """The cursor of the newest row until `charge` is called for it, then of the next row."""
         return cursor_of(self.states)
 
-    @property
-    def missed_files(self) -> bool:  # type: ignore[override]
-        """See `Reader.missed_files`; also whether a source has no rows left because its files were removed."""
-        readers = [state.reader for state in self.states if state.reader is not None]
-        return self.missed or bool(self.emptied) or any(reader.missed_files for reader in readers)
-
-    def weigh(self, weights: Sequence[int]) -> None:
-        """See `Reader.weigh`."""
-        self.weights = tuple(weights)
-
+    @override
     def __next__(self) -> Row:
         if self.awaits_charge:
-            name = self.names[self.current]
+            name = self.entries[self.current].name
             raise RuntimeError(
                 f"{self.place}: a mixture was read on before the row of source {name!r} was charged; "
                 "read it by an IterablePackedDataset, and hold rows out of its sources, not of the whole"
             )
         while True:
-            self.current = self._furthest_behind()
-            state = self.states[self.current]
-            if state.reader is None:
-                state.reader = self.open_source(self.current, state.restarts, state.cursor or None)
-            self.passes_begun = state.begun
+            self.current = current = self._furthest_behind()
+            reader = self._reader(current)
+            self.passes_begun = self.states[current].begun
             try:
-                row = next(state.reader, None)
+                row = next(reader, None)
             except BadRecord as error:
-                raise BadRecord(
-                    error.reason,
-                    row_id=(self.current, *error.row_id),
-                    locate=self.locate,
-                ) from error.__cause__
+                row_id = (current, *error.row_id)
+                raise BadRecord(error.reason, row_id=row_id, locate=self.locate) from error.__cause__
             if row is not None:
                 break
-            self._restart(self.current)
+            self._restart(current)
         self.awaits_charge = True
-        return Row(row.data, self.cursor, (self.current, *row.row_id))
+        return Row(row.data, self.cursor, (current, *row.row_id))
 
+    @override
     def skip(self) -> None:
-        """See `Reader.skip`. The record counts as a row without trained tokens."""
-        reader = self.states[self.current].reader
-        assert reader is not None
-        reader.skip()
-        self._count_row(0)
+        self._reader(self.current).skip()
+        self._count_row(0)  # as of a row without trained tokens
 
+    @override
     def prepare(self) -> None:
-        """See `Reader.prepare`."""
-        for number in self.remote:
-            state = self.states[number]
-            if state.reader is None:
+        for number, entry in enumerate(self.entries):
+            if not entry.source.local:
                 with suppress(Exception):  # it is raised where the first row is read
-                    state.reader = self.open_source(number, state.restarts, state.cursor or None)
-            if state.reader is not None:
-                state.reader.prepare()
+                    self._reader(number).prepare()
 
+    @override
     def charge(self, parts: Sequence[Sample]) -> None:
-        """See `Reader.charge`."""
         if self.awaits_charge:  # a record that was skipped is counted already
             self.awaits_charge = False
             self._count_row(sum(map(trained_tokens, parts)))
 
     def _count_row(self, trained: int) -> None:
         state = self.states[self.current]
-        assert state.reader is not None
-        state.cursor = state.reader.cursor
+        state.cursor = self._reader(self.current).cursor
         state.untrained, state.begun = 0 if trained else state.untrained + 1, 0
         for other, weight in zip(self.states, self.weights, strict=True):
             other.deficit += weight * trained
@@ -250,72 +234,92 @@ class MixtureScheduler(Reader):
             key=lambda i: self.states[i].deficit,
         )
 
+    def _reader(self, index: int) -> Reader:
+        state = self.states[index]
+        if state.reader is None:
+            state.reader = self._open(index, state.restarts, state.cursor or None)
+        return state.reader
+
+    def _open(self, index: int, restarts: int, start: Cursor | None = None) -> Reader:
+        """Open a source that was restarted ``restarts`` times in the epoch."""
+        entry, reading, number = self.entries[index], self.reading, pass_number(self.reading.epoch, restarts)
+        # In each pass all lanes move on by the same distance. So together they still read every row once, and a source
+        # with fewer rows than lanes gives its rows to other lanes each time.
+        distance = number * GOLDEN % 2**64 * reading.num_lanes >> 64
+        own = replace(
+            reading,
+            lane=(reading.lane + distance) % reading.num_lanes,
+            epoch=number,
+            # Without a seed per source, two sources of equal size get the same permutation, and row i of one always
+            # meets row i of the other.
+            seed=crc32(f"{reading.seed} {entry.name}".encode()),
+            start=start,
+            read_ahead=reading.read_ahead and reading.read_ahead.part(entry.weight),
+            earlier={"": reading.earlier.get(entry.name, ())},
+        )
+        return entry.source.read(own)
+
     def _first_states(self) -> list[SourceState]:
         """Return the states that an epoch begins with: a deficit is the mean of the delays, minus the source's own."""
+        rng, count = np.random.default_rng(self.reading.key), len(self.weights)
+        delays = sorted(rng.integers(0, self.reading.stagger + 1, count).tolist())  # trained tokens
+        waits = rng.exponential(size=count).tolist()
         # Exponential random numbers are divided by the weights, and the source with the smallest quotient gets the
         # shortest delay, so the largest deficit. The i-th quotient is the smallest with probability w_i / sum(w).
-        total = sum(self.weights)
         quotients = [
-            wait / weight if weight else math.inf
-            for wait, weight in zip(self.waits.tolist(), self.weights, strict=True)
+            wait / weight if weight else math.inf for wait, weight in zip(waits, self.weights, strict=True)
         ]
-        ranks = np.argsort(np.argsort(quotients)).tolist()
-        middle = total * sum(self.delays) // len(self.weights)
-        return [SourceState(middle - total * self.delays[rank]) for rank in ranks]
+        total = sum(self.weights)
+        middle = total * sum(delays) // count
+        return [SourceState(middle - total * delays[rank]) for rank in np.argsort(np.argsort(quotients))]
 
-    def _restart(self, source_index: int) -> None:
+    def _restart(self, index: int) -> None:
         """Restart a source that was read to its end. If the lane had no rows in this pass, go to one in which it has.
 
         Raises:
             StopIteration: without changing anything, if this is the end of the epoch.
             ValueError: if the source has no rows, or no token was trained of many.
         """
-        state, name = self.states[source_index], self.names[source_index]
-        skipped = self._passes_without_rows(source_index) if state.begun else 0
-        others = [
-            other.exhausted or i in self.emptied
-            for i, (other, weight) in enumerate(zip(self.states, self.weights, strict=True))
-            if weight and other is not state
+        state, name = self.states[index], self.entries[index].name
+        following = self._next_pass(index) if state.begun else state.restarts + 1
+        ended = [
+            self.states[i].restarts > 0 or i in self.emptied
+            for i, weight in enumerate(self.weights)
+            if weight and i != index
         ]
-        ends = self.stop == "first_exhausted" or (self.stop == "all_exhausted" and all(others))
-        if ends:
+        if self.stop == "first_exhausted" or (self.stop == "all_exhausted" and all(ended)):
             raise StopIteration
-        if skipped is None:
-            self.emptied.add(source_index)
+        if following is None:
+            self.emptied.add(index)
             return
         if state.untrained >= UNTRAINED_ROWS:
             raise ValueError(
                 f"{self.place}: the last {state.untrained} rows of source {name!r} trained no token, so its weight "
                 "cannot be reached; look at what is dropped or masked, or leave the source out"
             )
-        self.missed |= state.reader is not None and state.reader.missed_files
-        self.states[source_index] = SourceState(
-            state.deficit,
-            state.restarts + skipped + 1,
-            untrained=state.untrained,
-            begun=state.begun + skipped + 1,
-        )
+        begun = state.begun + following - state.restarts
+        self.states[index] = SourceState(state.deficit, following, state.untrained, begun)
 
-    def _passes_without_rows(self, source_index: int) -> int | None:
-        """Return how many passes after the current one have no row of a source for this lane; None if all have none.
+    def _next_pass(self, index: int) -> int | None:
+        """Return the next pass that has a row of a source for this lane; None if those of this epoch have none.
 
         That is so where its files were removed, and those that were added are read from the next epoch on.
 
         Raises:
             ValueError: if there is none in so many passes over one list of files that each row came by this lane.
         """
-        following = self.states[source_index].restarts + 1
-        later = [restarts for restarts in self.begins[source_index] if restarts > following]
-        for first in (following, *later):
+        reading, entry, following = self.reading, self.entries[index], self.states[index].restarts + 1
+        lists = [each.until - pass_number(reading.epoch, 0) for each in reading.earlier.get(entry.name, ())]
+        tries = passes_by_all(reading.num_lanes)
+        for first in (following, *(begin for begin in lists if begin > following)):
             if first >= MOST_RESTARTS:
                 return None
-            for restarts in range(first, first + self.tries):
+            for restarts in range(first, first + tries):
                 with suppress(BadRecord):  # is a row
-                    reader = self.open_source(source_index, restarts, None)
-                    if next(reader, None) is None:
+                    if next(self._open(index, restarts), None) is None:
                         continue
-                return restarts - following
+                return restarts
         raise ValueError(
-            f"{self.place}: source {self.names[source_index]!r} has no rows in {self.tries + 1} passes over it, so its "
+            f"{self.place}: source {entry.name!r} has no rows in {tries + 1} passes over it, so its "
             "weight cannot be reached; leave the source out"
         )
