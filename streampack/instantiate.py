@@ -8,6 +8,7 @@ outside of the config: by ``--trust NAME``, or by the environment variable `TRUS
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -200,31 +201,26 @@ def locate(path: str) -> Any:
 
 def _way_out(path: str) -> str:
     """Return what to write instead of a path, or how to allow it."""
-    module, _, name = path.rpartition(".")
-    package = path.split(".")[0]
-    here: tuple[str, ...] = ()  # what a config may name in this module
+    module, package = path.rpartition(".")[0], path.split(".")[0]
     listed = [(modules.replace("\\", ""), names) for modules, names in COMPONENTS.items()]
-    listed = [(known, names) for known, names in listed if known.split(".")[0] == package]
-    for known, names in listed:
-        exported = _exported(known, names)
-        if name in exported:
-            return f"write {known}.{name}"
-        here += exported if known == module else ()
-    if hint := did_you_mean(name, here):
-        return hint.removeprefix("; ")
+    ours = [(known, names) for known, names in listed if known.split(".")[0] == package]
+    exported = [name for known, names in ours for name in _exported(known, names)]
+    for close in difflib.get_close_matches(path, exported, n=1, cutoff=0.8):
+        return f"did you mean {close!r}?"
     # In a package with components of its own, suggest the module only: torch as a whole can run anything.
-    trusted = module if listed else package
+    trusted = module if ours else package
     return (
-        f"{'check the spelling, or ' if listed else ''}if you trust {trusted}, say so outside of the config: "
+        f"{'check the spelling, or ' if ours else ''}if you trust {trusted}, say so outside of the config: "
         f"--trust {trusted}, or the variable {TRUST}={trusted}"
     )
 
 
 @functools.cache
 def _exported(module: str, names: str) -> tuple[str, ...]:
-    """Return the names of a module that match a pattern; none if an extra is not installed, or for many modules."""
+    """Return the paths of a module that match a pattern; none if an extra is not installed, or for many modules."""
     try:
         found = importlib.import_module(module)
     except ImportError:
         return ()
-    return tuple(each for each in getattr(found, "__all__", None) or dir(found) if re.fullmatch(names, each))
+    public = getattr(found, "__all__", None) or dir(found)
+    return tuple(f"{module}.{each}" for each in public if re.fullmatch(names, each))

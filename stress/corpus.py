@@ -237,7 +237,7 @@ def end(loader: Any, iterator: Any) -> None:
     Workers first: forked from this process, they hold copies of the sockets that the group is about to close.
     """
     if iterator is not None:
-        iterator.rank_batches.close()
+        iterator.packs.close()
     if loader.rank_sync.group is not None:
         dist.destroy_process_group(loader.rank_sync.group)
 

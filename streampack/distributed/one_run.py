@@ -1,8 +1,9 @@
-"""A check that all ranks were given the same run: data, encoder, settings and state."""
+"""What ranks do before they iterate, save or load: check that all have one run, and read of the files what all need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from streampack.distributed.rank_sync import RankSync
@@ -78,3 +79,22 @@ def _summary_of_files(source: Source) -> dict[str, Any]:
         "bytes": sum(file.size for file in files),
         "names_sizes_and_versions": digest(*listed),
     }
+
+
+def identify_across_ranks(source: Source, rank_sync: RankSync) -> None:
+    """Collective: give the source the ends of its files for its fingerprint, which is that of a single process."""
+    if not rank_sync.alone:
+        for leaf in file_sources(source).values():
+            if leaf.reads_tags:
+                corpus, doing = leaf.corpus, "reading the ends of the corpus's files"
+                corpus.identify(rank_sync.map(corpus.tag, corpus.files, doing=doing))
+
+
+def divide_across_ranks(source: Source, num_lanes: int, rank_sync: RankSync) -> None:
+    """Collective: divide the source into lanes, before worker processes are forked, which then inherit them."""
+    parts = file_sources(source).values()
+    # A rank may have divided some before, when it read a row. All ranks must take part in `RankSync.map`.
+    divided = rank_sync.gather([part.is_divided(num_lanes) for part in parts])
+    for part, *known in zip(parts, *divided, strict=True):
+        if not all(known):
+            part.divide(num_lanes, partial(rank_sync.map, doing="dividing the corpus into lanes"))

@@ -11,15 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.distributed.corpus import identify_across_ranks
 from streampack.distributed.data_ranks import DataPlace, data_place
-from streampack.distributed.one_run import require_same_run
-from streampack.distributed.rank_sync import RankSync, gloo_group
+from streampack.distributed.one_run import identify_across_ranks, require_same_run
+from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest, plain
 from streampack.loader.batching import Batching
-from streampack.loader.iteration import Iteration, Options
+from streampack.loader.iteration import Iteration
 from streampack.loader.step_meter import StepMeter
-from streampack.loader.trained_steps import TrainedSteps
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import as_dicts
@@ -97,15 +95,10 @@ class PackedDataLoader:
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         limit = timedelta(seconds=require_duration(timeout, "timeout", "seconds"))
-        self.rank_sync = RankSync(
-            timeout=limit,
-            group=gloo_group(process_group, timeout=limit),
-            place=data_place(data_ranks),
-        )
+        self.rank_sync = RankSync(timeout=limit, group=process_group, place=data_place(data_ranks))
         self._packs_per_step = packs_per_step
         self._newest: Iteration | None = None
-        self._meter = StepMeter()
-        self._trained = TrainedSteps(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)
+        self._meter = StepMeter(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
     def __repr__(self) -> str:
@@ -127,14 +120,14 @@ class PackedDataLoader:
             begin = RunState(epoch=newest.following)
         else:
             begin = newest.handed
-        begin = replace(begin, packs_per_step=self.packs_per_step)
         self._newest = Iteration(
             self.dataset,
             self.rank_sync,
-            Options(self._batching, self.num_workers, self.pin_memory),
-            begin=begin,
+            self._batching,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            begin=replace(begin, packs_per_step=self.packs_per_step),
             meter=self._meter,
-            trained=self._trained,
         )
         self._newest.start()
         return self._newest
@@ -225,7 +218,7 @@ class PackedDataLoader:
         Raises:
             ValueError: with the number of such steps.
         """
-        self._trained.require()
+        self._meter.require_trained()
 
     def metrics(self) -> dict[str, float]:
         """Return how long this rank waited for batches, and how evenly the ranks shared the work, for a metric logger.

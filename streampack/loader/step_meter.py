@@ -1,58 +1,86 @@
-"""`StepMeter`: how evenly the ranks share the work of a step, and how long a step waits for data."""
+"""`StepMeter`: what each step waited for, cost on each rank, and trained."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
 
 
 class StepMeter:
-    """Adds up the attention costs of the ranks' batches, and the seconds that the trainer waited for batches.
+    """Means over steps of how long they waited for data and how evenly ranks shared their work; steps without training.
 
-    >>> meter = StepMeter()
+    The first step that trains nothing is warned of, and `require_trained` makes it an error; ``untrained="keep"``
+    switches both off. A step that is more than half padding may train nothing if an earlier one trained something,
+    because little data may be left at an epoch's end.
+
+    >>> meter = StepMeter(untrained=None, warns=True)
     >>> for costs in ([4, 2], [0, 2]):
-    ...     meter.add(costs, waited=0.5, ends_step=True)
+    ...     meter.add(1, 7, 8, waited=0.5, costs=costs, ends_step=True)
     >>> meter.metrics()["cost_imbalance"], meter.metrics()["data_wait_mean"]
     (1.6666666666666665, 0.5)
+
+    Args:
+        untrained: the dataset's.
+        warns: whether this process warns: one of all ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, untrained: str | None, *, warns: bool) -> None:
+        self.judges = untrained != "keep"
+        self.warns = warns
+        self.empty = 0  # steps that trained nothing
+        self.any_trained = False  # whether a step trained something
+        # Of the step that has begun: what is trained, tokens, those that fit, seconds, and the ranks' attention costs.
+        self.step: Sequence[float] = ()
         # Sums over steps by metric, and the number of ``steps``: since the last call of `metrics`, between the last two
         # calls that had steps between them, and since the beginning.
         self.recent: dict[str, float] = {}
         self.told: dict[str, float] = {}
-        self.total: dict[str, float] = {}
-        self.costs: Sequence[int] = ()  # of the ranks, in this step so far
-        self.waited = 0.0  # in this step so far
+        self.total: dict[str, float] = {"steps": 0.0}
 
-    def add(self, costs: Sequence[int], *, waited: float, ends_step: bool) -> None:
-        """Count a batch.
+    def add(
+        self,
+        trained: int,
+        tokens: int,
+        capacity: int,
+        *,
+        ends_step: bool,
+        waited: float = 0.0,
+        costs: Sequence[int] = (),
+    ) -> None:
+        """Count a batch of all ranks.
 
         Args:
-            costs: attention costs of the batch on each rank, as `attention_cost`; empty for a single rank.
-            waited: seconds that the trainer waited for it.
+            trained: what of it is trained, packs or tokens.
+            tokens: all but padding.
+            capacity: tokens that fit.
             ends_step: whether it is the last batch of its step.
+            waited: seconds that the trainer waited for it.
+            costs: attention costs of the batch on each rank, as `attention_cost`.
         """
-        if self.costs and costs:
-            costs = [a + b for a, b in zip(self.costs, costs, strict=True)]
-        self.costs, self.waited = costs or self.costs, self.waited + waited
+        batch = (trained, tokens, capacity, waited, *costs)
+        step = [a + b for a, b in zip(self.step, batch, strict=True)] if self.step else batch
+        self.step = () if ends_step else step
         if not ends_step:
             return
-        step = {"steps": 1.0, "data_wait": self.waited}
-        if self.costs:
-            whole = sum(self.costs)
-            step["cost_imbalance"] = max(self.costs) * len(self.costs) / whole if whole else 1.0
+        trains, packed, fits, seconds, *shares = step
+        found = {"steps": 1.0, "data_wait": seconds}
+        if len(shares) > 1:
+            found["cost_imbalance"] = max(shares) * len(shares) / sum(shares) if any(shares) else 1.0
         for sums in (self.recent, self.total):
-            for name, value in step.items():
+            for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
-        self.costs, self.waited = (), 0.0
+        if not trains and packed and (2 * packed >= fits or not self.any_trained):
+            self.empty += 1
+            if self.empty == 1 and self.judges and self.warns:
+                log.warning("%s", self._text())
+        self.any_trained |= trains > 0
 
     def metrics(self) -> dict[str, float]:
         """Return means over the steps since the last call, and since the beginning (``*_mean``); none without a step.
 
         Called again without a step between, it returns the same: a trainer may write two logs behind one step.
-
-        ``cost_imbalance`` is the attention cost of the dearest rank's part of a step over the mean of the ranks'
-        parts: 1 if all are equal. A single rank has none. ``data_wait`` are seconds.
         """
         if self.recent:
             self.told, self.recent = self.recent, {}
@@ -62,3 +90,16 @@ class StepMeter:
             for name, value in sums.items()
             if name != "steps"
         }
+
+    def require_trained(self) -> None:
+        """Raise ValueError if a step so far trained nothing, with the number of such steps."""
+        if self.judges and self.empty:
+            raise ValueError(self._text())
+
+    def _text(self) -> str:
+        return (
+            f"{self.empty} of {self.total['steps']:.0f} step(s) trained nothing: no label of their tokens is trained. "
+            "Look at the labels, at the roles of messages (only the assistant's are trained), and whether "
+            "overlong='truncate' cuts answers off; untrained='drop' leaves such samples out, untrained='keep' lets "
+            "such steps be"
+        )

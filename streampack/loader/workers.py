@@ -14,21 +14,22 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from streampack.distributed.parent import end_with_parent
 from streampack.loader.wire import Folded, fold, unfold
-from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.round_robin import PackStream
 from streampack.validation import raised_here
 
 log = logging.getLogger(__name__)
+
+OpenStream = Callable[..., PackStream]
+"""Opens some lanes at ``lane_states``: `IterablePackedDataset.stream`, with all other arguments given."""
 
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
 MAX_RESTARTS = 3
@@ -39,51 +40,33 @@ MAX_EVENTS = 4
 """The most events in one message. Packs that are ready wait until the message has so many, ..."""
 MAX_DELAY = 0.1
 """... but after so many seconds no further pack is begun for it."""
+POLL_SECONDS = 0.5
+"""Seconds between two looks whether a worker that is waited for has died."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that `Worker.close` waits for a killed process, and for its receiver thread."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """The lanes that one of several consumers (ranks x workers) reads, and where they begin."""
-
-    consumer: int
-    consumers: int
-    lane_states: Mapping[int, LaneState]
-    epoch: int  # in which the iteration began
-    first_epoch: int | None  # which lanes begin that have ended an earlier one; None with ``epochs=None``
-
-    def stream(self, dataset: IterablePackedDataset) -> PackStream:
-        """Open the lanes."""
-        return dataset.stream(
-            self.consumer,
-            self.consumers,
-            lane_states=self.lane_states,
-            epoch=self.epoch,
-            first_epoch=self.first_epoch,
-        )
-
-
 class Worker:
-    """Iterator over the events of one consumer's `IterablePackedDataset.stream`, which runs in a process of its own.
+    """Iterator over the events of a `PackStream`, which runs in a process of its own.
 
     Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a pipe of its own,
-    so that a process that dies in the middle of writing is seen as dead at once and harms no other. They come several
-    at a time where they are made quickly, because each arrival takes a core of the trainer's process.
+    so that a process that dies in the middle of writing harms no other. They come several at a time where they are made
+    quickly, because each arrival takes a core of the trainer's process.
 
     torch's DataLoader raises a worker's death wherever the trainer happens to be; here the next call notices it, and
     starts a new process after the last pack that arrived. An error in the stream is raised here; one that cannot be
     pickled arrives as a RuntimeError with its message. After an exception, make a new worker.
 
     Args:
-        dataset: as it stands in this process; forked, or pickled where processes are spawned.
-        part: which lanes, and where they begin.
+        stream: opens the lanes, in the process; forked, or pickled where processes are spawned.
+        lane_states: where they begin.
+        name: of the worker, for messages.
     """
 
-    def __init__(self, dataset: IterablePackedDataset, part: Part) -> None:
-        self.dataset = dataset
-        self.part = part
-        self.lane_states = dict(part.lane_states)  # after the last event that `__next__` returned
+    def __init__(self, stream: OpenStream, lane_states: Mapping[int, LaneState], name: str) -> None:
+        self.stream = stream
+        self.lane_states = dict(lane_states)  # after the last event that `__next__` returned
+        self.name = name
         self.restarts = 0
         self.in_vain = 0  # the newest of them, without an event since
         self.ended = False
@@ -93,6 +76,7 @@ class Worker:
     def _start(self) -> None:
         # An interrupt may strike between these lines; `close` ends whatever exists by then.
         self.home = os.getpid()
+        self.process: mp.Process | None = None
         self.receiver: threading.Thread | None = None
         # Both are implemented in C and hold no lock of Python's: an interrupted wait leaves nothing locked, as it may
         # with `queue.Queue`, whose other side would wait without end.
@@ -102,8 +86,9 @@ class Worker:
         for _ in range(MESSAGES):
             self.room.put(True)
         self.pipe, self.theirs = mp.Pipe()
-        part = replace(self.part, lane_states=self.lane_states)
-        self.process = mp.Process(target=_serve, args=(self.theirs, self.dataset, part), daemon=True)
+        self.process = mp.Process(
+            target=_serve, args=(self.theirs, self.stream, self.lane_states, self.name), daemon=True
+        )
         self.process.start()
         self.theirs.close()  # an open copy here would keep the pipe open when the process has died
         self.receiver = threading.Thread(
@@ -119,8 +104,7 @@ class Worker:
             raise StopIteration
         self._require_open()
         while not self.arrived:
-            kind, value = self.inbox.get()
-            self.room.put(True)
+            kind, value = self._message()
             if kind == EVENTS:
                 self.arrived.extend(map(unfold, value))
                 self.in_vain = 0
@@ -142,17 +126,27 @@ class Worker:
         self.lane_states[event.lane] = event.state
         return event
 
+    def _message(self) -> tuple[str, Any]:
+        """Wait for the next message."""
+        while True:
+            with suppress(Empty):
+                message = self.inbox.get(timeout=POLL_SECONDS)
+                self.room.put(True)
+                return message
+            # A child of the process may hold the pipe, and then its end does not arrive.
+            if _has_ended(self.process) and not self.pipe.closed:
+                _shut(self.pipe)
+
     def _require_open(self) -> None:
         if self.pipe.closed:
-            raise RuntimeError(
-                f"worker {self.part.consumer} of {self.part.consumers} was closed; iterate the loader anew"
-            )
+            raise RuntimeError(f"{self.name} was closed; iterate the loader anew")
 
     def _restart(self) -> None:
+        assert self.process is not None
         _end(self.process)  # it may have closed its pipe only
-        what = f"worker {self.part.consumer} of {self.part.consumers} (pid {self.process.pid}) died"
         code = self.process.exitcode or 0
-        what += f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+        how = f"of signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        what = f"{self.name} (pid {self.process.pid}) died {how}"
         if self.in_vain >= MAX_RESTARTS:
             self.close()
             raise RuntimeError(
@@ -171,8 +165,7 @@ class Worker:
         """
         if self.pipe.closed:
             return
-        if hasattr(self, "process"):
-            _end(self.process)
+        _end(self.process)
         _shut(self.pipe)  # ends the receiver even if the process hangs, or another holds its end of the pipe
         self.room.put(False)
         receiver = self.receiver
@@ -180,7 +173,7 @@ class Worker:
         # thread be joined that was not started.
         if receiver is not None and receiver.is_alive() and receiver is not threading.current_thread():
             receiver.join(CLOSE_TIMEOUT)
-        if hasattr(self, "process"):
+        if self.process is not None:
             with suppress(ValueError):  # raised if the process still runs, or is closed already
                 self.process.close()
         self.theirs.close()
@@ -193,13 +186,20 @@ class Worker:
             self.close()
 
 
-def _end(process: mp.Process) -> None:
+def _has_ended(process: mp.Process | None) -> bool:
+    """Return whether a process was started and is gone."""
+    with suppress(ValueError):  # raised if it is closed
+        return process is not None and not process.is_alive()
+    return True
+
+
+def _end(process: mp.Process | None) -> None:
     """Kill a process, if it was started, and wait until it is gone, `CLOSE_TIMEOUT` seconds at most."""
     with suppress(ValueError, AttributeError):  # raised if it is closed, or was not started
-        process.kill()
+        process.kill()  # type: ignore[union-attr]
         # Not `process.join`: with a limit, it waits for a pipe that the process's own children may hold.
         give_up, pause = time.monotonic() + CLOSE_TIMEOUT, 0.0005
-        while process.is_alive() and time.monotonic() < give_up:
+        while not _has_ended(process) and time.monotonic() < give_up:
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
 
@@ -224,7 +224,9 @@ def _receive(pipe: Connection, inbox: SimpleQueue[tuple[str, Any]], room: Simple
         inbox.put((DIED, None))
 
 
-def _serve(pipe: Connection, dataset: IterablePackedDataset, part: Part) -> None:
+def _serve(
+    pipe: Connection, open_stream: OpenStream, lane_states: Mapping[int, LaneState], name: str
+) -> None:
     """Run the stream and send its events, in the worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of a handler that was forked from the trainer
@@ -239,14 +241,14 @@ def _serve(pipe: Connection, dataset: IterablePackedDataset, part: Part) -> None
         events: list[Folded] = []
         try:
             if stream is None:
-                stream = part.stream(dataset)
+                stream = open_stream(lane_states=lane_states)
             begun = time.monotonic()
             while not events or (len(events) < size and time.monotonic() < begun + MAX_DELAY):
                 events.append(fold(stream.event()))
         except StopIteration:
             last = (END, None)
         except Exception as error:
-            where = f"in worker {part.consumer} of {part.consumers}:\n{traceback.format_exc()}"
+            where = f"in {name}:\n{traceback.format_exc()}"
             # The notes are sent beside the error, because not every class of errors pickles them.
             notes = [*getattr(error, "__notes__", ()), where]
             last = (ERROR, (_portable(error), notes, raised_here(error)))
@@ -257,9 +259,8 @@ def _serve(pipe: Connection, dataset: IterablePackedDataset, part: Part) -> None
                 pipe.send_bytes(pickle.dumps(last))
         except OSError:
             return
-        size = min(
-            2 * size, MAX_EVENTS
-        )  # the first messages are short, so that the first batch comes at once
+        # The first messages are short, so that the first batch comes at once.
+        size = min(2 * size, MAX_EVENTS)
 
 
 def _portable(error: Exception) -> Exception:

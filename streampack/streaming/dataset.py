@@ -294,13 +294,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                     log.warning("%s", what)
                 self._shared_logged = True
 
-    def _unlisted(self) -> IterablePackedDataset:
-        """Return a copy that skips the same bad records and does not list them, for a rank beside one that does."""
-        config = self.lane_config
-        if config.quarantine is None:
-            return self
-        copied = copy(self)
-        copied.lane_config = replace(config, quarantine=replace(config.quarantine, folder=None, quiet=True))
+    def _frozen(self, *, lists_bad: bool) -> IterablePackedDataset:
+        """Return a copy that keeps its settings, whatever is loaded later.
+
+        Without ``lists_bad`` it skips bad records and does not list them, for a rank beside one that does.
+        """
+        copied, config = copy(self), self.lane_config
+        copied.settings = copy(self.settings)
+        if not lists_bad and config.quarantine is not None:
+            quarantine = replace(config.quarantine, folder=None, quiet=True)
+            copied.lane_config = replace(config, quarantine=quarantine)
         return copied
 
     @property

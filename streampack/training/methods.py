@@ -12,7 +12,7 @@ import numpy as np
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.loader.data_loader import PackedDataLoader
-from streampack.loader.trained_steps import TrainedSteps
+from streampack.loader.step_meter import StepMeter
 from streampack.map_style.method_loader import method_loader
 from streampack.map_style.methods import METHODS
 from streampack.map_style.samplers import digest_lengths
@@ -128,7 +128,7 @@ class MethodLoader:
         self.batches_per_step = self.packs_per_step // rows_at_once
         self._handed = 0  # batches that each rank has handed out in this epoch
         self._totals = Ledger()  # what all ranks have handed out since the beginning
-        self._trained = TrainedSteps(dataset.lane_config.untrained, warns=world.is_main)
+        self._meter = StepMeter(dataset.lane_config.untrained, warns=world.is_main)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: method {self.method}, of {self.dataset}>"
@@ -206,7 +206,7 @@ class MethodLoader:
 
     def require_trained(self) -> None:
         """Raise if a step that was handed out trains nothing, see `PackedDataLoader.require_trained`."""
-        self._trained.require()
+        self._meter.require_trained()
 
     def metrics(self) -> dict[str, float]:
         """Return nothing: here the waiting of steps is not measured."""
@@ -234,7 +234,7 @@ class MethodLoader:
         self._totals.packed += tokens
         self._handed += 1
         ends_step = self._handed % self.batches_per_step == 0
-        self._trained.add(trained, tokens, capacity, ends_step=ends_step)
+        self._meter.add(trained, tokens, capacity, ends_step=ends_step)
 
 
 Loader: TypeAlias = PackedDataLoader | MethodLoader

@@ -137,7 +137,7 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
         yield World(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
-            sync=RankSync(timeout=limit, group=dist.group.WORLD),
+            sync=RankSync(timeout=limit, group=dist.group.WORLD, shared=True),
             background=dist.new_group(backend="gloo", timeout=limit),
         )
     except BaseException:

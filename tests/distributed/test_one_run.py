@@ -316,6 +316,22 @@ def test_ranks_read_the_corpus_once_and_find_what_one_finds(
     assert ends() == once
 
 
+def test_a_rank_may_have_divided_the_corpus_before(tmp_path: Path) -> None:
+    """All take part in reading footers, also one that knows them."""
+    made = parquet(tmp_path / "a")
+
+    def act(rank_sync: ThreadSync, first: int | None) -> Any:
+        made_loader = loader_of(copy.deepcopy(made), rank_sync, balance_window=0)
+        if rank_sync.rank == first:
+            next(made_loader.dataset.stream())
+        return [batch.fragments for batch in made_loader]
+
+    for first in (0, 1):
+        found = on_ranks(2, partial(act, first=first))
+        assert found == on_ranks(2, partial(act, first=None))
+        assert len(found[0]) > 3
+
+
 @pytest.mark.parametrize(
     ("make", "doing"),
     [

@@ -197,7 +197,7 @@ def heal(kills: int) -> Any:
     for number, batch in enumerate(iterator):
         batches.append(packs_of(batch))
         turn = number % 2
-        worker = iterator.rank_batches.streams[turn]
+        worker = iterator.packs.streams[turn]
         if (
             killed[turn] < kills
             and worker.restarts == killed[turn]
@@ -206,7 +206,7 @@ def heal(kills: int) -> Any:
         ):
             os.kill(worker.process.pid, signal.SIGKILL)
             killed[turn] += 1
-    return batches, [stream.restarts for stream in iterator.rank_batches.streams]
+    return batches, [stream.restarts for stream in iterator.packs.streams]
 
 
 def test_killed_workers_are_restarted_on_every_rank(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def one_dies(workers: int, at: int, pids: Path) -> Any:
     try:
         for number in range(10_000):
             if rank == 1 and number == at:
-                streams = iterator.rank_batches.streams if workers else []
+                streams = iterator.packs.streams if workers else []
                 numbers = [str(stream.process.pid) for stream in streams]
                 (pids / "workers").write_text(" ".join(numbers))
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,7 @@ from unittest import mock
 
 from streampack import Batch, IterablePackedDataset, MapSource, PackedDataLoader, Sample
 from streampack.distributed.rank_sync import Exchange, RankSync  # private: where ranks become threads
-from streampack.loader.workers import Part
+from streampack.loader.workers import OpenStream
 from tests.harness.corpus import Numbers
 from tests.harness.interrupts import Injector
 
@@ -87,7 +87,7 @@ class ThreadSync(RankSync):
 def run_threads(size: int, rank: Callable[[int], None]) -> None:
     """Call ``rank(number)`` on ``size`` threads, with their workers within them, and wait for all."""
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(size)]
-    with mock.patch("streampack.loader.merge.Worker", InProcess):
+    with mock.patch("streampack.loader.iteration.Worker", InProcess):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -112,8 +112,8 @@ def on_ranks(size: int, act: Callable[[ThreadSync], Any]) -> list[Any]:
 class InProcess:
     """A stand-in for `Worker` in this process."""
 
-    def __init__(self, dataset: IterablePackedDataset, part: Part) -> None:
-        self.dataset, self.part = pickle.loads(pickle.dumps(dataset)), part
+    def __init__(self, stream: OpenStream, lane_states: Any, name: str) -> None:
+        self.open_stream, self.lane_states = pickle.loads(pickle.dumps(stream)), lane_states
         self.stream: Any = None
         self.closed = False
 
@@ -127,7 +127,7 @@ class InProcess:
         if self.closed:
             raise StopIteration
         if self.stream is None:
-            self.stream = self.part.stream(self.dataset)
+            self.stream = self.open_stream(lane_states=self.lane_states)
         return self.stream.event()
 
 

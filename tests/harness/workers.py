@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from streampack import IterablePackedDataset, Sample
-from streampack.loader.workers import Part, Worker  # private: processes that are killed at any moment
+from streampack.loader.workers import Worker  # private: processes that are killed at any moment
 from streampack.streaming.lane_state import LaneEvent
 from tests.harness.corpus import Numbers, plain, rows
 
@@ -29,7 +30,8 @@ def dataset(source: Any = ROWS, **settings: Any) -> IterablePackedDataset:
 def worker(
     of: IterablePackedDataset, *, consumer: int = 0, consumers: int = 1, lane_states: Any = None
 ) -> Worker:
-    return Worker(of, Part(consumer, consumers, lane_states or {}, of.epoch, None))
+    stream = partial(of.stream, consumer, consumers, epoch=of.epoch)
+    return Worker(stream, lane_states or {}, f"worker {consumer} of {consumers}")
 
 
 def content(event: LaneEvent) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ import pytest
 
 from streampack import IterablePackedDataset
 from streampack.loader import workers  # private: a worker that is closed by its own receiving thread
-from streampack.loader.workers import Part, Worker  # private: what is left of one
+from streampack.loader.workers import Worker  # private: what is left of one
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.interrupts import Injector, within
 from tests.harness.workers import content, dataset, expected, gone, held, worker
@@ -41,7 +41,6 @@ def finish(one: Worker) -> None:
 
 
 def fail(one: Worker) -> None:
-    one.dataset.lane_config.encode.bad = 30  # too late for the worker, which was forked
     with pytest.raises(ValueError, match="sample 30"):
         list(one)
 
@@ -183,7 +182,7 @@ def test_a_worker_that_was_not_started_is_closed() -> None:
 
     def start_and_close() -> None:
         one.append(new := Worker.__new__(Worker))
-        new.__init__(of, Part(0, 1, {}, 0, None))  # type: ignore[misc]
+        new.__init__(of.stream, {}, "worker 0 of 1")  # type: ignore[misc]
         new.close()
 
     injector.call(start_and_close)

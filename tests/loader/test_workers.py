@@ -9,13 +9,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streampack import IterableSource
+from streampack import Batch, IterablePackedDataset, IterableSource, PackedDataLoader
 from tests.harness.corpus import Numbers, write
 from tests.harness.interrupts import within
 from tests.harness.workers import ROWS, Deadly, content, count_files, dataset, die, expected, state_of, worker
@@ -131,6 +131,53 @@ def test_a_worker_that_closed_its_pipe_is_restarted(tmp_path: Path) -> None:
     begin = time.monotonic()
     assert list(map(content, one)) == expected(dataset())
     assert time.monotonic() - begin < 10
+
+
+def test_a_worker_is_restarted_whose_child_lives_on(tmp_path: Path) -> None:
+    """The child holds the worker's end of the pipe, so that no end of file arrives."""
+    rows, child = tmp_path / "rows", tmp_path / "child"
+    rows.mkdir()
+
+    def leave_a_child() -> None:
+        if (pid := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        child.write_text(str(pid))
+        die()
+
+    one = worker(dataset(Deadly(rows, at=30, by=leave_a_child)))
+    try:
+        with within(20, "the stream of a worker that has left a child"):
+            assert list(map(content, one)) == expected(dataset())
+        assert one.restarts == 1
+        assert state_of(int(child.read_text())) not in (None, "Z"), "the child lived on"
+    finally:
+        os.kill(int(child.read_text()), signal.SIGKILL)
+
+
+def test_a_restarted_worker_keeps_the_settings_of_its_iteration() -> None:
+    """Also if a state with other settings was loaded into its dataset since."""
+    data = [{"i": i, "n": 38_800 + i} for i in range(60)]  # packs that do not fit into a pipe
+
+    def built(**settings: Any) -> IterablePackedDataset:
+        return dataset(data, **{"max_seq_len": 39_000, "num_lanes": None, **settings})
+
+    def packs_of(batches: Iterable[Batch]) -> list[Any]:
+        return [batch.fragments for batch in batches]
+
+    other = built(num_lanes=7)
+    next(iter(other))
+    loader = PackedDataLoader(built(), num_workers=1)
+    iterator: Any = iter(loader)
+    found = [next(iterator)]
+    assert loader.dataset.num_lanes != 7
+    loader.dataset.load_state_dict(other.state_dict())
+    assert loader.dataset.num_lanes == 7
+    [one] = iterator.packs.streams
+    one.process.kill()
+    found += iterator
+    assert one.restarts == 1
+    assert packs_of(found) == packs_of(PackedDataLoader(built()))
 
 
 def test_a_worker_that_dies_again_and_again_is_an_error(

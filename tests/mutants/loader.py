@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from streampack import PackedDataLoader
+from streampack import IterablePackedDataset, PackedDataLoader
+from streampack.distributed import one_run
 from streampack.distributed.rank_sync import RankSync
-from streampack.loader import iteration, merge
+from streampack.loader import shares
 from streampack.loader.workers import Worker
 from streampack.packing import batch
+from streampack.sources.files import file_sources
 from tests.mutants.registry import mutant, replace, replaces
 
 
@@ -38,33 +40,37 @@ def stale_lanes_win() -> None:
     replace(RankSync, "merge_lanes", merge_lanes)
 
 
-@replaces(merge._order_of)
+@replaces(shares._order_of)
 def merged_in_arrival_order(good, event):
     """Packs are merged in the order of the workers, not of the lanes."""
     return (0, 0)
 
 
-@replaces(iteration.Iteration, "_make")
-def lane_end_recorded_too_early(good, self, number):
+def _state_of_later_events(self: Any, share: Any, *, ends: bool) -> None:
+    """Put the states of a share's events, or of the ends of lanes only, into what was made before and not returned."""
+    made = self.__dict__.setdefault("made", [])
+    for event in share.events:
+        if event.pack is None or not ends:
+            for earlier in made:
+                if earlier.lane == event.lane:
+                    earlier.state = event.state
+        made.append(event)
+
+
+@replaces(shares.RankPacks, "share")
+def lane_end_recorded_too_early(good, self, room, epoch):
     """A state says that a lane has ended before its last packs are returned."""
-    rank_batch = good(self, number)
-    for event in (*rank_batch.events, *(head for *_, head in self.rank_batches.heads)):
-        if event.pack is None:
-            self.handed.lane_states[event.lane] = event.state
-    return rank_batch
+    share = good(self, room, epoch)
+    _state_of_later_events(self, share, ends=True)
+    return share
 
 
-@mutant
-def state_ahead_of_packs() -> None:
+@replaces(shares.RankPacks, "share")
+def state_ahead_of_packs(good, self, room, epoch):
     """A state counts packs that were made and not returned yet."""
-
-    def make(good: Any, self: Any, number: int) -> Any:
-        rank_batch = good(self, number)
-        self.handed.lane_states.update({event.lane: event.state for event in rank_batch.events})
-        return rank_batch
-
-    replace(iteration.Iteration, "_make", make)
-    replace(iteration.Iteration, "_book", lambda good, self, rank_batches: None)
+    share = good(self, room, epoch)
+    _state_of_later_events(self, share, ends=False)
+    return share
 
 
 @replaces(batch.null_pack)
@@ -150,3 +156,24 @@ def ledger_of_this_rank_only() -> None:
 def batches_on_the_wrong_step(good, self):
     """A loader says that a step has one batch more than it makes."""
     return good(self) + 1
+
+
+@replaces(one_run.divide_across_ranks)
+def a_rank_that_has_divided_stays_away(good, source, num_lanes, rank_sync):
+    """A rank that has divided the corpus before takes no part in dividing it."""
+    if not all(leaf.is_divided(num_lanes) for leaf in file_sources(source).values()):
+        good(source, num_lanes, rank_sync)
+
+
+@mutant
+def restarted_with_newer_settings() -> None:
+    """A worker that is restarted reads with settings that were loaded after its iteration began."""
+    replace(IterablePackedDataset, "_frozen", lambda good, self, **_: self)
+
+
+@replaces(Worker, "_message")
+def a_death_is_seen_by_its_pipe_only(good, self):
+    """A worker that died is waited for as long as a child of it holds the pipe."""
+    message = self.inbox.get()
+    self.room.put(True)
+    return message
