@@ -333,27 +333,39 @@ def test_a_rank_may_have_divided_the_corpus_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "doing"),
+    ("make", "kind", "name", "doing"),
     [
-        (jsonl, "reading the ends of the corpus's files"),
-        (parquet, "dividing the corpus into lanes"),
+        (jsonl, LocalStorage, "tag", "reading the ends of the corpus's files"),
+        (parquet, Footers, "_read", "dividing the corpus into lanes"),
     ],
 )
-def test_an_unreadable_file_is_raised_on_all_ranks(
-    make: Callable[[Path], Any], doing: str, tmp_path: Path
+def test_a_file_that_cannot_be_read_is_raised_on_all_ranks(
+    make: Callable[[Path], Any],
+    kind: type,
+    name: str,
+    doing: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = make(tmp_path / "a")
-    Path(made.files[4].path).unlink()
+    bad, good = made.files[4].path, getattr(kind, name)
+
+    def fails(self: Any, file: Any, *args: Any) -> Any:
+        if file.path == bad:
+            raise OSError("no luck")
+        return good(self, file, *args)
+
+    monkeypatch.setattr(kind, name, fails)
 
     def begin(rank_sync: ThreadSync) -> Any:
         made_loader = loader_of(copy.deepcopy(made), rank_sync)
         return iter(made_loader) if make is parquet else made_loader.state_dict()
 
     first, guilty, last = on_ranks(3, begin)
-    assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
+    assert isinstance(guilty, OSError), "file 4 of rank 4 % 3"
     for other in (first, last):
         assert isinstance(other, RuntimeError)
-        assert str(other).startswith(f"rank 1 failed while {doing}: FileNotFoundError: {guilty}")
+        assert str(other).startswith(f"rank 1 failed while {doing}: OSError: no luck")
 
 
 def test_ranks_with_another_number_of_lanes_are_refused(tmp_path: Path) -> None:
