@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "columns of ids": (
         lambda: first([{"ids": [1, 2], "n": 2}]),
-        "encoder=TokensEncoder(tokens='ids', labels=None)",
+        "encoder=TokensEncoder(tokens=COLUMN, labels=COLUMN or None)",
     ),
     # Datasets and loaders.
     "strategy": (

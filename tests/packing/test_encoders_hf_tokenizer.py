@@ -80,8 +80,8 @@ class Deaf:
         (lambda: byte_level(bos_token=None), {"add_bos": True},
          "adds no BOS, though add_bos is True; say add_bos: False"),
         (lambda: byte_level(eos_token=None), {}, "has no EOS token; set its eos_token, or say add_eos: False"),
-        (lambda: byte_level().backend_tokenizer, {}, r"HFTokenizer\(PreTrainedTokenizerFast\(tokenizer_object=token"),
-        (lambda: "my_model", {}, "the tokenizer is 'my_model'; name a component"),
+        (lambda: byte_level().backend_tokenizer, {}, r"\(Tokenizer\) has no encode\(.*give .* streampack.HFTokenizer"),
+        (lambda: "my_model", {}, r"\(str\) has no encode\(.*give .* streampack.HFTokenizer, with a path"),
     ],
 )  # fmt: skip
 def test_tokenizers_that_cannot_do_as_asked_are_refused(make: Any, settings: Any, message: str) -> None:
@@ -152,7 +152,7 @@ def test_torchtunes_messages_are_rendered_by_the_chat_template() -> None:
     [
         (lambda folder: folder / "none", "there is no such folder"),
         (lambda folder: folder, r"no Hugging Face tokenizer at .* \(\['note.txt'\] in it\)"),
-        (lambda folder: folder / "note.txt", "is a file; give the folder that it is in"),
+        (lambda folder: folder / "note.txt", r"\(a file\); give a folder with its tokenizer_config.json"),
     ],
 )
 def test_the_error_of_a_missing_tokenizer_names_the_place(tmp_path: Path, make: Any, message: str) -> None:

@@ -13,7 +13,7 @@ from streampack.packing.samples import missing_column
 from streampack.types import IGNORE_INDEX, FloatArray, Sample
 
 Columns = tuple[str, ...]
-"""Where the numbers of a field are: in one column, or in one for each answer."""
+"""Where something of each answer is: in one column with a list, or in a column for each answer."""
 
 
 def group_of(
@@ -25,11 +25,8 @@ def group_of(
 ) -> Group:
     """Return sequences as one group: the tokens that all begin with, up to the first that any trains, and the rests.
 
-    The prefix and a rest are always the sequence, token for token. Where there is no prefix to share, the sequences
-    stand side by side.
-
-    >>> whole = {name: Sample(np.array([5, 6, name]), np.array([-100, -100, name])) for name in (7, 8)}
-    >>> pair = group_of(whole, fields={}, share_prefix=True)
+    >>> wholes = {name: Sample(np.array([5, 6, name]), np.array([-100, -100, name])) for name in (7, 8)}
+    >>> pair = group_of(wholes, fields={}, share_prefix=True)
     >>> pair.tokens.tolist(), pair.lengths, pair.parents
     ([5, 6, 7, 8], (2, 1, 1), (-1, 0, 0))
 
@@ -37,10 +34,7 @@ def group_of(
         wholes: the sequences, each from its first token to its last, by names for errors.
         fields: for each name one number a sequence.
         token_fields: for each name and sequence one number for each of its last tokens.
-        share_prefix: False: the sequences stand side by side in any case.
-
-    Raises:
-        ValueError: for a sequence of which nothing is trained.
+        share_prefix: False: the sequences stand side by side, as they do where there is no prefix to share.
     """
     starts = []
     for name, whole in wholes.items():
@@ -57,26 +51,22 @@ def group_of(
     parts = [whole.cut(shared, whole.tokens.size) for whole in samples]
     if shared:
         parts.insert(0, samples[0].cut(0, shared))
+    numbers = {}
+    for name, values in (token_fields or {}).items():
+        before = [
+            np.full(whole.tokens.size - each.size, np.nan, np.float32)
+            for whole, each in zip(samples, values, strict=True)
+        ]
+        full = [np.concatenate(both) for both in zip(before, values, strict=True)]
+        numbers[name] = np.concatenate([full[0][:shared], *(each[shared:] for each in full)])
     return Group(
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.labels for part in parts]),
         lengths=[part.tokens.size for part in parts],
         parents=[ROOT, *[0] * len(samples)] if shared else None,
         fields={name: [*[np.nan] * bool(shared), *values] for name, values in fields.items()},
-        token_fields={
-            name: _beside([whole.tokens.size for whole in samples], values, shared)
-            for name, values in (token_fields or {}).items()
-        },
+        token_fields=numbers,
     )
-
-
-def _beside(sizes: Sequence[int], values: Sequence[FloatArray], shared: int) -> FloatArray:
-    """Return the numbers of a group's tokens, NaN where there is none, the ``shared`` tokens once."""
-    full = [
-        np.concatenate([np.full(size - each.size, np.nan, np.float32), each])
-        for size, each in zip(sizes, values, strict=True)
-    ]
-    return np.concatenate([full[0][:shared], *(each[shared:] for each in full)])
 
 
 def common_prefix(sequences: Sequence[Any]) -> int:
@@ -86,11 +76,10 @@ def common_prefix(sequences: Sequence[Any]) -> int:
     2
     """
     shortest = min(map(len, sequences))
-    first = np.asarray(sequences[0][:shortest])
-    for other in sequences[1:]:
-        unequal = np.flatnonzero(first[:shortest] != np.asarray(other[:shortest]))
-        shortest = int(unequal[0]) if unequal.size else shortest
-    return shortest
+    equal = np.array(
+        [np.asarray(each[:shortest]) == np.asarray(sequences[0][:shortest]) for each in sequences]
+    )
+    return int(np.logical_and.accumulate(equal.all(axis=0)).sum())
 
 
 def columns_of(fields: Any, name: str) -> dict[str, Columns]:
@@ -98,16 +87,13 @@ def columns_of(fields: Any, name: str) -> dict[str, Columns]:
 
     >>> columns_of(["margin"], "fields"), columns_of({"score": ["good", "bad"]}, "fields")
     ({'margin': ('margin',)}, {'score': ('good', 'bad')})
-
-    Raises:
-        ValueError: for anything else; ``name`` names the setting.
     """
     wanted = "write [column, ...], {field: column}, or {field: [column, ...]} where each answer has its own"
     if isinstance(fields, str):
         raise ValueError(f"{name}={fields!r} is text; {wanted}")
-    given = fields if isinstance(fields, Mapping) else {column: column for column in fields or ()}
     found = {}
-    for field, columns in given.items():
+    for field in fields or ():
+        columns = fields[field] if isinstance(fields, Mapping) else field
         several = isinstance(columns, Sequence) and not isinstance(columns, str)
         found[field] = tuple(columns) if several else (columns,)
         if not found[field] or not all(isinstance(each, str) for each in (field, *found[field])):
@@ -116,36 +102,18 @@ def columns_of(fields: Any, name: str) -> dict[str, Columns]:
 
 
 def numbers_of(row: Mapping[str, Any], fields: Mapping[str, Columns], answers: int) -> dict[str, list[float]]:
-    """Return the numbers of each field, one for each answer of a row; a column with one number gives it to all.
-
-    Raises:
-        ValueError: for a missing column, a null, and another count than that of the answers.
-    """
+    """Return the numbers of each field, one for each answer; one number in a column is that of all."""
     found = {}
     for field, columns in fields.items():
-        if len(columns) == 1 and (column := columns[0]) in row:
-            values = _numbers(row[column], column)
-            if values.shape not in ((), (answers,)):
-                raise ValueError(
-                    f"column {column!r} has shape {list(values.shape)} for {answers} answers; give one number for "
-                    "each, or one for all"
-                )
-            found[field] = np.broadcast_to(values, answers).tolist()
-        else:
-            found[field] = [
-                _numbers(value, name, ()).item() for name, value in entries_of(row, columns, answers)
-            ]
+        entries = entries_of(row, columns, answers, one_for_all=True)
+        found[field] = [_numbers(value, name, ()).item() for name, value in entries]
     return found
 
 
 def token_numbers_of(
     row: Mapping[str, Any], fields: Mapping[str, Columns], sizes: Sequence[int]
 ) -> dict[str, list[FloatArray]]:
-    """Return for each field and answer one number for each of the answer's ids; ``sizes`` are their counts.
-
-    Raises:
-        ValueError: as `numbers_of`.
-    """
+    """Return for each field and answer one number for each of the answer's ids; ``sizes`` are their counts."""
     return {
         field: [
             _numbers(value, name, (size,)).astype(np.float32)
@@ -155,28 +123,25 @@ def token_numbers_of(
     }
 
 
-def entries_of(row: Mapping[str, Any], columns: Columns, answers: int | None = None) -> list[tuple[str, Any]]:
-    """Return for each answer the name of its place in a row, for errors, and what is there.
-
-    Args:
-        row: with the columns.
-        columns: one that holds a list with an entry for each answer, or one for each answer.
-        answers: of the row, if that is known.
-
-    Raises:
-        ValueError: for a missing column, and another count than that of the answers.
-    """
+def entries_of(
+    row: Mapping[str, Any], columns: Columns, answers: int | None = None, *, one_for_all: bool = False
+) -> list[tuple[str, Any]]:
+    """Return for each answer of a row the name of its place, for errors, and what is there."""
     for column in columns:
         if column not in row:
             raise missing_column(row, column)
     entries = [(column, row[column]) for column in columns]
     if len(columns) == 1:
         [(column, given)] = entries
-        if isinstance(given, str | Mapping) or not hasattr(given, "__len__"):
+        flat = isinstance(given, str | Mapping) or not hasattr(given, "__len__")
+        if not flat and getattr(given, "shape", (1,)) != ():
+            entries = [(f"{column}[{i}]", value) for i, value in enumerate(given)]
+        elif one_for_all:
+            entries *= answers or 1
+        else:
             raise ValueError(
                 f"column {column!r} holds a {type(given).__name__}; give a list with one entry for each answer"
             )
-        entries = [(f"{column}[{i}]", value) for i, value in enumerate(given)]
     if answers not in (None, len(entries)):
         raise ValueError(
             f"column {', '.join(map(repr, columns))} has {len(entries)} entries for {answers} answers; give one for "
@@ -185,12 +150,8 @@ def entries_of(row: Mapping[str, Any], columns: Columns, answers: int | None = N
     return entries
 
 
-def _numbers(value: Any, column: str, shape: tuple[int, ...] | None = None) -> Any:
-    """Return what a column holds as an array of numbers.
-
-    Raises:
-        ValueError: for anything but numbers that float32 holds, for NaN, and for another shape than the given one.
-    """
+def _numbers(value: Any, column: str, shape: tuple[int, ...]) -> Any:
+    """Return what a column holds as an array of numbers of this shape, which float32 holds."""
     try:
         found = np.asarray(value)
     except ValueError:  # numpy's error for lists of different lengths
@@ -201,7 +162,7 @@ def _numbers(value: Any, column: str, shape: tuple[int, ...] | None = None) -> A
         raise ValueError(
             f"column {column!r} holds {shown(value)}; give finite numbers, and leave out rows that lack them"
         )
-    if shape is not None and found.shape != shape:
+    if found.shape != shape:
         wanted = f"{shape[0]} numbers, one for each token" if shape else "one number"
         raise ValueError(f"column {column!r} has shape {list(found.shape)}; give {wanted}")
     return found

@@ -9,6 +9,7 @@ import numpy as np
 
 from streampack.packing.columns import mask_from_column, require_no_padding
 from streampack.packing.encoders.answer_groups import (
+    Columns,
     columns_of,
     common_prefix,
     entries_of,
@@ -20,7 +21,6 @@ from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
 from streampack.packing.encoders.conversation import (
     Content,
-    Messages,
     ReadColumns,
     read_content,
     read_tools,
@@ -43,16 +43,13 @@ class AnswersEncoder(Encoder):
     ``completions``. Prompt and answers are texts, messages (OpenAI's, ShareGPT's), which a Hugging Face tokenizer's
     chat template renders, or ids, which are taken as they are: nothing is added, also no EOS. In place of a prompt,
     answers in columns of their own may all begin with it. Pairs of torchtune's ``PreferenceDataset`` and of TRL
-    (``chosen_input_ids``, ``chosen_ids``) are read, too. The answers are trained, the prompt is not. Each answer is
-    encoded as a whole with its prompt; the tokens that all begin with are kept once.
+    (``chosen_input_ids``, ``chosen_ids``) are read, too. Each answer is encoded as a whole with its prompt, as by
+    `ChatEncoder`; the tokens that all begin with are kept once.
 
     >>> class Letters:
     ...     bos_id, eos_id = 1, 2
     ...     def encode(self, text, add_bos=True, add_eos=True):
     ...         return [1] * add_bos + list(text.encode()) + [2] * add_eos
-    >>> pair = AnswersEncoder(Letters())({"prompt": "2+2=", "chosen": "4", "rejected": "5"})
-    >>> pair.lengths, pair.parents
-    ((5, 2, 2), (-1, 0, 0))
     >>> encoder = AnswersEncoder(Letters(), fields=["reward"], token_fields={"old_logps": "logprobs"})
     >>> group = encoder({"prompt": [5, 6], "completions": [[7], [8, 9]], "reward": [0, 1],
     ...                  "logprobs": [[-0.5], [-0.25, -1]]})
@@ -147,7 +144,7 @@ class AnswersEncoder(Encoder):
             share_prefix=self.share_prefix,
         )
 
-    def _given(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], str]:
+    def _given(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], Columns, str]:
         """Return a row's answers by their names in errors, the columns that they are in, and what ends those of ids."""
         columns = self.answers or (LIST if LIST in row and PAIR[0] not in row else PAIR)
         if isinstance(columns, str):
@@ -164,37 +161,34 @@ class AnswersEncoder(Encoder):
         raise missing_column(row, next(column for column in columns if column not in row))
 
     def _of_ids(
-        self,
-        row: Mapping[str, Any],
-        prompt: IntArray | None,
-        answers: Mapping[str, IntArray],
-        columns: Sequence[str],
+        self, row: Mapping[str, Any], prompt: IntArray | None, answers: dict[str, IntArray], columns: Columns
     ) -> list[Sample]:
         """Return answers that are ids, each with the prompt before it; ``columns`` are those of TRL or torchtune."""
-        labels = [f"{column}_labels" for column in columns if f"{column}_labels" in row]
-        for column, size in (
-            *zip(columns, (each.size for each in answers.values()), strict=False),
-            *([(self.prompt, prompt.size)] if columns and prompt is not None else []),
-        ):
-            require_no_padding(row, size, f"{column}_attention_mask")
-        if self.mask is None and labels and len(labels) == len(answers):  # each holds its own prompt
-            return [
-                sample_from_pair(ids, row[label], tokens=name, labels=label)
-                for (name, ids), label in zip(answers.items(), labels, strict=True)
-            ]
-        if prompt is not None and not (prompt.size or columns):
+        if columns:
+            for column, ids in zip((*columns, self.prompt), (*answers.values(), prompt), strict=True):
+                if ids is not None:
+                    require_no_padding(row, ids.size, f"{column}_attention_mask")
+        elif prompt is not None and not prompt.size:
             raise ValueError(
                 f"column {self.prompt!r} holds no token, so nothing predicts the answers' first tokens; give the "
                 "prompt's ids, with BOS if the model has one"
             )
-        if self.mask is None and prompt is None:
-            return _split_where_unequal([*answers.values()])
-        masks: list[Any] = [np.ones(ids.size, bool) for ids in answers.values()]
+        labels = [f"{column}_labels" for column in columns]
         if self.mask is not None:
+            entries = entries_of(row, (self.mask,), len(answers))
             masks = [
-                mask_from_column(value, name, mask.size)
-                for mask, (name, value) in zip(masks, entries_of(row, (self.mask,), len(masks)), strict=True)
+                mask_from_column(value, name, ids.size)
+                for ids, (name, value) in zip(answers.values(), entries, strict=True)
             ]
+        elif columns and all(label in row for label in labels):  # each holds its own prompt
+            return [
+                sample_from_pair(ids, row[label], tokens=name, labels=label)
+                for (name, ids), label in zip(answers.items(), labels, strict=True)
+            ]
+        elif prompt is None:
+            return _split_where_unequal([*answers.values()])
+        else:
+            masks = [np.ones(ids.size, bool) for ids in answers.values()]
         before = np.zeros(0, INT32) if prompt is None else prompt
         return [
             masked_sample(np.concatenate([before, ids]), np.concatenate([np.zeros(before.size, bool), mask]))
@@ -202,12 +196,7 @@ class AnswersEncoder(Encoder):
         ]
 
     def _of_content(
-        self,
-        row: Mapping[str, Any],
-        prompt: Any,
-        given: Mapping[str, Any],
-        columns: Sequence[str],
-        tools: Any,
+        self, row: Mapping[str, Any], prompt: Any, given: dict[str, Any], columns: Columns, tools: Any
     ) -> list[Sample]:
         """Encode answers that are texts or messages."""
         if of_tokens := [*self.token_fields, *([self.mask] if self.mask else [])]:
@@ -273,36 +262,25 @@ def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Conten
     """Return the prompt, and the answers without it; where there is none, all are messages that begin with it."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         return prompt, list(answers)
-    conversations = [as_messages(answer, "assistant") for answer in answers]
+    whole = [as_messages(answer, "assistant") for answer in answers]
     if isinstance(prompt, list):
-        shared = len(prompt)
-        if any(messages[:shared] != prompt for messages in conversations):
-            return prompt, [*conversations]
-    elif prompt is not None and not all(_repeats(prompt, messages) for messages in conversations):
-        return prompt, [*conversations]
-    else:  # whole conversations share messages before the last answer of any of them
-        limit = min(
-            max((i for i, message in enumerate(each) if message["role"] == "assistant"), default=len(each))
-            for each in conversations
-        )
-        first, *others = conversations
-        shared = next((i for i in range(limit) if any(other[i] != first[i] for other in others)), limit)
-    return conversations[0][:shared], [messages[shared:] for messages in conversations]
-
-
-def _repeats(prompt: str, messages: Messages) -> bool:
-    """Return whether a conversation holds a prompt that is text, as any message of the user, and begins before it."""
-    return messages[0]["role"] != "assistant" and any(
-        message["role"] == "user" and message["content"] == prompt for message in messages
-    )
+        shared = len(prompt) if all(each[: len(prompt)] == prompt for each in whole) else 0
+    elif prompt is None or all(
+        each[0]["role"] != "assistant"
+        and any(message["role"] == "user" and message["content"] == prompt for message in each)
+        for each in whole
+    ):  # what all begin with, before the last answer of any of them
+        lasts = [[i for i, m in enumerate(each) if m["role"] == "assistant"] or [len(each)] for each in whole]
+        limit = min(last[-1] for last in lasts)
+        shared = common_prefix([each[:limit] for each in whole])
+        prompt = whole[0][:shared]
+    else:
+        shared = 0
+    return prompt, [messages[shared:] for messages in whole]
 
 
 def _split_where_unequal(ids: Sequence[Any], prompt: Sequence[int] | None = None) -> list[Sample]:
-    """Return sequences of which all is trained but what all, and the prompt if there is one, begin with.
-
-    Raises:
-        ValueError: for equal sequences.
-    """
+    """Return sequences of which all is trained but what all, and the prompt if there is one, begin with."""
     shared = common_prefix(ids)
     if all(len(each) == shared for each in ids):
         raise ValueError(

@@ -74,9 +74,10 @@ class TokensEncoder(Encoder):
             return sample_from_row(row, tokens=self.tokens, labels=self.labels)
         except ValueError as error:
             there = row if isinstance(row, Mapping) else ()
-            hint = next((encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there), None)
-            if hint is None or not {"tokens", "input_ids", self.tokens}.isdisjoint(there):
+            if not there or not {"tokens", "input_ids", self.tokens}.isdisjoint(there):
                 raise
+            fitting = (encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there)
+            hint = next(fitting, "TokensEncoder(tokens=COLUMN, labels=COLUMN or None)")
             raise ValueError(
                 f"{error}; such rows need an encoder: encoder={hint}, or data.encoder in a config"
             ) from None

@@ -33,10 +33,9 @@ class ChatEncoder(Encoder):
     """Encoder of conversations, and of prompts with completions; it trains the answers.
 
     Conversations are OpenAI's messages or ShareGPT's, as lists or JSON text; a prompt and its completion are texts or
-    messages. Messages are rendered by a Hugging Face tokenizer's chat template, tools and tool calls too; a row is
-    refused if the template leaves them out. A message with ``weight: 0`` is not trained. The tokens of an answer
-    are found by the template's ``{% generation %}`` markers; without markers, by rendering the conversation before the
-    answer (see `ChatTemplate`). Texts are joined, tokenized and ended with EOS. The prompt's tokens must be the same
+    messages. Messages are rendered by a Hugging Face tokenizer's chat template, tools and tool calls too, and a row of
+    which it leaves something out is refused; `ChatTemplate` says which tokens are an answer's. A message with
+    ``weight: 0`` is not trained. Texts are joined, tokenized and ended with EOS; the prompt's tokens must be the same
     with and without the answer.
 
     Args:
@@ -79,12 +78,10 @@ class ChatEncoder(Encoder):
             raise ValueError(
                 f"column={column!r} names one column of messages, prompt and completion name two; give either"
             )
-        # What only texts or only messages need of a tokenizer is checked when the first of them comes, or now if
-        # nothing else can come.
-        if column is not None:
+        if column is not None:  # all that comes is messages
             _ = self.template
         elif not (isinstance(self.tokenizer, HFTokenizer) and self.tokenizer.has_template):
-            _ = self.bos
+            _ = self.bos  # all that comes is texts
         self.pair = {"prompt": prompt or "prompt", "completion": completion or "completion"}
         self.tools = tools
         self.answers = answers
@@ -123,20 +120,12 @@ class ChatEncoder(Encoder):
 
     @cached_property
     def bos(self) -> bool | None:
-        """``add_bos`` of texts.
-
-        Raises:
-            ValueError: for a tokenizer that ignores ``add_bos`` or ``add_eos``, or has no such token.
-        """
+        """``add_bos`` of texts; the tokenizer is checked when the first of them comes."""
         return check_ends(self.tokenizer, add_bos=self.add_bos, add_eos=self.add_eos)
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The tokenizer's chat template.
-
-        Raises:
-            ValueError: if it has none.
-        """
+        """The tokenizer's chat template."""
         if not isinstance(self.tokenizer, HFTokenizer):
             raise ValueError(
                 f"messages need a chat template, and a {type(self.tokenizer).__name__} has no chat template; give a "
@@ -146,17 +135,7 @@ class ChatEncoder(Encoder):
         return self.tokenizer.chat
 
     def encode(self, prompt: Content, answer: Content, *, tools: Any, name: str) -> Sample:
-        """Encode an answer behind its prompt; the assistant's messages of the answer are trained.
-
-        Args:
-            prompt: a text, or messages; may be no message.
-            answer: likewise, at least one.
-            tools: their descriptions, for the chat template.
-            name: of the answer, in errors.
-
-        Raises:
-            ValueError: for an answer that begins as a prompt does, and where a boundary cannot be found.
-        """
+        """Encode an answer behind its prompt, which may be no message; ``name`` names the answer in errors."""
         if isinstance(prompt, str) and isinstance(answer, str):
             return self.encode_text(prompt, answer)
         before, after = as_messages(prompt, "user"), as_messages(answer, "assistant")
@@ -175,11 +154,7 @@ class ChatEncoder(Encoder):
         return masked_sample(*self.template(messages, trained, tools=tools))
 
     def encode_text(self, prompt: str, answer: str) -> Sample:
-        """Encode a text behind its prompt, of which the answer is trained.
-
-        Raises:
-            ValueError: if a token crosses from one into the other.
-        """
+        """Encode a text behind its prompt; raise if a token crosses from one into the other."""
         head = self.encode_prompt(prompt)
         ids = self.tokenizer.encode(prompt + answer, add_bos=self.bos, add_eos=self.add_eos)
         if list(ids[: len(head)]) != head:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 log = logging.getLogger(__name__)
 
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
+    name: name for name in ("system", "user", "assistant")
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message carries its chain of thought."""
@@ -37,14 +34,13 @@ Content = str | Messages
 def parse_conversation(value: Any, column: str) -> Messages:
     """Parse what a column holds to messages with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
 
-    Accepts OpenAI's form and ShareGPT's (``from``, ``value``), as lists, arrays or JSON text. Content in parts is
-    joined if all parts are text. The row is not changed.
-
     >>> parse_conversation('[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]', "messages")
     [{'role': 'user', 'content': 'Hi'}]
 
-    Raises:
-        ValueError: for anything but a conversation of text, naming the message.
+    Args:
+        value: messages in OpenAI's form or ShareGPT's (``from``, ``value``), as a list, an array or JSON text; they are
+            not changed. Content in parts is joined if all parts are text.
+        column: names it in errors.
     """
     place = f"column {column!r}"
     found = parse_json(value, place)
@@ -58,16 +54,10 @@ def parse_conversation(value: Any, column: str) -> Messages:
 
 
 def read_content(value: Any, column: str) -> Content:
-    """Return what a column holds: a text, or messages in OpenAI's form.
-
-    Messages may be one (a dict with a role), a list of them in OpenAI's form or ShareGPT's, JSON text of such a list,
-    or OpenAI's ``{"messages": [...]}``.
+    """Return what a column holds: a text, or messages, also one alone or in OpenAI's ``{"messages": [...]}``.
 
     >>> read_content({"from": "gpt", "value": "Yes."}, "chosen")
     [{'role': 'assistant', 'content': 'Yes.'}]
-
-    Raises:
-        ValueError: for null and for anything else.
     """
     if isinstance(value, str):
         found = _json_messages(value)
@@ -83,22 +73,15 @@ def read_content(value: Any, column: str) -> Content:
 
 def _json_messages(text: str) -> Any:
     """Return the messages of JSON text, None for any other text."""
-    if not text.lstrip().startswith("[{"):
-        return None
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    first = found[0]
-    return found if isinstance(first, dict) and first.keys() & {"role", "from"} else None
+    if text.lstrip().startswith("[{"):
+        with suppress(json.JSONDecodeError):
+            first, *_ = found = json.loads(text)
+            return found if first.keys() & {"role", "from"} else None
+    return None
 
 
 def parse_json(value: Any, place: str) -> Any:
-    """Parse JSON text; return anything else unchanged.
-
-    Raises:
-        ValueError: for text that is no JSON.
-    """
+    """Parse JSON text; return anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -117,11 +100,6 @@ class ReadColumns:
     """The columns that an encoder reads. Beside them, one that changes the prompt is refused, any other named once.
 
     Worker processes know what was named before they were forked, when the rows that identify a run were encoded.
-
-    Args:
-        what: the name of what reads the rows.
-        used: columns that it reads of every row.
-        ignore: columns that are left out on purpose.
     """
 
     def __init__(self, what: str, *, used: Iterable[str] = (), ignore: Iterable[str] = ()) -> None:
@@ -129,11 +107,7 @@ class ReadColumns:
         self.known = {*used, *ignore}
 
     def check(self, row: Mapping[str, Any], *read: str) -> None:
-        """Look at the columns of a row that are not empty, neither read nor ignored, and were not named before.
-
-        Raises:
-            ValueError: for one of `COMPANIONS`.
-        """
+        """Refuse or name columns of a row that are not empty, and neither read nor left out on purpose."""
         unread = {name for name in row.keys() - self.known - {*read} if not is_empty(row[name])}
         if companions := sorted(unread & COMPANIONS):
             raise ValueError(

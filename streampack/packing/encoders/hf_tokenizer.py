@@ -55,10 +55,9 @@ class HFTokenizer:
         self.name = str(path) if given else type(path).__name__
         self._backend = _backend(self.tokenizer)
         if chat_template is not None:
-            is_text = "{" in chat_template
-            self.tokenizer.chat_template = (
-                chat_template if is_text else Path(chat_template).expanduser().read_text(encoding="utf-8")
-            )
+            if "{" not in chat_template:
+                chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+            self.tokenizer.chat_template = chat_template
         self._template_settings = {**self.tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._date = date
         self.bos_id: int | None = self.tokenizer.bos_token_id
@@ -67,16 +66,14 @@ class HFTokenizer:
         self.vocab_size = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
         pad = self.tokenizer.pad_token_id
         # Padding is never attended and never trained, so any id will do.
-        self.pad_id: int = next((i for i in (pad, self.eos_id) if i is not None), 0)
+        self.pad_id: int = pad if pad is not None else self.eos_id or 0
         body, whole = self._ids(PROBE_TEXT), self._ids(PROBE_TEXT, special=True)
-        begins = range(len(whole) - len(body) + 1)
-        at = next((i for i in begins if whole[i : i + len(body)] == body), 0)
+        if {self.bos_id, self.eos_id}.intersection((*body[:1], *body[-1:])):
+            raise ValueError(
+                f"the tokenizer {self.name} adds BOS or EOS, though add_special_tokens=False forbids it"
+            )
+        at = next((i for i in range(len(whole)) if whole[i : i + len(body)] == body), 0)
         self._own_prefix = whole[:at]
-        for name, index, token in (("BOS", 0, self.bos_id), ("EOS", -1, self.eos_id)):
-            if token is not None and body[index:] and body[index] == token:
-                raise ValueError(
-                    f"the tokenizer {self.name} adds {name} where add_special_tokens=False forbids it"
-                )
 
     def __repr__(self) -> str:
         return f"HFTokenizer({self.name!r}, vocab_size={self.vocab_size})"
@@ -84,10 +81,8 @@ class HFTokenizer:
     def encode(self, text: str, add_bos: bool | None = True, add_eos: bool = True) -> list[int]:
         """Tokenize a text. ``add_bos=None`` begins it as the tokenizer does by itself.
 
-        As with torchtune's tokenizers, ``add_bos=True`` adds nothing where there is no BOS token.
-
-        Raises:
-            ValueError: for ``add_eos=True`` where there is no EOS token.
+        As with torchtune's tokenizers, ``add_bos=True`` adds nothing where there is no BOS token. Without an EOS token,
+        ``add_eos=True`` is an error.
         """
         ids = self._ids(text)
         if add_bos is None:
@@ -111,12 +106,8 @@ class HFTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Decode token ids, special tokens included by default."""
-        ids = [int(i) for i in token_ids]
-        return str(
-            self.tokenizer.decode(
-                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode([int(i) for i in token_ids], **settings))
 
     @property
     def has_template(self) -> bool:
@@ -125,11 +116,7 @@ class HFTokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        """The chat template; a warning says so if it ends no answer with a special token that is trained.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """The chat template; a warning says so if it ends no answer with a special token that is trained."""
         if not self.has_template:
             raise ValueError(
                 f"the tokenizer {self.name} has no chat template; give it one: chat_template: my.jinja"
@@ -195,19 +182,17 @@ def _load(path: str, revision: str | None) -> Any:
             "a Hugging Face tokenizer needs transformers: pip install 'streampack[hf]'"
         ) from error
     folder = Path(path).expanduser()
-    if folder.is_file():
-        raise ValueError(f"{path} is a file; give the folder that it is in, with its tokenizer_config.json")
-    there = folder.is_dir()
-    if not there and path.startswith(("/", ".", "~")):
-        raise ValueError(f"no Hugging Face tokenizer at {path!r}: there is no such folder")
     try:
         return AutoTokenizer.from_pretrained(
-            str(folder) if there else path, revision=revision or "main", trust_remote_code=False
+            str(folder) if folder.exists() else path, revision=revision or "main", trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
-        where = f"{sorted(p.name for p in folder.iterdir())[:8]} in it" if there else "no such folder here"
+        there = "there is no such folder here"
+        if folder.exists():
+            there = f"{sorted(p.name for p in folder.iterdir())[:8]} in it" if folder.is_dir() else "a file"
         raise ValueError(
-            f"no Hugging Face tokenizer at {path!r} ({where}): {str(error).splitlines()[0]}"
+            f"no Hugging Face tokenizer at {path!r} ({there}); give a folder with its tokenizer_config.json, or a name "
+            f"on the Hub: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -24,10 +24,8 @@ from streampack.types import Sample
 
 PAIR = ("chosen", "rejected")
 CONVERSATIONS = ("messages", "conversations", *PAIR)
-"""Names in the ``column_map`` of torchtune's transforms of columns that hold messages."""
-
-NAMES = (*CONVERSATIONS, "image", "prompt", "instruction", "input", "output")
-"""All names in these."""
+NAMES = {*CONVERSATIONS, "image", "prompt", "instruction", "input", "output"}
+"""Names in the ``column_map`` of torchtune's transforms; those of conversations are of columns of messages."""
 
 LEFT_OUT = {"tool_calls", *REASONING}
 """Keys of messages that change what is trained, and that torchtune's transforms leave out."""
@@ -36,17 +34,14 @@ LEFT_OUT = {"tool_calls", *REASONING}
 class MessagesEncoder(Encoder):
     """Encoder that works as torchtune's ``SFTDataset`` and ``PreferenceDataset``: row -> messages -> tokens and mask.
 
-    Masked tokens get the label ``IGNORE_INDEX``. The transform's masks are taken as they are. A row for one of
-    torchtune's transforms is refused if it has null content, of which they make something else, or tool calls,
-    columns or keys of messages that they leave out.
+    The transform's masks are taken as they are. A row for one of torchtune's transforms is refused if it has null
+    content, of which they make something else, or tool calls, columns or keys of messages that they leave out.
 
     Args:
         tokenizer: one of torchtune's model tokenizers, or a Hugging Face tokenizer with a chat template.
         message_transform: one of torchtune's (``InputOutputToMessages``, ``ShareGPTToMessages``,
             ``OpenAIToMessages``, ``ChosenRejectedToMessages``, ...), or any callable that returns
             ``{"messages": [...]}``, or of a pair ``{"chosen": [...], "rejected": [...]}``.
-        mask_shared: whether messages that both conversations of a pair begin with are not trained. torchtune trains
-            earlier answers in both; then what follows them is not shared.
         fields: numbers of a pair's answers, as for `AnswersEncoder`.
         share_prefix: whether what both conversations of a pair begin with is kept once.
         ignore: columns and keys of messages to leave out on purpose.
@@ -60,7 +55,6 @@ class MessagesEncoder(Encoder):
         tokenizer: Any,
         *,
         message_transform: Callable[[Mapping[str, Any]], Any],
-        mask_shared: bool = False,
         fields: Sequence[str] | Mapping[str, Any] | None = None,
         share_prefix: bool = True,
         ignore: Sequence[str] = (),
@@ -74,7 +68,6 @@ class MessagesEncoder(Encoder):
         if isinstance(self.tokenizer, HFTokenizer):
             _ = self.tokenizer.chat  # raises if there is no template
         self.message_transform = message_transform
-        self.mask_shared = mask_shared
         self.fields = columns_of(fields, "fields")
         self.share_prefix = share_prefix
         self.ignore = frozenset(ignore)
@@ -99,12 +92,9 @@ class MessagesEncoder(Encoder):
 
             validate_messages(made["messages"])
             return self._sample(made["messages"])
-        pair = [made[name] for name in PAIR]
-        if self.mask_shared:
-            _mask_shared(*pair)
         return group_of(
-            {f"the {name} answer": self._sample(messages) for name, messages in zip(PAIR, pair, strict=True)},
-            fields=numbers_of(row, self.fields, 2),
+            {f"the {name} answer": self._sample(made[name]) for name in PAIR},
+            fields=numbers_of(row, self.fields, len(PAIR)),
             share_prefix=self.share_prefix,
         )
 
@@ -112,35 +102,31 @@ class MessagesEncoder(Encoder):
         """Return a row of which torchtune's transform invents and drops nothing, and the messages that it states."""
         self.columns.check(row)
         image = self.read.get("image", "image")
-        # A null would be opened; an image is told by the message that it becomes a part of.
-        found = {name: value for name, value in row.items() if name != image or value is not None}
-        stated: dict[str, Messages] = {}
+        given = {name: value for name, value in row.items() if name != image or value is not None}
+        stated = {}
         for name, column in self.read.items():
-            optional = name == "image" or name == column == "input"
-            if column not in row and not optional:
+            if column not in row and not (name == "image" or name == column == "input"):
                 raise missing_column(row, column)
-            if name not in CONVERSATIONS:
-                continue
-            messages = parse_conversation(row[column], column)
-            for i, message in enumerate(messages):
-                for key in LEFT_OUT & message.keys() - self.ignore:
+            if name in CONVERSATIONS:
+                messages = parse_conversation(row[column], column)
+                for i, message in enumerate(messages):
+                    for key in LEFT_OUT & message.keys() - self.ignore:
+                        raise ValueError(
+                            f"column {column!r}, message {i} has {key}={shown(message[key])}, which torchtune's "
+                            f"transform leaves out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which "
+                            "render it"
+                        )
+                if name in PAIR and messages[0]["role"] == "assistant":
                     raise ValueError(
-                        f"message {i} of {name} has {key}={shown(message[key])}, which torchtune's transform leaves "
-                        f"out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which render it"
+                        f"{name} begins with an answer, to which the transform adds no prompt; AnswersEncoder puts "
+                        "the column of the prompt before both answers"
                     )
-            if name in PAIR and messages[0]["role"] == "assistant":
-                raise ValueError(
-                    f"{name} begins with an answer, to which the transform adds no prompt; AnswersEncoder puts the "
-                    "column of the prompt before both answers"
-                )
-            if name == "conversations":
-                found[column] = parse_json(row[column], column)
-                name = "messages"
-            else:  # torchtune's transforms write into the messages that they are given
-                found[column] = [dict(message) for message in messages]
-            stated[name] = messages
-        require_content(found, self.read)
-        return found, stated
+                # torchtune's transforms write into the messages that they are given
+                sharegpt = name == "conversations"
+                given[column] = parse_json(row[column], column) if sharegpt else [*map(dict, messages)]
+                stated["messages" if sharegpt else name] = messages
+        require_content(given, self.read)
+        return given, stated
 
     def _mask_weight_0(self, made: Sequence[Any], stated: Messages) -> None:
         """Mask the messages that the transform made of those of weight 0, which it does not read."""
@@ -165,12 +151,3 @@ class MessagesEncoder(Encoder):
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
-
-
-def _mask_shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:
-    """Mask the messages that both conversations begin with, before the last trained one of either."""
-    last = [max((i for i, m in enumerate(each) if not m.masked), default=0) for each in (chosen, rejected)]
-    for ours, theirs in zip(chosen[: min(last)], rejected[: min(last)], strict=True):
-        if (ours.role, ours.content) != (theirs.role, theirs.content):
-            return
-        ours.masked = theirs.masked = True

@@ -27,8 +27,7 @@ class ChatTemplate:
 
     Where the template marks answers with ``{% generation %}``, those are the answers. Otherwise the conversation before
     an answer is rendered with a generation prompt, and the answer is the text after that. Either way the tokens up to
-    each boundary must equal those of the text up to there alone, as at inference; a row where they differ is refused,
-    because no mask would be right.
+    each boundary must equal those of the text up to there alone, as at inference; a row where they differ is refused.
 
     Args:
         templates: the Jinja texts for conversations without tools, and with tools.
@@ -58,8 +57,7 @@ class ChatTemplate:
         """Return token ids, and a mask of those to train: the tokens of the messages that are ``trained``.
 
         Raises:
-            ValueError: for a conversation that the template refuses, leaves a part out of, or renders so that the
-                tokens of a trained message cannot be told apart.
+            ValueError: for a conversation that cannot be rendered as a whole, or not told apart.
         """
         text, spans = self._whole(messages, tools)
         ids, starts = self.tokenize(text)
@@ -71,12 +69,12 @@ class ChatTemplate:
             return ids, mask
         marked = {}
         if spans is not None and set(chosen).issubset(answers):
-            marked = dict(zip(answers, spans, strict=False))
             if len(spans) != len(answers):
                 raise ValueError(
                     f"the chat template marks {len(spans)} stretch(es) with {{% generation %}} in a conversation of "
                     f"{len(answers)} answer(s); mark each answer once"
                 )
+            marked = dict(zip(answers, spans, strict=True))
         for i in chosen:
             span = marked.get(i) or self._by_prefix(messages, i, text, tools)
             if _end_of(messages[i]["content"]) not in text[slice(*span)]:
@@ -88,22 +86,14 @@ class ChatTemplate:
         return ids, mask
 
     def prompt(self, messages: Messages, *, tools: Any = None) -> list[int]:
-        """Return the token ids of a conversation with a generation prompt behind it, as at inference.
-
-        Raises:
-            ValueError: for a conversation that the template refuses, or leaves a part out of.
-        """
+        """Return the token ids of a conversation with a generation prompt behind it, as at inference."""
         self._whole(messages, tools)
         return self.tokenize(self.render(messages, tools=tools, prompt=True)[0])[0]
 
     def render(
         self, messages: Messages, *, tools: Any = None, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Render a conversation; also return the (start, end) of each stretch that the template marks as generated.
-
-        Raises:
-            ValueError: if the template refuses the conversation.
-        """
+        """Render a conversation; also return the (start, end) of each stretch that the template marks as generated."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -130,35 +120,30 @@ class ChatTemplate:
 
     def _by_prefix(self, messages: Messages, i: int, text: str, tools: Any) -> tuple[int, int]:
         """Find message ``i`` in the text by rendering the conversation without it, and with it."""
-        is_answer = messages[i]["role"] == "assistant"
-        if i == 0 and is_answer:
+        asks = messages[i]["role"] == "assistant"
+        if asks and not i:
             raise ValueError(
                 "the conversation begins with an answer, and the chat template does not mark where it begins; begin "
                 "with a message of the user, or mark answers with {% generation %}"
             )
-        start = self._prefix(messages[:i], text, tools, prompt=is_answer) if i else 0
-        return start, self._prefix(messages[: i + 1], text, tools, prompt=False)
-
-    def _prefix(self, messages: Messages, text: str, tools: Any, *, prompt: bool) -> int:
-        head, _ = self.render(messages, tools=tools, prompt=prompt)
-        if not text.startswith(head):
-            at = next(
-                i for i, (a, b) in enumerate(zip(head, text + "\0" * len(head), strict=False)) if a != b
-            )
-            raise ValueError(
-                f"the chat template renders the first {len(messages)} message(s) in another way when others follow "
-                f"({head[at : at + 24]!r} becomes {text[at : at + 24]!r}), so the answers' tokens cannot be told "
-                "apart; give a chat_template that marks the answers with {% generation %} ... {% endgeneration %}, or "
-                "train the last answer only (answers: last)"
-            )
-        return len(head)
+        before = self.render(messages[:i], tools=tools, prompt=asks)[0] if i else ""
+        behind = self.render(messages[: i + 1], tools=tools)[0]
+        for count, head in ((i, before), (i + 1, behind)):
+            if not text.startswith(head):
+                at = next(at for at, letter in enumerate(head) if text[at : at + 1] != letter)
+                raise ValueError(
+                    f"the chat template renders the first {count} message(s) in another way when others follow "
+                    f"({head[at : at + 24]!r} becomes {text[at : at + 24]!r}), so the answers' tokens cannot be told "
+                    "apart; give a chat_template that marks the answers with {% generation %} ... "
+                    "{% endgeneration %}, or train the last answer only (answers: last)"
+                )
+        return len(before), len(behind)
 
     def _boundary(self, text: str, ids: list[int], starts: Sequence[int] | None, at: int, i: int) -> int:
         """Return the number of tokens before a place in the text; raise if they depend on the text after it.
 
-        The tokens that begin before it are counted, and those shortly before it made once more without what follows.
-        Where these are others, or nothing is known of where tokens begin, all of the text before is tokenized once
-        more, which takes time in proportion to the square of a conversation's length.
+        Those shortly before it are made once more without what follows. Where these are others, or nothing is known of
+        where tokens begin, all of the text before is tokenized once more, in time squared in a conversation's length.
         """
         if at in (0, len(text)):
             return len(ids) if at else 0

@@ -9,26 +9,11 @@ from streampack.packing.encoders.hf_tokenizer import PROBE_TEXT, HFTokenizer
 
 
 def check_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer that encoders can use: Hugging Face's are wrapped, length limits switched off.
-
-    Raises:
-        ValueError: for anything else, and for a bare tokenizer of the tokenizers library, which does not know its BOS
-            and EOS.
-    """
+    """Return a tokenizer that encoders can use, or raise: Hugging Face's are wrapped, length limits switched off."""
     if is_hf(tokenizer):
         return HFTokenizer(tokenizer)
-    if _of_tokenizers(tokenizer):
-        raise ValueError(
-            f"a {type(tokenizer).__name__} of the tokenizers library does not say which of its tokens are BOS and EOS; "
-            "wrap it: HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=..., eos_token=...))"
-        )
-    if isinstance(tokenizer, str | dict):
-        raise ValueError(
-            f"the tokenizer is {tokenizer!r}; name a component: "
-            "{_component_: streampack.HFTokenizer, path: ...} or one of torchtune's tokenizers"
-        )
     inner: Any = getattr(tokenizer, "tokenizer", None)
-    limited = _of_tokenizers(inner) and (inner.truncation or inner.padding)
+    limited = type(inner).__module__.startswith("tokenizers") and (inner.truncation or inner.padding)
     if getattr(tokenizer, "max_seq_len", None) is None and not limited:
         return tokenizer
     whole = copy.copy(tokenizer)
@@ -47,39 +32,23 @@ def is_hf(tokenizer: Any) -> bool:
     return ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase") in bases
 
 
-def _of_tokenizers(tokenizer: Any) -> bool:
-    return type(tokenizer).__module__.split(".")[0] == "tokenizers"
-
-
 def require_encoder(encoder: Any) -> None:
-    """Check that this is an encoder: raise if it is a tokenizer or a class, or cannot be called.
-
-    Raises:
-        ValueError: naming what to wrap it with.
-    """
-    name = type(encoder).__name__
+    """Raise ValueError for a tokenizer, a class, or what cannot be called; the error names what to wrap it with."""
+    kind = encoder if isinstance(encoder, type) else type(encoder)
     if is_hf(encoder) or isinstance(encoder, HFTokenizer):
         raise ValueError(
-            f"encoder is a tokenizer, a {name}; wrap it: TextEncoder(tokenizer) for rows of text, "
+            f"encoder is a tokenizer, a {kind.__name__}; wrap it: TextEncoder(tokenizer) for rows of text, "
             "ChatEncoder(tokenizer) for messages and prompts with completions"
         )
-    if isinstance(encoder, type):
+    if encoder is kind or not callable(encoder):
         raise ValueError(
-            f"encoder is the class {encoder.__name__}; call it with what it needs, such as "
-            f"encoder={encoder.__name__}(tokenizer)"
-        )
-    if not callable(encoder):
-        raise ValueError(
-            f"encoder is a {name}; it must be a function that makes a streampack.Sample of a row"
+            f"encoder is {f'the class {kind.__name__}' if encoder is kind else f'a {kind.__name__}'}; give an encoder, "
+            "such as TextEncoder(tokenizer), or a function that makes a streampack.Sample of a row"
         )
 
 
 def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> bool | None:
-    """Return the ``add_bos`` to call a tokenizer with; refuse one that ignores ``add_bos`` or ``add_eos``.
-
-    Raises:
-        ValueError: naming what it ignores, as its tokens of a short text show.
-    """
+    """Return the ``add_bos`` to call a tokenizer with; refuse one that ignores it or ``add_eos`` for a short text."""
     named = f"the tokenizer ({getattr(tokenizer, 'name', None) or type(tokenizer).__name__})"
     try:
         plain = list(tokenizer.encode(PROBE_TEXT, add_bos=False, add_eos=False))
@@ -87,8 +56,8 @@ def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> bool |
         ended = list(tokenizer.encode(PROBE_TEXT, add_bos=False, add_eos=add_eos))
     except (TypeError, AttributeError) as error:
         raise ValueError(
-            f"{named} has no encode(text, add_bos=, add_eos=): {error}; give one of torchtune's, or a "
-            "Hugging Face tokenizer"
+            f"{named} has no encode(text, add_bos=, add_eos=): {error}; give one of torchtune's, or "
+            "streampack.HFTokenizer, with a path or a tokenizer of transformers"
         ) from error
     for name, asked, made, at in (("BOS", add_bos, begun, 0), ("EOS", add_eos, ended, -1)):
         flag = f"add_{name.lower()}"
