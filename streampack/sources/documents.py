@@ -6,7 +6,6 @@ Files of this machine are mapped into memory; those behind URLs are read by rang
 from __future__ import annotations
 
 import mmap
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -79,7 +78,8 @@ class Layout:
 
 
 class DocumentSource(IndexedSource):
-    """Documents in files of token ids: rows of ``tokens`` and ``labels``, ``[length]``. A format implements `offsets`.
+    """Documents in files of token ids: rows of ``tokens`` and ``labels``, ``[length]``. A format implements `offsets`,
+    or `slice` if it has no index.
 
     Args:
         corpus: the files of ids.
@@ -108,13 +108,13 @@ class DocumentSource(IndexedSource):
         ):
             self.ids_below = 1 << 8 * max(dtype.itemsize for dtype in dtypes)
 
-    @abstractmethod
     def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
         """Return at which token of its file each document of a part begins, and where the last one ends.
 
         Raises:
             Damage: if what says so is damaged. That the offsets rise and lie in the file is checked by the caller.
         """
+        raise NotImplementedError
 
     @override
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:

@@ -1,34 +1,45 @@
-"""`FlatTokensSource`: files of token ids and nothing else, in which a token says where a document ends."""
+"""`FlatTokensSource`: files of token ids and nothing else, in which a token says where a document ends.
+
+The ids lie raw in a file, behind numpy's header, or behind that of llm.c.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
+from streampack.sources.documents import DocumentSource, Layout, Stored, mapped
 from streampack.sources.examples import EXAMPLES, Example, example
-from streampack.sources.files import FileSource, divide, places
-from streampack.sources.flat_files import DTYPES, Layout, layout_of, require_id
+from streampack.sources.files import places
 from streampack.sources.parts import Damage, Part, Record
-from streampack.sources.stored_tokens import TOKENS_PER_LANE, Stored, bound_of, mapped, row_of
-from streampack.storage.base import ParallelMap, map_in_threads
-from streampack.storage.listing import Name, Once, alone, find_files, require_some
+from streampack.storage.base import File, map_in_threads
+from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import look_at_each
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
 from streampack.validation import require_positive
 
 LONGEST_DOCUMENT = 1 << 24  # tokens
-LEAST_PART = 256  # tokens; where parts are shorter than most documents, many have none
 CHUNK = 1 << 18
 """The tokens of a mapped file, or bytes behind a URL, that are searched for boundaries at a time."""
 ONE_DOCUMENT = 1 << 13  # bytes that are first read behind a URL for a single document
 
+HEAD_BYTES = 1024  # that are read of a file when it is looked at; the header of llm.c
+NUMPY = b"\x93NUMPY"
+LLM_C = {20240520: "uint16", 20240801: "uint32"}
+"""Types by the first number of llm.c's header: 256 ``int32``, of which the third is the number of tokens.
+https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py"""
+DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+ANEW = "it was cut off or replaced: copy it anew"
 
-class FlatTokensSource(FileSource):
+
+class FlatTokensSource(DocumentSource):
     """The documents of flat files of token ids: rows of ``tokens`` and ``labels``, ``[length]``.
 
     Such are the files of OLMo and Dolma (``.npy``, which are raw), of nanoGPT (``.bin``, raw), of llm.c and its kin
@@ -70,6 +81,7 @@ class FlatTokensSource(FileSource):
 
     unit = "token"
     near = 1 << 16
+    least = 256  # where parts are shorter than most documents, many have none
 
     def __init__(
         self,
@@ -104,22 +116,18 @@ class FlatTokensSource(FileSource):
             paths, manifest=None, endings=(".npy", ".bin"), storage_options=storage_options, retries=retries,
             timeout=timeout, once=once,
         )  # fmt: skip
-        found = look_at_each(corpus, partial(layout_of, dtype=dtype), once=once)
-        problems = {
-            file.path: each for file, each in zip(corpus.files, found, strict=True) if isinstance(each, str)
-        }
-        super().__init__(require_some(replace(corpus, problems=problems)))
-        # A file that cannot be read has no tokens.
-        self.layouts = [Layout("<u2", 0, 0) if isinstance(each, str) else each for each in found]
-        self.counts = [layout.tokens for layout in self.layouts]
-        dtypes = [np.dtype(each.dtype) for each in found if not isinstance(each, str)]
-        require_id(eos_token_id, "eos_token_id", dtypes)
-        require_id(bos_token_id, "bos_token_id", dtypes)
-        if type(self) is FlatTokensSource:  # A user's subclass may change the ids.
-            self.ids_below = bound_of(dtypes)
+        super().__init__(corpus, look_at_each(corpus, partial(layout_of, dtype=dtype), once=once))
+        for name, token in (("eos_token_id", eos_token_id), ("bos_token_id", bos_token_id)):
+            for layout in self.layouts if token is not None else ():
+                limits = np.iinfo(layout.dtype)
+                if layout.tokens and (type(token) is not int or not limits.min <= token <= limits.max):
+                    raise ValueError(
+                        f"{name}={token!r} is none of {limits.dtype.name} ({limits.min} to {limits.max}), the type of "
+                        "the files' ids; correct one of them"
+                    )
 
+    @override
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`."""
         return {
             **super().identity(),
             "eos_token_id": self.eos_token_id,
@@ -128,52 +136,22 @@ class FlatTokensSource(FileSource):
             "dtype": self.dtype,
         }
 
-    def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
-        """See `FileSource.cut`. A file that cannot be read is a part, too, so that a lane lists it."""
-        sizes = [file.size for file in self.files]
-        return divide(self.counts, num_lanes, sizes=sizes, whole=set(self.bad), least=LEAST_PART)
-
-    def records(
-        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
-    ) -> Iterator[Record]:
-        """See `FileSource.records`."""
-        if not 0 <= offset <= self.counts[part.file]:
-            file = self.files[part.file]
-            raise ValueError(f"{file.shown} has no token {offset}; the state or the file is damaged")
-        return self._documents(part, offset, self._chunks(part, offset, fetcher, later))
-
-    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
-        """See `FileSource.ahead`."""
-        begin, stop, tail = self._stretch(part, offset)
-        return blocks(fetcher.block, self.files[part.file], begin, stop, tail=tail)
-
-    def decode(self, part: Part, offset: int, raw: Stored) -> Mapping[str, Any]:
-        """See `FileSource.decode`."""
-        return row_of(raw, None)
-
-    def stored_bytes(self, raw: Stored) -> int:
-        """See `FileSource.stored_bytes`."""
-        return raw.nbytes
-
-    def natural_lanes(self) -> int:
-        """Return one lane per 262,144 tokens."""
-        return max(1, sum(self.counts) // TOKENS_PER_LANE)
-
     @property
+    @override
     def size(self) -> int | None:
-        """See `Source.size`: it is known for documents of one length."""
         if self.document_length is None:
             return None
         return sum(-(-count // self.document_length) for count in self.counts)
 
+    @override
     def sample(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.sample`: documents from all over the files. The scale is one of tokens."""
+        """Return documents from all over the files. The scale is one of tokens."""
         found = {row.row_id: row for row in self.examples(count)}
         held = sum(row.data["tokens"].size for row in found.values() if row.data is not None)
-        return list(found.values()), sum(self.counts) / max(1, held)
+        return list(found.values()), self.tokens / max(1, held)
 
+    @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """See `Source.examples`: documents from all over the files."""
         return map_in_threads(lambda place: self._first_from(*place), places(self.counts, count))
 
     def _first_from(self, number: int, at: int) -> Example:
@@ -181,114 +159,180 @@ class FlatTokensSource(FileSource):
         for start in (at, 0) if at else (0,):
             part = Part(number, start, min(start + self.max_document_tokens, self.counts[number]))
             with suppress(ValueError, FileNotFoundError):  # reported when training reads it
-                chunks = self._chunks(part, start, self.fetcher(), few=True)
-                for offset, raw, _ in self._documents(part, start, chunks):
+                ids_from = self._ids_from(part._replace(stop=start + 1), self.fetcher())
+                for offset, raw, _ in self._documents(part, ids_from):
                     return example((number, offset), partial(self.decode, part, offset, raw))
         return Example((number, at), None)
 
-    def _documents(self, part: Part, offset: int, chunks: Iterator[Stored]) -> Iterator[Record]:
-        """Yield the documents of a part that begin at token ``offset`` or later.
+    @override
+    def slice(
+        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
+    ) -> Iterator[Record]:
+        return self._documents(part, self._ids_from(part, fetcher, later))
 
-        ``chunks`` are the file's tokens from one before ``offset`` on, to the file's end: by that token it is known
-        whether a document begins at ``offset``, as a line of text does behind a line's end.
+    @override
+    def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterator[Block | None]:
+        begin, stop, tail = self._stretch(part)
+        return blocks(fetcher.block, self.files[part.file], begin, stop, tail=tail)
+
+    def _documents(self, part: Part, ids_from: Callable[[int], Stored]) -> Iterator[Record]:
+        """Yield the documents that begin in a part. ``ids_from`` is that of `_ids_from`.
+
+        Reading begins one token before the part: by that one it is known whether a document begins with the part, as a
+        line of text does behind a line's end.
         """
-        tokens = self.counts[part.file]
-        stop = tokens if part.stop is None else part.stop
-        limit = self.max_document_tokens if self.document_length is None else self.document_length
-        at, before = max(0, offset - 1), None
-        # Where the document that is read begins, if one does, and its tokens in earlier chunks.
-        begin = 0 if offset == 0 else None
-        pieces: list[Stored] = []
-        while offset < stop and (chunk := next(chunks, None)) is not None:
-            used = 0
-            for start in self._starts(at, before, chunk):
-                if start < offset or start == begin:
+        assert part.stop is not None
+        # Where the document that is read begins, if one does; the first token that is held, and that is not searched.
+        begin = None if part.start else 0
+        keep = at = max(0, part.start - 1)
+        if part.start >= part.stop:  # the last document went beyond the part
+            return
+        while (ids := ids_from(keep)).size > at - keep:
+            for start in self._starts(ids, keep, at):
+                if start < part.start or start == begin:
                     continue
                 if begin is not None:
-                    yield begin, self._joined([*pieces, chunk[used : start - at]], begin, limit), start
-                if start >= stop:
+                    yield begin, self._document(ids, keep, begin, start), start
+                if start >= part.stop:
                     return
-                begin, pieces, used = start, [], start - at
-            at, before = at + chunk.size, int(chunk[-1])
+                begin = start
+            at = keep + ids.size
             if begin is not None:
-                pieces.append(chunk[used:])
-                if at - begin > limit:
-                    self._joined(pieces, begin, limit)  # raises
-            elif at >= stop:
+                self._require_short(begin, at)
+            elif at >= part.stop:
                 return
-        if begin is not None and pieces:
-            yield begin, self._joined(pieces, begin, limit), tokens
+            keep = at - 1 if begin is None else begin
+        if begin is not None:
+            yield begin, self._document(ids, keep, begin, at), at
 
-    def _starts(self, at: int, before: int | None, chunk: Stored) -> list[int]:
-        """Return the tokens of a chunk at which documents begin. ``before`` is the one before the chunk, if any."""
+    def _starts(self, ids: Stored, first: int, at: int) -> list[int]:
+        """Return the tokens, from ``at`` on, at which documents begin. ``ids`` are those from ``first`` on."""
         if (length := self.document_length) is not None:
-            return list(range(-(-at // length) * length, at + chunk.size, length))
+            return list(range(-(-at // length) * length, first + ids.size, length))
         eos, bos = self.eos_token_id, self.bos_token_id
         if eos is None:
-            starts = np.flatnonzero(chunk == bos)
+            starts = np.flatnonzero(ids[at - first :] == bos) + (at - first)
         else:
-            starts = np.flatnonzero(chunk[:-1] == eos) + 1
-            if before == eos:
-                starts = np.concatenate([[0], starts])
+            before = max(0, at - 1 - first)
+            starts = np.flatnonzero(ids[before:-1] == eos) + (before + 1)
             if bos is not None:
-                starts = starts[chunk[starts] == bos]
-        found: list[int] = (starts + at).tolist()
+                starts = starts[ids[starts] == bos]
+        found: list[int] = (starts + first).tolist()
         return found
 
-    def _joined(self, pieces: list[Stored], begin: int, limit: int) -> Stored:
-        """Return a document in one array: a view of a mapped file, if it lies in one chunk.
+    def _document(self, ids: Stored, first: int, begin: int, end: int) -> tuple[Stored, None]:
+        self._require_short(begin, end)
+        own = ids[begin - first : end - first]
+        # What was fetched is copied, so that a document that waits holds no others.
+        return own if self.local else own.copy(), None
 
-        Raises:
-            Damage: if it is longer than ``limit``.
-        """
-        if sum(piece.size for piece in pieces) > limit:
-            rule = ", ".join(
-                f"{name}={token}"
-                for name, token in (("eos_token_id", self.eos_token_id), ("bos_token_id", self.bos_token_id))
-                if token is not None
-            )
-            what = (
-                f"the document has more than max_document_tokens={limit:,} by {rule}: correct the id, if it is another "
-                "tokenizer's; raise max_document_tokens; or cut the files by document_length"
-            )
-            # In the middle of a document, reading goes on at the next one's beginning.
-            raise Damage(what, offset=begin, resume=begin + limit)
-        if len(pieces) == 1:
-            # Behind a URL it is copied, so that a document that waits holds no others.
-            return pieces[0] if self.local else pieces[0].copy()
-        return np.concatenate(pieces)
-
-    def _chunks(
-        self,
-        part: Part,
-        offset: int,
-        fetcher: Fetcher,
-        later: Iterable[Iterable[Block | None]] = (),
-        *,
-        few: bool = False,
-    ) -> Iterator[Stored]:
-        """Yield the tokens of a file, in turn, from one before ``offset`` on. ``few`` says that little will be read."""
-        file, layout = self.files[part.file], self.layouts[part.file]
-        dtype = np.dtype(layout.dtype)
-        if self.local:
-            ids = mapped(file, dtype, first=layout.first, count=layout.tokens)
-            for at in range(max(0, offset - 1), layout.tokens, CHUNK):
-                yield ids[at : at + CHUNK]
+    def _require_short(self, begin: int, end: int) -> None:
+        """Raise `Damage` if a document is too long. Within it, reading goes on at the next one's beginning."""
+        limit = self.max_document_tokens
+        if self.document_length is not None or end - begin <= limit:
             return
-        begin, stop, tail = self._stretch(part._replace(stop=offset + 1) if few else part, offset)
-        stream, rest = RangeStream(fetcher, file, begin, stop, later, tail=tail), b""
-        while data := stream.read(CHUNK):
-            data = rest + data
-            count = len(data) // dtype.itemsize
-            rest = data[count * dtype.itemsize :]
-            if count:
-                yield np.frombuffer(data, dtype, count)
+        rules = (("eos_token_id", self.eos_token_id), ("bos_token_id", self.bos_token_id))
+        rule = ", ".join(f"{name}={token}" for name, token in rules if token is not None)
+        what = (
+            f"the document has more than max_document_tokens={limit:,} by {rule}: correct the id, if it is another "
+            "tokenizer's; raise max_document_tokens; or cut the files by document_length"
+        )
+        raise Damage(what, offset=begin, resume=begin + limit)
 
-    def _stretch(self, part: Part, offset: int) -> tuple[int, int, int]:
-        """Return the bytes ``[begin, stop)`` to read for a part from ``offset`` on, and how many behind them."""
+    def _ids_from(
+        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
+    ) -> Callable[[int], Stored]:
+        """Return a function to be called with the first token to keep, again and again.
+
+        It returns the ids from there on, each time more of them, beginning one token before the part; at the file's end
+        no more.
+        """
+        file, layout = self.files[part.file], self.layouts[part.file]
+        first, dtype = max(0, part.start - 1), np.dtype(layout.dtype)
+        if self.local:
+            ids = np.frombuffer(mapped(file), dtype, layout.tokens, layout.first)
+            ends = count(first + CHUNK, CHUNK)
+            return lambda keep: ids[keep : next(ends)]
+        begin, stop, tail = self._stretch(part)
+        stream, held = RangeStream(fetcher, file, begin, stop, later, tail=tail), b""
+
+        def ids_from(keep: int) -> Stored:
+            nonlocal first, held
+            first, held = keep, held[(keep - first) * dtype.itemsize :]
+            known = len(held) // dtype.itemsize
+            while len(held) // dtype.itemsize == known and (data := stream.read(CHUNK)):
+                held += data
+            return np.frombuffer(held, dtype, len(held) // dtype.itemsize)
+
+        return ids_from
+
+    def _stretch(self, part: Part) -> tuple[int, int, int]:
+        """Return the bytes ``[begin, stop)`` to read for a part, and how many behind them."""
+        assert part.stop is not None
         layout = self.layouts[part.file]
-        width = np.dtype(layout.dtype).itemsize
-        last = layout.tokens if part.stop is None else part.stop
-        first = max(0, min(offset - 1, last))
-        begin, stop = (layout.first + width * token for token in (first, last))
-        return begin, stop, ONE_DOCUMENT if last - first <= 2 else tail_of(begin, stop)
+        first = max(0, min(part.start - 1, part.stop))
+        begin, stop = (layout.first + layout.width * token for token in (first, part.stop))
+        return begin, stop, ONE_DOCUMENT if part.stop - first <= 2 else tail_of(begin, stop)
+
+
+def layout_of(corpus: Corpus, file: File, *, dtype: str | None) -> Layout:
+    """Read the beginning of a file, and return where its ids lie. Without a header, they are of type ``dtype``.
+
+    The name does not decide: the ``.npy`` files of OLMo are raw, and those of ``numpy.save`` have a header.
+
+    Raises:
+        ValueError: if the header is none of ids, or does not describe a file of this size; without a header, if the
+            size is no multiple of an id's, or no type is given.
+    """
+    head = Fetcher(corpus.storage, corpus.retries).take((file, 0, min(file.size, HEAD_BYTES)))
+    header = _of_numpy(head) if head.startswith(NUMPY) else _of_llm_c(head)
+    if header is not None:
+        found, first, tokens = header
+        if dtype is not None and np.dtype(dtype) != found:
+            raise ValueError(f"its header says {found.name}, and dtype is {dtype!r}; leave dtype out")
+        if (size := first + tokens * found.itemsize) != file.size:
+            raise ValueError(
+                f"it has {file.size:,} bytes, and its header describes {size:,} ({tokens:,} of {found.name}); {ANEW}"
+            )
+        return Layout(found.str.replace("|", "<"), tokens, tokens, first)
+    if dtype is None:
+        raise ValueError(
+            "it has no header that says how ids are stored; give dtype, such as 'uint16' or 'uint32', as it was written"
+        )
+    raw = np.dtype(dtype).newbyteorder("<")
+    if file.size % raw.itemsize:
+        raise ValueError(
+            f"it has {file.size:,} bytes, no multiple of the {raw.itemsize} of {dtype}; it was cut off, or is of "
+            "another dtype"
+        )
+    tokens = file.size // raw.itemsize
+    return Layout(raw.str.replace("|", "<"), tokens, tokens)
+
+
+Header = tuple[np.dtype[np.generic], int, int]
+"""(type of the ids, byte of the first, number of them)."""
+
+
+def _of_numpy(head: bytes) -> Header:
+    stream = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read(stream)
+    except ValueError as error:
+        raise ValueError(f"its numpy header cannot be read ({error}); write it anew by numpy.save") from None
+    if len(shape) != 1 or dtype.name not in DTYPES or dtype.newbyteorder("<") != dtype:
+        raise ValueError(
+            f"it holds an array of {dtype} of shape {shape}; save one flat, little-endian array of ids of one of "
+            f"{', '.join(DTYPES)}"
+        )
+    return dtype, stream.tell(), shape[0]
+
+
+def _of_llm_c(head: bytes) -> Header | None:
+    if len(head) < HEAD_BYTES:
+        return None
+    magic, _, tokens = np.frombuffer(head, "<i4", 3).tolist()
+    return (np.dtype(LLM_C[magic]), HEAD_BYTES, tokens) if magic in LLM_C else None

@@ -69,12 +69,10 @@ class IndexedSource(FileSource):
         self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
     ) -> Iterator[Record]:
         """See `FileSource.records`."""
-        part = self._bounded(part)
-        assert part.stop is not None
-        if not 0 <= offset <= part.stop:
+        if not 0 <= offset <= self.counts[part.file]:
             file = self.files[part.file]
-            raise ValueError(f"{file.shown} has no {self.unit} {offset}; the state or the index is damaged")
-        return self.slice(part._replace(start=offset), fetcher, later)
+            raise ValueError(f"{file.shown} has no {self.unit} {offset}; the state or the file is damaged")
+        return self.slice(self._bounded(part)._replace(start=offset), fetcher, later)
 
     def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
         """See `FileSource.ahead`."""
