@@ -183,7 +183,7 @@ def _fill_step(
     if not last:
         for pack in by_cost:
             window = [lengths[number] for number in left[:EXACT_FIT_WINDOW]]
-            for place in reversed(exact_fit(window, rooms[pack], lambda: False)):
+            for place in reversed(exact_fit(window, rooms[pack], len(window), lambda: False)):
                 put(left.pop(place), pack)
         by_cost.sort(key=spent.__getitem__)
     return [packs[pack] for pack in reversed(by_cost)], left

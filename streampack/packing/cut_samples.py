@@ -60,14 +60,10 @@ def trained_if_split(
 def untrained_error(length: int, packing: Packing) -> ValueError:
     """Make the error for a sample of ``length`` tokens that trains nothing; the caller adds its place."""
     kept = sum(stop - start for start, stop in packing.pieces_of(length))
-    way_out = "set untrained to 'drop' or 'keep'"
-    if kept == 1:
-        why = "one token is packed, and the first label of a sequence is never trained"
-    elif kept < length:
-        left = f"of the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
-        why = f"{left}, none has a label to train"
-        way_out = f"raise max_seq_len, choose another overlong, or {way_out}"
-    else:
-        why = f"none of its {length} tokens has a label to train"
-        way_out = f"look at its labels, or {way_out}"
-    return ValueError(f"trains nothing: {why}; {way_out}")
+    left, way_out = f"its {length} tokens", "look at its labels (the first is never trained)"
+    if kept < length:
+        left = f"the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
+        way_out = "raise max_seq_len, choose another overlong"
+    return ValueError(
+        f"trains nothing: none of {left} has a label to train; {way_out}, or set untrained to 'drop' or 'keep'"
+    )

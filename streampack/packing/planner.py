@@ -11,12 +11,10 @@ from streampack.packing.strategies import STRATEGIES
 
 
 class HasLength(Protocol):
-    """Anything with a length, which a `Planner` can pack, such as a `Span` or a piece with its tokens."""
+    """Anything with a length of at least 1, which a `Planner` can pack."""
 
     @property
-    def length(self) -> int:
-        """Tokens of the piece, at least 1."""
-        ...
+    def length(self) -> int: ...  # noqa: D102
 
 
 PieceT = TypeVar("PieceT", bound=HasLength)
@@ -43,8 +41,6 @@ class Planner(Generic[PieceT]):
     At most ``buffer_size`` pieces wait, and every pack takes the oldest. So each piece leaves the buffer within
     ``buffer_size`` packs; a piece that is longer than a pack, as ``split_across_pack`` allows, begins to leave it then.
 
-    An error raised by ``pull`` ends the planning.
-
     Args:
         packing: the settings; they choose the strategy.
         pull: returns the next piece, or None when there are no more. No piece is longer than ``max_seq_len``
@@ -64,7 +60,7 @@ class Planner(Generic[PieceT]):
         self.lengths: list[int] = []
         # With split_across_pack, so many tokens of the oldest waiting piece were packed already. Otherwise always 0.
         self.offset = 0
-        # The newest pack: its pieces so far, and how many tokens it has room for still.
+        # Of the newest pack.
         self.placed: list[Placed[PieceT]] = []
         self.room = packing.max_seq_len
         # A sequence for each token is no limit.
@@ -81,17 +77,13 @@ class Planner(Generic[PieceT]):
         if self.packing.split_across_pack:
             self._fill_by_cutting()
             return self.placed
-        strategy = STRATEGIES[self.packing.strategy]
+        choose = STRATEGIES[self.packing.strategy]
         if self.lengths or self._pull():
             self._take([0])
-        # The strategy decided against every piece that it leaves in the buffer, so the pack is closed. If it took all
-        # that waited (many short pieces), it has not decided yet and is asked again, about the pieces that are pulled
-        # next. Otherwise a pack could never hold more than buffer_size + 1 pieces.
+        # The strategy decided against the pieces that it leaves waiting, so the pack is closed. If it took all of them,
+        # it is asked again about those that are pulled next, or no pack would hold more than buffer_size + 1.
         while self.room and (limit := self.max_seqs - len(self.placed)) and (self.lengths or self._pull()):
-            taken = strategy.choose(self.lengths, self.room, self._pull)
-            if len(taken) > limit:
-                taken = strategy.choose_at_most(taken, self.lengths, self.room, limit)
-            self._take(taken)
+            self._take(choose(self.lengths, self.room, limit, self._pull))
             if self.lengths:
                 break
         return self.placed
@@ -144,20 +136,16 @@ def plan_packs(
 ) -> Iterator[list[Span]]:
     """Plan the packs of a stream of sample lengths, reading ``lengths`` no further than the next pack needs.
 
-    Each pack is a list of ``Span(index, start, stop)``: tokens ``[start, stop)`` of sample ``index``. With the default
-    ``exact_fit``, each of the project's three benchmark distributions (``make bench``) needed at most one pack more
-    than the lower bound, ``ceil(tokens / max_seq_len)``.
+    Each pack is a list of ``Span(index, start, stop)``: tokens ``[start, stop)`` of sample ``index``. The settings are
+    those of `Packing`.
 
     >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 4, 2, 3, 4], 8)]
     [[(0, 0, 5), (3, 0, 3)], [(1, 0, 4), (4, 0, 4)], [(2, 0, 2)]]
     >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 6], 8, split_across_pack=True)]
     [[(0, 0, 5), (1, 0, 3)], [(1, 3, 6)]]
-    >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 3, 4], 8, pad_seqs_to=4)]  # 5 tokens take 8
-    [[(0, 0, 5)], [(1, 0, 3), (2, 0, 4)]]
 
     Raises:
-        ValueError: for a bad setting, a length below 1, or a sample that is too long under
-            ``overlong="error"``. Settings are checked at the call, lengths as they are read.
+        ValueError: for a bad setting at the call, and for a bad length when it is read.
     """
     packing = Packing(
         max_seq_len,

@@ -38,14 +38,10 @@ class Packing:
     pad_seqs_to: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_seq_len", require_positive(self.max_seq_len, "max_seq_len"))
-        object.__setattr__(self, "buffer_size", require_positive(self.buffer_size, "buffer_size"))
-        if self.max_seqs_per_pack is not None:
-            limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
-            object.__setattr__(self, "max_seqs_per_pack", limit)
-        multiple = require_positive(self.pad_seqs_to, "pad_seqs_to")
-        object.__setattr__(self, "pad_seqs_to", multiple)
-        require_multiple(self.max_seq_len, "max_seq_len", multiple, "pad_seqs_to")
+        for name in ("max_seq_len", "buffer_size", "max_seqs_per_pack", "pad_seqs_to"):
+            if name != "max_seqs_per_pack" or self.max_seqs_per_pack is not None:
+                object.__setattr__(self, name, require_positive(getattr(self, name), name))
+        require_multiple(self.max_seq_len, "max_seq_len", self.pad_seqs_to, "pad_seqs_to")
         require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
         if self.overlong is None:
             object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
@@ -55,8 +51,7 @@ class Packing:
         """Return the ``(start, stop)`` pieces that a sample of ``length`` tokens becomes; none if it is dropped.
 
         Raises:
-            ValueError: if the sample is too long under ``overlong="error"``, or empty. The caller puts
-                the place of the sample in front of the message.
+            ValueError: if it is too long or empty, for a message that begins with the sample's place.
         """
         limit = self.max_seq_len
         if length < 1:
@@ -77,11 +72,7 @@ class Packing:
         )
 
     def padded(self, length: int) -> int:
-        """Return the tokens that ``length`` tokens of a sample take in a pack, which is what they cost the planner.
-
-        >>> Packing(16, pad_seqs_to=8).padded(3)
-        8
-        """
+        """Return the tokens that ``length`` tokens of a sample take in a pack."""
         return length + -length % self.pad_seqs_to
 
     def cuts(self, length: int, start: int, stop: int) -> range:

@@ -280,7 +280,7 @@ def test_a_sample_that_trains_nothing_is_named_and_not_consumed() -> None:
         with pytest.raises(ValueError) as error:
             list(data)
         assert str(error.value) == (
-            "sample 1 trains nothing: of the 16 tokens that overlong='truncate' leaves of its 33, none has a label to "
+            "sample 1 trains nothing: none of the 16 tokens that overlong='truncate' leaves of its 33 has a label to "
             "train; raise max_seq_len, choose another overlong, or set untrained to 'drop' or 'keep'"
         )
     with pytest.raises(ValueError, match="sample 1 trains nothing"):
