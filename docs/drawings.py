@@ -198,11 +198,9 @@ def lanes() -> str:
     def read_by(ranks: int) -> list[int]:
         """Return which rank reads each lane."""
         dataset = IterablePackedDataset(rows, max_seq_len=16, num_lanes=4)
-        owners = {}
+        owners: dict[int, int] = {}
         for rank in range(ranks):
-            stream = dataset.stream(rank, ranks)
-            list(stream)
-            owners |= dict.fromkeys(stream.lane_states(), rank)
+            owners |= {pack.lane: rank for pack in dataset.stream(rank, ranks)}
         return [owners[lane] for lane in range(4)]
 
     picture = Picture("Packs of four lanes, steps, and ranks")

@@ -13,7 +13,7 @@ import pickle
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -129,18 +129,15 @@ def reading(lanes: int, window: int) -> dict[str, float]:
             )
 
         def begin() -> Any:
-            stream = make().stream()
-            for _ in range(lanes):
-                next(stream)
-            return stream
+            events = make().events()
+            return events, {event.lane: event.state for event in islice(events, lanes)}
 
-        took, stream = clocked(begin)
+        took, (stream, states) = clocked(begin)
         opened = open_files()
-        states = stream.lane_states()
         del stream
         gc.collect()
         opened -= open_files()
-        again, _ = clocked(lambda: make().stream(lane_states=states))
+        again, _ = clocked(lambda: next(make().events(lane_states=states)))
         return {"memory": kept(begin), "seconds": took, "resume": again, "files": opened}
 
 

@@ -30,7 +30,8 @@ from streampack.inspection.shape import RunShape
 from streampack.packing.groups import attention_cost
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane_config import LaneConfig, count_lanes
+from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.run_settings import default_lanes
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
 BINS = 24
@@ -99,8 +100,7 @@ def _lanes(dataset: IterablePackedDataset, shape: RunShape, ranks: int) -> int:
     if shape.method:
         return 1
     consumers = ranks * max(1, shape.workers)
-    source = dataset.lane_config.source
-    return count_lanes(source, consumers, wanted=dataset.num_lanes, fixed=False)
+    return dataset.num_lanes or default_lanes(dataset.lane_config.source, consumers)
 
 
 def _nothing(tally: Tally) -> str:

@@ -20,9 +20,8 @@ from streampack.loader.iteration import Iteration
 from streampack.loader.step_meter import StepMeter
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane_state import as_dicts
-from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import total_ledger
+from streampack.streaming.run_state import RunState, as_dicts
 from streampack.validation import naming_nearest, require_duration, require_positive
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
-from contextlib import suppress
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,14 +15,15 @@ from streampack.fingerprint import digest
 from streampack.loader.batching import Batching
 from streampack.loader.shares import RankPacks, Share, agreed_shares
 from streampack.loader.step_meter import StepMeter
-from streampack.loader.workers import OpenStream, Worker
+from streampack.loader.workers import Worker
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.consumers import require_loader_made_after_group
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane_state import LaneEvent, LaneState, as_dicts
+from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
-from streampack.streaming.loaded_state import RunState
-from streampack.streaming.round_robin import ANEW, total_ledger
+from streampack.streaming.readers import ANEW
+from streampack.streaming.round_robin import total_ledger
+from streampack.streaming.run_state import RunState, as_dicts
 from streampack.types import Pack
 
 
@@ -92,10 +92,10 @@ class Iteration:
         consumers = size * max(1, workers)
         streams: list[Worker | Generator[LaneEvent]] = []
         for consumer in range(rank, consumers, size):
-            stream = partial(read.stream, consumer, consumers, epoch=begin.epoch, first_epoch=first)
+            stream = partial(read.events, consumer, consumers, epoch=begin.epoch, first_epoch=first)
             states = {lane: state for lane, state in own.items() if lane % consumers == consumer}
             name = f"worker {consumer} of {consumers}"
-            streams.append(Worker(stream, states, name) if workers else _in_process(stream, states))
+            streams.append(Worker(stream, states, name) if workers else stream(lane_states=states))
         self.packs = RankPacks(streams)
         self.shares = agreed_shares(
             self.packs,
@@ -241,11 +241,3 @@ class Iteration:
             packs = packs + [null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)] * missing
         batch = stack_packs(packs, segments=config.packing.max_segments)
         return batch.pin_memory() if self.pin_memory else batch
-
-
-def _in_process(stream: OpenStream, lane_states: Mapping[int, LaneState]) -> Generator[LaneEvent]:
-    """Make events in this process. The stream is opened for the first one; closing drops its lanes and their files."""
-    packs = stream(lane_states=lane_states)
-    with suppress(StopIteration):
-        while True:
-            yield packs.event()

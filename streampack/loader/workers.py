@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
@@ -23,12 +23,11 @@ from typing import Any
 from streampack.distributed.parent import end_with_parent
 from streampack.loader.wire import Folded, fold, unfold
 from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.round_robin import PackStream
 from streampack.validation import raised_here
 
 log = logging.getLogger(__name__)
 
-OpenStream = Callable[..., PackStream]
+OpenStream = Callable[..., Generator[LaneEvent]]
 """Opens some lanes at ``lane_states``: `IterablePackedDataset.stream`, with all other arguments given."""
 
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
@@ -47,7 +46,7 @@ CLOSE_TIMEOUT = 10.0
 
 
 class Worker:
-    """Iterator over the events of a `PackStream`, which runs in a process of its own.
+    """Iterator over the events of some lanes, which runs in a process of its own.
 
     Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a pipe of its own,
     so that a process that dies in the middle of writing harms no other. They come several at a time where they are made
@@ -244,7 +243,7 @@ def _serve(
                 stream = open_stream(lane_states=lane_states)
             begun = time.monotonic()
             while not events or (len(events) < size and time.monotonic() < begun + MAX_DELAY):
-                events.append(fold(stream.event()))
+                events.append(fold(next(stream)))
         except StopIteration:
             last = (END, None)
         except Exception as error:

@@ -30,7 +30,7 @@ from streampack.packing.settings import Packing
 from streampack.sources.column_tables import by_rows
 from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.streaming.lane_config import UNTRAINED
-from streampack.streaming.ledger_messages import nothing_to_pack, warn_of_untrained
+from streampack.streaming.ledger_messages import UntrainedWarning, nothing_to_pack
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import naming_nearest, require, require_positive, require_token_id
 
@@ -174,8 +174,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             log.warning("%s", nothing_to_pack(self._ledger))
         self._ledger.packs = len(self)
         self._ledger.capacity = len(self) * self.max_seq_len
-        if self.untrained is None:
-            warn_of_untrained(self._ledger, max_seq_len=self.max_seq_len)
+        UntrainedWarning(wanted=self.untrained is None, max_seq_len=self.max_seq_len).look_at(self._ledger)
         log.info("%r", self)
 
     def _read_lengths(self, lengths: array[int]) -> Iterator[tuple[int, int]]:

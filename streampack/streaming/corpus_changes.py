@@ -15,7 +15,7 @@ from streampack.sources.mixture_reader import translated
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
 from streampack.streaming.lane_state import LaneState
-from streampack.streaming.loaded_state import RunState
+from streampack.streaming.run_state import RunState
 from streampack.types import RowId
 
 Histories = dict[str, list[tuple[int, str]]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.foreign_loader import refuse_foreign_loader
+from streampack.packing.samples import sample_from_row
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import SkipBad, quarantine_for
@@ -26,18 +27,16 @@ from streampack.storage.use import Storage, StorageUse
 from streampack.streaming.consumers import ranks_here, refuse_several_ranks
 from streampack.streaming.corpus_changes import CorpusChanges, Resumed, described, what_happens
 from streampack.streaming.estimate import Estimate, estimate
-from streampack.streaming.iteration import PackDicts
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
-from streampack.streaming.lane_state import LaneState, as_dicts
+from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import UntrainedWarning
-from streampack.streaming.loaded_state import RunState, checked_state, state_of
-from streampack.streaming.readers import Readers
-from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
+from streampack.streaming.readers import PackDicts, Readers
+from streampack.streaming.round_robin import in_turn, total_ledger, total_source_stats
 from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_settings import RunSettings
-from streampack.streaming.trace import trace
-from streampack.types import Fragment, Sample
+from streampack.streaming.run_state import RunState, as_dicts, checked_state, state_of
+from streampack.types import Fragment, Pack, Sample
 from streampack.validation import (
     naming_nearest,
     require,
@@ -193,7 +192,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.readers = Readers()
         self._ranks = 1  # of the process that pickled this for a worker process
         self._shared_logged = False
-        self._untrained = UntrainedWarning(self.lane_config)
+        self._untrained = UntrainedWarning(wanted=untrained is None, max_seq_len=packing.max_seq_len)
         self._identity = RunIdentity(self.lane_config)
         self._changes = CorpusChanges(source, folder=corpus_lists)
         self._estimates: dict[tuple[int, int], Estimate] = {}
@@ -209,13 +208,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return PackDicts(self._start, self._began, untrained=self._untrained)
+        return PackDicts(self._start, untrained=self._untrained)
 
-    def _began(self, packs: PackDicts) -> None:
-        self.readers.newest = packs
-
-    def _start(self) -> tuple[RunState, PackStream, int]:
-        """Return where an iteration begins, its packs from there on, and the epoch that follows it."""
+    def _start(self, packs: PackDicts) -> tuple[Iterator[LaneEvent], int]:
         refuse_several_ranks(self._ranks)
         refuse_foreign_loader(self)
         worker = get_worker_info()
@@ -226,18 +221,21 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "shares them out by itself, as datasets do that ask torch for their worker; iterate a "
                 "PackedDataLoader, or use one worker"
             )
-        readers = self.readers
-        if worker is None:
-            begin = readers.of_this_process()
-        else:
-            begin = readers.of_worker(shuffled=self.lane_config.shuffle_window > 0)
+        begin = self.readers.start(packs, shuffled=self.lane_config.shuffle_window > 0)
         self.settings.choose_window(self.lane_config.packing, 1)
-        stream = self.stream(consumer, consumers, lane_states=begin.lane_states, epoch=begin.epoch)
+        events = self.events(consumer, consumers, lane_states=begin.lane_states, epoch=begin.epoch)
         if consumer == 0:
             self._log_shared()
-        return replace(begin, partial=consumers > 1), stream, begin.epoch + (self.epochs or 1)
+        return events, begin.epoch + (self.epochs or 1)
 
-    def stream(
+    def stream(self, consumer: int = 0, consumers: int = 1) -> Iterator[Pack]:
+        """Return the packs of one of several consumers (ranks x workers); this fixes num_lanes and balance_window.
+
+        Consumer c owns lanes c, c + consumers, and so on.
+        """
+        return (event.pack for event in self.events(consumer, consumers) if event.pack is not None)
+
+    def events(
         self,
         consumer: int = 0,
         consumers: int = 1,
@@ -245,18 +243,17 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         lane_states: Mapping[int, LaneState] | None = None,
         epoch: int | None = None,
         first_epoch: int | None = None,
-    ) -> PackStream:
-        """Return the packs of one of several consumers (ranks x workers); this fixes num_lanes and balance_window.
+    ) -> Generator[LaneEvent]:
+        """Return the packs of `stream` and the ends of its lanes' epochs, each with the lane's state after it.
 
-        Consumer c owns lanes c, c + consumers, and so on. They resume from ``lane_states``, by default those of the
-        loaded state, and read ``epochs`` epochs from ``epoch`` on, by default the next one. Lanes that have ended an
-        epoch before ``first_epoch`` begin that one.
+        The lanes resume from ``lane_states``, by default those of the loaded state, and read ``epochs`` epochs from
+        ``epoch`` on, by default the next one. Lanes that have ended an epoch before ``first_epoch`` begin that one.
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
         num_lanes = self.fix_lanes(consumers)
-        self.settings.choose_window(self.lane_config.packing, consumers)
-        config = replace(self.lane_config, balance_window=self.balance_window or 0)
+        window = self.settings.choose_window(self.lane_config.packing, consumers)
+        config = replace(self.lane_config, balance_window=window)
         begin = self.readers.following()
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
@@ -278,8 +275,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 read_ahead=read_ahead,
             )
 
-        return PackStream(
-            [open_lane(number) for number in lanes],
+        return in_turn(
+            map(open_lane, lanes),
             last_epoch=None if self.epochs is None else first + self.epochs - 1,
             alone=consumers == 1,
         )
@@ -488,7 +485,17 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         >>> data.trace(pack["fragments"][0])
         {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
         """
-        return trace(self.lane_config, fragment)
+        config, row_id = self.lane_config, fragment.row_id
+        [row], encode = config.source.fetch_many([row_id]), config.encoder(row_id)
+        # The fragment lies in the last piece that begins at or before it.
+        start, piece = [p for p in config.cut(sample_from_row(encode(row))) if p[0] <= fragment.start][-1]
+        tokens = piece.tokens[fragment.start - start : fragment.stop - start].tolist()
+        found = {"place": config.source.locate(row_id), "row": row, "tokens": tokens}
+        if self.mix is not None:
+            found["source"] = self.mix.names[self.mix.source_index(row_id)]
+        if hasattr(encode, "decode"):
+            found["text"] = encode.decode(tokens)
+        return found
 
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
         """Estimate the packs of an epoch, with their standard error, their padding, and the tokens that are lost.

@@ -20,7 +20,6 @@ from streampack.storage.use import StorageUse
 from streampack.types import Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
-DEFAULT_LANES = 8
 Encode = Callable[[Mapping[str, Any]], Sample]
 
 
@@ -191,31 +190,3 @@ def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:
         return True
     bound = encode.ids_below(source.ids_below)
     return bound is None or (vocab_size is not None and bound > vocab_size)
-
-
-def count_lanes(source: Source, consumers: int, *, wanted: int | None, fixed: bool) -> int:
-    """Return ``wanted``, or by default a multiple of ``consumers`` (ranks x workers), at least 8 unless data is small.
-
-    On small data it is 1, 2 or 4 where it can be, because 5 lanes would not divide evenly among 2 ranks.
-
-    Args:
-        source: what is read; it knows how many lanes it fills.
-        consumers: that read the lanes.
-        wanted: as set, loaded or begun with.
-        fixed: the user set it, so that too few are an error; a resumed run may have fewer lanes than consumers.
-
-    Raises:
-        ValueError: if fewer were asked for.
-    """
-    if wanted is None:
-        filled = source.natural_lanes()
-        most = 1 << min(DEFAULT_LANES, filled).bit_length() - 1
-        wanted = -(-most // consumers) * consumers
-        if wanted > filled:  # of four compressed files three consumers read one lane each
-            wanted = max(1, filled // consumers) * consumers
-    if wanted < consumers and fixed:
-        raise ValueError(
-            f"{wanted} lane{'s' * (wanted > 1)} cannot feed {consumers} consumers (ranks x workers): some would get "
-            "nothing; use fewer workers, or start a new run with more num_lanes"
-        )
-    return wanted

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.streaming.checksum import sealed, unsealed
 from streampack.types import Cursor, Pack, RowId
 
 STAND = ("epoch", "cursor", "waiting", "offset")
@@ -202,20 +201,6 @@ class LaneEvent:
     epoch: int  # always 0 if epochs follow one another without an end
     pack: Pack | None  # None at the end of the lane's epoch
     state: LaneState
-
-
-def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
-    """Return the states of some lanes as a checkpoint holds them, each with its checksum."""
-    return {lane: sealed(state.as_dict(), of=f"lane {lane}") for lane, state in states.items()}
-
-
-def from_dicts(found: Mapping[int, Any]) -> dict[int, LaneState]:
-    """Invert `as_dicts`.
-
-    Raises:
-        ValueError: if one is damaged.
-    """
-    return {lane: LaneState.from_dict(unsealed(each, of=f"lane {lane}")) for lane, each in found.items()}
 
 
 def joined(waiting: Iterable[Address]) -> list[Address]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from streampack.accounting import Ledger
-from streampack.streaming.lane_config import LaneConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,29 +34,22 @@ def nothing_to_pack(ledger: Ledger) -> ValueError:
 
 
 class UntrainedWarning:
-    """Warn once when the ledger first counts an untrained sample, unless a setting says what becomes of those.
+    """Warn once when the ledger first counts an untrained sample, if that is ``wanted``.
 
     The process that consumes the packs uses it: each worker process would warn of its own first one.
     """
 
-    def __init__(self, config: LaneConfig) -> None:
-        self.max_seq_len = config.packing.max_seq_len
-        self.wanted = config.untrained is None
+    def __init__(self, *, wanted: bool, max_seq_len: int) -> None:
+        self.wanted, self.max_seq_len = wanted, max_seq_len
 
     def look_at(self, ledger: Ledger) -> None:
-        """Warn if a ledger counts untrained samples, the first time."""
+        """Say how many samples train nothing, the first time that a ledger counts any."""
         if self.wanted and ledger.untrained:
             self.wanted = False
-            warn_of_untrained(ledger, max_seq_len=self.max_seq_len)
-
-
-def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
-    """Log how many samples a ledger counts that train nothing, if it counts any."""
-    if ledger.untrained:
-        log.warning(
-            "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never counts. "
-            "Of messages only the assistant's are trained, and truncation to max_seq_len=%d (%d samples so far) may "
-            "cut answers off. Set untrained='drop' to leave them out, 'error' to see where one is, or 'keep' if they "
-            "are meant to be there",
-            ledger.untrained, ledger.samples, max_seq_len, ledger.dropped_samples["truncated"],
-        )  # fmt: skip
+            log.warning(
+                "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never "
+                "counts. Of messages only the assistant's are trained, and truncation to max_seq_len=%d (%d samples so "
+                "far) may cut answers off. Set untrained='drop' to leave them out, 'error' to see where one is, or "
+                "'keep' if they are meant to be there",
+                ledger.untrained, ledger.samples, self.max_seq_len, ledger.dropped_samples["truncated"],
+            )  # fmt: skip

@@ -3,23 +3,84 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
-from streampack.streaming.iteration import PackDicts
-from streampack.streaming.loaded_state import RunState
+from streampack.packing.batch import to_torchtune
+from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.ledger_messages import UntrainedWarning
+from streampack.streaming.run_state import RunState
 from streampack.validation import warn_user
 
 COMMANDS, EPOCH, LOADED, WORKER = range(4)
-
+ANEW = "an exception has cut this iteration short; iterate anew, which goes on behind what it gave"
 UNFINISHED = (
     "an iteration began from the loaded state and stopped before its end, so another one would begin elsewhere than "
     "the state says. To begin from the state again, load it again; to go on behind what that iteration gave, call "
     "load_state_dict(state_dict()) first; to read an epoch from its beginning, call set_epoch(epoch) of the dataset"
 )
+
+
+class PackDicts:
+    """Iterate over the packs of a dataset as dicts in torchtune's format. A failed conversion consumes no pack.
+
+    Args:
+        start: is called for the first pack, so that an iterator that gives nothing changes nothing. It calls
+            `Readers.start`, and returns what the lanes give from there on, and the epoch of the next iteration.
+        untrained: looks at each ledger.
+    """
+
+    def __init__(
+        self, start: Callable[[PackDicts], tuple[Iterator[LaneEvent], int]], *, untrained: UntrainedWarning
+    ) -> None:
+        self._start = start
+        self._untrained = untrained
+        self._empty = True
+        self._broken = False  # whether the newest call raised, or is under way
+        self._lane_states: dict[int, LaneState] = {}
+        self.begin = RunState()
+        self.events: Iterator[LaneEvent] | None = None
+        self.following = 0
+        self.process = os.getpid()
+        self.given = False  # whether it, or one that it goes on behind, has given a pack
+        self.over = False  # whether it has come to its end
+
+    def __iter__(self) -> PackDicts:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._broken:
+            raise RuntimeError(ANEW)
+        self._broken = True
+        if self.events is None:
+            self.events, self.following = self._start(self)
+        for event in self.events:
+            if event.pack is not None:
+                self._untrained.look_at(event.state.ledger)
+                given = to_torchtune(event.pack)
+                self._empty = False
+                # CPython checks for signals at calls and loops. There are none between here and the return, so no
+                # KeyboardInterrupt can come between recording a pack and returning it (tests/loader/test_interrupts.py)
+                self._lane_states[event.lane], self.given, self._broken = event.state, True, False
+                return given
+            self._lane_states[event.lane] = event.state
+        if self._empty:
+            self.begin.warn_if_left()
+        self.over, self._broken = True, False
+        raise StopIteration
+
+    def begin_at(self, begin: RunState) -> None:
+        """Take over where another iteration, or the newest command, has come to."""
+        self.begin, self.given, self._lane_states = begin, begin.left, dict(begin.lane_states)
+
+    def position(self) -> RunState:
+        """Return the state after the last pack that was given."""
+        return replace(self.begin, lane_states=dict(self._lane_states))
 
 
 class Readers:
@@ -48,8 +109,9 @@ class Readers:
         if worker is None:
             self.commands = int(self._shared[COMMANDS]) + 1
             self._shared[:] = torch.tensor([self.commands, begin.epoch, begin.loaded, 0])
-        elif worker.id == 0:
-            # torchdata's loader loads a state in each of its workers, which is for them alone.
+        elif (
+            worker.id == 0
+        ):  # torchdata's loader loads a state in each of its workers, which is for them alone
             self._shared[WORKER] = os.getpid()
 
     def set_epoch(self, epoch: int) -> None:
@@ -68,28 +130,28 @@ class Readers:
         Raises:
             ValueError: if another iteration has begun from a loaded state and has not come to its end.
         """
-        begin = self.following()
-        if begin.loaded and self._taken:
-            raise ValueError(UNFINISHED)
-        return begin
+        return self._not_begun(self._taken)
 
-    def of_this_process(self) -> RunState:
-        """Return where an iteration of the dataset begins in this process: behind the newest, if it was left.
+    def start(self, packs: PackDicts, *, shuffled: bool) -> RunState:
+        """Let an iteration of the dataset begin in this process, which may be a worker process; return where it does.
 
         Raises:
-            ValueError: as `of_loader`.
+            ValueError: as `of_loader`, or if a state was loaded after a worker process began.
         """
-        newest = self.newest
-        begin = self.of_loader() if newest is None or newest.over else newest.left()
-        self._shared[WORKER], self.by_loader = 0, False
+        before, worker = self.newest, get_worker_info()
+        if worker is not None:
+            begin = replace(self._of_worker(worker.id, shuffled), partial=worker.num_workers > 1)
+        elif before is None or before.over:
+            begin = replace(self.of_loader(), partial=False)
+        else:
+            begin = replace(before.position(), left=before.given)
+        if worker is None:
+            self._shared[WORKER], self.by_loader = 0, False
+        packs.begin_at(begin)
+        self.newest = packs
         return begin
 
-    def of_worker(self, *, shuffled: bool) -> RunState:
-        """Return where an iteration begins in this worker process of torch.
-
-        Raises:
-            ValueError: as `of_loader`, or if a state was loaded after this process began.
-        """
+    def _of_worker(self, number: int, shuffled: bool) -> RunState:
         if self._shared[COMMANDS] != self.commands:
             if self._shared[LOADED]:
                 raise ValueError(
@@ -98,21 +160,23 @@ class Readers:
                 )
             self.commands = int(self._shared[COMMANDS])
             self.begin, self.newest = RunState(epoch=int(self._shared[EPOCH])), None
-        newest = self.newest
-        again = newest is not None and newest.process == os.getpid() and not newest.over
-        worker = get_worker_info()
-        # The first worker decides for all: the others may begin before it or after it.
-        if worker is not None and worker.id == 0:
+        before = self.newest
+        again = before is not None and before.process == os.getpid() and not before.over
+        if number == 0:  # it decides for all: the others may begin before it or after it
             again |= int(self._shared[WORKER]) not in (0, os.getpid())
             self._shared[WORKER] = os.getpid()
-        begin = self.following()
-        if begin.loaded and (again or self._taken):
-            raise ValueError(UNFINISHED)
+        begin = self._not_begun(again or self._taken)
         if again and shuffled:
             warn_user(
                 f"worker processes read epoch {begin.epoch} again, in the same order; call set_epoch(epoch) of the "
                 "dataset before each iteration of the DataLoader"
             )
+        return begin
+
+    def _not_begun(self, taken: bool) -> RunState:
+        begin = self.following()
+        if begin.loaded and taken:
+            raise ValueError(UNFINISHED)
         return begin
 
     def given_by_loader(self, commands: int) -> None:
@@ -132,10 +196,10 @@ class Readers:
     @property
     def _taken(self) -> bool:
         """Whether something was given since the newest command."""
-        return self.begun or self.in_workers or (self.newest is not None and self.newest.given)
+        return self.begun or self._in_workers or (self.newest is not None and self.newest.given)
 
     @property
-    def in_workers(self) -> bool:
+    def _in_workers(self) -> bool:
         """Whether worker processes read the dataset, and this is not one of them."""
         return get_worker_info() is None and bool(self._shared[WORKER])
 
@@ -150,7 +214,7 @@ class Readers:
                 "a PackedDataLoader reads this dataset and knows what it has handed out: call its state_dict(), "
                 "ledger() or source_stats(), not the dataset's"
             )
-        if self.in_workers:
+        if self._in_workers:
             raise ValueError(
                 "worker processes of a DataLoader read this dataset, and what they have read is not known here; use "
                 "PackedDataLoader(dataset, num_workers=...), whose state_dict() counts what it has handed out, or "
@@ -161,10 +225,11 @@ class Readers:
     def __getstate__(self) -> dict[str, Any]:
         # An iteration has files open, so it stays in its process. A copy goes on behind it; workers begin where readers
         # begin.
-        newest = self.newest
-        if get_spawning_popen() is None and newest is not None and not newest.over:
-            return {**self.__dict__, "newest": None, "begin": newest.position(), "begun": False}
-        return {**self.__dict__, "newest": None, "begin": self.following(), "begun": self._taken}
+        if get_spawning_popen() is None and self.newest is not None and not self.newest.over:
+            begin, begun = self.newest.position(), False
+        else:
+            begin, begun = self.following(), self._taken
+        return {**self.__dict__, "newest": None, "begin": begin, "begun": begun}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -63,35 +63,33 @@ class RunIdentity:
         found: dict[str, Any] = plain_identity(self.parts, listed=listed)
         return found
 
-    def difference(
+    def require(
         self, theirs: Any, *, names: Collection[str] | None = None, changed: Collection[str] = ()
-    ) -> str | None:
-        """Say what differs first from the identity in a state, or from the parts of it that are named; None if equal.
+    ) -> None:
+        """Compare the identity in a state.
 
         Args:
             theirs: the identity in the state.
             names: of the parts to compare; by default all.
             changed: the sources whose files changed, by their names in a mixture, otherwise an empty name. Of those
                 neither files nor rows are compared, so of the encoder only what its ``fingerprint`` returns.
+
+        Raises:
+            ValueError: which names what differs first.
         """
-        if self.config.mix is not None:
-            of_changed = {"corpus.names", *(f"corpus.{each}/" for each in changed)}
-            of_changed |= {f"encoder.{each}" for each in changed}
+        of_changed = {
+            "corpus.names",
+            *(f"corpus.{each}/" for each in changed),
+            *(f"encoder.{each}" for each in changed),
+        }
 
         def skip(name: str) -> bool:
-            if not changed:
-                return False
-            return name.rpartition(".")[2] in OF_FILES if self.config.mix is None else name in of_changed
+            if self.config.mix is None:
+                return bool(changed) and name.rpartition(".")[2] in OF_FILES
+            return bool(changed) and name in of_changed
 
         ours = {name: part for name, part in self.plain().items() if names is None or name in names}
-        return difference(theirs, ours, skip=skip)
-
-    def require(
-        self, theirs: Any, *, names: Collection[str] | None = None, changed: Collection[str] = ()
-    ) -> None:
-        """Raise a ValueError that says what `difference` finds."""
-        words = self.difference(theirs, names=names, changed=changed)
-        if words is not None:
+        if (words := difference(theirs, ours, skip=skip)) is not None:
             raise ValueError(
                 f"the state was made {words}; resume with what the run began with, or start a new run"
             )

@@ -7,11 +7,24 @@ import logging
 from streampack.packing.settings import Packing
 from streampack.sources.source import Source
 from streampack.streaming.balance import default_window, require_window
-from streampack.streaming.lane_config import DEFAULT_LANES, count_lanes
-from streampack.streaming.loaded_state import RunState
+from streampack.streaming.run_state import RunState
 from streampack.validation import require_positive, warn_user
 
 log = logging.getLogger(__name__)
+
+DEFAULT_LANES = 8
+
+
+def default_lanes(source: Source, consumers: int) -> int:
+    """Return a multiple of the consumers (ranks x workers), at least 8 unless data is small.
+
+    On small data it is 1, 2 or 4 where it can be, because 5 lanes would not divide evenly among 2 ranks.
+    """
+    filled = source.natural_lanes()
+    most = 1 << min(DEFAULT_LANES, filled).bit_length() - 1
+    wanted = -(-most // consumers) * consumers
+    # Of four compressed files three consumers read one lane each.
+    return wanted if wanted <= filled else max(1, filled // consumers) * consumers
 
 
 class RunSettings:
@@ -27,22 +40,25 @@ class RunSettings:
         self.num_lanes = None if num_lanes is None else require_positive(num_lanes, "num_lanes")
         self.balance_window = None if balance_window is None else require_window(balance_window)
         # What the user set, and no state has replaced.
-        asked_for = {"num_lanes": num_lanes, "balance_window": balance_window}
-        self.asked_for = {name: value for name, value in asked_for.items() if value is not None}
+        self.asked_for = {"num_lanes": self.num_lanes, "balance_window": self.balance_window}
 
     def lanes_for(self, source: Source, consumers: int) -> int:
-        """Return the number of lanes: a multiple of ``consumers``, unless it is chosen already.
-
-        A run that goes on may have fewer lanes than consumers: some then have nothing to do.
+        """Return the number of lanes that this many consumers would read; a run that goes on may have fewer than those.
 
         Raises:
             ValueError: if fewer were asked for.
         """
-        return count_lanes(source, consumers, wanted=self.num_lanes, fixed="num_lanes" in self.asked_for)
+        lanes = self.num_lanes or default_lanes(source, consumers)
+        if lanes < consumers and self.asked_for["num_lanes"]:
+            raise ValueError(
+                f"{lanes} lane{'s' * (lanes > 1)} cannot feed {consumers} consumers (ranks x workers): some would get "
+                "nothing; use fewer workers, or start a new run with more num_lanes"
+            )
+        return lanes
 
     def few_lanes(self, num_lanes: int) -> str:
         """Return what follows from a default of few lanes; an empty text for 8 or more, and where it was asked for."""
-        if num_lanes >= DEFAULT_LANES or "num_lanes" in self.asked_for:
+        if num_lanes >= DEFAULT_LANES or self.asked_for["num_lanes"]:
             return ""
         return (
             "few, as the data are small; to go on with more ranks or workers, begin with as large a num_lanes"
@@ -50,11 +66,10 @@ class RunSettings:
 
     def window_for(self, packing: Packing, ranks: int) -> int:
         """Return ``balance_window``: the default for this many ranks, unless it is chosen already."""
-        if self.balance_window is not None:
-            return self.balance_window
-        return default_window(packing.max_seq_len, ranks=ranks)
+        default = default_window(packing.max_seq_len, ranks=ranks)
+        return default if self.balance_window is None else self.balance_window
 
-    def choose_window(self, packing: Packing, ranks: int) -> None:
+    def choose_window(self, packing: Packing, ranks: int) -> int:
         """Choose ``balance_window`` for this many ranks, unless it is, and log a default other than 0."""
         window, chosen = self.window_for(packing, ranks), self.balance_window is None
         self.balance_window = window
@@ -63,17 +78,17 @@ class RunSettings:
                 "balance_window=%d: packs are handed out by attention cost, so that %d ranks wait less for each other; "
                 "0 switches it off", window, ranks,
             )  # fmt: skip
+        return window
 
     def keep(self, loaded: RunState) -> None:
         """Take what a loaded state has; warn if the user asked for something else."""
-        for name in ("num_lanes", "balance_window"):
-            before, asked = getattr(loaded, name), self.asked_for.get(name)
+        for name, asked in self.asked_for.items():
+            before = getattr(loaded, name)
             if None not in (before, asked) and before != asked:
                 warn_user(
                     f"{name}={asked} is not heeded: the state was made with {name}={before}, which a run keeps; start "
                     "a new run for another number"
                 )
             if before is not None:
-                self.asked_for.pop(name, None)
-                asked = before
-            setattr(self, name, asked)
+                self.asked_for[name] = None
+            setattr(self, name, asked if before is None else before)

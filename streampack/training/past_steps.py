@@ -8,7 +8,7 @@ from pathlib import Path
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import unstack_packs
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.loaded_state import state_of
+from streampack.streaming.run_state import state_of
 from streampack.training.checkpoint import Checkpoints, read_run
 from streampack.types import Pack
 

@@ -14,6 +14,7 @@ import zstandard
 
 from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Pack, Sample
 from streampack.sources import Reading
+from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.types import Row
 
 # Without the time of writing, so that a file that is written again with the same rows is the same file.
@@ -114,6 +115,14 @@ def read_all(source: Any, *, num_lanes: int = 1, **settings: Any) -> list[Mappin
         for lane in range(num_lanes)
         for row in source.read(Reading(lane, num_lanes=num_lanes, **settings))
     ]
+
+
+def recorded(events: Iterable[LaneEvent], states: dict[int, LaneState]) -> Iterator[Pack]:
+    """The packs of some lanes; ``states`` takes what is needed to go on behind them."""
+    for event in events:
+        states[event.lane] = event.state
+        if event.pack is not None:
+            yield event.pack
 
 
 def plain(pack: Pack) -> tuple[Any, ...]:

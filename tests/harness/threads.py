@@ -128,7 +128,7 @@ class InProcess:
             raise StopIteration
         if self.stream is None:
             self.stream = self.open_stream(lane_states=self.lane_states)
-        return self.stream.event()
+        return next(self.stream)
 
 
 # Runs.

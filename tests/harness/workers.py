@@ -30,7 +30,7 @@ def dataset(source: Any = ROWS, **settings: Any) -> IterablePackedDataset:
 def worker(
     of: IterablePackedDataset, *, consumer: int = 0, consumers: int = 1, lane_states: Any = None
 ) -> Worker:
-    stream = partial(of.stream, consumer, consumers, epoch=of.epoch)
+    stream = partial(of.events, consumer, consumers, epoch=of.epoch)
     return Worker(stream, lane_states or {}, f"worker {consumer} of {consumers}")
 
 
@@ -40,13 +40,7 @@ def content(event: LaneEvent) -> tuple[Any, ...]:
 
 def expected(of: IterablePackedDataset, consumer: int = 0, consumers: int = 1) -> list[tuple[Any, ...]]:
     """The same stream in this process."""
-    stream = of.stream(consumer, consumers)
-    events = []
-    while True:
-        try:
-            events.append(content(stream.event()))
-        except StopIteration:
-            return events
+    return list(map(content, of.events(consumer, consumers)))
 
 
 def state_of(pid: int) -> str | None:

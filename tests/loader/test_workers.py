@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +277,7 @@ def test_an_error_when_a_stream_opens_is_raised(tmp_path: Path) -> None:
     """A state that does not fit, or a file that is missing for a moment, before there is a stream."""
     path = write(tmp_path / "a.jsonl", ROWS)
     settings = {"source": path, "shuffle": 8, "num_lanes": 1}
-    stream = dataset(**settings).stream()
-    events = [stream.event() for _ in range(9)]
+    events = list(islice(dataset(**settings).events(), 9))
     first, states = list(map(content, events)), {0: events[-1].state}
     resumed = dataset(**settings)
     hidden = path.rename(tmp_path / "hidden")

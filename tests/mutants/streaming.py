@@ -18,7 +18,7 @@ from streampack.sources.reading import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
-from streampack.streaming.round_robin import PackStream
+from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import RunIdentity
 from tests.mutants.registry import replaces
 
@@ -63,10 +63,10 @@ def window_key_without_start(good, count, *key):
     return good(count, *key[:3])
 
 
-@replaces(PackStream, "__init__")
-def one_epoch_too_many(good, self, lanes, *, last_epoch, alone=False):
+@replaces(in_turn)
+def one_epoch_too_many(good, lanes, *, last_epoch, alone):
     """A run has one epoch more than it should."""
-    good(self, lanes, last_epoch=None if last_epoch is None else last_epoch + 1, alone=alone)
+    return good(lanes, last_epoch=None if last_epoch is None else last_epoch + 1, alone=alone)
 
 
 @replaces(IterablePackedDataset, "load_state_dict")

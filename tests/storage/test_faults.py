@@ -20,7 +20,7 @@ import pytest
 from fsspec.asyn import AsyncFileSystem
 
 from streampack import Holdout, JSONLSource, Mix, PackedDataLoader
-from tests.harness.corpus import plain, rows, write
+from tests.harness.corpus import plain, recorded, rows, write
 from tests.harness.files import shards, small_pieces, source, stream
 from tests.harness.stores import Reply, Store, Versioned, Web, random_faults, running, short_waits
 from tests.harness.threads import ThreadSync, on_ranks
@@ -152,7 +152,8 @@ def test_a_failure_names_the_place_and_the_stream_goes_on_when_it_is_over(
     data = filled(store, retries=5)
     settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "storage": {"read_ahead": 0}}
     expected = packs(data, **settings)
-    running, found = stream(data, **settings).stream(), []
+    found, states = [], {}
+    running = recorded(stream(data, **settings).events(), states)
 
     def behind(path: str, start: int, stop: int) -> None:
         if start >= 6000:
@@ -170,7 +171,7 @@ def test_a_failure_names_the_place_and_the_stream_goes_on_when_it_is_over(
     assert len(logged) == len(waits) == 5
     assert logged[0].endswith(f"; trying again in {waits[0]:.1f} s")
     fault(lambda *_: None)
-    found.extend(map(plain, stream(data, **settings).stream(lane_states=running.lane_states())))
+    found.extend(map(plain, recorded(stream(data, **settings).events(lane_states=states), {})))
     assert found == expected
 
 
@@ -333,7 +334,8 @@ def test_all_outages_of_a_process_share_the_budget(store: Store, monkeypatch: py
     expected = packs(data, storage={"read_ahead": 0})
     clock = Clock(monkeypatch, (0, 360))
     run = stream(data, storage={"max_outage": 10, "read_ahead": 0})
-    running, found = run.stream(), []
+    found, states = [], {}
+    running = recorded(run.events(), states)
     found.append(plain(next(running)))
     assert 1360 <= clock.now <= 1390
     clock.down = [(clock.now, clock.now + 360)]
@@ -343,7 +345,7 @@ def test_all_outages_of_a_process_share_the_budget(store: Store, monkeypatch: py
     assert str(error.value.__notes__).count("10 min of max_outage are used up") == 1
     assert 200 < clock.now - begun < 300
     clock.down = [(clock.now, clock.now + 1)]
-    found.extend(map(plain, run.stream(lane_states=running.lane_states())))
+    found.extend(map(plain, recorded(run.events(lane_states=states), {})))
     assert found == expected, "so that a short failure ends no run"
 
 
@@ -425,14 +427,15 @@ def test_a_file_that_changes_during_a_run_is_refused(
         data = source(kind, paths)
         settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "storage": {"read_ahead": 0}}
         expected = packs(data, **settings)
-        running, found = stream(data, **settings).stream(), []
+        found, states = [], {}
+        running = recorded(stream(data, **settings).events(), states)
         found.append(plain(next(running)))
         put(last, changed)
         with pytest.raises((ValueError, FileNotFoundError), match=f"{last.rpartition('/')[2]}.*{message}"):
             found.extend(map(plain, running))
         assert 15 < len(found) < len(expected) - 15
         put(last, files[last])
-        found.extend(map(plain, stream(data, **settings).stream(lane_states=running.lane_states())))
+        found.extend(map(plain, recorded(stream(data, **settings).events(lane_states=states), {})))
         assert found == expected
 
 

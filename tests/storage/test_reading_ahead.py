@@ -14,7 +14,7 @@ from streampack import Mix
 from streampack.storage.read_ahead import (
     FetchThreads,  # private: a race that a run shows once in ten thousand
 )
-from tests.harness.corpus import plain
+from tests.harness.corpus import plain, recorded
 from tests.harness.files import shards, small_pieces, source, stream
 from tests.harness.stores import Versioned, running
 
@@ -80,14 +80,15 @@ def test_lanes_whose_turn_comes_soon_fetch_together(network: Network, kind: str)
     data = filled(kind)
     expected = packs(data)
     network.together = SOON
-    running = dataset(data).stream()
+    states: dict[int, Any] = {}
+    running = recorded(dataset(data).events(), states)
     found = [plain(next(running)) for _ in range(2 * LANES)]
-    states = running.lane_states()
     assert not network.lonely
     network.requests.clear()
     network.together = SOON
-    resumed = dataset(data).stream(lane_states=states)
-    assert not network.lonely, "a resume, too, before the first pack is asked for"
+    resumed = recorded(dataset(data).events(lane_states=states), {})
+    found.append(plain(next(resumed)))
+    assert not network.lonely, "a resume, too"
     assert [*found, *map(plain, resumed)] == expected
 
 
@@ -128,7 +129,8 @@ def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
         needed += [name for name, _ in network.requests if name not in needed]
         network.requests.clear()
     network.fails = {name := needed[-1]}
-    running = dataset(data).stream()
+    states: dict[int, Any] = {}
+    running = recorded(dataset(data).events(), states)
     found = [plain(next(running))]
     assert name in {each for each, _ in network.requests}
     with pytest.raises(ConnectionError) as error:
@@ -136,7 +138,7 @@ def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
     assert f"{name.rpartition('/')[2]} from byte " in error.value.__notes__[0]
     assert found == expected[: len(found)]
     network.fails.clear()
-    again = dataset(data).stream(lane_states=running.lane_states())
+    again = recorded(dataset(data).events(lane_states=states), {})
     assert [*found, *map(plain, again)] == expected
 
 

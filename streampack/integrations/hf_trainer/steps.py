@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from streampack.accounting import Ledger
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
-from streampack.streaming.loaded_state import RunState
 from streampack.streaming.round_robin import total_ledger
+from streampack.streaming.run_state import RunState
 
 if TYPE_CHECKING:
     from transformers import Trainer

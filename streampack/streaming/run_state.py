@@ -1,18 +1,19 @@
-"""`RunState`: where a run stands, and the check of one that is loaded."""
+"""`RunState`: where a run stands, and what is saved of it, with checksums by which a damaged state is refused."""
 
 from __future__ import annotations
 
+import json
 import logging
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streampack.streaming.checksum import sealed, unsealed
-from streampack.streaming.lane_state import LaneState, from_dicts
+from streampack.streaming.lane_state import LaneState
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class RunState:
 
     def behind(self) -> RunState:
         """Return the state of a run that reads on behind this one with other settings; see `LaneState.behind`."""
-        state = self.with_lanes(LaneState.behind)
-        return replace(state, slot=0, balance_window=None, packs_per_step=None)
+        return replace(self.with_lanes(LaneState.behind), slot=0, balance_window=None, packs_per_step=None)
 
     def with_lanes(self, change: Callable[[LaneState], LaneState]) -> RunState:
         """Return the state with the states of all lanes changed."""
@@ -43,6 +43,13 @@ class RunState:
         """Whether the run has not given a pack yet, as far as the consumer that made this knows of all lanes."""
         return not self.lane_states and not self.partial
 
+    @property
+    def epochs_read(self) -> int:
+        """How many epochs all lanes have read to their end."""
+        if not self.lane_states or len(self.lane_states) != self.num_lanes:
+            return 0
+        return min(state.epoch + state.done for state in self.lane_states.values()) - self.epoch
+
     def warn_if_left(self) -> None:
         """Warn that an iteration from here gave nothing, if a loop over as many batches as an epoch has is why."""
         if self.left:
@@ -52,20 +59,15 @@ class RunState:
                 "set_epoch(epoch) of the dataset before each"
             )
 
-    @property
-    def epochs_read(self) -> int:
-        """How many epochs all lanes have read to their end."""
-        if not self.lane_states or len(self.lane_states) != self.num_lanes:
-            return 0
-        return min(state.epoch + state.done for state in self.lane_states.values()) - self.epoch
-
 
 def state_of(head: Mapping[str, Any], lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a run: what holds for all lanes, with a checksum, and the lanes, each with its own.
-
-    So states of several consumers are merged by merging ``lanes``.
-    """
+    """Return what is saved: what holds for all lanes, and ``lanes``, by merging which consumers' states are merged."""
     return {**sealed({"version": STATE_VERSION, **head}, of="the run"), "lanes": dict(lanes)}
+
+
+def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
+    """Return what is saved of some lanes."""
+    return {lane: sealed(state.as_dict(), of=f"lane {lane}") for lane, state in states.items()}
 
 
 def checked_state(state: Any) -> RunState:
@@ -74,17 +76,18 @@ def checked_state(state: Any) -> RunState:
     Raises:
         ValueError: if it is no state, or damaged.
     """
-    version = state.get("version") if isinstance(state, Mapping) else None
+    found = state if isinstance(state, Mapping) else {}
+    version = found.get("version")
     if type(version) is not int or version != STATE_VERSION:
-        method = state.get("method") if isinstance(state, Mapping) else None
+        method = found.get("method")
         other = f"; it was made with method={method!r}, whose batches no stream makes" if method else ""
         kind = "None" if state is None else f"this {type(state).__name__}"
         raise ValueError(
             f"{kind} is no state of an IterablePackedDataset (version {STATE_VERSION}){other}; give what "
             "loader.state_dict() returned during the run to go on with"
         )
-    head = unsealed({name: value for name, value in state.items() if name != "lanes"}, of="the run")
-    lanes, num_lanes = state.get("lanes"), head["num_lanes"]
+    head = unsealed({name: value for name, value in found.items() if name != "lanes"}, of="the run")
+    lanes, num_lanes = found.get("lanes"), head["num_lanes"]
     # Numbers that went through JSON are text; taken for missing lanes, they would begin again in silence.
     if not isinstance(lanes, Mapping) or any(
         type(lane) is not int or lane >= (num_lanes or 0) for lane in lanes
@@ -94,7 +97,7 @@ def checked_state(state: Any) -> RunState:
             "resume from another checkpoint"
         )
     return RunState(
-        from_dicts(lanes),
+        {lane: LaneState.from_dict(unsealed(each, of=f"lane {lane}")) for lane, each in lanes.items()},
         head.get("slot", 0),
         head["epoch"],
         num_lanes,
@@ -102,4 +105,34 @@ def checked_state(state: Any) -> RunState:
         head.get("packs_per_step"),
         head.get("partial", False),
         loaded=True,
+    )
+
+
+def sealed(values: Mapping[str, Any], *, of: str) -> dict[str, Any]:
+    """Return plain values with a checksum of them and of what they are of.
+
+    The order of names and the kind of a sequence do not count, which a checkpoint format may change.
+
+    >>> state = sealed({"packs": 3, "cursor": [0, 7]}, of="lane 2")
+    >>> unsealed({**state, "cursor": (0, 7)}, of="lane 2")
+    {'packs': 3, 'cursor': (0, 7)}
+    """
+    return {**values, "checksum": zlib.crc32(json.dumps([of, values], sort_keys=True).encode())}
+
+
+def unsealed(found: Any, *, of: str) -> dict[str, Any]:
+    """Return the values without their checksum.
+
+    Raises:
+        ValueError: if it is not that of these values.
+    """
+    try:
+        values = dict(found)
+        checksum = values.pop("checksum")
+        if type(checksum) is int and checksum == sealed(values, of=of)["checksum"]:
+            return values
+    except (TypeError, KeyError, ValueError, RecursionError):  # it is no mapping, or not of plain values
+        pass
+    raise ValueError(
+        f"the state is damaged or was edited: the checksum of {of} is wrong; resume from another checkpoint"
     )
