@@ -13,9 +13,7 @@ from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
 
 
-def in_turn(
-    lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool
-) -> Generator[LaneEvent]:
+def in_turn(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Generator[LaneEvent]:
     """Give the packs of some lanes, one of each lane in turn, epoch after epoch, and the ends of their epochs.
 
     The next lane is the one with the fewest packs in this epoch, of equals the one with the lowest number. So the order
