@@ -5,7 +5,6 @@ The index is not trusted: it may come from the network, so its names and numbers
 
 from __future__ import annotations
 
-import io
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,11 +30,10 @@ from streampack.storage.base import (
     redact,
     split_url,
 )
-from streampack.storage.compression import BUFFER_BYTES
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct, require_some
 from streampack.storage.manifest import placed
-from streampack.storage.ranges import Block, Fetcher, RangeStream
+from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Retries
 from streampack.validation import require_positive
@@ -231,12 +229,3 @@ def require_sound(offsets: Offsets, *, file: File, first: int, limits: tuple[int
         return offsets
     what = f"the offsets of its records lead out of {file.name}, or backwards: it is damaged"
     raise Damage(what, offset=first)
-
-
-def read_records(
-    fetcher: Fetcher, file: File, offsets: Offsets, later: Iterable[Iterable[Block | None]] = ()
-) -> Iterator[bytes]:
-    """Return an iterator over the bytes of each record. The blocks of ``later`` parts are fetched ahead."""
-    stretch = RangeStream(fetcher, file, int(offsets[0]), int(offsets[-1]), later)
-    stream = io.BufferedReader(stretch, BUFFER_BYTES)
-    return (stream.read(size) for size in np.diff(offsets).tolist())

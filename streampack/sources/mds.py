@@ -1,14 +1,15 @@
 """`MDSSource`: MosaicML's MDS shards with version 2 of their index, read without the package mosaicml-streaming.
 
 A shard begins with the number of its samples. Then come the offsets of the samples from the file's start, and that of
-the end; a JSON header, which the index repeats; and the samples, whose form is described in `mds_columns`. Numbers are
-``uint32``.
+the end; a JSON header, which the index repeats; and the samples. A sample begins with the sizes of the columns that
+have no fixed size; then come the bytes of all columns, end to end. Numbers are ``uint32``.
 https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/dataset_format.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,19 +17,34 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import divide
-from streampack.sources.indexed import IndexedSource, Offsets, read_index, read_records, require_sound
-from streampack.sources.mds_columns import Column, decoder, left_out, row_of
+from streampack.sources.indexed import IndexedSource, Offsets, read_index, require_sound
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, redact
-from streampack.storage.compression import DAMAGED, content
+from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content
+from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Name, Once, alone, require_some
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks
 
 MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
+ARRAYS = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+          64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
+SCALARS = frozenset(ARRAYS.values())
+SHAPES = ("uint8", "uint16", "uint32", "uint64")  # types of an array's dimensions, by their code
+
+Decode = Callable[[bytes], Any]
+
+
+class Column(NamedTuple):
+    """A column of a shard's samples."""
+
+    name: str
+    size: int | None  # in bytes; None if each sample has its own
+    decode: Decode | None  # None if the column is left out
 
 
 class Shard(NamedTuple):
@@ -38,11 +54,6 @@ class Shard(NamedTuple):
     columns: list[Column]
     suffix: str  # ".gz" or ".zst" if the shard is compressed, else ""
     size: int  # the most bytes that the content may have, decompressed
-
-    @property
-    def first_sample(self) -> int:
-        """The first byte that can belong to a sample."""
-        return 4 * (self.samples + 2)
 
 
 class MDSSource(IndexedSource):
@@ -103,49 +114,63 @@ class MDSSource(IndexedSource):
         super().__init__(corpus, [shard.samples for shard in self.shards])
         self._packed = frozenset(number for number, shard in enumerate(self.shards) if shard.suffix)
 
+    @override
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
-        """See `FileSource.cut`."""
         sizes = [file.size for file in self.files]
         return divide(self.counts, num_lanes, sizes=sizes, whole=self._packed)
 
-    def decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
-        """See `FileSource.decode`."""
-        try:
-            return row_of(self.shards[part.file].columns, raw)
-        except (ValueError, LookupError) as error:
-            raise ValueError(f"not a sample of its columns ({error})") from None
-
+    @override
     def slice(
         self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
     ) -> Iterator[Record]:
-        """See `IndexedSource.slice`."""
         if part.start == part.stop:
             return
-        read = _decompressed if part.file in self._packed else _ranged
-        samples = read(self.shards[part.file], self.files[part.file], part, fetcher, later)
+        shard, file = self.shards[part.file], self.files[part.file]
+        samples: Iterator[bytes]
+        if shard.suffix:
+            data = _content(shard, part, RangeStream(fetcher, file, 0, file.size, later))
+            offsets = _offsets(shard, file, part, len(data), lambda start, stop: data[start:stop])
+            samples = (data[start:end] for start, end in pairwise(offsets.tolist()))
+        else:
+            offsets = _offsets(shard, file, part, file.size, lambda *span: fetcher.take((file, *span)))
+            stretch = RangeStream(fetcher, file, int(offsets[0]), int(offsets[-1]), later)
+            stream = io.BufferedReader(stretch, BUFFER_BYTES)
+            samples = (stream.read(size) for size in np.diff(offsets).tolist())
         for number, raw in enumerate(samples, part.start):
             yield number, raw, number + 1
 
+    @override
     def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterator[Block | None]:
-        """See `IndexedSource.slice_ahead`."""
         shard, file = self.shards[part.file], self.files[part.file]
         if shard.suffix:
             yield from blocks(fetcher.block, file, 0, file.size)
-        elif shard.first_sample <= file.size:  # else the shard is damaged, and `slice` raises that
-            yield (block := _table(file, part))
-            while (table := fetcher.peek(block)) is None:
-                yield None
-            with suppress(Damage):  # `slice` raises it
-                offsets = _offsets(shard, file, part, table)
-                yield from blocks(fetcher.block, file, int(offsets[0]), int(offsets[-1]))
+            return
+        block = file, 4 * (1 + part.start) if part.start else 0, 4 * ((part.stop or 0) + 2)
+        if block[2] > file.size:  # the shard is damaged, and `slice` raises that
+            return
+        yield block
+        while (table := fetcher.peek(block)) is None:
+            yield None
+        with suppress(Damage):
+            offsets = _offsets(shard, file, part, file.size, lambda *span: table)
+            yield from blocks(fetcher.block, file, int(offsets[0]), int(offsets[-1]))
 
+    @override
+    def decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
+        try:
+            return _row(self.shards[part.file].columns, raw)
+        except (ValueError, LookupError) as error:
+            raise ValueError(f"not a sample of its columns ({error})") from None
+
+    @override
     def natural_lanes(self) -> int:
         """Return one lane per 256 KiB of plain shards, and one per compressed shard."""
         plain = sum(file.size for number, file in enumerate(self.files) if number not in self._packed)
         return max(1, min(sum(self.counts), (plain >> 18) + len(self._packed)))
 
+    @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """See `Source.examples`: where shards are compressed, the first samples of one."""
+        """Return samples from all over the shards; where shards are compressed, the first samples of one."""
         if not self._packed:
             return super().examples(count)
         number = next((i for i, samples in enumerate(self.counts) if samples and i not in self.bad), 0)
@@ -156,67 +181,47 @@ class MDSSource(IndexedSource):
         return [Example((number, 0), None)]
 
 
-def _ranged(
-    shard: Shard, file: File, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
-) -> Iterator[bytes]:
-    """Read a plain shard's samples by ranges."""
-    _check_length(shard, part, file.size)
+def _content(shard: Shard, part: Part, stored: io.RawIOBase) -> bytes:
+    """Return what a compressed shard holds."""
     try:
-        offsets = _offsets(shard, file, part, fetcher.take(_table(file, part)))
-    except Damage:
-        _check_count(fetcher.take((file, 0, 4)), shard)  # perhaps it is no shard at all
-        raise
-    yield from read_records(fetcher, file, offsets, later)
-
-
-def _decompressed(
-    shard: Shard, file: File, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
-) -> Iterator[bytes]:
-    """Read a compressed shard's samples."""
-    stretch = RangeStream(fetcher, file, 0, file.size, later)
-    try:
-        data = content(stretch, name=shard.suffix).read(shard.size + 1)
+        data = content(stored, name=shard.suffix).read(shard.size + 1)
     except DAMAGED as error:
         raise Damage(f"it is damaged: {error}", offset=part.start) from None
     if len(data) > shard.size:
         what = f"it has more content than the {shard.size:,} bytes that its index names, or that are read"
         raise Damage(what, offset=part.start)
-    _check_length(shard, part, len(data))
-    _check_count(data, shard)
+    return data
+
+
+def _offsets(shard: Shard, file: File, part: Part, size: int, read: Callable[[int, int], bytes]) -> Offsets:
+    """Return the byte where each of the part's samples begins, and where the last one ends, ``[samples + 1]``.
+
+    Args:
+        shard: what the index says of the file.
+        file: the file.
+        part: the part.
+        size: bytes of the content.
+        read: returns a range of the content.
+    """
+
+    def check(count: int) -> None:
+        if count != shard.samples:
+            raise Damage(f"it holds {count} samples and its index says {shard.samples}", offset=part.start)
+
     assert part.stop is not None
-    table = data[4 * (1 + part.start) : 4 * (part.stop + 2)]
-    limits = (shard.first_sample, len(data))
-    offsets = require_sound(_ints(table), file=file, first=part.start, limits=limits).tolist()
-    for start, end in pairwise(offsets):
-        yield data[start:end]
-
-
-def _table(file: File, part: Part) -> Block:
-    """Return the block of the part's offsets, which in a shard's first part begins with the number of samples."""
-    assert part.stop is not None
-    return file, 4 * (1 + part.start) if part.start else 0, 4 * (part.stop + 2)
-
-
-def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
-    """Return the byte where each of the part's samples begins, and where the last one ends, ``[samples + 1]``."""
-    if not part.start:
-        _check_count(table, shard)
-        table = table[4:]
-    return require_sound(_ints(table), file=file, first=part.start, limits=(shard.first_sample, file.size))
-
-
-def _ints(table: bytes) -> Offsets:
-    return np.frombuffer(table, "<u4").astype(np.int64)
-
-
-def _check_length(shard: Shard, part: Part, size: int) -> None:
-    if shard.first_sample > size:
+    first_sample = 4 * (shard.samples + 2)
+    if first_sample > size:
         raise Damage("it is too short for its samples", offset=part.start)
-
-
-def _check_count(data: bytes, shard: Shard) -> None:
-    if (count := int.from_bytes(data[:4], "little")) != shard.samples:
-        raise Damage(f"it holds {count} samples and its index says {shard.samples}", offset=0)
+    begin = 4 * (1 + part.start) if part.start else 0  # the first part is read with the number of samples
+    table = np.frombuffer(read(begin, 4 * (part.stop + 2)), "<u4").astype(np.int64)
+    if not part.start:
+        check(int(table[0]))
+        table = table[1:]
+    try:
+        return require_sound(table, file=file, first=part.start, limits=(first_sample, size))
+    except Damage:
+        check(int.from_bytes(read(0, 4), "little"))  # perhaps it is no shard at all
+        raise
 
 
 def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int], str | None]:
@@ -239,7 +244,7 @@ def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int], 
         if not isinstance(name, str) or not (size is None or (type(size) is int and size >= 0)):
             raise ValueError(f"column {name!r} of {size!r} bytes is none; it has a name and may have a size")
         wanted = keep is None or name in keep
-        columns.append(Column(name, size or None, decoder(name, str(encoding)) if wanted else left_out))
+        columns.append(Column(name, size or None, _decoder(name, str(encoding)) if wanted else None))
     there = [column.name for column in columns]
     lacking = [name for name in keep or [] if name not in there]
     problem = f"it has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}" if lacking else None
@@ -247,3 +252,79 @@ def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int], 
     size = raw.get("bytes") if isinstance(raw, dict) else None
     size = min(size, MAX_CONTENT_BYTES) if type(size) is int else MAX_CONTENT_BYTES
     return Shard(samples, columns, suffix, size), (data.get("basename", ""), data.get("bytes", 0)), problem
+
+
+def _row(columns: list[Column], raw: bytes) -> dict[str, Any]:
+    """Return the values of a sample's columns by name.
+
+    Raises:
+        ValueError: if the sample is damaged.
+        LookupError: if a value is damaged.
+    """
+    variable = sum(column.size is None for column in columns)
+    sizes = iter(np.frombuffer(raw, "<u4", variable).tolist())
+    at, row = 4 * variable, {}
+    for column in columns:
+        size = next(sizes) if column.size is None else column.size
+        data, at = raw[at : at + size], at + size
+        if column.decode is not None:
+            row[column.name] = column.decode(data)
+    if at != len(raw):
+        raise ValueError(f"the columns take {at} bytes and the sample has {len(raw)}")
+    return row
+
+
+def _decoder(name: str, encoding: str) -> Decode:
+    r"""Return the function that decodes the bytes of a column.
+
+    >>> _decoder("text", "str")(b"caf\xc3\xa9"), _decoder("ids", "ndarray:uint16:2")(b"\x01\x00\x02\x00").tolist()
+    ('café', [1, 2])
+
+    Raises:
+        ValueError: for an encoding that is not read.
+    """
+    kind, _, detail = encoding.partition(":")
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if kind in SCALARS:
+        return partial(_scalar, kind)
+    if kind == "ndarray":
+        dtype, _, dims = detail.partition(":")
+        if dtype and dtype not in SCALARS:
+            raise ValueError(f"column {name!r} holds arrays of {dtype!r}, which no MDS shard does")
+        shape = [int(dim) for dim in dims.split(",")] if dims else None
+        return partial(_array, dtype, shape)
+    if kind == "pkl":
+        raise ValueError(
+            f"column {name!r} is pickled, and reading it could run any code; write it as json, or leave it out: "
+            "columns=[...]"
+        )
+    raise ValueError(
+        f"column {name!r} is encoded as {encoding!r}, which is not read; leave it out: columns=[...]"
+    )
+
+
+def _scalar(dtype: str, data: bytes) -> Any:
+    return np.frombuffer(data, dtype, 1)[0].item()
+
+
+def _array(dtype: str, shape: list[int] | None, data: bytes) -> Any:
+    """Decode an array. If the encoding does not name its type or its shape, they are stored before the values."""
+    at = 0
+    if not dtype:
+        dtype, at = ARRAYS[data[0]], 1
+    if shape is None:
+        ndim, width = data[at] >> 2, SHAPES[data[at] % 4]
+        shape = np.frombuffer(data, width, ndim, at + 1).tolist()
+        at += 1 + ndim * np.dtype(width).itemsize
+    return np.frombuffer(data, dtype, offset=at).reshape(shape)
+
+
+_PLAIN: dict[str, Decode] = {  # functions that can be pickled, for spawned workers
+    "bytes": bytes,
+    "str": partial(str, encoding="utf-8"),
+    "json": shallow_json,
+    "int": partial(int.from_bytes, byteorder="little", signed=True),
+    "str_int": int,
+    "str_float": float,
+}
