@@ -19,8 +19,7 @@ def data_place(data_ranks: DeviceMesh | DataPlace | None) -> DataPlace | None:
     (1, 4)
 
     Raises:
-        ValueError: for a rank that cannot be, a process outside the mesh, or a mesh with a dimension along which
-            batches must be the same.
+        ValueError: for a place that cannot be.
     """
     if data_ranks is None:
         return None
@@ -49,12 +48,9 @@ def data_place(data_ranks: DeviceMesh | DataPlace | None) -> DataPlace | None:
 
 
 def require_whole(places: Sequence[DataPlace]) -> None:
-    """Check the places of all ranks.
+    """Raise ValueError if a data rank is missing among the places of all ranks, so that its data would not be read.
 
     >>> require_whole([(0, 2), (0, 2), (1, 2), (1, 2)])
-
-    Raises:
-        ValueError: if the numbers of data ranks differ or a data rank is missing: part of the data would not be read.
     """
     if {*places} != {(rank, places[0][1]) for rank in range(places[0][1])}:
         listed = ", ".join(f"rank {number}: {at} of {size}" for number, (at, size) in enumerate(places))

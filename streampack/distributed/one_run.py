@@ -35,18 +35,16 @@ def require_same_run(
 ) -> None:
     """Collective: raise on all ranks unless every rank has the same data, encoder and settings as rank 0.
 
-    Files are compared by name, size and version, where it is known; data and encoder also by the few rows that their
-    identity is made of. Each rank sends one digest; the ranks exchange the values only if digests differ.
+    Each rank sends one digest, also of files and of a few rows; they exchange the values only if digests differ.
 
     Args:
         dataset: this rank's dataset.
         rank_sync: the ranks to compare.
         doing: what this rank is about to do, such as "iterate". It is compared too.
-        settings: returns further values to compare; an error that it raises is raised on all ranks.
+        settings: returns further values to compare; what it raises is raised on all ranks.
 
     Raises:
-        ValueError: on all ranks, naming the first rank that differs, and in what.
-        Exception: on all ranks, whatever failed on one.
+        ValueError: naming the first rank that differs, and in what.
     """
     if rank_sync.alone:
         settings()  # may raise

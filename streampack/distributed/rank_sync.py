@@ -31,8 +31,7 @@ class RankSync:
     The constructor is a collective of the group's ranks too, unless ``shared``: it makes a gloo group of them.
 
     Messages go over gloo, whatever backend the gradients use, so they neither wait for the GPU nor make it wait. They
-    are all-to-all, because a rank that dies breaks its connections, and then the collective raises at once on every
-    other rank. In a ring all-reduce only the neighbours of that rank would notice.
+    are all-to-all, so that a rank that dies is noticed at once by all others; in a ring only its neighbours would.
 
     Args:
         timeout: how long a collective waits for the slowest rank.
@@ -70,29 +69,20 @@ class RankSync:
                 some, backend="gloo", timeout=timeout, use_local_synchronization=some is not None
             )
         self.group = group  # None: there was no other rank when this was made
-        # True while `gather` runs, and after an interrupt of it, such as KeyboardInterrupt.
-        self.in_gather = False
+        self.in_gather = (
+            False  # whether `gather` runs, or was interrupted: others may still wait for a part of it
+        )
 
     def exchange(self, numbers: Sequence[Any]) -> Exchange:
         """Collective: begin to send integers, or lists of them, of the same shape on each rank, to all ranks."""
         if self.alone:
             return lambda: [numbers]
         sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        received, work = self._all_to_all(sent.flatten())
-
-        def wait() -> list[Any]:
-            work.wait()
-            found: list[Any] = received.view(self.world_size, *sent.shape).tolist()
-            return found
-
-        return wait
+        wait = self._all_to_all(sent.flatten())
+        return lambda: wait().view(self.world_size, *sent.shape).tolist()
 
     def gather(self, value: T) -> list[T]:
-        """Collective: return every rank's value, by rank; for small values that can be pickled.
-
-        Raises:
-            RuntimeError: if the last call was interrupted: other ranks may still wait for a part of it.
-        """
+        """Collective: return every rank's value, by rank; for small values that can be pickled."""
         if self.alone:
             return [value]
         if self.in_gather:
@@ -104,13 +94,16 @@ class RankSync:
         try:
             mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
             sizes = [size for [size] in self.exchange([mine.numel()])()]
-            received, work = self._all_to_all(mine, sizes)
-            work.wait()
+            padded = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))
+            received = self._all_to_all(padded)()
         except Exception:  # another rank has died; later collectives will raise the error by themselves
             self.in_gather = False
             raise
         self.in_gather = False
-        return [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(received, sizes)]
+        return [
+            pickle.loads(theirs[:size].numpy().tobytes())
+            for theirs, size in zip(received, sizes, strict=True)
+        ]
 
     def gather_results(self, work: Callable[[], T], *, doing: str) -> list[T]:
         """Collective: run ``work`` on every rank and return all results, by rank; if one fails, all raise."""
@@ -164,11 +157,7 @@ class RankSync:
         return [results[number % size][number // size] for number in range(len(items))]
 
     def merge_lanes(self, lanes: Mapping[int, T]) -> dict[int, T]:
-        """Collective: return the states of all lanes, each as it is on the ranks that read it.
-
-        Raises:
-            ValueError: if ranks with the same data rank have different states of a lane.
-        """
+        """Collective: return the states of all lanes, each as it is on the ranks that read it."""
         mine = {lane: state for lane, state in lanes.items() if lane % self.data_world_size == self.data_rank}
         merged: dict[int, T] = {}
         for rank, theirs in enumerate(self.gather(mine)):
@@ -182,34 +171,27 @@ class RankSync:
         return merged
 
     def lists_bad_records(self) -> bool:
-        """Collective: return whether this rank lists bad records, as the lowest rank with its data rank does.
-
-        Without data ranks it is no collective, and every rank does.
-
-        Raises:
-            ValueError: if the data ranks do not make up a whole.
-        """
+        """Collective: return whether this rank lists bad records, as the lowest rank with its data rank does."""
         if not self.has_data_groups:
             return True
         places = self.gather((self.data_rank, self.data_world_size))
         require_whole(places)
         return places.index(places[self.rank]) == self.rank
 
-    def _all_to_all(self, sent: torch.Tensor, sizes: list[int] | None = None) -> tuple[torch.Tensor, Any]:
-        """Collective: begin to send a tensor of one dimension to every rank.
+    def _all_to_all(self, sent: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to send a tensor of one dimension to every rank; return what waits for theirs, a row each."""
+        received = sent.new_empty(self.world_size, sent.numel())
+        copies = sent.repeat(self.world_size)
+        work: Any = dist.all_to_all_single(received.view(-1), copies, group=self.group, async_op=True)
 
-        Returns the tensor in which those of all ranks arrive, one behind the other, and torch's handle to wait for it.
-        ``sizes`` are the lengths of all ranks' tensors; None if all have the length of this one.
-        """
-        received = sent.new_empty(self.world_size * sent.numel() if sizes is None else sum(sizes))
-        own = None if sizes is None else [sent.numel()] * self.world_size
-        return received, dist.all_to_all_single(
-            received, sent.repeat(self.world_size), sizes, own, group=self.group, async_op=True
-        )
+        def wait() -> torch.Tensor:
+            work.wait()
+            return received
+
+        return wait
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, dict[timedelta, RankSync]] = WeakKeyDictionary()
-"""One `RankSync` for each timeout, for as long as torch's process group of all ranks lives; see `shared_sync`."""
 
 
 def shared_sync(*, timeout: timedelta) -> RankSync:

@@ -69,7 +69,7 @@ class Batching:
         return slots_below(begin + self.packs_per_step) - slots_below(begin)
 
     def warn(self, *, num_workers: int, rank: int) -> None:
-        """Warn about workers without lanes, ranks without lanes or with fewer of them, and steps with null packs."""
+        """Warn of workers without lanes, of ranks with fewer lanes than others, and of steps with null packs."""
         ranks, num_lanes = self.world_size, self.num_lanes
         workers = -(-num_lanes // ranks)
         if workers < num_workers and rank == 0:
@@ -77,7 +77,6 @@ class Batching:
                 "num_workers=%d: %d of them has work, for there %s; a new run may set num_lanes",
                 num_workers, workers, "is 1 lane" if num_lanes == 1 else f"are {num_lanes} lanes",
             )  # fmt: skip
-        # Workers do not matter: their packs are merged in the order of the slots.
         if num_lanes % ranks:
             idle = (
                 f"{ranks - num_lanes} of them hand out null packs only"

@@ -131,8 +131,6 @@ class PackedDataLoader:
         self._newest.start()
         return self._newest
 
-    # State.
-
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the state after the last batch that was handed out, of all ranks, as plain values.
 
@@ -153,8 +151,7 @@ class PackedDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective: let the next iteration continue after the batch of ``state``, on any topology.
 
-        Raises:
-            ValueError: if the state is from another corpus, encoder or config, or is no state.
+        See `IterablePackedDataset.load_state_dict`.
         """
         self._load(state, self.dataset.load_state_dict)
 
@@ -162,9 +159,6 @@ class PackedDataLoader:
         """Collective: read on behind what a run with other settings has packed, on any topology.
 
         See `IterablePackedDataset.continue_from`.
-
-        Raises:
-            ValueError: if the state is from another corpus or order, or all ``epochs`` are read; if it is no state.
         """
         self._load(state, self.dataset.continue_from)
 
@@ -173,13 +167,11 @@ class PackedDataLoader:
         load(state)
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
-        """Collective: compare what the ranks were given, and read the corpus's fingerprint once, each rank a part."""
+        """Collective: compare what the ranks were given, and read the ends of the files once, each rank a part."""
         require_same_run(self.dataset, self.rank_sync, doing=f"{doing} a state", settings=settings)
         if not self._identified:
             identify_across_ranks(self.dataset.lane_config.source, self.rank_sync)
             self._identified = True
-
-    # How far the trainer is.
 
     def position(self) -> RunState:
         """Return how far the newest iteration is, in the lanes of this rank, or a state that was loaded since."""
@@ -209,13 +201,10 @@ class PackedDataLoader:
         return self.dataset._source_stats_of(self.position().lane_states)
 
     def require_trained(self) -> None:
-        """Raise, on all ranks alike, if a step that was handed out trains nothing, which else is a warning.
+        """Raise ValueError, on all ranks alike, if a step that was handed out trains nothing, which else is a warning.
 
         A step that is more than half padding may, if an earlier one trained something; and all may with
         ``untrained="keep"``.
-
-        Raises:
-            ValueError: with the number of such steps.
         """
         self._meter.require_trained()
 
@@ -236,8 +225,6 @@ class PackedDataLoader:
           the ranks.
         """
         return self._meter.metrics()
-
-    # Steps.
 
     @property
     def packs_per_step(self) -> int:
@@ -264,12 +251,7 @@ class PackedDataLoader:
 
 
 def _digest_of(state: Mapping[str, Any]) -> str:
-    """Return a digest of a state.
-
-    Raises:
-        ValueError: if it contains itself, as a damaged file may make it do.
-    """
     try:
         return digest(plain(state))
-    except RecursionError:
+    except RecursionError:  # a damaged file may make it so
         raise ValueError("the state is damaged: it contains itself; resume from another checkpoint") from None

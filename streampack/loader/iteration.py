@@ -30,19 +30,8 @@ from streampack.types import Pack
 class Iteration:
     """Iterator over one rank's batches, from the packs that its workers, or this process, make.
 
-    Constructing it is no collective; `start` is, and must be called first.
-
     After an error or an interrupt an iteration gives nothing more: ``handed`` is what it gave, and another iteration
-    goes on from there.
-
-    Args:
-        dataset: what is iterated.
-        rank_sync: the ranks.
-        batching: of the steps, if the ranks divide the lanes.
-        num_workers: see `PackedDataLoader`.
-        pin_memory: see `PackedDataLoader`.
-        begin: where it begins.
-        meter: is told of each batch.
+    goes on from there. `start` must be called first; constructing it is no collective.
     """
 
     def __init__(
@@ -152,13 +141,7 @@ class Iteration:
         return self
 
     def __next__(self) -> Batch:
-        """Collective: return the next batch.
-
-        Raises:
-            Exception: whatever failed. Nothing is consumed: iterating the loader anew goes on behind the last batch
-                handed out.
-            RuntimeError: if an earlier call raised.
-        """
+        """Collective: return the next batch. An error consumes nothing."""
         self.require_whole("asked for a batch")
         if self.broken:
             raise RuntimeError(ANEW)

@@ -80,23 +80,13 @@ def agreed_shares(
 ) -> Iterator[Share]:
     """Collective: yield this rank's shares of the batches that all ranks make, and of the end of each epoch.
 
-    Ranks have different numbers of packs, and must make the same number of batches: a batch exists if any rank has
-    packs for it, or if it completes a step. So each rank makes its shares ahead of time, and tells the others about a
-    round of them at once, while it hands out those of the round before. When an exchange begins follows from the number
-    of batches taken, so all ranks begin the same ones. A single rank makes each share when it is asked for.
+    A batch exists if any rank has packs for it, or if it completes a step. So each rank makes its shares ahead of time,
+    and tells the others about a round of them at once, while it hands out those of the round before. When an exchange
+    begins follows from the number of batches taken, so all ranks begin the same ones. A single rank makes each share
+    when it is asked for. If a rank fails, all raise after the same batch.
 
     A function, and no method of whoever holds the iterator: such a cycle would keep the workers of an abandoned
     iteration alive.
-
-    Args:
-        packs: of this rank.
-        batching: of the steps.
-        rank_sync: the ranks.
-        slot: where the first step begins.
-        epochs: to be read.
-
-    Raises:
-        Exception: on all ranks, if one failed while it made its share.
     """
     error: Exception | None = None  # of this rank
     for epoch in epochs:
