@@ -17,21 +17,12 @@ def assemble(
 ) -> tuple[IntArray, IntArray]:
     """Lay sequences end to end and pad: ``(tokens, labels)``, each ``[max_seq_len]``, fresh memory.
 
-    Each is int32 if all that goes into it is, otherwise int64.
-
-    The first label of every sequence becomes ``IGNORE_INDEX``: recipes shift labels by one, so that it would be
-    predicted from the previous sequence's last token. Without sequences the result is padding only, and trains nothing.
-
-    Each sequence is padded to a multiple of ``pad_seqs_to`` tokens. That padding is the end of its sequence: causal
-    attention keeps the tokens before it from seeing it, and nothing trains it.
+    Each is int32 if all that goes into it is, otherwise int64. The first label of every sequence becomes
+    ``IGNORE_INDEX``: recipes shift labels by one, so that the previous sequence's last token would predict it.
 
     >>> a, b = Sample(np.array([7, 8, 9]), np.array([7, 8, 9])), Sample(np.array([4, 5]), np.array([-100, 5]))
-    >>> for row in assemble([a, b], max_seq_len=6):
-    ...     print(row.tolist())
-    [7, 8, 9, 4, 5, 0]
-    [-100, 8, 9, -100, 5, -100]
-    >>> assemble([a, b], max_seq_len=8, pad_seqs_to=4)[0].tolist()
-    [7, 8, 9, 0, 4, 5, 0, 0]
+    >>> [row.tolist() for row in assemble([a, b], max_seq_len=8, pad_seqs_to=4)]
+    [[7, 8, 9, 0, 4, 5, 0, 0], [-100, 8, 9, -100, -100, 5, -100, -100]]
     """
     filler = _padding(max_seq_len, padding_idx)
     if pad_seqs_to > 1:
@@ -54,7 +45,7 @@ def assemble(
 
 @lru_cache(maxsize=4)
 def _padding(length: int, padding_idx: int) -> Sample:
-    """Return so many tokens of padding, whose labels no loss counts, in read-only arrays that are cached."""
+    """Return so many tokens of padding, in read-only arrays that are cached."""
     ids = np.full(length, padding_idx, INT32 if padding_idx < 2**31 else INT64)
     labels = np.full(length, IGNORE_INDEX, INT32)
     ids.flags.writeable = labels.flags.writeable = False
@@ -66,13 +57,10 @@ def positions(
 ) -> IntArray:
     """Return ``input_pos`` of packs with these ``seq_lens``: it counts from 0 in every sequence and in the padding.
 
+    With ``starts``, each sequence counts from a position of its own, as where it continues another.
+
     >>> positions([[3, 2], [6]], 6).tolist()
     [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
-
-    Args:
-        packs: the ``seq_lens`` of each.
-        max_seq_len: of a pack.
-        starts: for each pack the position of each sequence's first token. None: 0, as where none continues another.
     """
     count = _count(max_seq_len)
     parts = []

@@ -19,13 +19,7 @@ SEVERAL_SEQUENCES = "its samples would see one another; give the dataset as it w
 
 
 def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArray:
-    """Return a column as int32 or int64, in memory that nothing else will change.
-
-    It is copied, except for int32 in ``frozen`` memory.
-
-    Raises:
-        ValueError: for anything but a flat sequence of whole numbers.
-    """
+    """Return a flat column of whole numbers as int32 or int64; it is copied, except for int32 in ``frozen`` memory."""
     if type(values) is np.ndarray:
         if values.dtype is INT32 and values.ndim == 1:
             return values if frozen else values.copy()
@@ -34,12 +28,7 @@ def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArr
         if least <= 1:
             _refuse_booleans(values, ids, column)
         return ids
-    try:
-        found = np.asarray(values)
-    except ValueError:  # numpy's error for sequences of different lengths
-        raise ValueError(
-            f"column {column!r} is nested; it must be a flat sequence of whole numbers"
-        ) from None
+    found = _as_array(values, column)
     if found.ndim == 1 and found.size == 0:
         return found.astype(INT32)
     if found.ndim == 0 and column == "labels":
@@ -92,11 +81,7 @@ def _refuse_booleans(values: Sequence[Any], ids: npt.NDArray[Any], column: str) 
 
 
 def mask_from_column(values: Any, column: str, size: int) -> npt.NDArray[np.bool_]:
-    """Return a column that says which of ``size`` tokens are trained, as ``[size]`` bool.
-
-    Raises:
-        ValueError: for anything but a flat sequence of that many numbers that are 0 or 1, or of booleans.
-    """
+    """Return a column of zeros and ones, which says which of ``size`` tokens are trained, as ``[size]`` bool."""
     if type(values) is list and len(values) == size:
         # It takes a quarter of the time of an array, which is made below if it fails.
         with suppress(TypeError, ValueError):
@@ -112,11 +97,7 @@ def mask_from_column(values: Any, column: str, size: int) -> npt.NDArray[np.bool
 
 
 def require_no_padding(row: Mapping[str, Any], size: int, column: str = "attention_mask") -> None:
-    """Refuse a row of ``size`` tokens whose attention mask, if it has one, hides one or numbers several sequences.
-
-    Raises:
-        ValueError: for such a mask, and for one that has no number for each token.
-    """
+    """Refuse a row of ``size`` tokens whose attention mask, if it has one, hides one or numbers several sequences."""
     mask = column_of(row, column)
     if mask is None or (
         type(mask) is list and len(mask) == size == mask.count(1)
@@ -133,15 +114,8 @@ def require_no_padding(row: Mapping[str, Any], size: int, column: str = "attenti
 
 
 def numbers_of_tokens(values: Any, column: str, size: int) -> npt.NDArray[Any]:
-    """Return a column that has a number or a boolean for each of ``size`` tokens.
-
-    Raises:
-        ValueError: for anything but a flat sequence of so many.
-    """
-    try:
-        found = np.asarray(values)
-    except ValueError:  # numpy's error for sequences of different lengths
-        raise ValueError(f"{column!r} is nested; give one number for each token") from None
+    """Return a flat column that has a number or a boolean for each of ``size`` tokens."""
+    found = _as_array(values, column)
     if found.shape != (size,):
         raise ValueError(
             f"{column!r} has shape {list(found.shape)} for {size} tokens; give one number for each token"
@@ -152,12 +126,17 @@ def numbers_of_tokens(values: Any, column: str, size: int) -> npt.NDArray[Any]:
     return found
 
 
-def narrowed(ids: npt.NDArray[Any]) -> IntArray:
-    """Copy ids to int32, or to int64 if one of them needs it. It always copies, because the caller may reuse the array.
+def _as_array(values: Any, column: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError:  # numpy's error for sequences of different lengths
+        raise ValueError(
+            f"column {column!r} is nested; it must be a flat sequence of whole numbers"
+        ) from None
 
-    >>> narrowed(np.array([5, -100])).dtype, narrowed(np.array([5, 2**31])).dtype
-    (dtype('int32'), dtype('int64'))
-    """
+
+def narrowed(ids: npt.NDArray[Any]) -> IntArray:
+    """Copy ids to int32, or to int64 if one of them needs it."""
     if ids.itemsize < 4 or ids.dtype == INT32 or not ids.size:
         return ids.astype(INT32)
     # `argmin` and `argmax` start in a third of the time that `min` and `max` take to start.

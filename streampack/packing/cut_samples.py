@@ -12,11 +12,7 @@ from streampack.types import IGNORE_INDEX, INT64, Sample
 
 
 def with_eos_of(whole: Sample, beginning: Sample, eos_ids: Collection[int | None]) -> Sample:
-    """Return the beginning of a sample, in a copy with the EOS for its last token if the sample ended with it.
-
-    >>> with_eos_of(Sample(np.arange(4), np.arange(4)), Sample(np.arange(2), np.arange(2)), {3}).tokens.tolist()
-    [0, 3]
-    """
+    """Return the beginning of a sample, in a copy with the EOS for its last token if the sample ended with it."""
     eos = int(whole.tokens[-1])
     if eos not in eos_ids:
         return beginning
@@ -35,11 +31,8 @@ def trained_if_split(
     It is the value of `Fragment.trained`. If samples are ``isolated``, the first label of every fragment is not
     trained. If they are not, it is trained except where the fragment begins a pack.
 
-    >>> whole = Sample(np.arange(10), np.arange(10))
-    >>> trained_if_split(whole, 4, 8, packing=Packing(4, overlong="split"))
+    >>> trained_if_split(Sample(np.arange(10), np.arange(10)), 4, 8, packing=Packing(4, overlong="split"))
     7
-    >>> trained_if_split(whole, 3, 7, packing=Packing(4, split_across_pack=True), isolated=False)
-    8
     """
     if start == 0 and stop == sample.tokens.size:
         return None

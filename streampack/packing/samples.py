@@ -23,13 +23,8 @@ from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
 from streampack.validation import vocabulary_text
 
 TRAINED_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
-"""Columns that say which tokens are trained, for rows without labels: TRL's, those of `apply_chat_template`, verl's.
-
-A row may have several, as TRL's rows with ``assistant_only_loss``: a token is trained if all of them train it.
-"""
-LENGTHS = "seq_lengths"
-"""The column in which TRL stores the lengths of a row's sequences."""
-
+"""Columns that say which tokens are trained, for rows without labels: TRL's, those of `apply_chat_template`, verl's."""
+LENGTHS = "seq_lengths"  # TRL's
 POSITIONS = ("position_ids", "input_pos")
 BOUNDARY_COLUMNS = (LENGTHS, *POSITIONS, "attention_mask")
 """Columns that say where sequences begin in a row, or whether it has padding."""
@@ -56,14 +51,7 @@ class Columns(NamedTuple):
 
 @lru_cache(maxsize=256)
 def columns_of(names: tuple[str, ...], tokens: str | None = None, labels: str | None = "labels") -> Columns:
-    """Choose the columns to read of rows that have these columns; see `sample_from_row`.
-
-    >>> columns_of(("input_ids", "attention_mask", "completion_mask"))
-    Columns(tokens='input_ids', labels=None, masks=('completion_mask',), boundaries=('attention_mask',))
-
-    Raises:
-        ValueError: if one is missing, for the columns of both conventions, and for a row for another kind of training.
-    """
+    """Choose the columns to read of rows that have these columns, or refuse them; see `sample_from_row`."""
     for column, why in REFUSED_COLUMNS.items():
         if column in names:
             raise ValueError(f"there is a column {column!r}: {why}")
@@ -143,13 +131,7 @@ def sample_from_row(row: Any, *, tokens: str | None = None, labels: str | None =
 def sample_from_pair(
     ids: Any, targets: Any, *, tokens: str = "tokens", labels: str = "labels", frozen: bool = False
 ) -> Sample:
-    """Make a `Sample` of ids and labels, as lists, arrays or tensors; ``tokens`` and ``labels`` name them in errors.
-
-    They are copied, except for int32 arrays in ``frozen`` memory, which nothing will change.
-
-    Raises:
-        ValueError: for anything but a flat sequence of whole numbers, and for ids and labels of different length.
-    """
+    """Make a `Sample` of ids and labels, called ``tokens`` and ``labels`` in errors; see `ids_from_column`."""
     id_array = ids_from_column(ids, tokens, frozen=frozen)
     if targets is ids:
         # Every token is trained. Sharing one array lets `trained_tokens`, `assemble` and others see that at once.
@@ -168,9 +150,6 @@ def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
 
     >>> sequence_lengths({"input_ids": [5, 6, 7], "position_ids": [0, 0, 1]}, 3)
     [1, 2]
-
-    Raises:
-        ValueError: as `require_no_padding`, and if lengths do not add up to ``size``, or positions are not one a token.
     """
     require_no_padding(row, size)
     if (given := column_of(row, LENGTHS)) is not None:
@@ -193,9 +172,6 @@ def check_ids(samples: Sequence[Sample], vocab_size: int | None = None) -> None:
 
     Encoders are users' code, and an id past the embedding's end would be a device-side assert on CUDA, far from the
     sample that caused it. Labels may also be ``IGNORE_INDEX``.
-
-    Raises:
-        ValueError: which names an id, and not the sample that has it.
     """
     bad = _outside([sample.tokens for sample in samples], vocab_size)
     if bad is not None:
@@ -233,11 +209,7 @@ def _outside(arrays: list[IntArray], vocab_size: int | None, *, ignored: bool = 
 
 
 def as_mapping(row: Any) -> Mapping[str, Any]:
-    """Return a mapping as it is, and a bare sequence of ids as the column ``input_ids``.
-
-    Raises:
-        ValueError: for text, a number, or None.
-    """
+    """Return a mapping as it is, and a bare sequence of ids as the column ``input_ids``; refuse anything else."""
     if isinstance(row, Mapping):
         return row
     if _is_scalar(row):
@@ -258,5 +230,4 @@ def missing_column(row: Any, column: str, *, option: str | None = None) -> Value
 
 
 def _is_scalar(value: Any) -> bool:
-    """Return whether a value is a number, a text or None, rather than a sequence of ids."""
     return not isinstance(value, list | tuple) and (isinstance(value, str | bytes) or np.ndim(value) == 0)
