@@ -13,8 +13,7 @@ IGNORE_INDEX = -100
 """The label that no loss counts, as in torch's ``cross_entropy`` and torchtune."""
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
-"""Token ids or labels before they become tensors: int32 wherever they fit, else int64. A pack is copied several times
-before it becomes int64 tensors, and half the bytes are copied faster."""
+"""Token ids or labels before they become tensors: int32, which is copied faster, wherever they fit, else int64."""
 
 FloatArray = npt.NDArray[np.float32]
 """Numbers of segments or tokens, such as advantages."""
@@ -56,20 +55,15 @@ class Sample(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Where one sequence of a pack came from: tokens ``[start, stop)`` of the sample that row ``row_id`` became.
-
-    ``padding`` counts the tokens of padding that lie behind them in the sequence, which ``pad_seqs_to`` asked for.
-
-    ``trained`` is set only if the sample was split into several fragments: it counts the trained tokens in all of them
-    together. `label_weights`, which can give every sample the same weight in the loss, divides by that number, and
-    cannot find it from a batch, because the other fragments are in other packs.
-    """
+    """Where one sequence of a pack came from: tokens ``[start, stop)`` of the sample that row ``row_id`` became."""
 
     row_id: RowId
     start: int
     stop: int
-    trained: int | None = None
-    padding: int = 0
+    trained: int | None = (
+        None  # of all fragments together, if the sample was split; `label_weights` divides by it
+    )
+    padding: int = 0  # tokens behind them in the sequence, for which ``pad_seqs_to`` asked
 
     @property
     def length(self) -> int:
@@ -92,11 +86,7 @@ class PackGroups:
 
 @dataclass(slots=True)
 class Pack:
-    """``max_seq_len`` tokens made of sequences that lie end to end, padded at the end.
-
-    Positions follow from ``seq_lens``, and are made when the pack becomes tensors. ``tokens`` is int32 if those of all
-    its sequences are, otherwise int64; so is ``labels``.
-    """
+    """``max_seq_len`` tokens made of sequences that lie end to end, padded at the end."""
 
     tokens: IntArray  # [max_seq_len]
     labels: IntArray  # [max_seq_len], IGNORE_INDEX at the first token of every sequence and in the padding

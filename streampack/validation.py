@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 LONGEST = 10**9
-"""The longest duration, in seconds or minutes: threads and ranks can wait for centuries at most."""
+"""The longest duration, in seconds or minutes: no thread can wait for more than centuries."""
 PACKAGE = str(Path(__file__).parent) + os.sep
 OURS = ("streampack", "streampack_recipes", "__main__")
 """Packages whose errors speak to users; a recipe is run as ``__main__``."""
@@ -38,8 +38,6 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
 
     >>> did_you_mean("shufle", ["shuffle", "seed"])
     "; did you mean 'shuffle'?"
-    >>> did_you_mean("flash_attention_2", ["flex", "flash"])
-    "; did you mean 'flash'?"
     """
     words = list(known)
     close = difflib.get_close_matches(str(value), words, n=1)
@@ -143,12 +141,6 @@ def raised_here(error: BaseException) -> bool:
     """Return whether this package raised an error, which then says to users what is wrong, or could not open a file.
 
     An error of a library, of an encoder, or of Python itself (``int("x")``) needs its traceback.
-
-    >>> try:
-    ...     require_positive(0, "batch_size")
-    ... except ValueError as error:
-    ...     raised_here(error)
-    True
     """
     if not isinstance(error, ValueError | RuntimeError | OSError | ImportError):
         return False

@@ -6,13 +6,14 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from streampack.attention.positions import position_table
-from streampack.packing.batch import Batch, BatchGroups
-from streampack.packing.groups import ROOT, path_starts, paths_of
-from streampack.types import IGNORE_INDEX, Fragment
+from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.groups import paths_of
+from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups
 
 PROBE_LENGTH = 256
 """Tokens of the pack for a model without windows: two blocks of a block mask."""
@@ -82,23 +83,13 @@ def pack_of(tokens: torch.Tensor, lengths: list[int], *, parents: tuple[int, ...
         lengths: of the samples.
         parents: for each sample the one that it continues, or -1; None: no sample continues another.
     """
-    segments = [*lengths, tokens.shape[1] - sum(lengths)]
-    starts = [*path_starts(lengths, parents or [ROOT] * len(lengths)), 0]
-    positions = torch.cat(
-        [torch.arange(start, start + length) for start, length in zip(starts, segments, strict=True)]
-    )[None]
+    ids = tokens[0].numpy(force=True)
     groups = None
     if parents is not None:
-        first_labels = torch.full((1, len(segments)), IGNORE_INDEX, device=tokens.device)
-        groups = BatchGroups((parents,), first_labels, {}, {})
-    return Batch(
-        tokens=tokens,
-        labels=torch.full_like(tokens, IGNORE_INDEX),
-        input_pos=positions.to(tokens.device),
-        seq_lens=torch.tensor([segments], dtype=torch.int32, device=tokens.device),
-        fragments=(tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths)),),
-        groups=groups,
-    )
+        groups = PackGroups(parents, (IGNORE_INDEX,) * len(lengths), {}, {})
+    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
+    pack = Pack(ids, np.full(ids.size, IGNORE_INDEX), tuple(lengths), fragments, groups=groups)
+    return stack_packs([pack]).to(tokens.device)
 
 
 def first_pack(batch: Batch) -> Batch:

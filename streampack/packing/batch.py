@@ -98,8 +98,7 @@ class Batch:
     def unpadded_lens(self) -> torch.Tensor:
         """``seq_lens`` without the padding that ``pad_seqs_to`` puts at the ends of sequences.
 
-        The padding at a pack's end has its whole length here, too: it is a sequence of its own, which kernels must
-        compute, or what they leave there could become a NaN.
+        That at a pack's end is a sequence still, or what kernels leave there could become a NaN.
         """
         padding = [[fragment.padding for fragment in pack] for pack in self.fragments]
         if not any(map(any, padding)):
@@ -109,12 +108,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, padding excluded."""
+        """Number of tokens without padding."""
         return sum(f.stop - f.start for pack in self.fragments for f in pack)
 
     @property
     def num_seqs(self) -> int:
-        """Number of sequences, padding excluded."""
+        """Number of sequences without padding."""
         return sum(map(len, self.fragments))
 
     @property
@@ -137,15 +136,12 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
     """Stack dicts from an `IterablePackedDataset` or a `PackedDataset`; a ``collate_fn`` for any DataLoader.
 
     ``seq_lens`` is as wide as the pack with the most segments needs, or ``segments`` wide: with
-    ``max_seqs_per_pack + 1``, which counts the padding, all batches have the same shapes.
+    ``max_seqs_per_pack + 1``, which counts the padding, all batches have the same shapes, and more are refused.
 
     >>> from streampack import IterablePackedDataset
     >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
     >>> collate_packed(list(IterablePackedDataset(rows, max_seq_len=6))).seq_lens.tolist()
     [[3, 2, 1]]
-
-    Raises:
-        ValueError: if a pack has more than ``segments``.
     """
     found = []
     for pack in packs:

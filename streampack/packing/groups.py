@@ -94,7 +94,7 @@ class Group(Sample):
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """The tokens ``[start, stop)`` of each segment."""
+        """Tokens ``[start, stop)`` of each segment."""
         return list(pairwise(accumulate(self.lengths, initial=0)))
 
     @property
@@ -107,12 +107,7 @@ class Group(Sample):
         return paths_of(self.parents)
 
     def answers(self) -> list[Sample]:
-        """Return each answer with all that it continues, as a plain sample: one for each of `leaves`.
-
-        >>> pair = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
-        >>> [sample.tokens.tolist() for sample in pair.answers()]
-        [[5, 6, 7, 8], [5, 6, 9]]
-        """
+        """Return each answer with all that it continues, as a plain sample: one for each of `leaves`."""
         paths = self.paths()
         indices = [self._tokens_of(paths[leaf]) for leaf in self.leaves]
         return [Sample(self.tokens[index], self.labels[index]) for index in indices]
@@ -145,10 +140,7 @@ class Group(Sample):
     def truncated(self, limit: int, *, side: str) -> Group | None:
         """Return the group with at most ``limit`` tokens; None if no token of a segment that is cut would be left.
 
-        Args:
-            limit: tokens to keep.
-            side: ``"right"`` cuts off the ends of answers, the longest ones first; ``"left"`` the beginnings of
-                prompts.
+        ``side="right"`` cuts off the ends of answers, the longest ones first; ``"left"`` the beginnings of prompts.
         """
         roots = [number for number, parent in enumerate(self.parents) if parent == ROOT]
         cut, lengths = self.leaves if side == "right" else roots, list(self.lengths)
@@ -178,14 +170,9 @@ class Group(Sample):
 
 
 def pack_groups(sequences: Sequence[Sample], labels: IntArray, *, max_seq_len: int) -> PackGroups:
-    """Return what a pack says of its groups, and take the labels that a parent predicts out of ``labels``.
+    """Return what a pack of groups and plain samples says of them, and take what a parent predicts out of ``labels``.
 
     What remains in ``labels`` may be compared with the logits of the token before, as everywhere else.
-
-    Args:
-        sequences: groups and plain samples, in the pack's order.
-        labels: of the pack.
-        max_seq_len: the pack's tokens.
     """
     groups = [
         each if isinstance(each, Group) else Group(*each, lengths=[each.tokens.size]) for each in sequences
@@ -245,10 +232,6 @@ def attention_cost(seq_lens: Sequence[int], parents: Sequence[int] | None = None
     7
     >>> attention_cost([3, 2], [-1, 0]) == attention_cost([5])
     True
-
-    Args:
-        seq_lens: of its sequences, without the padding.
-        parents: for each sequence the one that it continues, or -1; None: none continues another.
     """
     if parents is None:
         return sum([length * (length + 1) for length in seq_lens]) // 2
@@ -258,11 +241,7 @@ def attention_cost(seq_lens: Sequence[int], parents: Sequence[int] | None = None
 
 
 def _capped(lengths: Sequence[int], room: int) -> list[int]:
-    """Return lengths of at most ``room`` together, of which only the longest were cut, to as equal ones as can be.
-
-    >>> _capped([2, 9, 7], 12)
-    [2, 5, 5]
-    """
+    """Return lengths of at most ``room`` together, of which only the longest were cut, to as equal ones as can be."""
     left, kept = room, list(lengths)
     order = sorted(range(len(lengths)), key=lambda number: lengths[number])
     for done, number in enumerate(order):

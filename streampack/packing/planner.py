@@ -100,8 +100,7 @@ class Planner(Generic[PieceT]):
     def _fill_by_cutting(self) -> None:
         """Fill the pack in arrival order, and cut the piece that crosses its end.
 
-        The room is always a multiple of ``pad_seqs_to``, because each piece takes one of it. So what is cut off at the
-        pack's end is a multiple, too, and only the last part of a sample is padded.
+        The room is always a multiple of ``pad_seqs_to``, so only the last part of a sample is padded.
         """
         waiting, lengths, max_seqs = self.waiting, self.lengths, self.max_seqs
         while self.room and len(self.placed) < max_seqs and (lengths or self._pull()):

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from streampack.packing.assemble import positions
-from streampack.packing.batch import Batch, BatchGroups
-from streampack.packing.groups import ROOT, path_starts
+from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.groups import ROOT
 from streampack.packing.planner import plan_packs
 from streampack.scoring.prefixes import Node, Tree, places_of, share_prefixes
 from streampack.scoring.requests import Request
-from streampack.types import IGNORE_INDEX, Fragment, IntArray
+from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack, PackGroups
 
 
 @dataclass(slots=True)
@@ -82,14 +80,8 @@ def null_batch() -> Batch:
 
 def _batch(tokens: IntArray, lengths: Sequence[int], parents: Sequence[int]) -> Batch:
     """Make a batch of one row, in which nothing is trained."""
-    shared = any(parent != ROOT for parent in parents)
-    starts = [path_starts(lengths, parents)] if shared else None
-    untrained = torch.full((1, len(lengths)), IGNORE_INDEX)
-    return Batch(
-        tokens=torch.from_numpy(tokens.astype(np.int64)[None]),
-        labels=torch.full((1, tokens.size), IGNORE_INDEX),
-        input_pos=torch.from_numpy(positions([lengths], tokens.size, starts=starts)),
-        seq_lens=torch.tensor([lengths], dtype=torch.int32),
-        fragments=(tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths)),),
-        groups=BatchGroups((tuple(parents),), untrained, {}, {}) if shared else None,
-    )
+    untrained, groups = np.full(tokens.size, IGNORE_INDEX), None
+    if any(parent != ROOT for parent in parents):
+        groups = PackGroups(tuple(parents), (IGNORE_INDEX,) * len(lengths), {}, {})
+    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
+    return stack_packs([Pack(tokens, untrained, tuple(lengths), fragments, groups=groups)])
