@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from streampack.sources.examples import EXAMPLES, Example, example
-from streampack.sources.files import divide
+from streampack.sources.examples import EXAMPLES, Example
+from streampack.sources.files import FileSource, divide
 from streampack.sources.indexed import IndexedSource, Offsets, read_index, require_sound
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, redact
@@ -170,15 +170,8 @@ class MDSSource(IndexedSource):
 
     @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """Return samples from all over the shards; where shards are compressed, the first samples of one."""
-        if not self._packed:
-            return super().examples(count)
-        number = next((i for i, samples in enumerate(self.counts) if samples and i not in self.bad), 0)
-        part = Part(number, 0, min(count, self.counts[number]))
-        with suppress(ValueError, FileNotFoundError):  # training reports damage
-            samples = list(self.records(part, 0, self.fetcher()))
-            return [example((number, at), partial(self.decode, part, at, raw)) for at, raw, _ in samples]
-        return [Example((number, 0), None)]
+        # Of compressed shards the first samples: each of the others would take a shard to be decompressed.
+        return FileSource.examples(self, count) if self._packed else super().examples(count)
 
 
 def _content(shard: Shard, part: Part, stored: io.RawIOBase) -> bytes:

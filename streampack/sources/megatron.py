@@ -43,8 +43,6 @@ BEGINNING = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Types by their codes. Megatron also has floating point types, 6 and 7, which hold no token ids."""
-HEAD_BYTES = 1 << 12
-"""Bytes of an index that are read at once when it is looked at. A longer one is read at three more places."""
 ANEW = "write both files anew, or copy them again"
 
 
@@ -101,27 +99,21 @@ class MegatronSource(DocumentSource):
         index, width = layout.index, layout.width
         assert index is not None
         assert part.stop is not None
-        sequences = (index.size - HEADER.size - 8 * (layout.count + 1)) // 12
-        pointers_at, documents_at = _tables_at(sequences)
+        documents_at = index.size - 8 * (layout.count + 1)
+        sequences = (documents_at - HEADER.size) // 12
         raw = read((index, documents_at + 8 * part.start, documents_at + 8 * (part.stop + 1)))
         documents = np.frombuffer(raw, "<i8")
-        first, last = int(documents[0]), int(documents[-1])
-        sound = (np.diff(documents) >= 0).all() and 0 <= first <= last <= sequences
-        if sound and first == last:
-            return np.zeros_like(documents)  # all of them are empty
-        if sound:
-            raw = read((index, HEADER.size + 4 * first, HEADER.size + 4 * last))
-            sizes = np.frombuffer(raw, "<i4").astype(np.int64) * width
-            raw = read((index, pointers_at + 8 * first, pointers_at + 8 * last))
-            starts = np.frombuffer(raw, "<i8")
-            ends = starts + sizes
-            # Sequences that overlap or leave bytes out are not written by Megatron.
-            within = starts[0] >= 0 and (sizes >= 0).all() and ends[-1] <= layout.tokens * width
-            if within and (starts[1:] == ends[:-1]).all() and not (starts % width).any():
-                offsets: Offsets = np.append(starts, ends[-1])[documents - first] // width
+        if documents[0] >= 0 and documents[-1] <= sequences and (documents[:-1] <= documents[1:]).all():
+            # Megatron writes sequences end to end, so each document ends where the next one's first sequence begins.
+            first, last = (min(int(documents[end]), sequences - 1) for end in (0, -1))
+            pointers_at = documents_at - 8 * sequences
+            pointers = np.frombuffer(
+                read((index, pointers_at + 8 * first, pointers_at + 8 * (last + 1))), "<i8"
+            )
+            if not (pointers % width).any():
+                offsets: Offsets = np.append(pointers // width, layout.tokens)[documents - first]
                 return offsets
-        what = f"the index is damaged: its documents do not lie end to end within the file; {ANEW}"
-        raise Damage(what, offset=part.start)
+        raise Damage(f"the index of its documents is damaged; {ANEW}", offset=part.start)
 
 
 def _data_file(path: str) -> str:
@@ -138,11 +130,6 @@ def _data_file(path: str) -> str:
     if Path(path).expanduser().is_dir():
         return path
     return f"{path.removesuffix('.idx')}.bin"
-
-
-def _tables_at(sequences: int) -> tuple[int, int]:
-    """Return the bytes where the pointers begin, and where the document index does."""
-    return HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
 
 
 def _layout(corpus: Corpus, file: File) -> Layout:
@@ -162,19 +149,18 @@ def _layout(corpus: Corpus, file: File) -> Layout:
             f"{index.name} has {index.size} bytes, fewer than its header; it was cut off: {ANEW}"
         )
     fetcher = Fetcher(corpus.storage, corpus.retries)
-    head = fetcher.take((index, 0, min(index.size, HEAD_BYTES)))
 
-    def read(start: int, stop: int) -> bytes:
-        return head[start:stop] if stop <= len(head) else fetcher.take((index, start, stop))
+    def read(form: struct.Struct, at: int) -> tuple[Any, ...]:
+        return form.unpack(fetcher.take((index, at, at + form.size)))
 
-    beginning, version, code, sequences, entries = HEADER.unpack(head[: HEADER.size])
+    beginning, version, code, sequences, entries = read(HEADER, 0)
     if beginning != BEGINNING:
         raise ValueError(f"{index.name} is no index of Megatron-LM: it begins with {beginning!r}")
     if version != VERSION:
         raise ValueError(f"{index.name} is of version {version}, and version {VERSION} is read; {ANEW}")
     if code not in DTYPES:
         raise ValueError(f"{index.name} has ids of type {code}; they can be {', '.join(map(str, DTYPES))}")
-    _, documents_at = _tables_at(sequences)
+    documents_at = HEADER.size + 12 * sequences
     size = documents_at + 8 * entries
     if index.size == size + sequences and sequences:
         raise ValueError(f"{index.name} has modes: multimodal corpora are not read; write it without modes")
@@ -183,9 +169,9 @@ def _layout(corpus: Corpus, file: File) -> Layout:
             f"{index.name} has {index.size:,} bytes, and {sequences:,} sequences and {entries - 1:,} documents take "
             f"{size:,}; it was cut off or replaced: {ANEW}"
         )
-    [length] = struct.unpack("<i", read(HEADER.size + 4 * (sequences - 1), HEADER.size + 4 * sequences))
-    pointer, first = struct.unpack("<qq", read(documents_at - 8, documents_at + 8))
-    [last] = struct.unpack("<q", read(size - 8, size))
+    [length] = read(struct.Struct("<i"), HEADER.size + 4 * (sequences - 1))
+    pointer, first = read(struct.Struct("<qq"), documents_at - 8)
+    [last] = read(struct.Struct("<q"), size - 8)
     if (first, last) != (0, sequences):
         raise ValueError(
             f"{index.name} divides sequences {first} to {last} of {sequences} into documents; {ANEW}"

@@ -240,7 +240,6 @@ SMALL = {
     "flat_tokens": {"FlatTokensSource.least": 1, "CHUNK": 22, "ONE_DOCUMENT": 512},
     "hugging_face": {"BATCH_ROWS": 4},
     "arrow_dataset": {"BATCH_ROWS": 4, "KEPT_BATCHES": 3},
-    "megatron": {"HEAD_BYTES": 64},
 }
 
 # Corpora of six files.
