@@ -27,7 +27,7 @@ from streampack.packing.cut_samples import trained_if_split, untrained_error, wi
 from streampack.packing.foreign_loader import refuse_foreign_loader
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
-from streampack.sources.column_tables import by_rows
+from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.streaming.lane_config import UNTRAINED
 from streampack.streaming.ledger_messages import UntrainedWarning, nothing_to_pack

@@ -5,11 +5,10 @@ from streampack.sources.datatrove import DatatroveSource
 from streampack.sources.flat_tokens import FlatTokensSource
 from streampack.sources.holdout import Holdout
 from streampack.sources.hugging_face import HFSource
-from streampack.sources.iterable import IterableSource
 from streampack.sources.jsonl import JSONLSource
-from streampack.sources.map_style import MapSource
 from streampack.sources.mds import MDSSource
 from streampack.sources.megatron import MegatronSource
+from streampack.sources.memory import IterableSource, MapSource
 from streampack.sources.mixture import Mix
 from streampack.sources.parquet import ParquetSource
 from streampack.sources.reading import Reading

@@ -4,24 +4,54 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from glob import glob
 from pathlib import Path
 from typing import Any
 
-from streampack.sources.column_tables import by_rows
+from streampack.sources.arrow_dataset import ArrowDataset, is_readable
 from streampack.sources.hugging_face import HFSource
 from streampack.sources.indexed import INDEX
-from streampack.sources.iterable import IterableSource
 from streampack.sources.jsonl import JSONLSource
-from streampack.sources.map_style import MapSource
 from streampack.sources.mds import MDSSource
+from streampack.sources.memory import Columns, IterableSource, MapSource
 from streampack.sources.parquet import ParquetSource
 from streampack.sources.source import Source
 from streampack.sources.token_files import FORMAT
 from streampack.sources.token_shards import TokenShardSource
 from streampack.storage.formats import JSON_LINES, PARQUET, in_folder
 from streampack.storage.listing import Once, alone
+
+
+def by_rows(data: Any) -> Any:
+    """Turn a pandas frame or a dict of columns into `Columns`, and a dataset of token ids into an `ArrowDataset`.
+
+    Other data is returned unchanged.
+
+    Raises:
+        ValueError: for a table of another library, and for a dict whose values are no columns.
+    """
+    library = type(data).__module__.partition(".")[0]
+    if type(data).__module__ == "datasets.arrow_dataset" and is_readable(data):
+        return ArrowDataset(data)
+    if library == "pandas" and hasattr(data, "columns"):
+        return Columns({str(name): data[name].array for name in data.columns})
+    if library == "polars" and hasattr(data, "to_dicts"):
+        raise ValueError("a polars frame has no rows by number; give frame.to_dicts()")
+    if library == "pyarrow" and hasattr(data, "to_pylist"):
+        raise ValueError(
+            "an Arrow table has no rows by number; give table.to_pylist(), or datasets.Dataset(table)"
+        )
+    if isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data):
+        if all(
+            hasattr(column, "__len__") and not isinstance(column, str | Mapping) for column in data.values()
+        ):
+            return Columns(data)
+        raise ValueError(
+            f"a dict of {', '.join(map(repr, data))} holds no columns of rows; give a list of rows, or of every column "
+            "a list; of several datasets make a Mix, or choose one"
+        )
+    return data
 
 
 def as_source(data: Any, *, once: Once = alone) -> Source:

@@ -58,8 +58,9 @@ class Holdout(WrappedSource):
         self.part = part
         self._examples: list[Example] | None = None
 
+    @override
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`. It includes the columns, because with other columns other rows are held out."""
+        """Return that of the source, and what decides which rows are held out: the columns, too."""
         if self._examples is None:
             self._examples = self.source.examples()
         columns = columns_of(self._examples)
@@ -72,12 +73,14 @@ class Holdout(WrappedSource):
             "hashed": marks(self._examples),
         }
 
+    @override
     def read(self, reading: Reading) -> Reader:
-        """See `Source.read`."""
         return _Kept(self.source.read(reading), self)
 
-    def sample(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.sample`. The sample loses the same fraction of rows as the source, so the scale stays."""
+    @override
+    def sample(
+        self, count: int
+    ) -> tuple[list[Example], float]:  # loses as large a fraction of rows as the source
         rows, scale = self.source.sample(count)
         return [row for row in rows if row.data is None or self._keeps_if_sound(row)], scale
 

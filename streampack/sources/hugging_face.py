@@ -9,11 +9,10 @@ from operator import itemgetter
 from typing import Any
 
 from streampack.fingerprint import digest
-from streampack.sources.arrow_dataset import has_plain_ids
+from streampack.sources.arrow_dataset import ArrowDataset, has_plain_ids, is_readable
 from streampack.sources.arrow_rows import ArrowBatch
-from streampack.sources.column_tables import by_rows
 from streampack.sources.examples import EXAMPLES, Example, leading, leading_marks, marks
-from streampack.sources.map_style import MapSource
+from streampack.sources.memory import MapSource
 from streampack.sources.parts import Part, Record
 from streampack.sources.reading import Reader, Reading, own_row
 from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
@@ -119,8 +118,10 @@ class HFSource(WrappedSource):
                     f"the dataset has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}"
                 )
             dataset = dataset.select_columns(list(columns))
-        mapped = isinstance(dataset, datasets.Dataset)
-        super().__init__(MapSource(by_rows(dataset)) if mapped else _Stream(dataset))
+        if isinstance(dataset, datasets.Dataset):
+            super().__init__(MapSource(ArrowDataset(dataset) if is_readable(dataset) else dataset))
+        else:
+            super().__init__(_Stream(dataset))
 
 
 class _Stream(Source):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.reading import Reader, Reading
 from streampack.sources.source import Source
@@ -23,49 +25,49 @@ class WrappedSource(Source):
         self.probed_by_bytes = source.probed_by_bytes
         self.varies_by_process = source.varies_by_process
 
+    @override
     def identity(self) -> Mapping[str, Any]:
-        """See `Source.identity`."""
         return self.source.identity()
 
+    @override
     def read(self, reading: Reading) -> Reader:
-        """See `Source.read`."""
         return self.source.read(reading)
 
+    @override
     def locate(self, row_id: RowId) -> str:
-        """See `Source.locate`."""
         return self.source.locate(row_id)
 
+    @override
     def fetch_many(
         self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
     ) -> list[Mapping[str, Any]]:
-        """See `Source.fetch_many`."""
         return self.source.fetch_many(row_ids, use=use)
 
+    @override
     def shard(self, row_id: RowId) -> str:
-        """See `Source.shard`."""
         return self.source.shard(row_id)
 
+    @override
     def path_of(self, row_id: RowId) -> str | None:
-        """See `Source.path_of`."""
         return self.source.path_of(row_id)
 
+    @override
     def natural_lanes(self) -> int:
-        """See `Source.natural_lanes`."""
         return self.source.natural_lanes()
 
+    @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """See `Source.examples`."""
         return self.source.examples(count)
 
     @property
+    @override
     def size(self) -> int | None:
-        """See `Source.size`."""
         return self.source.size
 
+    @override
     def sample(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.sample`."""
         return self.source.sample(count)
 
+    @override
     def leaves(self) -> Mapping[str, Source]:
-        """See `Source.leaves`."""
         return self.source.leaves()

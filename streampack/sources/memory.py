@@ -1,0 +1,263 @@
+"""Rows in memory: `MapSource` of anything with ``__len__`` and ``__getitem__``, `IterableSource`, and `Columns`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+from typing_extensions import override
+
+from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, example, leading, leading_marks, marks
+from streampack.sources.reading import BadRecord, Reader, Reading, own_row, permutation, reason_of, spread
+from streampack.sources.source import Source
+from streampack.sources.torchtune_rows import refusing_nulls
+from streampack.sources.turns import sharing
+from streampack.storage.use import StorageUse
+from streampack.types import Cursor, Row, RowId
+
+ROWS_PER_LANE = 512
+
+
+class Columns:
+    """A map-style dataset of the rows of a table, given as columns of equal length.
+
+    >>> rows = Columns({"input_ids": [[1, 2], [3]]})
+    >>> len(rows), rows[1]
+    (2, {'input_ids': [3]})
+
+    Raises:
+        ValueError: if the columns are of different lengths, or there are none.
+    """
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) != 1:
+            shown = ", ".join(f"{name!r}: {length}" for name, length in lengths.items()) or "none"
+            raise ValueError(
+                f"the columns must be of one length, to make rows of them; their lengths are {shown}"
+            )
+        self.columns = dict(columns)
+        [self._length] = set(lengths.values())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+class MapDataset(Protocol):
+    """A map-style dataset, in torch's term."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class MapSource(Source):
+    """The rows of a map-style dataset. Lane ``l`` reads rows ``l, l + num_lanes, ...``.
+
+    Shuffling permutes all rows of a lane. That takes 8 bytes of memory for each row of the lanes that a process reads.
+
+    >>> from streampack.sources import Reading
+    >>> rows = [{"tokens": [i], "labels": [i]} for i in range(4)]
+    >>> [row.data["tokens"] for row in MapSource(rows).read(Reading(1, num_lanes=2))]
+    [[1], [3]]
+
+    Raises:
+        ValueError: if the dataset is empty.
+    """
+
+    map_style = True
+
+    def __init__(self, dataset: MapDataset) -> None:
+        if len(dataset) == 0:
+            raise ValueError(
+                f"the dataset ({type(dataset).__name__}) is empty; it must have at least one row"
+            )
+        self.dataset: MapDataset = refusing_nulls(dataset)
+        self._rows: dict[str, str] | None = None  # marks of the examples, once they were read
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        if self._rows is None:
+            self._rows = marks(self.examples(EXAMPLES))
+        return {"source": "MapSource", "rows": len(self.dataset), "content": self._rows}
+
+    @override
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
+        """Return the first row, the last, and others from all over the dataset."""
+        size = len(self.dataset)
+        numbers = set(range(size)) if count >= size else {0, *spread(size, max(1, count - 2)), size - 1}
+        return [example((number,), partial(self.dataset.__getitem__, number)) for number in sorted(numbers)]
+
+    @override
+    def read(self, reading: Reading) -> _Rows:
+        numbers = range(reading.lane, len(self.dataset), reading.num_lanes)
+        order = permutation(len(numbers), *reading.key) if reading.shuffle_window else None
+        return _Rows(self, numbers, order, reading.start[0] if reading.start else 0)
+
+    @override
+    def locate(self, row_id: RowId) -> str:
+        return f"sample {row_id[0]}"
+
+    @override
+    def shard(self, row_id: RowId) -> str:
+        return type(self.dataset).__name__
+
+    @override
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        return [own_row(self.dataset[row_id[0]]) for row_id in row_ids]
+
+    @override
+    def natural_lanes(self) -> int:
+        return max(1, len(self.dataset) // ROWS_PER_LANE)
+
+    @property
+    @override
+    def size(self) -> int:
+        return len(self.dataset)
+
+
+class _Rows(Reader):
+    """Reads the rows ``numbers``, or a permutation of them. A cursor is ``(index,)``, a place in that order."""
+
+    def __init__(
+        self, source: MapSource, numbers: range, order: np.ndarray[Any, Any] | None, index: int
+    ) -> None:
+        self.source = source
+        self.numbers = numbers
+        self.order = order
+        self.index = index
+
+    @property
+    @override
+    def cursor(self) -> Cursor:
+        return (self.index,)
+
+    @override
+    def __next__(self) -> Row:
+        if self.index >= len(self.numbers):
+            raise StopIteration
+        number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
+        try:
+            data = self.source.dataset[number]
+        except OSError as error:  # A disk or a network failed: the record is not to blame, and not skipped.
+            error.add_note(f"while reading sample {number}")
+            raise
+        except Exception as error:
+            if isinstance(error, StopIteration):  # raised again by the lane, it would end the stream silently
+                error = RuntimeError(f"sample {number}: the dataset raised StopIteration")
+            raise BadRecord(reason_of(error), row_id=(number,), locate=self.source.locate) from error
+        row = Row(data, (self.index,), (number,))
+        self.index += 1
+        return row
+
+    @override
+    def skip(self) -> None:
+        self.index += 1
+
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+class IterableSource(Source):
+    """Rows of an iterable that yields the same rows each time it is iterated, or of a function that returns one.
+
+    By default each consumer (ranks x workers) reads one lane of it. Each lane iterates over all rows, and they take
+    turns in keeping one. An iterable cannot begin in the middle, so a resume reads it again from its start. Where that
+    takes long, write token shards with `streampack tokenize`.
+
+    The iterable may reuse a row's memory for the next row: rows that must be kept are copied, with the dicts, lists,
+    arrays and tensors in them. Objects of other classes are not copied, so they must be new for each row.
+
+    >>> from streampack.sources import Reading
+    >>> source = IterableSource(lambda: ({"tokens": [i], "labels": [i]} for i in range(3)))
+    >>> [row.data["tokens"] for row in source.read(Reading(start=(0, 1, 0)))]
+    [[1], [2]]
+
+    Each rank and each worker must be given the same rows, all of them. An iterable that shares out its rows among ranks
+    or torch's workers by itself would lose rows here, so several consumers are refused without a `PackedDataLoader`,
+    which compares the ranks' first rows, and whose workers are none of torch's.
+
+    Raises:
+        ValueError: for an iterator or generator, which could be read only once.
+    """
+
+    varies_by_process = True
+
+    def __init__(self, rows: Rows | Callable[[], Rows]) -> None:
+        if isinstance(rows, Iterator):
+            raise ValueError(
+                f"a {type(rows).__name__} can be read only once, so neither a second epoch nor a resume is "
+                "possible; pass a function that makes it: IterableSource(lambda: ...)"
+            )
+        self.iterable = rows
+        # The last iterator, to notice if the next one is the same object.
+        self._newest: Iterator[Any] | None = None
+        self._first: dict[str, str] | None = None  # marks of the first rows, once they were read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_newest": None}
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        """Return marks of the first twelve rows. The other rows are not read for it.
+
+        Raises:
+            ValueError: if the iterable, iterated again, begins with another row.
+        """
+        if self._first is None:
+            first, again = (leading_marks(self.examples(count)) for count in (EXAMPLES, 1))
+            both = {marked.get("0.0", UNKNOWN) for marked in (first, again)}
+            if len(both) == 2 and UNKNOWN not in both:
+                raise ValueError(
+                    f"{type(self.iterable).__name__} gives other rows each time it is iterated, so neither a second "
+                    "epoch nor a resume is possible; make it begin anew, in the same order: shuffle with "
+                    "IterablePackedDataset(..., shuffle=True), and open files in the function that is given to "
+                    "IterableSource"
+                )
+            self._first = first
+        return {"source": "IterableSource", "content": self._first}
+
+    @override
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
+        return leading(self._iterate(), count, part=0)
+
+    @override
+    def rows(self, start: int, step: int) -> Iterator[Mapping[str, Any]]:
+        for number, row in enumerate(self._iterate()):
+            if number >= start and (number - start) % step == 0:
+                yield row
+
+    @override
+    def fetch_many(
+        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
+    ) -> list[Mapping[str, Any]]:
+        numbers = {row_id[-1] for row_id in row_ids}
+        rows = islice(enumerate(self._iterate()), max(numbers, default=-1) + 1)
+        found = {number: own_row(row) for number, row in rows if number in numbers}
+        if len(found) < len(numbers):
+            raise ValueError(f"the iterable ends before row {min(numbers - {*found})}; the data changed")
+        return [found[row_id[-1]] for row_id in row_ids]
+
+    @override
+    def shared(self, num_lanes: int) -> list[str]:
+        return sharing([num_lanes], what="iterable")
+
+    @override
+    def shard(self, row_id: RowId) -> str:
+        return type(self.iterable).__name__
+
+    def _iterate(self) -> Iterator[Mapping[str, Any]]:
+        rows = self.iterable() if callable(self.iterable) else self.iterable
+        iterator = iter(rows)
+        if iterator is self._newest:
+            what = "function" if callable(self.iterable) else f"{type(self.iterable).__name__}"
+            raise ValueError(f"the {what} returned the same iterator twice; it must make a new one each time")
+        self._newest = iterator
+        return iterator
