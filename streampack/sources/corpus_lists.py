@@ -82,70 +82,50 @@ class CorpusList:
 
 
 def moves(before: Sequence[Entry], now: Sequence[Entry]) -> list[int | None]:
-    """Return the number in a newer list of each file of an older one; None if it is not there with the same content.
+    """Return the number in a newer list of each file of an older one; None if its content is not there any more.
+
+    A file of another name is the same one if the content is, and if no file of that content has the old name.
 
     >>> moves([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("b", 1, "y"), Entry("c", 1, "z")])
     [None, 0]
+    >>> moves([Entry("a", 1, "x")], [Entry("b", 1, "x")])
+    [0]
     """
-    places = {key: number for number, key in enumerate(_distinct(now))}
-    return [places.get(key) for key in _distinct(before)]
+    numbers: list[int | None] = [None] * len(before)
+    left = dict(enumerate(now))
+    for first in (0, 1):  # compare names, and then the rest without them
+        places: dict[Any, list[int]] = {}
+        for number, entry in reversed(left.items()):
+            places.setdefault(entry[first:], []).append(number)
+        for i, entry in enumerate(before):
+            if numbers[i] is None and (same := places.get(entry[first:])):
+                left.pop(number := same.pop())
+                numbers[i] = number
+    return numbers
 
 
 def changes(before: Sequence[Entry], now: Sequence[Entry], *, paths: Sequence[str] = ()) -> str:
-    """Describe which files were added, removed and changed; those of ``now`` by their ``paths``, if these are given.
+    """Describe which files were added, removed, changed and renamed; those of ``now`` by their ``paths``, if given.
 
-    >>> changes([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("b", 2, "z"), Entry("c", 1, "y")])
+    >>> changes([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("b", 2, "z"), Entry("c", 1, "w")])
     '1 added (c), 1 removed (a), 1 changed (b)'
     """
-    left = Counter(before)
-    came: list[tuple[str, str]] = []
-    for entry, path in zip(now, paths or [entry.name for entry in now], strict=True):
-        if left[entry]:
-            left[entry] -= 1
-        else:
-            came.append((entry.name, path))
-    gone = Counter(entry.name for entry in left.elements())
-    found: dict[str, list[str]] = {"added": [], "removed": [], "changed": []}
-    for name, path in came:
-        found["changed" if gone[name] else "added"].append(path)
-        gone[name] -= bool(gone[name])
+    numbers = moves(before, now)
+    kept = {number: entry.name for number, entry in zip(numbers, before, strict=True) if number is not None}
+    gone = Counter(entry.name for number, entry in zip(numbers, before, strict=True) if number is None)
+    found: dict[str, list[str]] = {"added": [], "removed": [], "changed": [], "renamed": []}
+    for number, (entry, path) in enumerate(zip(now, paths or [entry.name for entry in now], strict=True)):
+        if number not in kept:
+            found["changed" if gone[entry.name] else "added"].append(path)
+            gone[entry.name] -= bool(gone[entry.name])
+        elif kept[number] != entry.name:
+            found["renamed"].append(path)
     found["removed"] += gone.elements()
-    return ", ".join(f"{len(files):,} {what} ({_some(files)})" for what, files in found.items() if files)
+    return ", ".join(f"{len(files):,} {what} ({some(files)})" for what, files in found.items() if files)
 
 
-def renamed(before: Sequence[Entry], now: Sequence[Entry]) -> str | None:
-    """Describe that most files have other names, or that none is there any more; None if neither is so.
-
-    >>> renamed([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("en/a", 1, "x"), Entry("en/b", 1, "y")])
-    '2 of the 2 files that the run began with look renamed: a is now en/a'
-    """
-    gone, came = Counter(before) - Counter(now), Counter(now) - Counter(before)
-    places = {entry[1:]: entry.name for entry in came}
-    pairs = Counter(entry[1:] for entry in gone.elements()) & Counter(entry[1:] for entry in came.elements())
-    if 2 * pairs.total() > len(before):
-        old = next(entry for entry in gone if entry[1:] in pairs)
-        what = f"look renamed: {old.name} is now {places[old[1:]]}"
-        return f"{pairs.total():,} of the {len(before):,} files that the run began with {what}"
-    if {entry.name for entry in before}.isdisjoint(entry.name for entry in now):
-        names = [_some([entry.name for entry in each]) for each in (before, now)]
-        return (
-            f"none of the {len(before):,} files that the run began with ({names[0]}) is there any more; "
-            f"there are {names[1]}"
-        )
-    return None
-
-
-def _distinct(files: Sequence[Entry]) -> list[tuple[Entry, int]]:
-    """Number entries that are equal: copies of a file in two folders are two files."""
-    seen: Counter[Entry] = Counter()
-    found = []
-    for entry in files:
-        found.append((entry, seen[entry]))
-        seen[entry] += 1
-    return found
-
-
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Return the first names of files, for a message."""
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 

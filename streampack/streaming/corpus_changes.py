@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack.accounting import SourceStats
-from streampack.sources.corpus_lists import CorpusList, changes, moves, renamed
+from streampack.sources.corpus_lists import CorpusList, changes, moves, some
 from streampack.sources.files import FileSource, file_sources
 from streampack.sources.mixture_reader import translated
 from streampack.sources.reading import Division
@@ -113,16 +113,19 @@ class CorpusChanges:
         """Describe what changed in a source's files, by the list that was kept, if there is one.
 
         Raises:
-            ValueError: if they look renamed: nothing more would be read of them, and all of them would be added.
+            ValueError: if none is there any more: nothing would be read of them, and all of the others would be added.
         """
         if self.folder is None or loaded.num_lanes is None or loaded.nothing_read:
             return "its files are others"
         before, now = CorpusList.load(self.folder, digest, loaded.num_lanes).files, source.listed()
-        if (what := renamed(before, now)) is not None:
+        if before and set(moves(before, now)) == {None}:
+            names = [some([entry.name for entry in each]) for each in (before, now)]
+            what = (
+                f"none of the {len(before):,} files that the run began with ({names[0]}) is there any more; "
+                f"there are {names[1]}"
+            )
             raise ValueError(
-                f"{described({name: what})}. Nothing more of them would be read in this epoch. A file's name is "
-                "relative to the folder that is given, or to the part of the pattern before its first wildcard: give "
-                "what the run began with, or begin a new run from the weights"
+                f"{described({name: what})}. Give what the run began with, or begin a new run from the weights"
                 + (", or name this source of the mixture anew, as which it begins" if name else "")
             )
         paths = [file.shown for file in source.marks().files]

@@ -13,7 +13,7 @@ import numpy as np
 from streampack import IterablePackedDataset, Ledger, PackedDataLoader
 from streampack.accounting import trains_nothing
 from streampack.packing.planner import Planner
-from streampack.sources import map_style, parts
+from streampack.sources import memory, parts
 from streampack.sources.reading import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
@@ -32,7 +32,7 @@ def aliased_state(good, self):
     return live
 
 
-@replaces(map_style._Rows, "cursor")
+@replaces(memory._Rows, "cursor")
 def cursor_off_by_one(good, self):
     """Each row of a map-style source has the next row's cursor."""
     return (self.index + 1,)
@@ -175,7 +175,7 @@ def ends_of_later_pieces_lost(good, self, *args):
     return [(at, piece.cut(0, piece.tokens.size - 1) if at else piece) for at, piece in good(self, *args)]
 
 
-@replaces(map_style._Rows, "__next__")
+@replaces(memory._Rows, "__next__")
 def ninth_row_twice(good, self, calls=count()):  # noqa: B008  # of the process, whichever source it reads
     """Every ninth row of a map-style source comes twice."""
     row = good(self)

@@ -87,11 +87,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a class of an encoder": (
         lambda _: stream(encoder=TextEncoder),
-        r"is the class TextEncoder; call it .* encoder=TextEncoder\(tokenizer\)",
+        r"is the class TextEncoder; give an encoder, such as TextEncoder\(tokenizer\)",
     ),
     "to be tokenized": (
         lambda out: tokenize(ROWS, out=out, encoder=TextEncoder),
-        "is the class TextEncoder; call it",
+        "is the class TextEncoder; give an encoder",
     ),
 }
 

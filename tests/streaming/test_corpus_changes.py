@@ -34,7 +34,7 @@ from tests.harness.changed_files import (
     tokens_of,
 )
 from tests.harness.conformance import content
-from tests.harness.corpus import Numbers, read_all, write
+from tests.harness.corpus import Numbers, read_all
 from tests.harness.mixtures import entry, make
 
 
@@ -252,7 +252,7 @@ def numbers_of(first: int, count: int = 40) -> list[dict[str, int]]:
     return [{"i": PER_FILE * first + k, "n": 1 + (7 * first + k) % 12} for k in range(count)]
 
 
-@pytest.mark.parametrize("grows", ["files", "folders", "changes"])
+@pytest.mark.parametrize("grows", ["folders", "changes"])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_token_shards_that_were_added_are_read_from_the_next_epoch_on(
     tmp_path: Path, grows: str, shuffle: bool
@@ -276,10 +276,7 @@ def test_token_shards_that_were_added_are_read_from_the_next_epoch_on(
     begun = dataset()
     packs = list(islice(begun, 4))
     state, both = begun.state_dict(), everything([{"b": first, "x": second}])
-    if grows == "files":
-        write(tmp_path / "rows" / "a.jsonl", second)
-        shards("out", "rows")
-    elif grows == "folders":
+    if grows == "folders":
         put(tmp_path / "other", {"x.jsonl": second})
         folders.insert(0, shards("new", "other"))
     else:
@@ -377,31 +374,26 @@ def test_a_corpus_may_be_moved(how: str, tmp_path: Path) -> None:
 # Refusals.
 
 
-def test_a_corpus_whose_files_look_renamed_is_refused_where_changes_are_allowed(tmp_path: Path) -> None:
+def test_renamed_files_are_read_on_and_others_in_their_place_are_refused(tmp_path: Path) -> None:
     data, above = tmp_path / "data" / "en", tmp_path / "data"
     put(above, EN)
     begun = make(JSONLSource(data), **named(tmp_path))
-    list(islice(begun, 10))
+    first = list(islice(begun, 10))
     state = begun.state_dict()
-    renamed = (
-        "3 of the 3 files that the run began with look renamed: 0.jsonl is now en/0.jsonl. Nothing more of them "
-        "would be read in this epoch. A file's name is relative to the folder that is given, or to the part of "
-        "the pattern before its first wildcard: give what the run began with, or begin a new run from the weights"
-    )
-    # The same files by a folder above: nothing would be read of them in this epoch.
-    for changes, words in (
-        ({}, renamed),
-        ({"corpus_lists": None}, "a name is relative to the folder that is given"),
-    ):
-        with pytest.raises(ValueError) as error:
-            make(JSONLSource(above), **named(tmp_path, **changes)).load_state_dict(state)
-        assert words in str(error.value)
+    # The same files by a folder above, which gives all of them other names; and one of three renamed.
+    again = make(JSONLSource(above), **named(tmp_path))
+    with pytest.warns(UserWarning, match=r"3 renamed \(.*en/0.jsonl"):
+        again.load_state_dict(state)
+    packs = [*first, *again]
+    assert tokens_of(packs, 0) == tokens_of(packs, 1) == everything([EN])
+    with pytest.raises(ValueError, match="a name is relative to the folder that is given"):
+        make(JSONLSource(above), **named(tmp_path, corpus_lists=None)).load_state_dict(state)
+    put(above, {**{name: EN[name] for name in list(EN)[:2]}, "en/3.jsonl": EN["en/2.jsonl"]})
+    packs = [*first, *resumed(make(JSONLSource(data), **named(tmp_path)), state)]
+    assert tokens_of(packs, 0) == tokens_of(packs, 1) == everything([EN])
     put(above, {"en/7.jsonl": numbers_of(7), "en/8.jsonl": numbers_of(8)})
     with pytest.raises(ValueError, match=r"none of the 3 files .*began with .0.jsonl, 1.jsonl, 2.jsonl. is"):
         make(JSONLSource(data), **named(tmp_path)).load_state_dict(state)
-    # One of three renamed is a file that went and one that came.
-    put(above, {**{name: EN[name] for name in list(EN)[:2]}, "en/3.jsonl": EN["en/2.jsonl"]})
-    assert tokens_of(resumed(make(JSONLSource(data), **named(tmp_path)), state), 1) == everything([EN])
 
 
 @pytest.fixture
