@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from streampack.sources.files import FileSource, file_sources
 from streampack.sources.mixture_reader import translated
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
-from streampack.streaming.lane_state import LaneState
+from streampack.streaming.lane_state import LaneState, Stand
 from streampack.streaming.run_state import RunState
 from streampack.types import RowId
 
@@ -29,6 +29,21 @@ class Resumed(NamedTuple):
     changed: dict[str, str]  # by source, what
     earlier: dict[str, list[Division]]  # see `Reading`
     histories: Histories
+
+    @property
+    def warning(self) -> str:
+        """What changed, and what becomes of it; an empty text if nothing did."""
+        if not self.changed:
+            return ""
+        what = "; ".join(f"{name}: {what}" if name else what for name, what in self.changed.items())
+        if self.loaded.nothing_read:
+            then = "Nothing was read before, so the run begins with this one"
+        else:
+            then = (
+                "Added files are read from the next epoch of their source on; of removed and changed ones nothing more "
+                "is read, and what waited of them is dropped"
+            )
+        return f"the corpus changed since the state was made: {what}. {then}"
 
 
 class CorpusChanges:
@@ -67,130 +82,106 @@ class CorpusChanges:
         return {"sources": list(self.source.names), "corpus": histories}
 
     def resume(self, state: Mapping[str, Any], loaded: RunState) -> Resumed:
-        """Return what a run needs to go on from a state.
+        """Return what a run needs to go on from a state. Where its changes are not allowed, it names none.
 
         Raises:
             ValueError: if a list is missing that is needed, or if the state is that of one of several consumers.
         """
-        names = list(state["sources"])
-        histories = {
-            name: [(epoch, digest) for epoch, digest in each] for name, each in state["corpus"].items()
-        }
-        changed = self._renamed(names)
+        names, now = list(state["sources"]), self.source.names
+        changed: dict[str, str] = {}
+        if names and now and names != now:
+            changed = {name: "is new" for name in now if name not in names}
+            changed |= {name: "was removed" for name in names if name not in now}
+            changed = changed or {", ".join(now): "are in another order"}
+        others = dict(changed)
+        sources = file_sources(self.source)
+        histories = {name: [(0, source.marks().content)] for name, source in sources.items()}
+        for name, history in state["corpus"].items():
+            if name in sources:
+                histories[name] = [(epoch, digest) for epoch, digest in history]
+                if histories[name][-1][1] != sources[name].marks().content:
+                    changed[name] = "its files are others"
         if changed and self.folder is None:  # the identities are compared next, and their difference is told
             return Resumed(loaded, {}, {}, {})
-        if changed:
-            loaded = _of_sources(loaded, names, self.source.names)
-        for name, source in file_sources(self.source).items():
-            digest = source.marks().content
-            history = histories.setdefault(name, [(0, digest)])
-            # The same object: pickled, the state is then equal byte for byte to that of a run without a resume.
-            history[:] = [(epoch, digest if before == digest else before) for epoch, before in history]
-            if history[-1][1] != digest:
-                if self.folder is None:
-                    return Resumed(loaded, {}, {}, {})
-                changed[name] = self._described(name, source, history[-1][1], loaded)
-                self._require_all_lanes(name, loaded)
-                loaded = self._of_files(name, source, history[-1][1], loaded)
-                begin = 1 + max(self._epochs(name, loaded.lane_states.values()), default=0)
-                history[:] = [(0, digest)] if loaded.nothing_read else [*history, (begin, digest)]
+        if others:
+            loaded = _of_sources(loaded, names, now)
+        for name in [name for name in sources if name in changed and name not in others]:
+            if loaded.nothing_read:
+                histories[name] = [(0, sources[name].marks().content)]
+            else:
+                changed[name], loaded = self._of_files(name, sources[name], histories[name], loaded)
         earlier = {
-            name: self._earlier(name, source, histories[name], loaded)
-            for name, source in file_sources(self.source).items()
+            name: self._earlier(name, source, histories[name], loaded) for name, source in sources.items()
         }
-        return Resumed(loaded, changed, earlier, {name: histories[name] for name in earlier})
+        return Resumed(loaded, changed, earlier, histories)
 
-    def _renamed(self, names: Sequence[str]) -> dict[str, str]:
-        """Return which sources of a mixture were added and removed."""
-        now = self.source.names
-        if not names or not now or names == now:
-            return {}
-        found = {name: "is new" for name in now if name not in names}
-        found |= {name: "was removed" for name in names if name not in now}
-        return found or {", ".join(now): "are in another order"}
-
-    def _described(self, name: str, source: FileSource, digest: str, loaded: RunState) -> str:
-        """Describe what changed in a source's files, by the list that was kept, if there is one.
+    def _of_files(
+        self, name: str, source: FileSource, history: list[tuple[int, str]], loaded: RunState
+    ) -> tuple[str, RunState]:
+        """Describe what changed in a source's files, and return the state with the ids that waiting rows have now.
 
         Raises:
             ValueError: if none is there any more: nothing would be read of them, and all of the others would be added.
+                If lanes are missing, such as those of other workers of torch's DataLoader: the new list begins after
+                the latest epoch of any lane, and each consumer would take another one, except in the first epoch.
         """
-        if self.folder is None or loaded.num_lanes is None or loaded.nothing_read:
-            return "its files are others"
-        before, now = CorpusList.load(self.folder, digest, loaded.num_lanes).files, source.listed()
-        if before and set(moves(before, now)) == {None}:
-            names = [some([entry.name for entry in each]) for each in (before, now)]
-            what = (
-                f"none of the {len(before):,} files that the run began with ({names[0]}) is there any more; "
-                f"there are {names[1]}"
-            )
+        epochs = self._epochs(name, [state.stand for state in loaded.lane_states.values()])
+        first = self.source.epochs_read(loaded.epoch)[name]
+        if loaded.partial and len(epochs) != loaded.num_lanes and any(epoch > first for epoch in epochs):
             raise ValueError(
-                f"{described({name: what})}. Give what the run began with, or begin a new run from the weights"
+                f"the state has {len(epochs)} of {loaded.num_lanes} lanes, and the others decide, too, when a run "
+                "goes on with other files: merge the states of all consumers, or iterate a PackedDataLoader, whose "
+                "states have all lanes (those of torch's DataLoader with workers have some each)"
+            )
+        [kept], now = self._lists([history[-1][1]], loaded), source.listed()
+        # Where a row's id has the number of its file.
+        before, numbers, at = kept.files, moves(kept.files, now), 1 if name else 0
+        if before and set(numbers) == {None}:
+            names = [some([entry.name for entry in each]) for each in (before, now)]
+            raise ValueError(
+                f"{name}{name and ': '}none of the {len(before):,} files that the run began with ({names[0]}) is there "
+                f"any more; there are {names[1]}. Give what the run began with, or begin a new run from the weights"
                 + (", or name this source of the mixture anew, as which it begins" if name else "")
             )
-        paths = [file.shown for file in source.marks().files]
-        return changes(before, now, paths=paths) or "the files are in another order"
-
-    def _of_files(self, name: str, source: FileSource, digest: str, loaded: RunState) -> RunState:
-        """Return the state with the ids that waiting rows have in a source's list of files of now."""
-        if self.folder is None or loaded.num_lanes is None or loaded.nothing_read:
-            return loaded
-        numbers = moves(CorpusList.load(self.folder, digest, loaded.num_lanes).files, source.listed())
+        history.append((1 + max(epochs, default=0), source.marks().content))
         index = self.source.names.index(name) if name else None
 
         def row_id(found: RowId) -> RowId | None:
-            front, own = ((), found) if index is None else (found[:1], found[1:])
-            if index is not None and front != (index,):
+            if name and found[0] != index:
                 return found
-            if own[0] >= len(numbers) or (number := numbers[own[0]]) is None:
-                return None
-            return (*front, number, *own[1:])
+            number = numbers[found[at]]
+            return None if number is None else (*found[:at], number, *found[at + 1 :])
 
         if None in numbers:
             loaded = loaded.with_lanes(LaneState.closed)
-        return loaded.with_lanes(lambda state: state.moved(row_id, lambda cursor: cursor))
-
-    def _epochs(self, name: str, lane_states: Iterable[LaneState], *, least: bool = False) -> list[int]:
-        """Return the epoch of a source that each lane reads; with ``least``, the one in which a resume begins."""
-        stands = [state.begin if least else state.stand for state in lane_states]
-        return [self.source.epochs_read(stand.epoch, stand.cursor)[name] for stand in stands]
-
-    def _require_all_lanes(self, name: str, loaded: RunState) -> None:
-        """Refuse a state without the lanes of other consumers, such as other workers of torch's DataLoader.
-
-        The new list begins after the latest epoch of any lane, and each consumer would take another one, except in the
-        first epoch. A lane that has yielded nothing has no state either.
-        """
-        states = loaded.lane_states.values()
-        if not loaded.partial or len(states) == loaded.num_lanes:
-            return
-        for epoch in self._epochs(name, states):
-            if epoch > self.source.epochs_read(loaded.epoch)[name]:
-                raise ValueError(
-                    f"the state has {len(states)} of {loaded.num_lanes} lanes, and the others decide, too, when a run "
-                    "goes on with other files: merge the states of all consumers, or iterate a PackedDataLoader, whose "
-                    "states have all lanes (those of torch's DataLoader with workers have some each)"
-                )
+        paths = [file.shown for file in source.marks().files]
+        what = changes(before, now, paths=paths) or "the files are in another order"
+        return what, loaded.with_lanes(lambda state: state.moved(row_id, lambda cursor: cursor))
 
     def _earlier(
         self, name: str, source: FileSource, history: list[tuple[int, str]], loaded: RunState
     ) -> list[Division]:
         """Return the divisions that lanes still read by, and forget the lists that none reads by any more."""
-        all_begun = len(loaded.lane_states) == loaded.num_lanes
-        least = (
-            min(self._epochs(name, loaded.lane_states.values(), least=True), default=0) if all_begun else 0
-        )
+        epochs = self._epochs(name, [state.begin for state in loaded.lane_states.values()])
+        least = min(epochs, default=0) if len(epochs) == loaded.num_lanes else 0
         while len(history) > 1 and history[1][0] <= least:
             del history[0]
         if len(history) == 1:
             return []
+        lists = self._lists([digest for _, digest in history[:-1]], loaded)
+        entries = [*(each.files for each in lists), source.listed()]
+        return [Division(history[i + 1][0], each.parts_in(entries[i + 1 :])) for i, each in enumerate(lists)]
+
+    def _lists(self, digests: Sequence[str], loaded: RunState) -> list[CorpusList]:
         if self.folder is None or loaded.num_lanes is None:
             raise ValueError(
                 "the files of this run were changed before; give corpus_lists, where their lists are kept"
             )
-        lists = [CorpusList.load(self.folder, digest, loaded.num_lanes) for _, digest in history[:-1]]
-        entries = [*(each.files for each in lists), source.listed()]
-        return [Division(history[i + 1][0], each.parts_in(entries[i + 1 :])) for i, each in enumerate(lists)]
+        return [CorpusList.load(self.folder, digest, loaded.num_lanes) for digest in digests]
+
+    def _epochs(self, name: str, stands: Sequence[Stand]) -> list[int]:
+        """Return the epoch of a source that each lane reads where it stands."""
+        return [self.source.epochs_read(stand.epoch, stand.cursor)[name] for stand in stands]
 
 
 def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> RunState:
@@ -207,18 +198,3 @@ def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> 
         return replace(state, source_stats=found, bad_in_pass=())
 
     return loaded.with_lanes(of_lane)
-
-
-def what_happens(loaded: RunState) -> str:
-    """Say what becomes of files that changed since a state was made."""
-    if loaded.nothing_read:
-        return "Nothing was read before, so the run begins with this one"
-    return (
-        "Added files are read from the next epoch of their source on; of removed and changed ones nothing more is "
-        "read, and what waited of them is dropped"
-    )
-
-
-def described(changed: Mapping[str, str]) -> str:
-    """Return what changed in each source as one line."""
-    return "; ".join(f"{name}: {what}" if name else what for name, what in changed.items())

@@ -25,7 +25,7 @@ from streampack.sources.source import shared_by_lanes
 from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.use import Storage, StorageUse
 from streampack.streaming.consumers import ranks_here, refuse_several_ranks
-from streampack.streaming.corpus_changes import CorpusChanges, Resumed, described, what_happens
+from streampack.streaming.corpus_changes import CorpusChanges, Resumed
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
@@ -427,8 +427,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def _resume_from(self, loaded: RunState, resumed: Resumed) -> None:
         """Let whoever iterates next go on from a state."""
         if resumed.changed:
-            what = f"{described(resumed.changed)}. {what_happens(loaded)}"
-            warn_user(f"the corpus changed since the state was made: {what}")
+            warn_user(resumed.warning)
         lanes = len(loaded.lane_states)
         if loaded.partial and lanes < (loaded.num_lanes or 0) and get_worker_info() is None:
             warn_user(
