@@ -51,7 +51,8 @@ class Estimate(NamedTuple):
 class _Sampled(NamedTuple):
     """Some rows of a source, encoded and cut."""
 
-    kept: list[list[int]]  # for each row, the lengths of its pieces
+    rows: int
+    lengths: list[int]  # of their pieces
     read: int  # tokens of these rows
     trained: int  # of the pieces
     scale: float  # how many times as large the source is
@@ -60,7 +61,12 @@ class _Sampled(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of the pieces."""
-        return sum(map(sum, self.kept))
+        return sum(self.lengths)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the source is counted."""
+        return self.rows * self.scale <= COUNTED_ROWS and self.read * self.scale <= COUNTED_TOKENS
 
 
 def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
@@ -74,34 +80,31 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     """
     packing, mix = config.packing, config.mix
     if mix is None:
-        sampled = [_sample(config, config.source, config.encode, rows)]
-        tokens = sampled[0].tokens * sampled[0].scale
+        first = _sample(config, config.source, config.encode, rows)
+        sampled, tokens = [first], first.tokens * first.scale
     else:
         sampled, tokens = _sample_mixture(config, mix, rows)
-    [first, *_] = sampled
-    small = len(first.kept) * first.scale <= COUNTED_ROWS and first.read * first.scale <= COUNTED_TOKENS
-    counted = _count(config, num_lanes) if mix is None and small else None
-    if counted is None or config.endless:
-        fill = _fill([length for each in sampled for row in each.kept for length in row], packing)
-    else:
-        fill = 1 - counted.padding
-    if counted is None:
-        full = tokens / (packing.max_seq_len * fill)
-        packs = full + num_lanes / 2  # the last pack of each lane is half empty on average
-        error = packs * max(each.error for each in sampled)
-        fill *= 1.0 if config.endless else full / packs
-    else:
-        packs, error = float(counted.packs), 0.0
-    read, kept = sum(each.read for each in sampled), sum(each.tokens for each in sampled)
-    looked_at = sum(len(each.kept) for each in sampled)
-    return Estimate(packs, error, looked_at, lost=1 - kept / max(1, read), padding=1 - fill)
+    looked_at = sum(each.rows for each in sampled)
+    lost = 1 - sum(each.tokens for each in sampled) / max(1, sum(each.read for each in sampled))
+    if mix is None and not config.endless and first.is_small:
+        counted = _count(config, num_lanes)
+        return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding)
+    fill = _fill([length for each in sampled for length in each.lengths], packing)
+    full = tokens / (packing.max_seq_len * fill)
+    packs = full + (
+        0 if config.endless else num_lanes / 2
+    )  # the last pack of each lane is half empty on average
+    error = packs * max(each.error for each in sampled)
+    return Estimate(packs, error, looked_at, lost, 1 - fill * full / packs if packs else 0.0)
 
 
 def _sample(config: LaneConfig, source: Source, encode: Encode, rows: int) -> _Sampled:
     """Encode some rows from all over a source."""
+    packing = config.packing
     found, scale = source.sample(rows)
     data = [row.data for row in found if row.data is not None]
-    kept: list[list[int]] = []
+    lengths: list[int] = []
+    kept: list[int] = []  # tokens of each row
     sizes: list[int] = []
     read = trained = 0
     for number in permutation(len(data), rows).tolist():
@@ -115,23 +118,20 @@ def _sample(config: LaneConfig, source: Source, encode: Encode, rows: int) -> _S
             if config.quarantine is None:
                 raise
         else:
-            read += sample.tokens.size
-            pieces = _pieces(config, sample)
-        kept.append([piece.tokens.size for piece in pieces])
-        trained += sum(map(trained_tokens, pieces))
+            length = sample.tokens.size
+            read += length
+            if length and (length <= packing.max_seq_len or packing.overlong != "error"):
+                pieces = [piece for _, piece in config.cut(sample)]
+        of_row = sum(map(trained_tokens, pieces))
+        if config.untrained == "drop" and not of_row:
+            pieces = []
+        trained += of_row
+        lengths += [piece.tokens.size for piece in pieces]
+        kept.append(sum(piece.tokens.size for piece in pieces))
         # The size of a corpus of files is known in bytes, so the error is that of tokens per byte.
         sizes.append(len(str(dict(data[number]))) if source.probed_by_bytes else 1)
     scale *= len(data) / max(1, len(kept))
-    return _Sampled(kept, read, trained, scale, relative_error(list(map(sum, kept)), sizes, scale))
-
-
-def _pieces(config: LaneConfig, sample: Sample) -> list[Sample]:
-    """Return what of a sample is packed; nothing if the run will refuse it."""
-    packing, length = config.packing, sample.tokens.size
-    if not length or (length > packing.max_seq_len and packing.overlong == "error"):
-        return []
-    pieces = [piece for _, piece in config.cut(sample)]
-    return pieces if config.untrained != "drop" or any(map(trained_tokens, pieces)) else []
+    return _Sampled(len(kept), lengths, read, trained, scale, relative_error(kept, sizes, scale))
 
 
 def _sample_mixture(config: LaneConfig, mix: Mix, rows: int) -> tuple[list[_Sampled], float]:
@@ -143,19 +143,16 @@ def _sample_mixture(config: LaneConfig, mix: Mix, rows: int) -> tuple[list[_Samp
     if mix.stop == "never":
         raise ValueError("a mixture with stop='never' has no end; set max_steps")
     found = []
-    read = [entry for entry in mix.entries if entry.weight]
-    for entry in read:
+    for entry in [entry for entry in mix.entries if entry.weight]:
         each = _sample(config, entry.source, entry.encoder or config.encode, rows)
         if not each.trained:
             raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
-        found.append(each)
+        found.append((entry.weight, each))
     # How many tokens of the whole mixture are trained when a source has been read once.
     ends = min if mix.stop == "first_exhausted" else max
-    trained = ends(each.trained * each.scale / entry.weight for entry, each in zip(read, found, strict=True))
-    tokens = (
-        trained * entry.weight * each.tokens / each.trained for entry, each in zip(read, found, strict=True)
-    )
-    return found, sum(tokens)
+    trained = ends(each.trained * each.scale / weight for weight, each in found)
+    tokens = sum(trained * weight * each.tokens / each.trained for weight, each in found)
+    return [each for _, each in found], tokens
 
 
 def _fill(lengths: Sequence[int], packing: Packing) -> float:
@@ -167,7 +164,7 @@ def _fill(lengths: Sequence[int], packing: Packing) -> float:
     packs = tokens = 0
     for pack in islice(plan_samples(pieces, packing), SIMULATED_PACKS):
         packs += 1
-        tokens += sum(span.stop - span.start for span in pack)
+        tokens += sum(span.length for span in pack)
         if pack[-1].index > SIMULATED_PIECES:
             break
     return tokens / (packs * packing.max_seq_len)
@@ -206,11 +203,7 @@ def _one_epoch(config: LaneConfig) -> LaneConfig:
 
 
 def packed_lengths(config: LaneConfig, rows: range) -> list[int]:
-    """Encode every n-th row of map-style data; return how many tokens of each are packed, 0 for rows that are dropped.
-
-    Args:
-        config: of a stream of map-style data.
-        rows: the numbers of the rows, up to the end of the data.
+    """Return how many tokens are packed of every n-th row of map-style data, 0 for rows that are dropped.
 
     Raises:
         ValueError: for a row that the run does not take, with its place.
@@ -224,19 +217,12 @@ def packed_lengths(config: LaneConfig, rows: range) -> list[int]:
 
 
 def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int, num_lanes: int) -> int:
-    """Count the packs that one lane makes of an epoch of map-style data, by planning it.
+    """Count the packs that one lane makes of an epoch of map-style data, whose `packed_lengths` are given.
 
     >>> from streampack.packing.settings import Packing
     >>> config = LaneConfig(MapSource([{"tokens": [1] * n} for n in (5, 4, 3)]), len, Packing(8))
     >>> count_packs(config, [5, 4, 3], epoch=0, lane=0, num_lanes=1)
     2
-
-    Args:
-        config: of a stream of map-style data.
-        lengths: of all its rows, as `packed_lengths` gives them.
-        epoch: from 0; it decides the order when shuffling.
-        lane: from 0.
-        num_lanes: the number of lanes.
     """
     reading = Reading(
         lane, num_lanes=num_lanes, epoch=epoch, seed=config.seed, shuffle_window=config.shuffle_window
