@@ -140,6 +140,14 @@ def test_a_group_is_its_segments(segments: list[Segment]) -> None:
         group.cut(0, group.tokens.size - 1 or 2)
 
 
+def test_arrays_that_a_group_was_made_of_may_be_overwritten() -> None:
+    tokens, number = np.array([5, 6, 7], np.int32), np.array([1, 2], np.float32)
+    group = Group(tokens, tokens, lengths=[2, 1], fields={"number": number})
+    tokens[:], number[:] = 0, 0
+    assert (group.tokens.tolist(), group.labels.tolist()) == ([5, 6, 7], [-100, 6, -100])
+    assert group.fields["number"].tolist() == [1, 2]
+
+
 @given(drawn_segments())
 def test_unshared_sequences_are_the_paths(segments: list[Segment]) -> None:
     """Each trained token is trained once."""
