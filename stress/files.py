@@ -193,7 +193,7 @@ def bad_files(number: int, folder: Path) -> Case:
         HARM[harm](data / f"{file}.{kind}")
     paths = tuple(str(data / f"{file}.{kind}") for file in files)
     columns: dict[str, Any] = {"columns": ["i", "n"]} if kind == "parquet" else {}
-    options = {"retries": 1, "timeout": 10.0, **columns}
+    options = {"storage": {"timeout": 10.0}, **columns}
     if by_manifest:
         options["manifest"] = str(folder / "manifest")
         Path(options["manifest"]).write_text("".join(f"{file}.{kind}\n" for file in files))

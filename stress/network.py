@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from streampack import PackedDataLoader, Storage
+from streampack import PackedDataLoader
 from stress.corpus import Files, digests_of, global_steps, record_packs, run_apart, run_rank
 from stress.job import Run, job
 from stress.kills import check_log, last_logged_step, saved_step, train_and_save, wait_until
@@ -80,7 +80,7 @@ def compare(run: Run, root: Path, used: dict[str, int], server: Nginx, place: st
     """Compare runs over the network with runs over local files, of shards of both kinds; return a summary."""
     told = []
     # Within the 60 s after which `run_rank` gives up on another rank.
-    options = {"storage_options": options, "retries": 3, "timeout": 10.0}
+    options = {"storage": {"options": options or {}, "timeout": 10.0, "max_outage": 0.5}}
     for kind in KINDS:
         names = sorted(path.name for path in root.glob(f"*.{kind}"))
         local = files_of(kind, tuple(str(root / name) for name in names), {}, {"shuffle": 32})
@@ -229,7 +229,7 @@ def many_lanes(run: Run) -> str:
         urls = tuple(web.url + path for path in files)
 
         def remote(read_ahead: int) -> Files:
-            settings = {"buffer_size": 16, "shuffle": 16, "num_lanes": lanes, "storage": Storage(read_ahead)}
+            settings = {"buffer_size": 16, "shuffle": 16, "num_lanes": lanes, "read_ahead": read_ahead}
             return files_of("parquet", urls, {}, settings)
 
         reading = remote(lanes * LANE_BYTES)
@@ -280,7 +280,7 @@ def many_shards(run: Run) -> str:
                 whole = source(kind, f"{web.url}/data", **by_names)
                 manifest.write_text(whole.corpus.manifest())
                 seconds = time.perf_counter() - begun
-                settings = {"buffer_size": 16, "shuffle": 16, "storage": Storage(16 << 20)}
+                settings = {"buffer_size": 16, "shuffle": 16, "read_ahead": 16 << 20}
                 reading = files_of(kind, f"{web.url}/data", {"manifest": str(manifest)}, settings)
                 found.append(read(reading, web, 1))
                 check_requests(found[-1])

@@ -208,10 +208,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "'batch'; did you mean 'batch_size'",
     ),
     "storage's key": (
-        lambda: packs(ROWS, storage={"readahead": 1}),
-        "storage got an unexpected keyword argument 'readahead'; did you mean 'read_ahead'",
+        lambda: JSONLSource("a.jsonl", storage={"time_out": 1}),
+        "storage got an unexpected keyword argument 'time_out'; did you mean 'timeout'",
     ),
-    "outage": (lambda: packs(ROWS, storage={"max_outage": -1}), "max_outage=-1"),
+    "outage": (lambda: Storage(max_outage=-1), "max_outage=-1"),
     "weight": (
         lambda: Mix([{"name": "a", "source": MapSource(ROWS), "weight": 10**400}]),
         "; give its fraction of the trained tokens",
@@ -358,10 +358,10 @@ NOWHERE = "https://nowhere.invalid/a.jsonl"
     ("name", "make"),
     [
         ("max_seq_len", lambda n: packs(ROWS, max_seq_len=n)),
-        ("max_outage", lambda n: packs(ROWS, storage=Storage(max_outage=n))),
+        ("max_outage", lambda n: Storage(max_outage=n)),
         ("batch_size", lambda n: PackedDataLoader(packs(ROWS), batch_size=n)),
         ("max_tokens", lambda n: MultipackBatchSampler([1, 2], max_tokens=n)),
-        ("timeout", lambda n: JSONLSource(NOWHERE, timeout=n)),
+        ("timeout", lambda n: Storage(timeout=n)),
     ],
 )
 def test_numbers_that_no_machine_can_hold_are_refused_by_name(name: str, make: Any, number: int) -> None:

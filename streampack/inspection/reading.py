@@ -89,7 +89,6 @@ def lane_rows(config: LaneConfig, *, lane: int, num_lanes: int) -> Iterator[Seen
         seed=config.seed,
         shuffle_window=config.shuffle_window,
         stagger=config.packing.max_seq_len,
-        use=config.use,
     )
     reader = config.source.read(reading)
     while True:

@@ -117,11 +117,10 @@ class Iteration:
         dataset, rank_sync, mix, begin = self.dataset, self.rank_sync, self.dataset.mix, self.begin
         num_lanes = dataset.lanes_for(rank_sync.data_world_size * max(1, self.num_workers))
         budget = dataset.lane_config.longest_read
-        what = "max_outage" if dataset.lane_config.use.limit else "the source's retries"
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
             raise ValueError(
                 f"reading may be tried again for {budget:.0f} s and the other ranks wait {rank_sync.timeout} at "
-                f"most; lower {what} or raise the loader's timeout"
+                f"most; lower the max_outage of the source's storage, or raise the loader's timeout"
             )
         return {
             "num_lanes": num_lanes,

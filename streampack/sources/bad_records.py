@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 from streampack.sources.files import file_sources
 from streampack.sources.source import Source
-from streampack.storage.base import redact
-from streampack.storage.problems import summarize
+from streampack.storage.base import redact, summarize
 from streampack.types import RowId
 from streampack.validation import require_positive, unknown_arguments, warn_user
 

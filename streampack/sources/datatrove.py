@@ -27,6 +27,7 @@ from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import companion, look_at_each
 from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.retries import Storage
 
 ANEW = "copy both anew, or tokenize again"
 
@@ -51,9 +52,7 @@ class DatatroveSource(DocumentSource):
         paths: ``.ds`` files, folders that hold some, or globs, of this machine, or URLs.
         loss: whether labels are -100 where a ``.ds.loss`` file says so, if there are such files. If False, every token
             is trained on.
-        storage_options: see `JSONLSource`, as for the arguments below.
-        retries: how often a failed read is tried again.
-        timeout: seconds that one request may take.
+        storage: see `JSONLSource`.
         once: how ranks share the listing of files behind URLs and the reading of their indexes.
 
     Raises:
@@ -66,14 +65,11 @@ class DatatroveSource(DocumentSource):
         paths: Name | Iterable[Name],
         *,
         loss: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
-        retries: int = 5,
-        timeout: float = 30.0,
+        storage: Storage | Mapping[str, Any] | None = None,
         once: Once = alone,
     ) -> None:
         corpus = find_files(
-            paths, manifest=None, endings=(".ds",), storage_options=storage_options, retries=retries,
-            timeout=timeout, once=once,
+            paths, endings=(".ds",), storage=storage, once=once,
         )  # fmt: skip
         found = look_at_each(corpus, partial(_layout, loss=loss), once=once)
         if any(isinstance(each, Layout) and each.mask is not None for each in found):
@@ -114,7 +110,7 @@ def _layout(corpus: Corpus, file: File, *, loss: bool) -> Layout:
         raise ValueError(
             f"{index.name} has {index.size:,} bytes, and an index has 8 for each document; it was cut off: {ANEW}"
         )
-    raw = Fetcher(corpus.storage, corpus.retries).take((index, index.size - 8, index.size))
+    raw = Fetcher(corpus.storage).take((index, index.size - 8, index.size))
     tokens = int.from_bytes(raw, "little")
     dtype = {2 * tokens: "<u2", 4 * tokens: "<u4"}.get(file.size)
     if dtype is None:

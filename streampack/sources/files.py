@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,11 @@ from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.sources.turns import deal, share, sharing
-from streampack.storage.base import File, ParallelMap, map_in_threads
+from streampack.storage.base import File, ParallelMap, Problem, gone, map_in_threads
 from streampack.storage.counts import ReadCounts
-from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Corpus
-from streampack.storage.problems import Problem, gone
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.read_ahead import LONGEST_BURST, NO_READ_AHEAD, READ_AHEAD, ReadAhead
-from streampack.storage.use import StorageUse
 from streampack.types import RowId
 
 PARTS_PER_LANE = 16
@@ -104,7 +100,7 @@ class FileSource(Source):
 
         Modification times are no part of it, so a corpus may be copied.
         """
-        return {"source": type(self).__name__, "files": lambda: self.marks().described}
+        return {"source": type(self).__name__, "files": self.corpus.described}
 
     def listing(self) -> list[File]:
         """Return the files that must be the same on all ranks."""
@@ -114,13 +110,11 @@ class FileSource(Source):
         """See `Source.read`."""
         fetcher = Fetcher(
             self.corpus.storage,
-            self.corpus.retries,
             # On this machine the operating system reads ahead.
             read_ahead=NO_READ_AHEAD
             if self.local
             else reading.read_ahead or ReadAhead.for_lanes(READ_AHEAD, 1),
             counts=self.read_counts,
-            use=reading.use,
         )
         parts = _LaneParts(self, fetcher)
         return read_parts(
@@ -154,14 +148,11 @@ class FileSource(Source):
                 return earlier.lanes[reading.lane]
         return self._lanes(reading.num_lanes)[reading.lane]
 
-    def marks(self) -> FileMarks:
-        """Return the files with the tags by which a resume compares them."""
-        return self.corpus.marks()
-
     def listed(self) -> list[Entry]:
         """Return the files as a `CorpusList` holds them."""
-        marks = self.marks()
-        return [Entry(file.name, file.size, tag) for file, tag in zip(marks.files, marks.tags, strict=True)]
+        return [
+            Entry(file.name, file.size, tag) for file, tag in zip(self.files, self.corpus.tags(), strict=True)
+        ]
 
     def corpus_list(self, num_lanes: int) -> CorpusList:
         """Return the files and the parts of each lane, to be kept for a resume with other files."""
@@ -183,9 +174,7 @@ class FileSource(Source):
         """See `Source.path_of`."""
         return self.files[row_id[0]].shown
 
-    def fetch_many(
-        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
-    ) -> list[Mapping[str, Any]]:
+    def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         """See `Source.fetch_many`. Rows that lie near one another are read in one go, and files side by side."""
         runs: list[list[RowId]] = []
         for row_id in sorted(set(row_ids)):
@@ -194,8 +183,7 @@ class FileSource(Source):
             else:
                 runs.append([row_id])
         found: dict[RowId, Mapping[str, Any]] = {}
-        fetch_run = partial(self._fetch_run, use=use)
-        for rows in map_in_threads(fetch_run, runs) if len(runs) > 1 else map(fetch_run, runs):
+        for rows in map_in_threads(self._fetch_run, runs) if len(runs) > 1 else map(self._fetch_run, runs):
             found |= rows
         return [found[row_id] for row_id in row_ids]
 
@@ -203,16 +191,14 @@ class FileSource(Source):
         """Return whether to read on from a row to a later one of its file costs less than to begin there."""
         return not self.local and later[1] - row_id[1] < self.near
 
-    def _fetch_run(
-        self, row_ids: Sequence[RowId], *, use: StorageUse | None
-    ) -> dict[RowId, Mapping[str, Any]]:
+    def _fetch_run(self, row_ids: Sequence[RowId]) -> dict[RowId, Mapping[str, Any]]:
         """Read rows of one file, and those between them."""
         file, first = row_ids[0]
         part, left = Part(file, first, row_ids[-1][1] + 1), set(row_ids)
         found: dict[RowId, Mapping[str, Any]] = {}
         at = row_ids[0]
         try:
-            for offset, raw, _ in self.records(part, first, self.fetcher(use)):
+            for offset, raw, _ in self.records(part, first, self.fetcher()):
                 if (at := (file, offset)) in left:
                     found[at] = self.decode(part, offset, raw)
                     left.remove(at)
@@ -227,9 +213,9 @@ class FileSource(Source):
         return found
 
     @property
-    def retry_budget(self) -> float:  # type: ignore[override]
-        """See `Source.retry_budget`."""
-        return self.corpus.retry_budget
+    def patience(self) -> float:  # type: ignore[override]
+        """See `Source.patience`."""
+        return self.corpus.storage.patience
 
     def is_divided(self, num_lanes: int) -> bool:
         """Return whether `divide` was called for this number of lanes."""
@@ -249,9 +235,9 @@ class FileSource(Source):
             self.divide(num_lanes, map_in_threads)
         return self._divided[num_lanes]
 
-    def fetcher(self, use: StorageUse | None = None) -> Fetcher:
+    def fetcher(self) -> Fetcher:
         """Return a fetcher that reads nothing ahead."""
-        return Fetcher(self.corpus.storage, self.corpus.retries, use=use)
+        return Fetcher(self.corpus.storage)
 
 
 class _LaneParts:

@@ -23,6 +23,7 @@ from streampack.storage.base import File, map_in_threads
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import look_at_each
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
+from streampack.storage.retries import Storage
 from streampack.validation import require_positive
 
 LONGEST_DOCUMENT = 1 << 24  # tokens
@@ -69,9 +70,7 @@ class FlatTokensSource(DocumentSource):
         dtype: the type of the ids, such as ``uint16``. Files with a header say it themselves; raw files do not.
         max_document_tokens: tokens of the longest document. A longer one is a bad record, of which no more than that is
             held in memory.
-        storage_options: see `JSONLSource`, as for the arguments below.
-        retries: how often a failed read is tried again.
-        timeout: seconds that one request may take.
+        storage: see `JSONLSource`.
         once: how ranks share the listing of files behind URLs and the reading of their headers.
 
     Raises:
@@ -92,9 +91,7 @@ class FlatTokensSource(DocumentSource):
         document_length: int | None = None,
         dtype: str | None = None,
         max_document_tokens: int = LONGEST_DOCUMENT,
-        storage_options: Mapping[str, Any] | None = None,
-        retries: int = 5,
-        timeout: float = 30.0,
+        storage: Storage | Mapping[str, Any] | None = None,
         once: Once = alone,
     ) -> None:
         by_token = eos_token_id is not None or bos_token_id is not None
@@ -113,8 +110,7 @@ class FlatTokensSource(DocumentSource):
         self.dtype = dtype
         self.max_document_tokens = require_positive(max_document_tokens, "max_document_tokens")
         corpus = find_files(
-            paths, manifest=None, endings=(".npy", ".bin"), storage_options=storage_options, retries=retries,
-            timeout=timeout, once=once,
+            paths, endings=(".npy", ".bin"), storage=storage, once=once,
         )  # fmt: skip
         super().__init__(corpus, look_at_each(corpus, partial(layout_of, dtype=dtype), once=once))
         for name, token in (("eos_token_id", eos_token_id), ("bos_token_id", bos_token_id)):
@@ -284,7 +280,7 @@ def layout_of(corpus: Corpus, file: File, *, dtype: str | None) -> Layout:
         ValueError: if the header is none of ids, or does not describe a file of this size; without a header, if the
             size is no multiple of an id's, or no type is given.
     """
-    head = Fetcher(corpus.storage, corpus.retries).take((file, 0, min(file.size, HEAD_BYTES)))
+    head = Fetcher(corpus.storage).take((file, 0, min(file.size, HEAD_BYTES)))
     header = _of_numpy(head) if head.startswith(NUMPY) else _of_llm_c(head)
     if header is not None:
         found, first, tokens = header

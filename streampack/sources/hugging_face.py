@@ -20,7 +20,6 @@ from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.sources.turns import deal, share, sharing
 from streampack.sources.wrapped import WrappedSource
-from streampack.storage.use import StorageUse
 from streampack.types import RowId
 
 ROW_WISE = frozenset(
@@ -189,9 +188,7 @@ class _Stream(Source):
         shard, row = row_id
         return f"shard {shard}, row {row}"
 
-    def fetch_many(
-        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
-    ) -> list[Mapping[str, Any]]:
+    def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         found: dict[RowId, Mapping[str, Any]] = {}
         for shard, ids in groupby(sorted(set(row_ids)), key=itemgetter(0)):
             numbers = [number for _, number in ids]

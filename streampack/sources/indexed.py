@@ -35,8 +35,7 @@ from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, requ
 from streampack.storage.manifest import placed
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.remote import RemoteStorage, scheme_of
-from streampack.storage.retries import Retries
-from streampack.validation import require_positive
+from streampack.storage.retries import Storage
 
 INDEX = "index.json"
 Offsets = npt.NDArray[np.int64]
@@ -107,7 +106,6 @@ class Index(NamedTuple):
     path: str
     content: Mapping[str, Any]
     storage: FileStorage
-    retries: Retries
 
     def corpus(self, shards: Sequence[tuple[str, int]]) -> Corpus:
         """Return the shards, given as (name, size in bytes), in the index's order.
@@ -139,7 +137,7 @@ class Index(NamedTuple):
         require_distinct(found)
         files = (File(listed.path, name, size) for listed, (name, size) in zip(found, shards, strict=True))
         problems = {listed.path: listed.problem for listed in found if listed.problem is not None}
-        return require_some(Corpus(tuple(files), self.storage, self.retries, problems))
+        return require_some(Corpus(tuple(files), self.storage, problems))
 
 
 def joined(corpora: Sequence[Corpus], checksums: Sequence[int]) -> Corpus:
@@ -173,9 +171,7 @@ def _resized(size: int | None, described: int) -> str:
 def read_index(
     folder: Name,
     *,
-    storage_options: Mapping[str, Any] | None,
-    retries: int,
-    timeout: float,
+    storage: Storage | Mapping[str, Any] | None,
     once: Once = alone,
 ) -> Index:
     """Read the index of a folder on this machine or behind a URL.
@@ -183,34 +179,34 @@ def read_index(
     Raises:
         ValueError: if there is none, or it is no JSON object.
     """
-    tries = Retries(attempts=require_positive(retries, "retries", least=0))
+    reading = Storage.of(storage)
     path = os.fspath(folder)
     scheme = scheme_of(path)
-    storage: FileStorage
+    held: FileStorage
     if scheme is None:
         once(lambda: None, of="a folder of each machine")  # raises an error if another rank was given a URL
         path = os.path.normpath(Path(path).expanduser().absolute() / INDEX)
-        storage = LocalStorage()
+        held = LocalStorage(reading)
         if not Path(path).is_file():
             raise ValueError(f"there is no {path}; name the folder that holds {INDEX} and its shards")
         text = Path(path).read_bytes()
     else:
         parts = split_url(path)
         path = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{INDEX}"))
-        storage = remote = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
-        path, text = once(partial(_whole, remote, path, tries), of=redact(path))
+        held = remote = RemoteStorage(scheme, reading)
+        path, text = once(partial(_whole, remote, path), of=redact(path))
     try:
         content = shallow_json(text)
     except ValueError as error:
         raise ValueError(f"{redact(path)} is no JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{redact(path)} holds a {type(content).__name__}; an index is an object")
-    return Index(path, content, storage, tries)
+    return Index(path, content, held)
 
 
-def _whole(remote: RemoteStorage, path: str, tries: Retries) -> tuple[str, bytes]:
-    [path] = tries.call(partial(remote.pinned, [path]))
-    return path, tries.call(partial(remote.whole, path))
+def _whole(remote: RemoteStorage, path: str) -> tuple[str, bytes]:
+    [path] = remote.pinned([path])
+    return path, remote.whole(path)
 
 
 def require_sound(offsets: Offsets, *, file: File, first: int, limits: tuple[int, int]) -> Offsets:

@@ -19,6 +19,7 @@ from streampack.storage.compression import content, kind_of, not_text
 from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
+from streampack.storage.retries import Storage
 from streampack.types import RowId
 from streampack.validation import require_positive
 
@@ -55,10 +56,8 @@ class JSONLSource(FileSource):
         manifest: instead of ``paths``, a text file with a file's name on each line, or what `Corpus.manifest` returns;
             with sizes, no file is looked at before it is read. Names are relative to the manifest's folder, or to
             ``paths``.
-        storage_options: for the storage behind URLs, as fsspec takes them; may hold secrets, and is never shown.
-        retries: how often a failed read is tried again, with growing waits. A missing file and a missing permission
-            are errors at once.
-        timeout: seconds that one request may take.
+        storage: how the files are read: a `Storage`, or a mapping of its arguments: ``options`` of the storage behind
+            URLs, ``timeout`` of a request, and ``max_outage``, the minutes for which a read that fails is tried again.
         max_line_bytes: bytes of the longest line, decompressed. A longer line is a broken record, of which no more than
             that is held in memory.
         once: how ranks share the listing of remote files; by default each lists for itself. Recipes pass it.
@@ -78,16 +77,13 @@ class JSONLSource(FileSource):
         paths: Name | Iterable[Name] | None = None,
         *,
         manifest: Name | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        retries: int = 5,
-        timeout: float = 30.0,
+        storage: Storage | Mapping[str, Any] | None = None,
         max_line_bytes: int = LONGEST_LINE,
         once: Once = alone,
     ) -> None:
         self.max_line_bytes = require_positive(max_line_bytes, "max_line_bytes")
         corpus = find_files(
-            paths, manifest=manifest, endings=JSON_LINES, storage_options=storage_options, retries=retries,
-            timeout=timeout, once=once,
+            paths, manifest=manifest, endings=JSON_LINES, storage=storage, once=once,
         )  # fmt: skip
         problems = {
             file.path: reason

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from streampack.sources.parts import Damage, Part, Record
-from streampack.storage.base import File, path_in
+from streampack.storage.base import EMPTY, File, path_in
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content, kind_of, not_text
 from streampack.storage.json_depth import require_shallow
-from streampack.storage.problems import EMPTY
 from streampack.storage.ranges import Block, Fetcher, RangeStream, tail_of
 
 HEAD_BYTES = 16  # enough to recognise the kind of a file

@@ -28,6 +28,7 @@ from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Name, Once, alone, require_some
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks
+from streampack.storage.retries import Storage
 
 MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
@@ -66,9 +67,7 @@ class MDSSource(IndexedSource):
     Args:
         folder: the folder that holds ``index.json``, on this machine or behind a URL.
         columns: the columns to keep; None for all.
-        storage_options: see `JSONLSource`, as for the arguments below.
-        retries: how often a failed read is tried again.
-        timeout: seconds that one request may take.
+        storage: see `JSONLSource`.
         once: how ranks share the reading of the index.
 
     Raises:
@@ -86,14 +85,10 @@ class MDSSource(IndexedSource):
         folder: Name,
         *,
         columns: list[str] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        retries: int = 5,
-        timeout: float = 30.0,
+        storage: Storage | Mapping[str, Any] | None = None,
         once: Once = alone,
     ) -> None:
-        index = read_index(
-            folder, storage_options=storage_options, retries=retries, timeout=timeout, once=once
-        )
+        index = read_index(folder, storage=storage, once=once)
         entries = index.content.get("shards")
         shown = redact(index.path)
         if index.content.get("version") != 2 or not isinstance(entries, list):

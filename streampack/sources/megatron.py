@@ -37,6 +37,7 @@ from streampack.storage.base import File, split_url
 from streampack.storage.listing import MAGIC, Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import companion, look_at_each
 from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.retries import Storage
 
 HEADER = struct.Struct("<9sQBQQ")
 BEGINNING = b"MMIDIDX\x00\x00"
@@ -67,9 +68,7 @@ class MegatronSource(DocumentSource):
     Args:
         paths: prefixes of pairs of files as Megatron takes them, or the names of ``.bin`` files, folders that hold
             some, or globs; of this machine, or URLs. An index lies beside its file.
-        storage_options: see `JSONLSource`, as for the arguments below.
-        retries: how often a failed read is tried again.
-        timeout: seconds that one request may take.
+        storage: see `JSONLSource`.
         once: how ranks share the listing of files behind URLs and the reading of their indexes.
 
     Raises:
@@ -81,15 +80,13 @@ class MegatronSource(DocumentSource):
         self,
         paths: Name | Iterable[Name],
         *,
-        storage_options: Mapping[str, Any] | None = None,
-        retries: int = 5,
-        timeout: float = 30.0,
+        storage: Storage | Mapping[str, Any] | None = None,
         once: Once = alone,
     ) -> None:
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         corpus = find_files(
-            [_data_file(os.fspath(path)) for path in given], manifest=None, endings=(".bin",),
-            storage_options=storage_options, retries=retries, timeout=timeout, once=once,
+            [_data_file(os.fspath(path)) for path in given], endings=(".bin",),
+            storage=storage, once=once,
         )  # fmt: skip
         super().__init__(corpus, look_at_each(corpus, _layout, once=once))
 
@@ -148,7 +145,7 @@ def _layout(corpus: Corpus, file: File) -> Layout:
         raise ValueError(
             f"{index.name} has {index.size} bytes, fewer than its header; it was cut off: {ANEW}"
         )
-    fetcher = Fetcher(corpus.storage, corpus.retries)
+    fetcher = Fetcher(corpus.storage)
 
     def read(form: struct.Struct, at: int) -> tuple[Any, ...]:
         return form.unpack(fetcher.take((index, at, at + form.size)))

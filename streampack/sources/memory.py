@@ -15,7 +15,6 @@ from streampack.sources.reading import BadRecord, Reader, Reading, own_row, perm
 from streampack.sources.source import Source
 from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.sources.turns import sharing
-from streampack.storage.use import StorageUse
 from streampack.types import Cursor, Row, RowId
 
 ROWS_PER_LANE = 512
@@ -108,9 +107,7 @@ class MapSource(Source):
         return type(self.dataset).__name__
 
     @override
-    def fetch_many(
-        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
-    ) -> list[Mapping[str, Any]]:
+    def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         return [own_row(self.dataset[row_id[0]]) for row_id in row_ids]
 
     @override
@@ -235,9 +232,7 @@ class IterableSource(Source):
                 yield row
 
     @override
-    def fetch_many(
-        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
-    ) -> list[Mapping[str, Any]]:
+    def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         numbers = {row_id[-1] for row_id in row_ids}
         rows = islice(enumerate(self._iterate()), max(numbers, default=-1) + 1)
         found = {number: own_row(row) for number, row in rows if number in numbers}

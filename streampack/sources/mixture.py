@@ -22,7 +22,6 @@ from streampack.sources.mixture_reader import (
 from streampack.sources.reading import Reading
 from streampack.sources.source import Source
 from streampack.storage.listing import Once, alone
-from streampack.storage.use import StorageUse
 from streampack.types import Cursor, RowId
 from streampack.validation import require
 
@@ -213,13 +212,11 @@ class Mix(Source):
         return self.entries[row_id[0]].source.path_of(row_id[1:])
 
     @override
-    def fetch_many(
-        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
-    ) -> list[Mapping[str, Any]]:
+    def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         found: dict[RowId, Mapping[str, Any]] = {}
         for number, entry in enumerate(self.entries):
             if own := [row_id for row_id in row_ids if row_id[0] == number]:
-                rows = entry.source.fetch_many([row_id[1:] for row_id in own], use=use)
+                rows = entry.source.fetch_many([row_id[1:] for row_id in own])
                 found.update(zip(own, rows, strict=True))
         return [found[row_id] for row_id in row_ids]
 

@@ -25,6 +25,7 @@ from streampack.storage.base import ParallelMap
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.retries import Storage
 from streampack.types import RowId
 
 WHOLE_FILE_PARTS = 2
@@ -56,10 +57,8 @@ class ParquetSource(FileSource):
     Args:
         paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others).
         columns: the top-level columns to read; None for all.
-        manifest: see `JSONLSource`, as for the arguments below.
-        storage_options: settings of the storage behind URLs.
-        retries: how often a failed read is tried again.
-        timeout: seconds that one request may take.
+        manifest: see `JSONLSource`.
+        storage: see `JSONLSource`.
         once: how ranks share the listing of remote files.
 
     Raises:
@@ -76,9 +75,7 @@ class ParquetSource(FileSource):
         *,
         columns: Sequence[str] | None = None,
         manifest: Name | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        retries: int = 5,
-        timeout: float = 30.0,
+        storage: Storage | Mapping[str, Any] | None = None,
         once: Once = alone,
     ) -> None:
         try:
@@ -89,8 +86,7 @@ class ParquetSource(FileSource):
             raise ValueError(f"columns={columns!r} is no list of columns; give their names, or None for all")
         self.columns = None if columns is None else list(columns)
         corpus = find_files(
-            paths, manifest=manifest, endings=PARQUET, storage_options=storage_options, retries=retries,
-            timeout=timeout, once=once,
+            paths, manifest=manifest, endings=PARQUET, storage=storage, once=once,
         )  # fmt: skip
         super().__init__(corpus)
 

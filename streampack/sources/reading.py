@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streampack.storage.read_ahead import ReadAhead
-from streampack.storage.use import StorageUse
 from streampack.types import Cursor, Row, RowId, Sample
 
 OTHER_RECORDS = (
@@ -46,7 +45,6 @@ class Reading:
         stagger: how many trained tokens the deficits of a mixture's sources are apart at most when an epoch begins;
             the length of the longest sample is enough. See `MixtureReader`.
         read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
-        use: of storage by this process, to be counted and limited; None if nobody asks.
         earlier: for each source of files, by its name in a mixture (otherwise an empty one), the divisions of the
             epochs that began before its files changed, in order.
     """
@@ -60,7 +58,6 @@ class Reading:
     start: Cursor | None = None
     stagger: int = 0
     read_ahead: ReadAhead | None = None
-    use: StorageUse | None = None
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)
 
     @property

@@ -10,7 +10,6 @@ from streampack.sources.examples import EXAMPLES, Example, first_rows
 from streampack.sources.parts import Part, Record
 from streampack.sources.reading import Reader, Reading, own_row
 from streampack.sources.shuffling import read_parts
-from streampack.storage.use import StorageUse
 from streampack.types import Cursor, RowId
 
 
@@ -51,7 +50,7 @@ class Source(ABC):
     probed_by_bytes = False
     """Whether the scale that `sample` returns is a ratio of bytes; else it is a ratio of numbers of rows."""
 
-    retry_budget = 0.0
+    patience = 0.0
     """Longest time in seconds that one read may spend on retries; must be below the loader's ``timeout``."""
 
     @abstractmethod
@@ -78,9 +77,7 @@ class Source(ABC):
         """Describe where a row is, for messages and lists of many rows: file and line, or row number."""
         return f"row {row_id[-1]}"
 
-    def fetch_many(
-        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
-    ) -> list[Mapping[str, Any]]:
+    def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         """Read some rows again, in the order given: those that waited to be packed when a run was stopped.
 
         By default one by one. A source overrides it that can read rows which lie near one another at once. ``use`` is

@@ -20,6 +20,7 @@ from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, sh
 from streampack.storage.base import File, redact
 from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Block
+from streampack.storage.retries import Storage
 
 
 class TokenShardSource(DocumentSource):
@@ -43,9 +44,7 @@ class TokenShardSource(DocumentSource):
         folder: the folder that holds ``index.json``, on this machine or behind a URL; or several folders in one place,
             which are one corpus. Folders that were added are an addition to the corpus:
             with ``corpus_lists``, a run goes on with them in its next epoch.
-        storage_options: see `JSONLSource`, as for the arguments below.
-        retries: how often a failed read is tried again.
-        timeout: seconds that one request may take.
+        storage: see `JSONLSource`.
         once: how ranks share the reading of the index.
 
     Raises:
@@ -62,16 +61,11 @@ class TokenShardSource(DocumentSource):
         self,
         folder: Name | Iterable[Name],
         *,
-        storage_options: Mapping[str, Any] | None = None,
-        retries: int = 5,
-        timeout: float = 30.0,
+        storage: Storage | Mapping[str, Any] | None = None,
         once: Once = alone,
     ) -> None:
         folders = [folder] if isinstance(folder, str | os.PathLike) else list(folder)
-        indexes = [
-            read_index(each, storage_options=storage_options, retries=retries, timeout=timeout, once=once)
-            for each in folders
-        ]
+        indexes = [read_index(each, storage=storage, once=once) for each in folders]
         described = [_shards_of(index) for index in indexes]
         self.shards = [shard for shards in described for shard in shards]
         corpora = [
@@ -86,9 +80,7 @@ class TokenShardSource(DocumentSource):
 
     def listing(self) -> list[File]:
         """Return the shards, each with the index's checksum as its tag."""
-        return [
-            replace(file, tag=tag) for file, tag in zip(self.files, self.corpus.marks().tags, strict=True)
-        ]
+        return [replace(file, tag=tag) for file, tag in zip(self.files, self.corpus.tags(), strict=True)]
 
     @override
     def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:

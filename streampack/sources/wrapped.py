@@ -10,7 +10,6 @@ from typing_extensions import override
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.reading import Reader, Reading
 from streampack.sources.source import Source
-from streampack.storage.use import StorageUse
 from streampack.types import RowId
 
 
@@ -38,10 +37,8 @@ class WrappedSource(Source):
         return self.source.locate(row_id)
 
     @override
-    def fetch_many(
-        self, row_ids: Sequence[RowId], *, use: StorageUse | None = None
-    ) -> list[Mapping[str, Any]]:
-        return self.source.fetch_many(row_ids, use=use)
+    def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
+        return self.source.fetch_many(row_ids)
 
     @override
     def shard(self, row_id: RowId) -> str:

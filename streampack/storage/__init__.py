@@ -2,6 +2,6 @@
 
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, find_files
-from streampack.storage.use import Storage
+from streampack.storage.retries import Storage
 
 __all__ = ["Corpus", "File", "Storage", "find_files"]

@@ -12,11 +12,19 @@ from urllib.parse import SplitResult, urlsplit
 
 from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
+from streampack.storage.retries import Storage
 
 STORES = ("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory")
 """Schemes of object stores of whose answers nothing tells which version they are of."""
 
 HASHED_BYTES = 1 << 16  # A digest is made of as many bytes at a file's beginning, and at its end.
+GONE = "there is no such file"
+EMPTY = "it is empty"
+BLANK = "it holds blank lines only"
+MAX_NAMED = 10  # files that a summary of those that cannot be read names
+Problem = tuple[str, str]
+"""(a file's path without secrets, why the file cannot be read)."""
+
 THREADS = 32  # the threads of `map_in_threads`
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -57,14 +65,15 @@ class FileStorage(Protocol):
     block: int
     """A good number of bytes for one read."""
 
-    patience: float
-    """The most seconds that one read may take."""
+    @property
+    def patience(self) -> float:
+        """The most seconds that one read may take: in waits, and in requests that are not answered."""
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """Return exactly the bytes ``[start, stop)``.
 
         Raises:
-            OSError: if reading failed. The class is one of `retries.PERMANENT` if another try would fail, too.
+            OSError: if reading failed, and failed again for the ``max_outage`` of its `Storage`.
             ValueError: if the file has changed since it was listed.
         """
 
@@ -76,17 +85,23 @@ class LocalStorage:
     """Files on this machine, including mounted file systems.
 
     Args:
+        storage: how they are read.
         within: for files that a manifest lists, its folder. When a process first reads such a file, it checks that no
             link leads out of the folder, and that the file's content is the one that the manifest describes: nothing
             has looked at the file before.
     """
 
     block = 1 << 18
-    patience = 0.0
 
-    def __init__(self, *, within: str | None = None) -> None:
+    def __init__(self, storage: Storage | None = None, *, within: str | None = None) -> None:
+        self.storage = Storage.of(storage)
         self.within = within
         self._met: set[str] = set()  # the paths of the files that this process has read from
+
+    @property
+    def patience(self) -> float:
+        """See `FileStorage.patience`."""
+        return 60 * self.storage.max_outage
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """See `FileStorage.fetch`. Opening a file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds."""
@@ -98,7 +113,9 @@ class LocalStorage:
             if file.tag is not None and ends(self._read, file) != file.tag:
                 raise ValueError(changed(file, "does not have the content that it had"))
             self._met.add(file.path)
-        return self._read(file, start, stop)
+        return self.storage.retry(
+            lambda: self._read(file, start, stop), f"reading {file.path} at byte {start}"
+        )
 
     def _read(self, file: File, start: int, stop: int) -> bytes:
         with Path(file.path).open("rb", buffering=0) as raw:
@@ -197,3 +214,28 @@ def map_in_threads(call: Callable[[Item], Result], items: Sequence[Item] | Itera
     """Call a function with each item, in threads. Return the results in the items' order, or raise the first error."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(call, items))
+
+
+def gone(error: FileNotFoundError, shown: str) -> str:
+    """Return why a file cannot be read for which a storage raised this error: what a server answered, if one did.
+
+    >>> gone(FileNotFoundError("https://host/a: HTTP 410, there is no such file"), "https://host/a")
+    'HTTP 410, there is no such file'
+    """
+    answer = str(error).partition(f"{shown}: ")
+    return answer[2] if not answer[0] and answer[2] else GONE
+
+
+def summarize(problems: Sequence[Problem], *, files: int) -> str:
+    """Name the files of a corpus that cannot be read, up to ten of them, each with the reason.
+
+    >>> summarize([("a.jsonl", EMPTY), ("b.jsonl", GONE)], files=40)
+    '2 of 40 files cannot be read: a.jsonl: it is empty; b.jsonl: there is no such file'
+    >>> summarize([("a.jsonl", EMPTY)], files=1)
+    'a.jsonl: it is empty'
+    """
+    named = "; ".join(f"{shown}: {reason}" for shown, reason in problems[:MAX_NAMED])
+    more = f"; and {len(problems) - MAX_NAMED:,} more" if len(problems) > MAX_NAMED else ""
+    if files == 1:
+        return named
+    return f"{len(problems):,} of {files:,} files cannot be read: {named}{more}"

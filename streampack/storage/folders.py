@@ -16,7 +16,7 @@ from streampack.fingerprint import digest
 from streampack.storage.base import redact, split_url
 from streampack.storage.locks import LOCK_FILE, PATIENCE, lock_folder
 from streampack.storage.remote import RemoteStorage, scheme_of
-from streampack.storage.retries import Retries
+from streampack.storage.retries import Storage
 from streampack.storage.whole_files import settle
 
 Result = TypeVar("Result")
@@ -24,18 +24,12 @@ LOCKS = ".lanes"
 READ_ONLY = ("http", "https", "hf")
 """Schemes that are read, and not written to."""
 
-TIMEOUT = 60.0
-"""Seconds that one request of a folder behind a URL may take, besides those for the bytes that it sends."""
-
 
 class Folder(Protocol):
     """A folder to which one or more processes write files. A name belongs to a file only when that is complete."""
 
     shown: str
     """Its path or URL, without secrets."""
-
-    poll: float
-    """How many seconds should lie between two calls of `written`."""
 
     def begin(self, name: str) -> Path:
         """Return a new path on this machine, at which a file of this name is to be made."""
@@ -49,9 +43,6 @@ class Folder(Protocol):
     def whole(self, name: str) -> bytes | None:
         """Return a file's content; None if there is no such file."""
 
-    def written(self, ending: str) -> list[int]:
-        """Return the sizes of the files with this ending, those included that are not complete, as far as is known."""
-
     def clean(self, beginning: str) -> None:
         """Remove what killed processes left of files whose names begin so; no other process may be writing them."""
 
@@ -64,8 +55,6 @@ class Folder(Protocol):
 
 class LocalFolder:
     """A folder on this machine, or on a file system that is mounted."""
-
-    poll = 1.0
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,15 +85,6 @@ class LocalFolder:
         except FileNotFoundError:
             return None
 
-    def written(self, ending: str) -> list[int]:
-        """See `Folder.written`."""
-        found = []
-        for path in self.path.iterdir() if self.path.is_dir() else ():
-            if ending in path.name:
-                with suppress(FileNotFoundError):  # it was renamed, or removed
-                    found.append(path.stat().st_size)
-        return found
-
     def clean(self, beginning: str) -> None:
         """See `Folder.clean`."""
         for leftover in self.path.glob(f".{beginning}*"):
@@ -130,13 +110,10 @@ class RemoteFolder:
 
     Args:
         url: its URL.
-        options: settings of fsspec's file system.
-        retries: of each request.
+        storage: how it is read and written.
     """
 
-    poll = 10.0  # each look is a listing: a request for 1,000 files
-
-    def __init__(self, url: str, *, options: Mapping[str, Any], retries: Retries | None = None) -> None:
+    def __init__(self, url: str, storage: Storage) -> None:
         scheme = scheme_of(url)
         if scheme is None or scheme in READ_ONLY:
             raise ValueError(
@@ -148,8 +125,7 @@ class RemoteFolder:
             path=parts.path.partition("?")[0].rstrip("/"), query="", fragment=""
         ).geturl()
         self.shown = redact(self._url)
-        self.storage = RemoteStorage(scheme, options=options, patience=TIMEOUT)
-        self.retries = retries or Retries()
+        self.storage = RemoteStorage(scheme, storage)
 
     @property
     def scratch(self) -> LocalFolder:
@@ -168,8 +144,7 @@ class RemoteFolder:
         """See `Folder.complete`. A file with this name is replaced."""
         file.close()
         path = Path(file.name)
-        store = partial(self.storage.store, path, self._path(name))
-        self.retries.call(store, doing=f"storing {self.shown}/{name}")
+        self.storage.store(path, self._path(name))
         path.unlink()
 
     def head(self, name: str, count: int) -> tuple[bytes, int] | None:
@@ -179,12 +154,6 @@ class RemoteFolder:
     def whole(self, name: str) -> bytes | None:
         """See `Folder.whole`."""
         return self._found(partial(self.storage.whole, self._path(name)))
-
-    def written(self, ending: str) -> list[int]:
-        """See `Folder.written`: complete files, and those that processes of this machine are making."""
-        listed = self._found(partial(self.storage.sizes, self._url)) or {}
-        found = [size for path, size in listed.items() if path.endswith(ending)]
-        return found + self.scratch.written(ending)
 
     def clean(self, beginning: str) -> None:
         """See `Folder.clean`."""
@@ -207,28 +176,22 @@ class RemoteFolder:
 
     def _found(self, read: Callable[[], Result]) -> Result | None:
         try:
-            return self.retries.call(read)
+            return read()
         except FileNotFoundError:
             return None
 
 
-def folder_at(place: str | os.PathLike[str], *, options: Mapping[str, Any] | None) -> Folder:
+def folder_at(place: str | os.PathLike[str], *, storage: Storage | Mapping[str, Any] | None = None) -> Folder:
     """Return the folder at a path or URL.
 
-    >>> folder_at("memory://bucket/tokens/", options=None).shown
+    >>> folder_at("memory://bucket/tokens/").shown
     'memory://bucket/tokens'
 
     Raises:
-        ValueError: for URLs that cannot be written to, and for ``options`` of a folder on this machine.
+        ValueError: for URLs that cannot be written to.
     """
     path = os.fspath(place)
-    if scheme_of(path) is not None:
-        return RemoteFolder(path, options=options or {})
-    if options:
-        raise ValueError(
-            f"storage_options are for URLs, and {path!r} is a folder of this machine; leave them out"
-        )
-    return LocalFolder(Path(path))
+    return LocalFolder(Path(path)) if scheme_of(path) is None else RemoteFolder(path, Storage.of(storage))
 
 
 def write_file(folder: Folder, name: str, content: bytes) -> None:

@@ -1,28 +1,27 @@
-"""Repositories of the Hugging Face Hub, read at one commit and by ranges.
+"""Repositories of the Hugging Face Hub, read at one commit, as files of a web server: https://huggingface.co/docs/hub/api.
 
-`HfFileSystem` alone would read whatever the branch points to now, with the sizes it had before, and retry each read up
-to five times below our own retries. https://huggingface.co/docs/hub/api
+`HfFileSystem` alone would read whatever the branch points to now, with the sizes it had before, read ahead, and retry
+each read up to five times below our own retries.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from streampack.storage.base import redact
-from streampack.storage.responses import Answer, Judged, head_of
 from streampack.storage.retries import Refused
 
 log = logging.getLogger(__name__)
-WAITS = 4  # A request waits to connect to two hosts and for both to answer, each time with a limit.
 # A path at a commit: (kind, repository, commit, path in it). The Hub's first models, such as gpt2, have no namespace.
 PINNED = re.compile(r"hf://((?:datasets/|spaces/)?)([^/@]+(?:/[^/@]+)?)@([0-9a-f]{40})(?:/(.*))?")
+Safely = Callable[[str, Callable[[], Any]], Any]
+"""``(path, call)`` returns the result of a call of a library; its errors are replaced by ours."""
 
 
-def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
+def pinned(fs: Any, paths: Sequence[str], *, timeout: float, safely: Safely) -> list[str]:
     """Return the same paths at the commits that their branches or tags point to now; one request for each revision.
 
     ``hf://datasets/org/name/a.jsonl`` becomes ``hf://datasets/org/name@<40 digits>/a.jsonl``.
@@ -31,10 +30,11 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
         fs: an `HfFileSystem`.
         paths: paths of the Hub, with or without a revision.
         timeout: seconds that one request may take.
+        safely: calls the library.
 
     Raises:
-        Judged: holds a FileNotFoundError for a repository or revision that is not there, and a ValueError for a bucket
-            or a path that the installed huggingface_hub refuses.
+        FileNotFoundError: for a repository or revision that is not there.
+        ValueError: for a bucket, or a path that the installed huggingface_hub refuses.
     """
     from huggingface_hub import HfApi
 
@@ -43,33 +43,26 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
     found = []
     for path in paths:
         if path.startswith("hf://buckets/"):
-            raise Judged(
-                ValueError(
-                    f"{redact(path)}: a bucket has no commits, so its files could change during a run; use a dataset "
-                    "repository"
-                )
+            raise ValueError(
+                f"{redact(path)}: a bucket has no commits, so its files could change during a run; use a dataset "
+                "repository"
             )
         try:
-            where = fs.resolve_path(path)
-        except FileNotFoundError:
+            where = safely(path, lambda path=path: fs.resolve_path(path))  # type: ignore[misc]
+        except (FileNotFoundError, PermissionError):
             what = "there is no such repository or revision, or it needs a token (HF_TOKEN, or token in the options)"
-            raise Judged(FileNotFoundError(f"{redact(path)}: {what}")) from None
-        except ValueError:
+            raise FileNotFoundError(f"{redact(path)}: {what}") from None
+        except (Refused, ConnectionError):
             what = "huggingface_hub refuses the path; name the repository with its namespace (openai-community/gpt2)"
-            raise Judged(ValueError(f"{redact(path)}: {what}")) from None
+            raise ValueError(f"{redact(path)}: {what}") from None
         if PINNED.fullmatch(path):
             found.append(path)
             continue
         repo = (where.repo_type, where.repo_id, where.revision)
         if repo not in commits:
             # `expand` limits the answer to the commit. Otherwise it would list every file of the repository.
-            info = api.repo_info(
-                where.repo_id,
-                revision=where.revision,
-                repo_type=where.repo_type,
-                timeout=timeout,
-                expand=["sha"],
-            )
+            about = {"repo_type": repo[0], "revision": repo[2], "timeout": timeout, "expand": ["sha"]}
+            info = safely(path, lambda: api.repo_info(repo[1], **about))  # noqa: B023 - called at once
             commits[repo] = info.sha
             log.info("%s@%s is read at commit %s", where.repo_id, where.revision, info.sha)
         kind = "" if where.repo_type == "model" else f"{where.repo_type}s/"
@@ -83,33 +76,18 @@ def commit_of(path: str) -> str | None:
     return found and found[3]
 
 
-def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
-    """Read a range of a file at a commit. The answer has no tag: a commit does not change.
-
-    Raises:
-        Judged: holds the error for an answer that is not the range.
-    """
+def web_address(fs: Any, path: str) -> str:
+    """Return the address of a file at a commit. Large files are redirected to another host, by a signed URL."""
     from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session
 
     found = PINNED.fullmatch(path)
-    assert found is not None, "a manifest holds pinned paths only"
+    assert found is not None, "only pinned paths are read"
     kind, repo, commit, name = found.groups()
-    url = hf_hub_url(repo, name, repo_type=kind[:-2] or None, revision=commit, endpoint=fs.endpoint)
-    headers = {
-        **build_hf_headers(token=fs.token),
-        "Range": f"bytes={start}-{stop - 1}",
-        "Accept-Encoding": "identity",
-    }
-    deadline = time.monotonic() + patience
-    # Large files are redirected to another host; the session does not send the token there.
-    with get_session().stream("GET", url, headers=headers, timeout=patience / WAITS) as response:
-        head = head_of(path, response.status_code, response.headers)
-        data = bytearray()
-        for chunk in () if head.start is None else response.iter_raw():
-            data += chunk
-            if len(data) > stop - start:
-                raise Judged(Refused(f"{path}: the server sends more than the range that it was asked for"))
-            if time.monotonic() > deadline:  # the session's own limit is for each chunk, not for all together
-                raise TimeoutError
-    return head._replace(data=bytes(data), tag=None)
+    return str(hf_hub_url(repo, name, repo_type=kind[:-2] or None, revision=commit, endpoint=fs.endpoint))
+
+
+def http_options(fs: Any) -> dict[str, Any]:
+    """Return the options of fsspec's HTTP file system for the Hub. The token is not sent on to other hosts."""
+    from huggingface_hub.utils import build_hf_headers
+
+    return {"headers": build_hf_headers(token=fs.token)}

@@ -18,15 +18,23 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from streampack.fingerprint import digest
-from streampack.storage.base import File, FileStorage, LocalStorage, map_in_threads, redact, split_url
-from streampack.storage.file_marks import FileMarks
+from streampack.storage.base import (
+    BLANK,
+    EMPTY,
+    GONE,
+    File,
+    FileStorage,
+    LocalStorage,
+    gone,
+    map_in_threads,
+    redact,
+    split_url,
+    summarize,
+)
 from streampack.storage.formats import in_folder
 from streampack.storage.manifest import named_in
-from streampack.storage.problems import BLANK, EMPTY, GONE, gone, summarize
-from streampack.storage.remote import RemoteStorage, scheme_of
-from streampack.storage.requests import Listed
-from streampack.storage.retries import Retries
-from streampack.validation import require_positive
+from streampack.storage.remote import Listed, RemoteStorage, scheme_of
+from streampack.storage.retries import Storage
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
@@ -57,7 +65,7 @@ def alone(work: Callable[[], Result], /, *, of: str) -> Result:
 
 @dataclass
 class Corpus:
-    """The files of a source, the storage that holds them, and how often a read is tried.
+    """The files of a source, and the storage that holds them.
 
     ``problems`` says why files cannot be read, by path, as far as that is known from listing them. They stay in
     ``files``, so that the same names and sizes are always divided among the lanes in the same way. ``beside`` has the
@@ -66,11 +74,10 @@ class Corpus:
 
     files: tuple[File, ...]
     storage: FileStorage
-    retries: Retries
     problems: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, Sequence[File]] = field(default_factory=dict)
-    # None until the files' tags are known, for which their ends may have to be read.
-    _marks: FileMarks | None = field(default=None, init=False)
+    # None until they are known, for which the files' ends may have to be read.
+    _tags: Sequence[str] | None = field(default=None, init=False)
 
     @property
     def local(self) -> bool:
@@ -92,31 +99,39 @@ class Corpus:
 
         >>> import tempfile
         >>> _ = (folder := Path(tempfile.mkdtemp())).joinpath("a.jsonl").write_bytes(b"{}\n")
-        >>> corpus = find_files(folder, manifest=None, endings=[".jsonl"], storage_options=None, retries=0, timeout=9)
+        >>> corpus = find_files(folder, manifest=None, endings=[".jsonl"])
         >>> corpus.manifest()
         '{"name": "a.jsonl", "size": 3, "tag": "bd0ba5f1abfd7a39"}\n'
         """
         entries = (
             {"name": file.name, "size": file.size, "tag": None if file.path in self.problems else tag}
-            for file, tag in zip(self.files, self.marks().tags, strict=True)
+            for file, tag in zip(self.files, self.tags(), strict=True)
         )
         return "".join(f"{json.dumps(entry)}\n" for entry in entries)
 
-    def fingerprint(self) -> str:
+    def digest(self) -> str:
         """Return a digest of names and sizes, and of each file's ETag or its first and last 64 KiB.
 
         Modification times are no part of it, so a corpus may be copied.
         """
-        return self.marks().content
+        named = ((file.name, file.size, tag) for file, tag in zip(self.files, self.tags(), strict=True))
+        return digest(*named)
 
-    def marks(self) -> FileMarks:
-        """Return the marks of the files. The first call may read the ends of all files."""
-        return self._marks or self.identify(map_in_threads(self.tag, self.files))
+    def described(self) -> str:
+        """Return the number of files, their bytes, and the digest, as the identity of a run holds them."""
+        size = sum(file.size for file in self.files)
+        return f"{len(self.files):,} file(s) of {size:,} bytes, digest {self.digest()}"
 
-    def identify(self, tags: Sequence[str]) -> FileMarks:
-        """Set the tags of the files, in the files' order, which other ranks may have read, and return the marks."""
-        self._marks = FileMarks(self.files, tags)
-        return self._marks
+    def tags(self) -> Sequence[str]:
+        """Return the tags of the files, in their order. The first call may read the ends of all files."""
+        if self._tags is None:
+            self.identify(map_in_threads(self.tag, self.files))
+        assert self._tags is not None
+        return self._tags
+
+    def identify(self, tags: Sequence[str]) -> None:
+        """Set the tags of the files, in the files' order, which other ranks may have read."""
+        self._tags = tags
 
     def tag(self, file: File) -> str:
         """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is known to be unreadable.
@@ -126,28 +141,18 @@ class Corpus:
         if file.path in self.problems:
             return file.tag if file.tag and file.size else UNREADABLE
         try:
-            own, *others = [
-                self.retries.call(partial(self.storage.tag, each))
-                for each in (file, *self.beside.get(file.path, ()))
-            ]
+            own, *others = [self.storage.tag(each) for each in (file, *self.beside.get(file.path, ()))]
             return digest(own, *others) if others else own
         except FileNotFoundError:  # raised where its rows are read, unless they are left out
             return UNREADABLE
-
-    @property
-    def retry_budget(self) -> float:
-        """The most seconds that one read may take: in waits, and in requests that are not answered."""
-        return self.retries.budget + (self.retries.attempts + 1) * self.storage.patience
 
 
 def find_files(
     paths: Name | Iterable[Name] | None,
     *,
-    manifest: Name | None,
+    manifest: Name | None = None,
     endings: Sequence[str],
-    storage_options: Mapping[str, Any] | None,
-    retries: int,
-    timeout: float,
+    storage: Storage | Mapping[str, Any] | None = None,
     once: Once = alone,
 ) -> Corpus:
     """Return the files that paths, folders, globs or a manifest name, sorted; of a folder, those with ``endings``.
@@ -160,7 +165,7 @@ def find_files(
         ValueError: if nothing matches, no file can be read, a file is named twice, or a manifest's name leads out of
             its folder.
     """
-    tries = Retries(attempts=require_positive(retries, "retries", least=0))
+    reading = Storage.of(storage)
     if paths is None and manifest is None:
         raise ValueError("name the files, or a manifest of them: paths or manifest")
     if paths is None or isinstance(paths, str | os.PathLike):
@@ -184,52 +189,50 @@ def find_files(
         once(lambda: None, of="files of each machine")  # raises an error if another rank was given a URL
         patterns = list(map(_expanded, patterns))
         if named is None:
-            return _corpus(_local(patterns, endings), LocalStorage(), tries)
+            return _corpus(_local(patterns, endings), LocalStorage(reading))
         named = _expanded(named)
         folder = None if patterns == [named] else patterns[0]
         within = str(Path(named).parent) if folder is None else folder
-        return _corpus(_named(named, folder), LocalStorage(within=within), tries)
-    storage = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
+        return _corpus(_named(named, folder), LocalStorage(reading, within=within))
+    remote = RemoteStorage(scheme, reading)
     shown = [redact(pattern) for pattern in patterns]
     found = once(
-        partial(_behind_urls, storage, patterns, tries, manifest=named),
+        partial(_behind_urls, remote, patterns, manifest=named),
         of=f"{len(shown)} path(s) from {shown[0]} on ({digest(shown)})",
     )
-    return _corpus(found, storage, tries)
+    return _corpus(found, remote)
 
 
 def _expanded(path: str) -> str:
     return str(Path(path).expanduser()) if path[:1] == "~" else path
 
 
-def _behind_urls(
-    storage: RemoteStorage, patterns: list[str], tries: Retries, *, manifest: str | None
-) -> list[Listed]:
+def _behind_urls(storage: RemoteStorage, patterns: list[str], *, manifest: str | None) -> list[Listed]:
     beside = patterns == [manifest]  # the files lie beside the manifest
-    patterns = tries.call(partial(storage.pinned, patterns))
+    patterns = storage.pinned(patterns)
     if manifest is not None:
         if scheme_of(manifest) is None:
             text = Path(_expanded(manifest)).read_text(encoding="utf-8")
         else:
-            [manifest] = tries.call(partial(storage.pinned, [manifest]))
-            text = tries.call(partial(storage.whole, manifest)).decode()
+            [manifest] = storage.pinned([manifest])
+            text = storage.whole(manifest).decode()
         found = named_in(manifest, text, folder=None if beside else patterns[0])
     else:
         found = []
         for pattern in patterns:
-            found += _remote(storage, pattern, tries)
+            found += _remote(storage, pattern)
     lacking = [listed.path for listed in found if listed.size is None]
     # The first file is looked up alone: on the Hub, that lists the folder, and the others are found in the listing.
-    look = partial(_look_behind_url, storage, tries)
+    look = partial(_look_behind_url, storage)
     looks = [look(path) for path in lacking[:1]]
     looks += map_in_threads(look, lacking[1:])
     looked = {listed.path: listed for listed in looks}
     return [looked.get(listed.path, listed)._replace(name=listed.name) for listed in found]
 
 
-def _look_behind_url(storage: RemoteStorage, tries: Retries, path: str) -> Listed:
+def _look_behind_url(storage: RemoteStorage, path: str) -> Listed:
     try:
-        return tries.call(partial(storage.look, path))
+        return storage.look(path)
     except FileNotFoundError as error:
         return Listed(path, problem=gone(error, redact(path)))
 
@@ -296,10 +299,10 @@ def _look(path: str, name: str) -> Listed | None:
     return Listed(place, found.st_size, inode=inode_of(found), problem=BLANK if blank else None, name=name)
 
 
-def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed]:
+def _remote(storage: RemoteStorage, pattern: str) -> list[Listed]:
     if not any(character in split_url(pattern).path for character in MAGIC):
         return [Listed(pattern, name=parts_of_url(pattern)[-1])]
-    if found := tries.call(partial(storage.find, pattern)):
+    if found := storage.find(pattern):
         # How deep the folder lies is told by the pattern: a file system may write its own paths in another way.
         depth = len(plain_parts(parts_of_url(pattern)))
         parts = [parts_of_url(listed.path) for listed in found]
@@ -346,7 +349,7 @@ def inode_of(found: os.stat_result) -> tuple[int, int] | None:
     return (found.st_dev, found.st_ino) if found.st_ino else None
 
 
-def _corpus(found: list[Listed], storage: FileStorage, tries: Retries) -> Corpus:
+def _corpus(found: list[Listed], storage: FileStorage) -> Corpus:
     """Return the files in the order of their paths.
 
     Raises:
@@ -356,7 +359,7 @@ def _corpus(found: list[Listed], storage: FileStorage, tries: Retries) -> Corpus
     require_distinct(found)
     files = tuple(File(listed.path, listed.name, listed.size or 0, listed.tag) for listed in found)
     problems = {listed.path: listed.problem or EMPTY for listed in found if listed.problem or not listed.size}
-    return require_some(Corpus(files, storage, tries, problems))
+    return require_some(Corpus(files, storage, problems))
 
 
 def require_some(corpus: Corpus) -> Corpus:

@@ -23,11 +23,10 @@ def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File 
 
     >>> import tempfile
     >>> from streampack.storage.base import LocalStorage
-    >>> from streampack.storage.retries import Retries
     >>> path = Path(tempfile.mkdtemp(), "a.bin")
     >>> _ = path.with_suffix(".idx").write_bytes(bytes(9))
     >>> file = File(str(path), "a.bin", 0)
-    >>> corpus = Corpus((file,), LocalStorage(), Retries(attempts=0))
+    >>> corpus = Corpus((file,), LocalStorage())
     >>> found = companion(corpus, file, lambda name: name.removesuffix(".bin") + ".idx")
     >>> found.name, found.size
     ('a.idx', 9)
@@ -44,7 +43,7 @@ def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File 
         assert isinstance(corpus.storage, RemoteStorage)
         parts = split_url(file.path)
         path = urlunsplit(parts._replace(path=rename(parts.path)))
-        found = corpus.retries.call(partial(corpus.storage.look, path))
+        found = corpus.storage.look(path)
     except FileNotFoundError:
         return None
     return File(path, name, found.size or 0, found.tag)

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlunsplit
 
-from streampack.storage.base import redact, split_url
-from streampack.storage.problems import GONE
-from streampack.storage.requests import Listed
-from streampack.storage.responses import opaque
+from streampack.storage.base import GONE, redact, split_url
+from streampack.storage.remote import Listed, opaque
 
 
 def named_in(manifest: str, text: str, *, folder: str | None = None) -> list[Listed]:

@@ -12,8 +12,6 @@ from typing import Any
 from streampack.storage.base import File, FileStorage
 from streampack.storage.counts import ReadCounts
 from streampack.storage.read_ahead import NO_READ_AHEAD, Account, ReadAhead
-from streampack.storage.retries import Retries
-from streampack.storage.use import StorageUse
 
 TAIL_BYTES = 1 << 15
 """The most bytes that are read with a part's end, for its last line. A line that goes on behind them costs another
@@ -34,31 +32,25 @@ class Fetcher:
 
     A plan is made of parts of files, one after the other. A block of it is first in ``parts``; then in ``waiting``, if
     it is the next one but there is no room for it; then in ``in_flight``, from the moment it is requested until `take`
-    returns its bytes. If the request fails in the thread, `take` tries it again, with all its retries. What is fetched
+    returns its bytes. What is fetched
     ahead changes nothing in what is read.
 
     Args:
         storage: holds the files.
-        retries: how often a read is tried.
         read_ahead: how much may be fetched ahead.
         counts: of what all readers of a source have read.
-        use: limits how long this process tries reads whose retries are used up.
     """
 
     def __init__(
         self,
         storage: FileStorage,
-        retries: Retries,
         *,
         read_ahead: ReadAhead = NO_READ_AHEAD,
         counts: ReadCounts | None = None,
-        use: StorageUse | None = None,
     ) -> None:
         self.storage = storage
-        self.retries = retries
         self.read_ahead = read_ahead
         self.counts = ReadCounts() if counts is None else counts
-        self.use = StorageUse() if use is None else use
         self.block = read_ahead.block(storage.block)
         self.in_flight: dict[Block, Future[bytes]] = {}
         self.old: dict[
@@ -129,22 +121,13 @@ class Fetcher:
         fetched_ahead = self.in_flight.pop(block, None) or self.old.pop(block, None)
         if block == self.waiting:
             self.waiting = None
-        file, start, stop = block
+        _, start, stop = block
         self.expected = max(0, self.expected - (stop - start))
         self.top_up(taken=block)
         self.read_ahead.threads.wake()
-        if fetched_ahead is not None and (fetched_ahead.cancel() or _failed(fetched_ahead)):
-            fetched_ahead = None  # no thread has begun it, or it failed before now, and may succeed now
-
-        def read() -> bytes:
-            nonlocal fetched_ahead
-            if (future := fetched_ahead) is None:
-                return self.storage.fetch(*block)
-            fetched_ahead = None  # if the thread's request failed, the next try is made here
-            return future.result()
-
-        doing = f"reading {file.shown}, bytes {start} to {stop}"
-        data = self.retries.call(read, doing=doing, use=self.use)
+        if fetched_ahead is not None and fetched_ahead.cancel():
+            fetched_ahead = None  # no thread has begun it
+        data = self.storage.fetch(*block) if fetched_ahead is None else fetched_ahead.result()
         self._count(data)
         return data
 

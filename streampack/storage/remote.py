@@ -1,30 +1,28 @@
-"""`RemoteStorage`: files behind URLs, read with fsspec's file systems by the requests of `requests`."""
+"""`RemoteStorage`: files behind URLs, read by the public calls of fsspec's file systems."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from streampack.storage import hub
 from streampack.storage.base import STORES, File, changed, ends, redact, resized
-from streampack.storage.requests import Listed, listed, request_of, store
-from streampack.storage.responses import Answer, Judged, refusal
-from streampack.storage.retries import PERMANENT, Refused
-from streampack.validation import require_duration
+from streampack.storage.hub import http_options, pinned, web_address
+from streampack.storage.retries import PERMANENT, Busy, Refused, Storage
 
-SERVED = ("http", "https", "s3", "hf")
-"""Schemes whose answers say themselves which version they are of. Of the others, files are looked up again."""
-SCHEMES = (*SERVED, *STORES)
+log = logging.getLogger(__name__)
+SCHEMES = ("http", "https", "s3", "hf", *STORES)
 """The schemes that are read, besides those that a user has registered with fsspec. fsspec knows others, but some of
 them run programs, open archives or read files of this machine."""
 
 EXTRAS = {"s3": "s3", "hf": "hf", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 """The extra of this package that brings the file system of a scheme."""
 
+TEMPORARY = (408, 425, 429)  # HTTP statuses after which a request is tried again, besides 5xx
 SLOWEST = 1 << 20
 """Bytes per second: a file that is stored at a lower rate is given up, and tried again."""
 
@@ -35,73 +33,102 @@ that the parent still uses."""
 Result = TypeVar("Result")
 
 
-class RemoteStorage:
-    """The files of one scheme. Each process makes its own file system when it first reads.
+class Listed(NamedTuple):
+    """An entry of a listing. Values that are not known are None."""
 
-    Args:
-        scheme: one of `SCHEMES`, or one that was registered with fsspec.
-        options: settings of fsspec's file system. They may hold secrets, so they are never shown.
-        patience: the most seconds that one request may take.
-    """
+    path: str  # or URL
+    size: int | None = None  # bytes
+    tag: str | None = None  # such as an ETag
+    inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
+    problem: str | None = None  # why the file cannot be read
+    name: str = ""  # see `File`
+
+
+class RemoteStorage:
+    """The files of one scheme. Each process makes its own file systems when it first reads."""
 
     block = 1 << 21
 
-    def __init__(self, scheme: str, *, options: Mapping[str, Any], patience: float) -> None:
+    def __init__(self, scheme: str, storage: Storage) -> None:
         self.scheme = scheme
-        self.patience = require_duration(patience, "timeout", "seconds")
-        self._options = dict(options)
-        self._filesystem: tuple[int, Any] | None = None  # (process id, file system)
-        # For files that were listed without an ETag: the one that came with their first answer, by path.
-        self._seen: dict[str, str] = {}
+        self.storage = storage
+        self._made: tuple[int, dict[str, Any]] = (0, {})  # process id, file systems by scheme
+        self._checked: tuple[int, set[str]] = (
+            0,
+            set(),
+        )  # process id, paths of files that are as they were listed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_filesystem": None}
+        return {**self.__dict__, "_made": (0, {}), "_checked": (0, set())}
 
-    def filesystem(self) -> Any:
-        """Return the file system of this process. One that a fork copied cannot be used, as its threads are gone."""
-        if self._filesystem is None or self._filesystem[0] != os.getpid():
-            if self._filesystem is not None:
-                _INHERITED.append(self._filesystem[1])
-            self._filesystem = (os.getpid(), _make(self.scheme, self._options))
-        return self._filesystem[1]
+    @property
+    def patience(self) -> float:
+        """See `FileStorage.patience`."""
+        return 60 * self.storage.max_outage + self.storage.timeout
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `FileStorage.fetch`. An answer with a part of the range, another range or another version is an error."""
+        """See `FileStorage.fetch`. After the first read of a file, a process looks whether it is the listed one."""
         if start == stop:
-            return b""  # no request can name such a range
-        answer = self._ask(file.path, start, stop)
-        if answer.size != file.size:
-            raise resized(file, answer.size)
-        if answer.tag is not None:
-            tag = file.tag or self._seen.setdefault(file.path, answer.tag)
-            if answer.tag != tag:
-                raise ValueError(changed(file, f"is version {answer.tag} and was {tag}"))
-        if answer.start != start or len(answer.data) != stop - start:
-            raise ConnectionError(
-                f"{file.shown}: {len(answer.data)} bytes of {stop - start} at byte {start} came"
-            )
-        return answer.data
+            return b""
+        if self._checked[0] != os.getpid():
+            self._checked = (os.getpid(), set())
+
+        def read() -> bytes:
+            data = self._read(file, start, stop)
+            whole = len(data) == stop - start
+            # Behind the bytes, or they might be of a later version. The commit of a file of the Hub does not change.
+            if not whole or not (self.scheme == "hf" or file.path in self._checked[1]):
+                self._check(file)
+            if not whole and len(data) == file.size:
+                what = "the server sends whole files only; serve them with range requests"
+                raise Refused(f"{file.shown}: {what}, or copy the file to this machine")
+            if not whole:
+                raise ConnectionError(
+                    f"{file.shown}: {len(data)} bytes of {stop - start} at byte {start} came"
+                )
+            self._checked[1].add(file.path)
+            return data
+
+        return self.storage.retry(read, f"reading {file.shown}, bytes {start} to {stop}")
+
+    def _read(self, file: File, start: int, stop: int) -> bytes:
+        try:
+            if self.scheme == "hf":  # its own file system looks files up, reads ahead, and retries
+                data: bytes = self._call(file.path, "cat_file", start=start, end=stop, by="https")
+            else:
+                data = self._call(file.path, "cat_file", start=start, end=stop)
+        except _BehindTheEnd:
+            return b""
+        return data
+
+    def _check(self, file: File) -> None:
+        found = self._look(file.path)
+        if found.size != file.size:
+            raise resized(file, found.size)
+        if file.tag is not None and found.tag not in (file.tag, None):
+            raise ValueError(changed(file, f"is version {found.tag} and was {file.tag}"))
 
     def tag(self, file: File) -> str:
         """Return the ETag of the listing or the server; without one, a digest of the first and last 64 KiB."""
-        return file.tag or self._ask(file.path, 0, 1).tag or ends(self.fetch, file)
-
-    def pinned(self, paths: Sequence[str]) -> list[str]:
-        """Return paths of the Hub at their commits; other paths unchanged."""
-        if self.scheme != "hf":
-            return list(paths)
-        return self._call(paths[0], lambda fs: hub.pinned(fs, paths, timeout=self.patience))
+        return file.tag or self.look(file.path).tag or ends(self.fetch, file)
 
     def look(self, path: str) -> Listed:
-        """Return the size and tag of a file, by a request for one byte.
+        """Return the size and tag of a file.
 
-        A HEAD request would not do: it is refused if a URL is signed for GET, and does not show whether the server
-        serves ranges.
+        Raises:
+            Refused: if the server does not tell the size, by which a file that was cut off or has grown is noticed.
         """
-        if self.scheme == "hf" or self.scheme not in SERVED:
-            return self._call(path, lambda fs: listed(path, fs.info(path)))
-        answer = self._ask(path, 0, 1)
-        return Listed(path, answer.size, answer.tag)
+        return self.storage.retry(lambda: self._look(path), f"looking at {redact(path)}")
+
+    def _look(self, path: str) -> Listed:
+        if self.scheme != "hf":
+            self._filesystem(self.scheme).invalidate_cache()  # it would answer from an earlier listing
+        found = listed(path, self._call(path, "info"))
+        if found.size is None:
+            raise Refused(
+                f"{redact(path)}: the server does not tell the file's size; copy it to this machine"
+            )
+        return found
 
     def find(self, pattern: str) -> list[Listed]:
         """Return the files that a glob matches, by one listing.
@@ -113,16 +140,24 @@ class RemoteStorage:
             raise ValueError(
                 f"{redact(pattern)!r} is a glob, and a web server does not list files; name each file, or a manifest"
             )
+        found = self.storage.retry(
+            lambda: self._call(pattern, "glob", detail=True), f"listing {redact(pattern)}"
+        )
+        return [
+            listed(f"{self.scheme}://{path.lstrip('/')}", info)
+            for path, info in found.items()
+            if info["type"] == "file"
+        ]
 
-        def find(fs: Any) -> list[Listed]:
-            found = fs.glob(pattern, detail=True)
-            return [
-                listed(f"{self.scheme}://{path.lstrip('/')}", info)
-                for path, info in found.items()
-                if info["type"] == "file"
-            ]
-
-        return self._call(pattern, find)
+    def pinned(self, paths: Sequence[str]) -> list[str]:
+        """Return paths of the Hub at their commits; other paths unchanged."""
+        if self.scheme != "hf":
+            return list(paths)
+        fs, timeout = self._filesystem("hf"), self.storage.timeout
+        safely = lambda path, call: self.storage.retry(  # noqa: E731 - typed where it is taken
+            lambda: self._safely(path, call), f"looking at {redact(path)}"
+        )
+        return pinned(fs, paths, timeout=timeout, safely=safely)
 
     def whole(self, path: str) -> bytes:
         """Read all of a small file."""
@@ -131,10 +166,8 @@ class RemoteStorage:
 
     def head(self, path: str, count: int) -> tuple[bytes, int]:
         """Return the first bytes of a file, ``count`` unless it is shorter, and its size."""
-        answer = self._ask(path, 0, count)
-        if len(answer.data) != min(count, answer.size):
-            raise ConnectionError(f"{redact(path)}: {len(answer.data)} bytes of {answer.size} came")
-        return answer.data, answer.size
+        size = self.look(path).size or 0
+        return self.fetch(File(path, path, size), 0, min(count, size)), size
 
     def store(self, local: Path, path: str) -> None:
         """Store a file of this machine, whole or not at all; a file that is there is replaced.
@@ -143,70 +176,155 @@ class RemoteStorage:
             OSError: if that failed, or the stored file has another size.
         """
         size = local.stat().st_size
-        patience = self.patience + size / SLOWEST
-        self._call(path, lambda fs: store(fs, str(local), path, patience=patience), storing=True)
-        if (found := self.look(path).size) != size:
-            raise ConnectionError(f"{redact(path)}: {size} bytes were stored, and it has {found}")
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the paths and sizes of all files below a folder, as they are now."""
+        def store() -> None:
+            try:
+                self._call(path, "put_file", local=str(local), timeout=self.storage.timeout + size / SLOWEST)
+            except FileNotFoundError:
+                raise FileNotFoundError(
+                    f"{redact(path)}: there is no such bucket, or container; make it"
+                ) from None
+            if (there := self._look(path).size) != size:
+                raise ConnectionError(f"{redact(path)}: {there} bytes are stored of {size}")
 
-        def find(fs: Any) -> dict[str, int]:
-            fs.invalidate_cache()  # it would answer from an earlier listing
-            return {path: int(info["size"] or 0) for path, info in fs.find(folder, detail=True).items()}
+        self.storage.retry(store, f"storing {redact(path)}")
 
-        return self._call(folder, find)
+    def _call(
+        self, path: str, name: str, *, by: str = "", timeout: float = 0, local: str = "", **settings: Any
+    ) -> Any:
+        """Call a method of the file system of a scheme with a path."""
+        fs = self._filesystem(by or self.scheme)
+        url = web_address(self._filesystem("hf"), path) if by else path
+        paths = [local, url] if local else [url]
+        if fs.async_impl:
+            settings["timeout"] = timeout or self.storage.timeout
+        return self._safely(path, lambda: getattr(fs, name)(*paths, **settings))
 
-    def _ask(self, path: str, start: int, stop: int) -> Answer:
-        ask = request_of(self.scheme)
-        return self._call(path, lambda fs: ask(fs, path, start, stop, self.patience))
-
-    def _call(self, path: str, call: Callable[[Any], Result], *, storing: bool = False) -> Result:
+    def _safely(self, path: str, call: Callable[[], Result]) -> Result:
         """Call a library. Its errors hold URLs and headers, with secrets, so they are replaced by errors without."""
-        shown = redact(path)
         try:
-            return call(self.filesystem())
-        except (ImportError, Judged) as error:
-            raise (error.error if isinstance(error, Judged) else error) from None
-        except TimeoutError:
-            raise TimeoutError(f"{shown}: no answer within {self.patience:g} s") from None
-        except FileNotFoundError:
-            what = "there is no such bucket, or container; make it" if storing else "there is no such file"
-            raise FileNotFoundError(f"{shown}: {what}") from None
-        except PERMANENT as error:
-            what = "access is denied" if isinstance(error, PermissionError) else "refused"
-            raise type(error)(f"{shown}: {what}") from None
+            return call()
+        except ImportError:
+            raise
         except Exception as error:
-            response: Any = getattr(error, "response", None)
-            if hasattr(response, "status_code"):  # an error of huggingface_hub, or of Azure
-                raise refusal(shown, response.status_code, response.headers) from None
-            name = type(error).__name__
-            if name == "HttpError" and str(code := getattr(error, "code", "")).isdecimal():  # of gcsfs
-                raise refusal(shown, int(code), {}) from None
-            if type(error) is OSError and str(error).startswith("Forbidden"):  # of gcsfs, too
-                raise PermissionError(f"{shown}: access is denied") from None
-            if name in _SETTINGS:
-                raise Refused(f"{shown}: {name}; {_SETTINGS[name]}") from None
-            # A library raises errors of its own for lost connections, or these of Python.
-            own = type(error).__module__ != "builtins"
-            if own or isinstance(error, OSError | EOFError) or type(error) in (RuntimeError, Exception):
-                raise ConnectionError(f"{shown}: {name}") from None
-            # Such as an AttributeError: a mistake in a library or in its settings, and no connection that was lost.
-            refused = Refused(f"{shown}: {name}; another try would not change it")
-            frames = [
-                f"{each.filename}:{each.lineno} in {each.name}"
-                for each in traceback.extract_tb(error.__traceback__)
-            ]
-            refused.add_note(
-                "\n".join([f"{name} was raised at (without its text, which may hold secrets):", *frames])
-            )
-            raise refused from None
+            ours = _replaced(error, redact(path), self.storage.timeout)
+            # What is no error of the network is a mistake in a library or in its settings: where it was raised helps.
+            raise ours.with_traceback(error.__traceback__ if isinstance(ours, Refused) else None) from None
+
+    def _filesystem(self, scheme: str) -> Any:
+        """Return a file system of this process. One that a fork copied cannot be used, as its threads are gone."""
+        if self._made[0] != os.getpid():
+            _INHERITED.append(self._made[1])
+            self._made = (os.getpid(), {})
+        if (found := self._made[1].get(scheme)) is None:
+            options = self.storage.options
+            if scheme != self.scheme:
+                options = http_options(self._filesystem("hf"))
+            found = self._made[1][scheme] = _make(scheme, options)
+        return found
+
+
+class _BehindTheEnd(OSError):
+    """The error for a range that lies behind a file's end."""
+
+
+def listed(path: str, info: Mapping[str, Any]) -> Listed:
+    """Return what a file system says of a file. Of several tags, a digest of the content is taken.
+
+    >>> listed("gs://a/b", {"size": 3, "etag": "CKih16GjycICEAE=", "md5Hash": "kAFQmDzST7DWlj99KOF/cg=="}).tag
+    'kAFQmDzST7DWlj99KOF/cg=='
+    """
+    digests = (
+        (info.get("lfs") or {}).get("sha256"),
+        info.get("blob_id"),
+        info.get("md5Hash"),
+        info.get("crc32c"),
+    )
+    md5 = (info.get("content_settings") or {}).get("content_md5")  # of Azure
+    tags = (info.get("ETag"), *digests, bytes(md5).hex() if md5 else None, info.get("etag"))
+    return Listed(path, info.get("size"), opaque(next((tag for tag in tags if tag), None)))
+
+
+def opaque(tag: str | None) -> str | None:
+    """Return an ETag without quotes and without ``W/``, the mark of a weak tag.
+
+    A proxy that compresses files for other clients may mark tags as weak even if it passes a file on unchanged. So tags
+    are compared as RFC 9110, 8.8.3.2 describes the weak comparison: ``W/"1"`` and ``"1"`` are the same.
+
+    >>> opaque('W/"1"'), opaque('"1"')
+    ('1', '1')
+    """
+    return tag.removeprefix("W/").strip('"') if tag else None
+
+
+def _replaced(error: Exception, shown: str, timeout: float) -> Exception:
+    """Return an error without secrets in place of a library's. Its class decides whether the request is tried again."""
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    if isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp"):
+        assert isinstance(cause, Exception)
+        error = cause  # fsspec's HTTP says of any failure of a look-up that the file is not there
+    if (status := _status(error)) is not None:
+        return _refusal(shown, *status)
+    if isinstance(error, TimeoutError):
+        return TimeoutError(f"{shown}: no answer within {timeout:g} s")
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"{shown}: there is no such file")
+    if isinstance(error, PermissionError) or (type(error) is OSError and str(error).startswith("Forbidden")):
+        return PermissionError(f"{shown}: access is denied")  # gcsfs says so by a word
+    if isinstance(error, PERMANENT):
+        return type(error)(f"{shown}: refused")
+    name = type(error).__name__
+    if name in _SETTINGS:
+        return Refused(f"{shown}: {name}; {_SETTINGS[name]}")
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:
+        return _BehindTheEnd(shown)
+    # A library raises errors of its own for lost connections, or these of Python.
+    own = type(error).__module__ != "builtins"
+    if own or isinstance(error, OSError | EOFError) or type(error) in (RuntimeError, Exception):
+        return ConnectionError(f"{shown}: {name}")
+    return Refused(f"{shown}: {name} (its text, which may hold secrets, is left out)")
+
+
+def _status(error: BaseException) -> tuple[int, Mapping[str, str]] | None:
+    """Return the HTTP status of a library's error, and the answer's headers; None if it has none."""
+    for each in (error, error.__cause__):
+        response: Any = getattr(each, "response", None)
+        if isinstance(response, Mapping):  # of botocore
+            said = response.get("ResponseMetadata", {})
+            status, headers = said.get("HTTPStatusCode"), said.get("HTTPHeaders")
+        elif response is not None:  # of huggingface_hub and Azure
+            status, headers = getattr(response, "status_code", None), getattr(response, "headers", None)
+        elif each is error and not type(error.__cause__).__module__.startswith("aiohttp"):
+            # Of aiohttp, where it is no answer that could not be understood, and of gcsfs.
+            status = getattr(each, "status", None) or getattr(each, "code", None)
+            headers = getattr(each, "headers", None)
+        else:
+            continue
+        if str(status).isdecimal():
+            return int(str(status)), headers or {}
+    return None
+
+
+def _refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
+    what = f"{shown}: HTTP {status}"
+    if status == 416:
+        return _BehindTheEnd(what)
+    if status in TEMPORARY or status >= 500:
+        busy = Busy(what)
+        after = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
+        busy.retry_after = float(after) if after.isdecimal() else 0.0
+        return busy
+    if status in (404, 410):
+        return FileNotFoundError(f"{what}, there is no such file")
+    if status in (401, 403, 407):
+        return PermissionError(f"{what}, access is denied")
+    return Refused(what)
 
 
 _CREDENTIALS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for a public bucket storage_options={'anon': True}"
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for a public bucket options={'anon': True}"
 )
-_OF_GOOGLE = "set GOOGLE_APPLICATION_CREDENTIALS, or for a public bucket storage_options={'token': 'anon'}"
+_OF_GOOGLE = "set GOOGLE_APPLICATION_CREDENTIALS, or for a public bucket options={'token': 'anon'}"
 _SETTINGS = {
     "NoCredentialsError": _CREDENTIALS,
     "PartialCredentialsError": _CREDENTIALS,
@@ -225,10 +343,15 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise ImportError("reading URLs needs fsspec: pip install 'streampack[remote]'") from error
     if scheme == "s3":
-        # Retries are made by `Retries`. With the five tries of s3fs and the five of botocore below each of them, the
-        # time that a read may take would be many times the budget.
+        # Retries are made by `Storage`. With the five tries of s3fs and the five of botocore below each of them, the
+        # time that a read may take would be many times as long.
         config = {"retries": {"max_attempts": 0}, **options.get("config_kwargs", {})}
         options = {**options, "config_kwargs": config}
+    if scheme in (
+        "http",
+        "https",
+    ):  # "identity" keeps proxies from compressing a range, which would change its length
+        options = {**options, "headers": {"Accept-Encoding": "identity", **options.get("headers", {})}}
     try:
         # fsspec's cache of file systems would keep this one, and its secrets, after the source is gone.
         filesystem = fsspec.filesystem(scheme, **options, skip_instance_cache=True)
@@ -237,8 +360,10 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
         extra = f"pip install 'streampack[{EXTRAS[scheme]}]'" if scheme in EXTRAS else str(error)
         raise ImportError(f"reading {scheme}:// needs more: {extra}") from error
     except (TypeError, ValueError) as error:
-        what = f"storage_options do not fit {scheme}:// ({type(error).__name__}): it may lack the account"
-        raise Judged(Refused(f"{what}; give them as fsspec's file system takes them")) from None
+        what = (
+            f"the storage's options do not fit {scheme}:// ({type(error).__name__}): it may lack the account"
+        )
+        raise Refused(f"{what}; give them as fsspec's file system takes them") from None
     if scheme == "s3":
         filesystem.retries = 1
     return filesystem

@@ -1,17 +1,18 @@
-"""Retries with growing waits, for storage that fails temporarily."""
+"""`Storage`: how a source reads its files, and how long it tries; errors that say whether another try may help."""
 
 from __future__ import annotations
 
 import logging
 import random
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+from typing import Any, TypeVar
 
-from streampack.storage.use import StorageUse, duration
+from streampack.validation import require_duration, unknown_arguments
 
 log = logging.getLogger(__name__)
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds
 Result = TypeVar("Result")
 
 
@@ -31,79 +32,69 @@ PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 
 
 @dataclass(frozen=True, slots=True)
-class Retries:
-    """Up to ``attempts`` retries. The waits before them double, from ``first`` seconds up to ``longest``.
+class Storage:
+    """How a source reads its files.
 
-    Each wait is multiplied by a random number between 0.5 and 1, so that a thousand ranks do not return to a server at
-    the same moment. If a server asks for a longer wait (`Busy`), it gets that, as long as all waits together stay
-    within the budget.
+    >>> Storage(options={"anon": True}, max_outage=30)
+    Storage(timeout=30.0, max_outage=30)
 
-    >>> Retries(attempts=3, first=1.0).budget
-    7.0
+    Args:
+        options: for the storage behind URLs, as fsspec takes them; may hold secrets, and is never shown.
+        timeout: seconds that one request may take.
+        max_outage: minutes for which a read that fails is tried again, with growing waits. A missing file and a missing
+            permission are errors at once. Other ranks must wait as long (``timeout`` of a `PackedDataLoader`).
     """
 
-    attempts: int = 5
-    first: float = 0.5
-    longest: float = 30.0
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    timeout: float = 30.0
+    max_outage: float = 0.5
 
-    @property
-    def budget(self) -> float:
-        """The most seconds that all waits together may take."""
-        return sum(self._waits())
+    def __post_init__(self) -> None:
+        require_duration(self.timeout, "timeout", "seconds")
+        require_duration(self.max_outage, "max_outage", "minutes")
 
-    def _waits(self) -> Iterator[float]:
-        return (min(self.longest, self.first * 2**attempt) for attempt in range(self.attempts))
+    @classmethod
+    def of(cls, given: Storage | Mapping[str, Any] | None) -> Storage:
+        """Return a setting as `Storage`: one, a mapping of its arguments, or None for the defaults."""
+        if isinstance(given, Storage):
+            return given
+        if not isinstance(given, Mapping | None):
+            # It may be a secret, so it is not shown.
+            raise ValueError(
+                f"storage is a {type(given).__name__}; give a Storage, or a mapping of its arguments"
+            )
+        for problem in unknown_arguments(cls, given or {}):
+            raise ValueError(f"storage {problem}")
+        return cls(**(given or {}))
 
-    def call(self, read: Callable[[], Result], *, doing: str = "", use: StorageUse | None = None) -> Result:
-        """Call ``read``, and call it again after an `OSError` that is not `PERMANENT`. Raise the last error.
+    def retry(self, read: Callable[[], Result], doing: str) -> Result:
+        """Call ``read``, and call it again after an `OSError` that is not `PERMANENT`, for ``max_outage`` minutes.
 
-        When the retries are used up, it is called every ``longest`` seconds as long as the process has time left for
-        ``use``.
+        The waits double. Each is multiplied by a random number between 0.5 and 1, so that a thousand ranks do not
+        return to a server at the same moment. If a server asks for a longer wait (`Busy`), it gets that.
 
         Args:
             read: what is tried.
             doing: says for the log what that is: "reading a.jsonl".
-            use: of this process; by default there is no time for any.
         """
-        use = StorageUse() if use is None else use
-        waits, left = self._waits(), self.budget
-        failed: float | None = None  # when the first try had failed
-        outage: float | None = None  # when the retries were used up
-        try:
-            while True:
-                try:
-                    return read()
-                except PERMANENT:
+        wait, begun = FIRST_WAIT, None
+        while True:
+            try:
+                return read()
+            except PERMANENT:
+                raise
+            except OSError as error:
+                now = monotonic()
+                begun = now if begun is None else begun
+                if (left := begun + 60 * self.max_outage - now) <= 0:
+                    error.add_note(
+                        f"while {doing}; it was tried for the {self.max_outage:g} min of max_outage"
+                    )
                     raise
-                except OSError as error:
-                    now = time.monotonic()
-                    failed = now if failed is None else failed
-                    while_doing = f" while {doing}" if doing else ""
-                    asked_for = getattr(error, "retry_after", 0.0)
-                    # If the waits that the server asked for have used up the budget, there is one last try.
-                    if (wait := next(waits, None) if left > 0 else None) is not None:
-                        pause = min(left, max(_jittered(wait), asked_for))
-                        left -= pause
-                        log.warning("%s%s; trying again in %.1f s", error, while_doing, pause)
-                    else:
-                        outage = now if outage is None else outage
-                        if (rest := use.left - (now - outage)) < 0.01:
-                            if use.limit:
-                                error.add_note(
-                                    f"the storage did not answer for {duration(now - failed)}, and the "
-                                    f"{duration(use.limit)} of max_outage are used up"
-                                )
-                            raise
-                        pause = min(rest, max(_jittered(self.longest), asked_for))
-                        log.warning(
-                            "%s%s; the storage has not answered for %s; trying again in %.1f s, giving up in %s",
-                            error, while_doing, duration(now - failed), pause, duration(rest),
-                        )  # fmt: skip
-                time.sleep(pause)
-        finally:
-            if outage is not None:
-                use.spent += time.monotonic() - outage
-
-
-def _jittered(wait: float) -> float:
-    return wait * random.Random().uniform(0.5, 1)
+                asked_for = getattr(error, "retry_after", 0.0)
+                pause = min(left, max(wait * random.Random().uniform(0.5, 1), asked_for))
+                log.warning(
+                    "%s while %s; trying again in %.1f s, giving up in %.0f s", error, doing, pause, left
+                )
+            sleep(pause)
+            wait = min(LONGEST_WAIT, 2 * wait)

@@ -73,7 +73,7 @@ class CorpusChanges:
         The newest lists are kept in a folder, if there is one.
         """
         for name, source in file_sources(self.source).items():
-            digest = source.marks().content
+            digest = source.corpus.digest()
             self.histories.setdefault(name, [(0, digest)])
             if self.kept_in is not None and num_lanes is not None and (digest, num_lanes) not in self._kept:
                 source.corpus_list(num_lanes).save(self.kept_in, digest)
@@ -95,11 +95,11 @@ class CorpusChanges:
             changed = changed or {", ".join(now): "are in another order"}
         others = dict(changed)
         sources = file_sources(self.source)
-        histories = {name: [(0, source.marks().content)] for name, source in sources.items()}
+        histories = {name: [(0, source.corpus.digest())] for name, source in sources.items()}
         for name, history in state["corpus"].items():
             if name in sources:
                 histories[name] = [(epoch, digest) for epoch, digest in history]
-                if histories[name][-1][1] != sources[name].marks().content:
+                if histories[name][-1][1] != sources[name].corpus.digest():
                     changed[name] = "its files are others"
         if changed and self.folder is None:  # the identities are compared next, and their difference is told
             return Resumed(loaded, {}, {}, {})
@@ -107,7 +107,7 @@ class CorpusChanges:
             loaded = _of_sources(loaded, names, now)
         for name in [name for name in sources if name in changed and name not in others]:
             if loaded.nothing_read:
-                histories[name] = [(0, sources[name].marks().content)]
+                histories[name] = [(0, sources[name].corpus.digest())]
             else:
                 changed[name], loaded = self._of_files(name, sources[name], histories[name], loaded)
         earlier = {
@@ -143,7 +143,7 @@ class CorpusChanges:
                 f"any more; there are {names[1]}. Give what the run began with, or begin a new run from the weights"
                 + (", or name this source of the mixture anew, as which it begins" if name else "")
             )
-        history.append((1 + max(epochs, default=0), source.marks().content))
+        history.append((1 + max(epochs, default=0), source.corpus.digest()))
         index = self.source.names.index(name) if name else None
 
         def row_id(found: RowId) -> RowId | None:
@@ -154,7 +154,7 @@ class CorpusChanges:
 
         if None in numbers:
             loaded = loaded.with_lanes(LaneState.closed)
-        paths = [file.shown for file in source.marks().files]
+        paths = [file.shown for file in source.files]
         what = changes(before, now, paths=paths) or "the files are in another order"
         return what, loaded.with_lanes(lambda state: state.moved(row_id, lambda cursor: cursor))
 

@@ -22,8 +22,7 @@ from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import SkipBad, quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.sources.source import shared_by_lanes
-from streampack.storage.read_ahead import ReadAhead
-from streampack.storage.use import Storage, StorageUse
+from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.streaming.consumers import ranks_here, refuse_several_ranks
 from streampack.streaming.corpus_changes import CorpusChanges, Resumed
 from streampack.streaming.estimate import Estimate, estimate
@@ -97,9 +96,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             to 1 % of the rows that a lane has read, or 100 if that is more. A number is another limit: from 1 on the
             most bad records of a lane in one pass, below 1 a fraction. A folder is where they are listed. A
             `Quarantine`, or a mapping of its ``folder`` and ``limit``, says both.
-        storage: how each process uses storage: a `Storage`, or a mapping of its arguments: ``read_ahead`` (of files
-            behind URLs, the bytes held ahead of need and in shuffle windows, 256 MiB) and ``max_outage`` (minutes to
-            wait for files after all retries, 0).
+        read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
+            holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
         corpus_lists: a folder where the lists of the files are kept. With it, a resume goes on where files, or sources
             of a mixture, were added, removed or changed since the state was made; without, it is refused. See
             `CorpusChanges`.
@@ -146,7 +144,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         padding_idx: int = 0,
         vocab_size: int | None = None,
         skip_bad: SkipBad = False,
-        storage: Storage | Mapping[str, Any] | None = None,
+        read_ahead: int = READ_AHEAD,
         corpus_lists: str | os.PathLike[str] | None = None,
         balance_window: int | None = None,
     ) -> None:
@@ -169,7 +167,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
-        self.storage = Storage.of(storage)
+        self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
         self.lane_config = LaneConfig(
             source=source,
@@ -184,7 +182,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
             quarantine=quarantine_for(skip_bad),
-            use=StorageUse(60 * self.storage.max_outage),
         )
         self.lane_config.check_shards()
         self.epochs = epochs
@@ -258,7 +255,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
         lanes = range(consumer, num_lanes, consumers)
-        read_ahead = ReadAhead.for_lanes(self.storage.read_ahead, len(lanes))
+        read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
 
         def open_lane(number: int) -> Lane:
             state = states.get(number)

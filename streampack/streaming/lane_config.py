@@ -16,7 +16,6 @@ from streampack.sources.bad_records import Quarantine, require_sound
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
-from streampack.storage.use import StorageUse
 from streampack.types import Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
@@ -40,7 +39,6 @@ class LaneConfig:
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
     balance_window: int = 0  # packs that are planned ahead and handed out by cost; 0: as they are planned
-    use: StorageUse = field(default_factory=StorageUse)  # of this process
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
     eos_ids: frozenset[int | None] = field(init=False)  # of the encoders
 
@@ -55,7 +53,7 @@ class LaneConfig:
     @property
     def longest_read(self) -> float:
         """The most seconds that one read may take: in requests, and in waits for storage that does not answer."""
-        return max(leaf.retry_budget for leaf in self.source.leaves().values()) + self.use.limit
+        return max(leaf.patience for leaf in self.source.leaves().values())
 
     @property
     def mix(self) -> Mix | None:

@@ -79,7 +79,6 @@ class PieceReader:
             start=start,
             stagger=config.packing.max_seq_len,
             read_ahead=self.read_ahead,
-            use=config.use,
             earlier=config.earlier,
         )
         self.reader = config.source.read(reading)

@@ -67,7 +67,7 @@ def _restore(lanes: Sequence[Lane]) -> None:
     ids = list(dict.fromkeys(row_id for lane in lanes for row_id in lane.waiting_rows()))
     try:
         config = lanes[0].config if ids else None
-        rows = dict(zip(ids, config.source.fetch_many(ids, use=config.use), strict=True)) if config else {}
+        rows = dict(zip(ids, config.source.fetch_many(ids), strict=True)) if config else {}
     except (ValueError, LookupError, StopIteration) as error:
         why = error if isinstance(error, ValueError) else "it is not there; the data changed"
         raise ValueError(

@@ -27,6 +27,7 @@ from streampack.sources.token_files import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
 from streampack.storage.folders import Folder, LocalFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
+from streampack.storage.retries import Storage
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import encoder_identity
 from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress
@@ -67,7 +68,7 @@ def tokenize(
     shard: tuple[int, int] | None = None,
     finish: bool = False,
     skip_bad: SkipBad = False,
-    storage_options: Mapping[str, Any] | None = None,
+    storage: Storage | Mapping[str, Any] | None = None,
 ) -> Place:
     """Write a folder of token shards, for `TokenShardSource`, and return ``out``.
 
@@ -101,7 +102,7 @@ def tokenize(
         skip_bad: whether to leave out what cannot be read or encoded, as an `IterablePackedDataset` does. The index
             counts it. It is listed in ``out/bad_records`` unless a folder is named; with ``out`` behind a URL, each
             process logs the first ten.
-        storage_options: for ``out`` behind a URL, see `JSONLSource`.
+        storage: how ``out`` is reached behind a URL, see `JSONLSource`.
 
     Raises:
         ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder that another
@@ -110,7 +111,7 @@ def tokenize(
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
-    folder = folder_at(out, options=storage_options)
+    folder = folder_at(out, storage=storage)
     local = scheme_of(os.fspath(out)) is None
     quarantine = quarantine_for(skip_bad, folder=Path(out, BAD_RECORDS_FOLDER) if local else None)
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder

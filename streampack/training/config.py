@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
-from streampack.instantiate import COMPONENT, build
+from streampack.instantiate import COMPONENT
 from streampack.losses import LOSS_NORMS
 from streampack.map_style.methods import METHODS
 from streampack.streaming.dataset import IterablePackedDataset
@@ -288,7 +288,6 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
     ]
     if not problems:
         try:
-            settings["storage"] = build(settings.get("storage"))
             IterablePackedDataset([{"tokens": [0], "labels": [0]}], **settings)
         except ValueError as error:
             problems.append(f"data: {error}")
@@ -316,11 +315,11 @@ def to_plain(config: Any) -> dict[str, Any]:
 def shown(config: Any) -> Any:
     """Return a config, OmegaConf's, for pages and loggers: without what may be secret.
 
-    Values of the environment stay references, and values of ``storage_options`` are left out.
+    Values of the environment stay references, and the ``options`` of a storage are left out.
 
-    >>> config = {"data": {"storage_options": {"key": "abc"}, "paths": "${oc.env:HOME}/a"}, "output_dir": "out"}
+    >>> config = {"data": {"storage": {"options": {"key": "abc"}}, "paths": "${oc.env:HOME}/a"}, "output_dir": "out"}
     >>> to_plain(shown(config))["data"]
-    {'storage_options': {'key': '(not shown)'}, 'paths': '${oc.env:HOME}/a'}
+    {'storage': {'options': {'key': '(not shown)'}}, 'paths': '${oc.env:HOME}/a'}
     """
     from omegaconf import OmegaConf
 
@@ -331,11 +330,9 @@ def shown(config: Any) -> Any:
 
 
 def without_secrets(node: Any, *, hide: bool = False) -> Any:
-    """Return plain values with those of ``storage_options`` replaced, and of the environment escaped for OmegaConf."""
+    """Return plain values with the ``options`` of a storage replaced, and of the environment escaped for OmegaConf."""
     if isinstance(node, Mapping):
-        return {
-            key: without_secrets(value, hide=hide or key == "storage_options") for key, value in node.items()
-        }
+        return {key: without_secrets(value, hide=hide or key == "options") for key, value in node.items()}
     if isinstance(node, list):
         return [without_secrets(value, hide=hide) for value in node]
     if isinstance(node, str) and "${" in node and ":" in node:  # of a resolver, such as oc.env

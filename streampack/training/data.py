@@ -88,7 +88,6 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(settings.pop("source"), inject=inject), once=world.run_on_main)
     encoder = build(settings.pop("encoder", None), inject=inject)
-    settings["storage"] = build(settings.get("storage"))
     kept = quarantine_for(settings.get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER))
     settings["skip_bad"] = kept
     common: dict[str, Any] = {

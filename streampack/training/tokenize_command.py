@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, config: Any) -> int:
         address=options.address,
         shard=options.shard,
         finish=options.finish,
-        storage_options=options.storage_options,
+        storage={"options": options.storage_options or {}},
     )
     return 0
 

@@ -462,7 +462,9 @@ def test_ranks_at_other_commits_of_the_hub_are_refused() -> None:
 
         def act(rank_sync: ThreadSync, others: str) -> None:
             commit = others if rank_sync.rank == 1 else commits[0]
-            source = JSONLSource(f"hf://datasets/org/name@{commit}/c/*.jsonl", storage_options=hub.options)
+            source = JSONLSource(
+                f"hf://datasets/org/name@{commit}/c/*.jsonl", storage={"options": hub.options}
+            )
             iter(loader_of(source, rank_sync, encoder=None, num_lanes=2))
 
         assert on_ranks(2, lambda rank_sync: act(rank_sync, commits[0])) == [None] * 2

@@ -217,7 +217,6 @@ def shards(kind: str, count: int, per_shard: int = 40, *, text: int = 300) -> di
 
 def source(kind: str, paths: Any = None, **settings: Any) -> Any:
     """A source of such shards, that is patient."""
-    settings = {"retries": 9, **settings}
     return (
         ParquetSource(paths, columns=COLUMNS, **settings)
         if kind == "parquet"

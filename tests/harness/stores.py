@@ -32,7 +32,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Let all waits of retries pass at once; return a list to which their lengths will be added."""
     waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr("streampack.storage.retries.sleep", waits.append)
+    monkeypatch.setattr("streampack.storage.retries.monotonic", lambda: time.monotonic() + sum(waits))
     return waits
 
 

@@ -105,5 +105,5 @@ def stored(store: Store, place: str) -> dict[str, bytes]:
 
 
 def into(store: Store, source: Any, place: str, **options: Any) -> dict[str, bytes]:
-    run(source, place, storage_options=store.options, **options)  # type: ignore[arg-type]
+    run(source, place, storage={"options": store.options}, **options)  # type: ignore[arg-type]
     return stored(store, place)

@@ -15,7 +15,7 @@ from streampack.storage.compression import content
 from streampack.storage.listing import find_files
 from streampack.storage.locks import lock_folder
 from streampack.storage.remote import RemoteStorage
-from streampack.storage.retries import PERMANENT, Retries
+from streampack.storage.retries import PERMANENT, Storage
 from streampack.storage.whole_files import write_whole
 from tests.mutants.registry import replaces
 
@@ -32,11 +32,11 @@ def short_answers_filled_up(good, self, file, start, stop):
         return bytes(good(self, file, start, start + int(found[0])).ljust(stop - start, b"\0"))
 
 
-@replaces(Retries, "call")
-def outage_taken_for_a_lost_file(good, self, read, **settings):
+@replaces(Storage, "retry")
+def outage_taken_for_a_lost_file(good, self, read, doing):
     """When all tries have failed, the file counts as gone, so a run that skips bad shards leaves it out."""
     try:
-        return good(self, read, **settings)
+        return good(self, read, doing)
     except PERMANENT:
         raise
     except OSError as error:

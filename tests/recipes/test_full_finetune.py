@@ -176,7 +176,7 @@ def test_secrets_reach_no_file_and_no_screen(
         monkeypatch.setenv(name, value)
     config = tiny_config(tmp_path, rows=60, max_steps=2, validation=None, log_rows=True)
     config.output_dir, config.seed = "${oc.env:OUT}", "${oc.decode:${oc.env:SEED}}"
-    config.data.source.storage_options = {"key": "${oc.env:KEY}", "client": {"token": "typed-token"}}
+    config.data.source.storage = {"options": {"key": "${oc.env:KEY}", "client": {"token": "typed-token"}}}
     logger = f"{__name__}.UploadingLogger"
     config.metric_logger = {"_component_": logger, "log_dir": str(tmp_path), "api_key": "${oc.env:KEY}"}
     written = tmp_path / "mine.yaml"
@@ -202,8 +202,8 @@ def test_secrets_reach_no_file_and_no_screen(
     assert "31415926" not in report
     assert "log_every: 1" in report, "what the config leaves out"
     assert "'api_key': '${oc.env:KEY}'" in found[tmp_path / "uploaded.txt"]
-    with pytest.raises(ValueError, match=r"^data\.source\.storage_options: .* takes ") as raised:
-        train(OmegaConf.merge(config, {"data": {"source": {"storage_options": "${oc.env:KEY}"}}}))
+    with pytest.raises(ValueError, match=r"^data\.source\.storage: .* takes ") as raised:
+        train(OmegaConf.merge(config, {"data": {"source": {"storage": "${oc.env:KEY}"}}}))
     assert "key-of-the-environment" not in str(raised.value)
 
 

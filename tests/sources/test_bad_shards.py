@@ -137,7 +137,7 @@ def test_a_shard_behind_a_url(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
     with Web(shards(kind, 4)) as web, unwarned():
         paths = [web.url + path for path in web.files]
         bad = list(web.files)[2]
-        data = source(kind, paths, retries=2)
+        data = source(kind, paths)
         data.read(Reading(num_lanes=2))  # footers are read to divide the files
         expected = survivors(skipping(source(kind, paths[:2] + paths[3:]), shuffle=False))
         web.fault = lambda path: "410" if path == bad else None

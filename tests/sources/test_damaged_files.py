@@ -153,16 +153,17 @@ IDX, BIN, SHARD, MDS = (
     "tokens-00000-00000.bin",
     "shard.00000.mds",
 )
+ONCE = {"max_outage": 0}
 FORMATS = {
     "megatron": Format(
-        lambda f, n: write_megatron(f, documents(n)), "text_document_0", partial(MegatronSource, retries=0)
+        lambda f, n: write_megatron(f, documents(n)), "text_document_0", partial(MegatronSource, storage=ONCE)
     ),
     "datatrove": Format(
         lambda f, n: write_datatrove(f, documents(n), losses=[[1, 0, 1]] * n), MARKS,
-        partial(DatatroveSource, retries=0),
+        partial(DatatroveSource, storage=ONCE),
     ),
-    "tokens": Format(shards, "", partial(TokenShardSource, retries=0)),
-    "mds": Format(zipped, "", partial(MDSSource, retries=0)),
+    "tokens": Format(shards, "", partial(TokenShardSource, storage={"max_outage": 0})),
+    "mds": Format(zipped, "", partial(MDSSource, storage={"max_outage": 0})),
     "json": Format(lambda f, n: write_mds(f, texts(n), {"text": "str", "i": "json"}), "", MDSSource),
 }  # fmt: skip
 

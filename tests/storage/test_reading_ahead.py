@@ -63,7 +63,7 @@ def filled(kind: str, count: int = LANES, *, place: str = "c", **how: Any) -> An
     files = Versioned(skip_instance_cache=True)
     for name, content in shards(kind, count, **how).items():
         files.pipe_file(f"/bucket/{place}/{name.rpartition('/')[2]}", content)
-    return source(kind, f"versioned://bucket/{place}/*.{kind}", retries=0)
+    return source(kind, f"versioned://bucket/{place}/*.{kind}", storage={"max_outage": 0})
 
 
 def dataset(data: Any, **settings: Any) -> Any:
@@ -108,7 +108,7 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
     """Of 25 MB, before the second packs are asked for; each lane may hold a block that it needs beside them."""
     data = filled("jsonl", text=26_000)
     network.requests.clear()
-    running = dataset(data, storage={"read_ahead": budget}, shuffle=1).stream()
+    running = dataset(data, read_ahead=budget, shuffle=1).stream()
     for _ in range(LANES):
         next(running)
     for _ in range(100):  # until nothing more is asked for
@@ -125,7 +125,7 @@ def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
     expected = packs(data)
     network.requests.clear()
     needed: list[str] = []  # files, in the order of their need
-    for _ in zip(dataset(data, storage={"read_ahead": 0}).stream(), range(SOON), strict=False):
+    for _ in zip(dataset(data, read_ahead=0).stream(), range(SOON), strict=False):
         needed += [name for name, _ in network.requests if name not in needed]
         network.requests.clear()
     network.fails = {name := needed[-1]}
@@ -135,7 +135,7 @@ def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
     assert name in {each for each, _ in network.requests}
     with pytest.raises(ConnectionError) as error:
         found.extend(map(plain, running))
-    assert f"{name.rpartition('/')[2]} from byte " in error.value.__notes__[0]
+    assert f"{name.rpartition('/')[2]} from byte " in error.value.__notes__[-1]
     assert found == expected[: len(found)]
     network.fails.clear()
     again = recorded(dataset(data).events(lane_states=states), {})
@@ -149,10 +149,10 @@ def test_no_byte_is_fetched_twice_whatever_is_fetched_ahead(
 ) -> None:
     small_pieces(monkeypatch, block=3000)
     data = filled(kind, 6, per_shard=120)
-    expected = packs(data, num_lanes=3, storage={"read_ahead": 0})
+    expected = packs(data, num_lanes=3, read_ahead=0)
     sizes = sum(size for _, size in network.requests)
     network.requests.clear()
-    assert packs(data, num_lanes=3, storage={"read_ahead": read_ahead}) == expected
+    assert packs(data, num_lanes=3, read_ahead=read_ahead) == expected
     assert sum(size for _, size in network.requests) <= 1.05 * sizes
 
 

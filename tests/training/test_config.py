@@ -50,7 +50,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_every": 4, "keep_every": 6}, "keep_every=6 is no multiple of checkpoint_every=4, and there"),
     ({"checkpoint_every": None, "keep_every": 6}, "keep_every=6 is no multiple of checkpoint_every=None"),
     ({"data.max_seq_len": 4096}, "data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"),
-    ({"data.storage": {"_component_": "streampack.Storage", "max_outage": -1}}, "data: max_outage=-1 is no number of"),
+    ({"data.read_ahead": -1}, "data: read_ahead=-1"),
     (
         {"data.method": "multipack", "data.corpus_lists": "lists"},
         "data.method=multipack makes the batches of an epoch from all samples",
