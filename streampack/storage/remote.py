@@ -70,14 +70,13 @@ class RemoteStorage:
         """See `FileStorage.fetch`. After the first read of a file, a process looks whether it is the listed one."""
         if start == stop:
             return b""
-        if self._checked[0] != os.getpid():
-            self._checked = (os.getpid(), set())
+        checked = self._checked_here()
 
         def read() -> bytes:
             data = self._read(file, start, stop)
             whole = len(data) == stop - start
             # Behind the bytes, or they might be of a later version. The commit of a file of the Hub does not change.
-            if not whole or not (self.scheme == "hf" or file.path in self._checked[1]):
+            if not whole or not (self.scheme == "hf" or file.path in checked):
                 self._check(file)
             if not whole and len(data) == file.size:
                 what = "the server sends whole files only; serve them with range requests"
@@ -86,10 +85,15 @@ class RemoteStorage:
                 raise ConnectionError(
                     f"{file.shown}: {len(data)} bytes of {stop - start} at byte {start} came"
                 )
-            self._checked[1].add(file.path)
+            checked.add(file.path)
             return data
 
         return self.storage.retry(read, f"reading {file.shown}, bytes {start} to {stop}")
+
+    def _checked_here(self) -> set[str]:
+        if self._checked[0] != os.getpid():
+            self._checked = (os.getpid(), set())
+        return self._checked[1]
 
     def _read(self, file: File, start: int, stop: int) -> bytes:
         try:
@@ -161,13 +165,13 @@ class RemoteStorage:
 
     def whole(self, path: str) -> bytes:
         """Read all of a small file."""
-        size = self.look(path).size or 0
-        return self.fetch(File(path, path, size), 0, size)
+        return self.head(path, None)[0]
 
-    def head(self, path: str, count: int) -> tuple[bytes, int]:
+    def head(self, path: str, count: int | None) -> tuple[bytes, int]:
         """Return the first bytes of a file, ``count`` unless it is shorter, and its size."""
         size = self.look(path).size or 0
-        return self.fetch(File(path, path, size), 0, min(count, size)), size
+        self._checked_here().add(path)
+        return self.fetch(File(path, path, size), 0, size if count is None else min(count, size)), size
 
     def store(self, local: Path, path: str) -> None:
         """Store a file of this machine, whole or not at all; a file that is there is replaced.
