@@ -15,8 +15,7 @@ from tests.mutants.registry import replaces
 @replaces(Planner, "next_pack")
 def long_pieces_put_off(good, self):
     """The oldest piece goes to the buffer's end if it has more than half a pack, so it may wait without end."""
-    begun = self.placed or self.offset
-    if not begun and len(self.lengths) > 1 and self.lengths[0] > self.packing.max_seq_len // 2:
+    if not self.offset and len(self.lengths) > 1 and self.lengths[0] > self.packing.max_seq_len // 2:
         self.waiting.append(self.waiting.pop(0))
         self.lengths.append(self.lengths.pop(0))
     return good(self)
