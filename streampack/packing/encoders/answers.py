@@ -133,8 +133,16 @@ class AnswersEncoder(Encoder):
                 prompt = _ids(self.chat.encode_prompt(prompt, tools=tools), self.prompt)
             wholes = self._of_ids(row, prompt, ids, columns if ending else ())
             token_fields = token_numbers_of(row, self.token_fields, [each.size for each in ids.values()])
-        elif ids:
-            raise ValueError(f"column {columns[0]!r} holds ids and texts or messages; give one kind in a row")
+        elif ids or isinstance(prompt, np.ndarray):
+            raise ValueError(
+                f"columns {self.prompt!r} and {columns[0]!r} hold ids and texts or messages; give all answers as ids, "
+                "or prompt and answers as text or messages"
+            )
+        elif of_tokens := [*self.token_fields, *([self.mask] if self.mask else [])]:
+            raise ValueError(
+                f"{of_tokens[0]!r} has a number for each token, and column {columns[0]!r} holds no ids, so nobody "
+                "knows which tokens those are; give the answers as ids"
+            )
         else:
             wholes = self._of_content(row, prompt, answers, columns, tools)
         return group_of(
@@ -199,33 +207,23 @@ class AnswersEncoder(Encoder):
         self, row: Mapping[str, Any], prompt: Any, given: dict[str, Any], columns: Columns, tools: Any
     ) -> list[Sample]:
         """Encode answers that are texts or messages."""
-        if of_tokens := [*self.token_fields, *([self.mask] if self.mask else [])]:
-            raise ValueError(
-                f"{of_tokens[0]!r} has a number for each token, and column {columns[0]!r} holds no ids, so nobody "
-                "knows which tokens those are; give the answers as ids"
-            )
-        if isinstance(prompt, np.ndarray):
-            raise ValueError(
-                f"column {self.prompt!r} holds ids and {columns[0]!r} does not; give both as ids, or both as text or "
-                "messages"
-            )
         answers = [*given.values()]
-        texts = all(isinstance(answer, str) for answer in answers)
-        if prompt is None:
-            whole = all(isinstance(each, list) and each[0]["role"] != "assistant" for each in answers)
+        if prompt is None and not all(
+            isinstance(each, list) and each[0]["role"] != "assistant" for each in answers
+        ):
+            texts = all(isinstance(each, str) for each in answers)
             others = [name for name in PROMPTS if name in row and name not in (*columns, *self.ignore)]
-            if others and not whole:
-                raise ValueError(
-                    f"there is no column {self.prompt!r}, and column {others[0]!r} would be left out; say prompt: "
-                    f"{others[0]}, or ignore: [{others[0]}]"
+            if others or not texts:
+                told = (
+                    f"column {others[0]!r} would be left out"
+                    if others
+                    else "not every answer begins with one"
                 )
-            if not (whole or texts):
                 raise ValueError(
-                    f"there is no column {self.prompt!r}, and an answer does not begin with a message of the user; "
-                    "name the column of the prompt (prompt: ...), or begin all answers with it"
+                    f"there is no column {self.prompt!r}, and {told}; name the column of the prompt (prompt: "
+                    f"{others[0] if others else '...'}), begin all answers with it, or say ignore: {others[:1]}"
                 )
-            if texts:
-                return self._of_whole_texts(answers)
+            return self._of_whole_texts(answers)
         prompt, answers = _divided(prompt, answers)
         return [
             self.chat.encode(prompt, answer, tools=tools, name=f"column {name!r}")
