@@ -105,8 +105,13 @@ def numbers_of(row: Mapping[str, Any], fields: Mapping[str, Columns], answers: i
     """Return the numbers of each field, one for each answer; one number in a column is that of all."""
     found = {}
     for field, columns in fields.items():
-        entries = entries_of(row, columns, answers, one_for_all=True)
-        found[field] = [_numbers(value, name, ()).item() for name, value in entries]
+        if len(columns) == 1 and columns[0] in row:
+            values = _numbers(row[columns[0]], columns[0], (), (answers,))
+            found[field] = np.broadcast_to(values, answers).tolist()
+        else:
+            found[field] = [
+                _numbers(value, name, ()).item() for name, value in entries_of(row, columns, answers)
+            ]
     return found
 
 
@@ -123,9 +128,7 @@ def token_numbers_of(
     }
 
 
-def entries_of(
-    row: Mapping[str, Any], columns: Columns, answers: int | None = None, *, one_for_all: bool = False
-) -> list[tuple[str, Any]]:
+def entries_of(row: Mapping[str, Any], columns: Columns, answers: int | None = None) -> list[tuple[str, Any]]:
     """Return for each answer of a row the name of its place, for errors, and what is there."""
     for column in columns:
         if column not in row:
@@ -133,15 +136,11 @@ def entries_of(
     entries = [(column, row[column]) for column in columns]
     if len(columns) == 1:
         [(column, given)] = entries
-        flat = isinstance(given, str | Mapping) or not hasattr(given, "__len__")
-        if not flat and getattr(given, "shape", (1,)) != ():
-            entries = [(f"{column}[{i}]", value) for i, value in enumerate(given)]
-        elif one_for_all:
-            entries *= answers or 1
-        else:
+        if isinstance(given, str | Mapping) or not hasattr(given, "__len__"):
             raise ValueError(
                 f"column {column!r} holds a {type(given).__name__}; give a list with one entry for each answer"
             )
+        entries = [(f"{column}[{i}]", value) for i, value in enumerate(given)]
     if answers not in (None, len(entries)):
         raise ValueError(
             f"column {', '.join(map(repr, columns))} has {len(entries)} entries for {answers} answers; give one for "
@@ -150,8 +149,8 @@ def entries_of(
     return entries
 
 
-def _numbers(value: Any, column: str, shape: tuple[int, ...]) -> Any:
-    """Return what a column holds as an array of numbers of this shape, which float32 holds."""
+def _numbers(value: Any, column: str, *shapes: tuple[int, ...]) -> Any:
+    """Return what a column holds as an array of numbers that float32 holds, of one of these shapes."""
     try:
         found = np.asarray(value)
     except ValueError:  # numpy's error for lists of different lengths
@@ -162,7 +161,7 @@ def _numbers(value: Any, column: str, shape: tuple[int, ...]) -> Any:
         raise ValueError(
             f"column {column!r} holds {shown(value)}; give finite numbers, and leave out rows that lack them"
         )
-    if found.shape != shape:
-        wanted = f"{shape[0]} numbers, one for each token" if shape else "one number"
+    if found.shape not in shapes:
+        wanted = " or ".join(f"{shape[0]} numbers" if shape else "one number" for shape in shapes)
         raise ValueError(f"column {column!r} has shape {list(found.shape)}; give {wanted}")
     return found

@@ -47,7 +47,7 @@ class ChatTemplate:
         if date is not None:
             day = datetime.date.fromisoformat(date)
             templates = [DATE.sub(lambda call: repr(day.strftime(call[2])), text) for text in templates]
-        self.templates = templates
+        self.templates = [(text, MARKER.search(text) is not None) for text in templates]
         self.tokenize = tokenize
         self.settings = dict(settings)
 
@@ -97,8 +97,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self.templates[bool(tools)]
-        marks = MARKER.search(template) is not None
+        template, marks = self.templates[bool(tools)]
         try:
             [text], spans = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
