@@ -214,14 +214,15 @@ class AnswersEncoder(Encoder):
             texts = all(isinstance(each, str) for each in answers)
             others = [name for name in PROMPTS if name in row and name not in (*columns, *self.ignore)]
             if others or not texts:
-                told = (
-                    f"column {others[0]!r} would be left out"
-                    if others
-                    else "not every answer begins with one"
-                )
+                told, name = "not every answer begins with one", "..."
+                if others:
+                    told, name = (
+                        f"column {others[0]!r} would be left out",
+                        f"{others[0]}, or ignore: [{others[0]}]",
+                    )
                 raise ValueError(
-                    f"there is no column {self.prompt!r}, and {told}; name the column of the prompt (prompt: "
-                    f"{others[0] if others else '...'}), begin all answers with it, or say ignore: {others[:1]}"
+                    f"there is no column {self.prompt!r}, and {told}; name the column of the prompt (prompt: {name}), "
+                    "or begin all answers with it"
                 )
             return self._of_whole_texts(answers)
         prompt, answers = _divided(prompt, answers)
