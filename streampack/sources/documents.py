@@ -6,8 +6,7 @@ Files of this machine are mapped into memory; those behind URLs are read by rang
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -20,7 +19,7 @@ from typing_extensions import override
 
 from streampack.sources.files import divide
 from streampack.sources.indexed import IndexedSource, Offsets, require_sound
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.parts import Part, Record
 from streampack.storage.base import File, ParallelMap, resized
 from streampack.storage.listing import Corpus, require_some
 from streampack.storage.ranges import Block, Fetcher
@@ -124,28 +123,21 @@ class DocumentSource(IndexedSource):
         return divide(self.counts, num_lanes, sizes=sizes, whole=unknown, least=self.least)
 
     @override
-    def slice(
-        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
-    ) -> Iterator[Record]:
+    def slice(self, part: Part, fetcher: Fetcher) -> Iterator[Record]:
         if part.start == part.stop:
             return
         offsets = self._offsets(part, fetcher.take)
-        file, layout, read = self.files[part.file], self.layouts[part.file], fetcher.take
-        if self.local:
-            content = cache(mapped)
+        file, layout = self.files[part.file], self.layouts[part.file]
+        runs = _runs(offsets, fetcher.block // layout.width)
+        wanted = (block for run in runs for block in layout.blocks(file, int(run[0]), int(run[-1])))
+        content, stream = cache(mapped), fetcher.stream(block for block in wanted if block[1] < block[2])
 
-            def read(block: Block) -> Any:
-                return content(block[0])[block[1] : block[2]]
+        def read(block: Block) -> Any:
+            return content(block[0])[block[1] : block[2]] if self.local else next(stream)
 
-        else:
-            runs = _runs(offsets, fetcher.block // layout.width)
-            fetcher.plan(
-                (block for run in runs for block in layout.blocks(file, int(run[0]), int(run[-1]))), later
-            )
         number, local = part.start, self.local
         for run in _runs(offsets, fetcher.block // layout.width):
             at = int(run[0])
-            fetcher.reading = layout.width * (int(run[-1]) - at)
             data, *marks = [
                 read(block) if block[1] < block[2] else b"" for block in layout.blocks(file, at, int(run[-1]))
             ]
@@ -159,31 +151,6 @@ class DocumentSource(IndexedSource):
                 number += 1
 
     @override
-    def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterator[Block | None]:
-        if part.start == part.stop:
-            return
-        asked: list[Block] = []
-
-        def peek(block: Block) -> bytes:
-            if (data := fetcher.peek(block)) is None:
-                asked.append(block)
-                raise _Waits
-            return data
-
-        with suppress(Damage):  # `slice` raises it
-            while True:
-                try:
-                    offsets = self._offsets(part, peek)
-                    break
-                except _Waits:
-                    yield asked[-1] if asked[-1] not in asked[:-1] else None
-            layout = self.layouts[part.file]
-            for run in _runs(offsets, fetcher.block // layout.width):
-                for block in layout.blocks(self.files[part.file], int(run[0]), int(run[-1])):
-                    if block[1] < block[2]:
-                        yield block
-
-    @override
     def decode(self, part: Part, offset: int, raw: Raw) -> Mapping[str, Any]:
         stored, trained = raw
         tokens = as_ids(stored)
@@ -194,10 +161,6 @@ class DocumentSource(IndexedSource):
         return {"tokens": tokens, "labels": labels}
 
     @override
-    def stored_bytes(self, raw: Raw) -> int:
-        return raw[0].nbytes
-
-    @override
     def natural_lanes(self) -> int:
         """Return one lane per 262,144 tokens, but no more than there are records."""
         return max(1, min(sum(self.counts), self.tokens // TOKENS_PER_LANE))
@@ -206,10 +169,6 @@ class DocumentSource(IndexedSource):
         limits = (0, self.layouts[part.file].tokens)
         found = self.offsets(part, read)
         return require_sound(found, file=self.files[part.file], first=part.start, limits=limits)
-
-
-class _Waits(Exception):
-    """A table has not arrived."""
 
 
 def mapped(file: File) -> memoryview:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from streampack.sources.corpus_lists import CorpusList, Entry
-from streampack.sources.parts import REMOVED, Damage, FoundRecord, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.sources.turns import deal, share, sharing
 from streampack.storage.base import File, ParallelMap, Problem, gone, map_in_threads
-from streampack.storage.counts import ReadCounts
 from streampack.storage.listing import Corpus
-from streampack.storage.ranges import Block, Fetcher
-from streampack.storage.read_ahead import LONGEST_BURST, NO_READ_AHEAD, READ_AHEAD, ReadAhead
+from streampack.storage.ranges import Fetcher
+from streampack.storage.read_ahead import NO_READ_AHEAD, READ_AHEAD, ReadAhead
 from streampack.types import RowId
 
 PARTS_PER_LANE = 16
@@ -54,7 +53,6 @@ class FileSource(Source):
         self.corpus = corpus
         self.files = corpus.files
         self.local = corpus.local
-        self.read_counts = ReadCounts()
         # For the numbers of bad shards, why they cannot be read.
         self.bad = {
             number: corpus.problems[file.path]
@@ -70,14 +68,8 @@ class FileSource(Source):
         """Return the parts of each lane, in corpus order."""
 
     @abstractmethod
-    def records(
-        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
-    ) -> Iterator[Record]:
-        """Return the records of a part from ``offset`` on. ``later`` is for `Fetcher.plan`."""
-
-    @abstractmethod
-    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
-        """Return the blocks that `records` will read, for `Fetcher.plan`."""
+    def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
+        """Return the records of a part from ``offset`` on. Several threads may read parts of a source."""
 
     @abstractmethod
     def decode(self, part: Part, offset: int, raw: Any) -> Mapping[str, Any]:
@@ -86,14 +78,6 @@ class FileSource(Source):
         Raises:
             ValueError: if the record is broken.
         """
-
-    def at_once(self) -> int:
-        """Return how many bytes must be read for a single record, as far as is known; 0 if it is one block."""
-        return 0
-
-    def stored_bytes(self, raw: Any) -> int:
-        """Return how much memory the raw data of a record takes."""
-        return len(raw)
 
     def identity(self) -> dict[str, Any]:
         """Describe the files by their names and sizes, and each file's ETag or its first and last 64 KiB.
@@ -108,23 +92,24 @@ class FileSource(Source):
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
-        fetcher = Fetcher(
-            self.corpus.storage,
-            # On this machine the operating system reads ahead.
-            read_ahead=NO_READ_AHEAD
-            if self.local
-            else reading.read_ahead or ReadAhead.for_lanes(READ_AHEAD, 1),
-            counts=self.read_counts,
-        )
-        parts = _LaneParts(self, fetcher)
+        read_ahead = NO_READ_AHEAD
+        if not self.local:  # on this machine, the operating system reads ahead
+            read_ahead = reading.read_ahead or ReadAhead.for_lanes(READ_AHEAD, 1)
+        fetcher = Fetcher(self.corpus.storage, read_ahead=read_ahead)
+
+        def open_part(part: Part, offset: int) -> Iterator[Record]:
+            if (problem := self.bad.get(part.file)) is not None:
+                raise Damage(problem, offset=offset)
+            return self.records(part, offset, fetcher)
+
         return read_parts(
             self._parts_of(reading),
             reading,
-            open_part=parts.open,
+            open_part=open_part,
             decode=self.decode,
             place=self.place,
             locate=self.locate,
-            preparation=None if self.local else parts,
+            ahead=fetcher if read_ahead.share else None,
             empty=self._empty,
             damage=self.damage,
         )
@@ -177,6 +162,7 @@ class FileSource(Source):
     def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         """See `Source.fetch_many`. Rows that lie near one another are read in one go, and files side by side."""
         runs: list[list[RowId]] = []
+        row_ids = list(map(tuple, row_ids))  # torch's DataLoader makes lists of them
         for row_id in sorted(set(row_ids)):
             if runs and runs[-1][0][0] == row_id[0] and self.is_near(runs[-1][-1], row_id):
                 runs[-1].append(row_id)
@@ -238,46 +224,6 @@ class FileSource(Source):
     def fetcher(self) -> Fetcher:
         """Return a fetcher that reads nothing ahead."""
         return Fetcher(self.corpus.storage)
-
-
-class _LaneParts:
-    """The parts of one lane as they are read: a `Preparation`."""
-
-    def __init__(self, source: FileSource, fetcher: Fetcher) -> None:
-        self.source = source
-        self.fetcher = fetcher
-
-    def open(self, part: Part, offset: int, following: Iterator[Part]) -> Iterator[Record]:
-        if (problem := self.source.bad.get(part.file)) is not None:
-            raise Damage(problem, offset=offset)
-        return self.source.records(part, offset, self.fetcher, self._ahead(following))
-
-    def plan(self, part: Part, offset: int, following: Iterator[Part]) -> None:
-        bad = part.file in self.source.bad
-        self.fetcher.plan(
-            () if bad else self.source.ahead(part, offset, self.fetcher), self._ahead(following)
-        )
-
-    def expect(self, records: int, *, now: bool) -> None:
-        counts = self.source.read_counts
-        # Of the first window nothing is known: its reader fetches as much as it may.
-        each = counts.bytes / counts.windowed if counts.windowed else LONGEST_BURST
-        # A block more, because blocks are fetched whole.
-        size = max(self.source.at_once(), int(each * records)) + self.fetcher.block
-        self.fetcher.expect(size, now=now)
-
-    def filled(self, window: Sequence[FoundRecord]) -> int:
-        of = self.source.stored_bytes
-        self.source.read_counts.windowed += len(window)
-        self.fetcher.expect(0)
-        return sum(of(raw) for _, _, raw in window if raw is not REMOVED and not isinstance(raw, Damage))
-
-    def hold(self, window: int) -> None:
-        self.fetcher.hold(window)
-
-    def _ahead(self, parts: Iterator[Part]) -> Iterator[Iterable[Block | None]]:
-        sound = (part for part in parts if part.file not in self.source.bad)
-        return (self.source.ahead(part, part.start, self.fetcher) for part in sound)
 
 
 def file_sources(source: Source) -> dict[str, FileSource]:

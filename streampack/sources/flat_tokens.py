@@ -22,7 +22,7 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, map_in_threads
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import look_at_each
-from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
+from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 from streampack.storage.retries import Storage
 from streampack.validation import require_positive
 
@@ -161,15 +161,8 @@ class FlatTokensSource(DocumentSource):
         return Example((number, at), None)
 
     @override
-    def slice(
-        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
-    ) -> Iterator[Record]:
-        return self._documents(part, self._ids_from(part, fetcher, later))
-
-    @override
-    def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterator[Block | None]:
-        begin, stop, tail = self._stretch(part)
-        return blocks(fetcher.block, self.files[part.file], begin, stop, tail=tail)
+    def slice(self, part: Part, fetcher: Fetcher) -> Iterator[Record]:
+        return self._documents(part, self._ids_from(part, fetcher))
 
     def _documents(self, part: Part, ids_from: Callable[[int], Stored]) -> Iterator[Record]:
         """Yield the documents that begin in a part. ``ids_from`` is that of `_ids_from`.
@@ -235,9 +228,7 @@ class FlatTokensSource(DocumentSource):
         )
         raise Damage(what, offset=begin, resume=begin + limit)
 
-    def _ids_from(
-        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
-    ) -> Callable[[int], Stored]:
+    def _ids_from(self, part: Part, fetcher: Fetcher) -> Callable[[int], Stored]:
         """Return a function to be called with the first token to keep, again and again.
 
         It returns the ids from there on, each time more of them, beginning one token before the part; at the file's end
@@ -250,7 +241,7 @@ class FlatTokensSource(DocumentSource):
             ends = count(first + CHUNK, CHUNK)
             return lambda keep: ids[keep : next(ends)]
         begin, stop, tail = self._stretch(part)
-        stream, held = RangeStream(fetcher, file, begin, stop, later, tail=tail), b""
+        stream, held = RangeStream(fetcher, file, begin, stop, tail=tail), b""
 
         def ids_from(keep: int) -> Stored:
             nonlocal first, held

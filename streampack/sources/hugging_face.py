@@ -169,7 +169,7 @@ class _Stream(Source):
         return read_parts(
             self._lanes(reading.num_lanes)[reading.lane],
             reading,
-            open_part=lambda part, offset, following: self._records(part.file, offset),
+            open_part=lambda part, offset: self._records(part.file, offset),
             locate=self.locate,
             empty=self._empty,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from streampack.storage.base import (
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct, require_some
 from streampack.storage.manifest import placed
-from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.ranges import Fetcher
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Storage
 
@@ -53,27 +53,15 @@ class IndexedSource(FileSource):
         """The number of records in each shard."""
 
     @abstractmethod
-    def slice(
-        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
-    ) -> Iterator[Record]:
+    def slice(self, part: Part, fetcher: Fetcher) -> Iterator[Record]:
         """Return the records of a part whose ``stop`` is a number; see `FileSource.records`."""
 
-    @abstractmethod
-    def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterable[Block | None]:
-        """Return the blocks that `slice` will read of a part; see `FileSource.ahead`."""
-
-    def records(
-        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
-    ) -> Iterator[Record]:
+    def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
         """See `FileSource.records`."""
         if not 0 <= offset <= self.counts[part.file]:
             file = self.files[part.file]
             raise ValueError(f"{file.shown} has no {self.unit} {offset}; the state or the file is damaged")
-        return self.slice(self._bounded(part)._replace(start=offset), fetcher, later)
-
-    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
-        """See `FileSource.ahead`."""
-        return self.slice_ahead(self._bounded(part)._replace(start=offset), fetcher)
+        return self.slice(self._bounded(part)._replace(start=offset), fetcher)
 
     def place(self, part: Part, offset: int) -> str:
         """See `FileSource.place`."""

@@ -11,14 +11,14 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed, stretch
+from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
 from streampack.storage.compression import content, kind_of, not_text
 from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
-from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
+from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 from streampack.types import RowId
 from streampack.validation import require_positive
@@ -108,17 +108,9 @@ class JSONLSource(FileSource):
         sizes = [file.size for file in self.files]
         return divide(sizes, num_lanes, whole=whole, least=LEAST_PART)
 
-    def records(
-        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
-    ) -> Iterator[Record]:
+    def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
         """See `FileSource.records`."""
-        return self._lines(part, offset, fetcher, later=later)
-
-    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
-        """See `FileSource.ahead`."""
-        file = self.files[part.file]
-        begin, stop = stretch(file, part, offset)
-        return blocks(fetcher.block, file, begin, stop, tail=tail_of(begin, stop))
+        return self._lines(part, offset, fetcher)
 
     def decode(self, part: Part, offset: int, raw: bytes | Damage) -> Mapping[str, Any]:
         """See `FileSource.decode`."""
@@ -242,16 +234,7 @@ class JSONLSource(FileSource):
         lines = (self._lines(Part(place.file, at), at, self.fetcher(), few=True) for at in starts)
         return next(chain.from_iterable(lines), None)
 
-    def _lines(
-        self,
-        part: Part,
-        offset: int,
-        fetcher: Fetcher,
-        *,
-        later: Iterable[Iterable[Block | None]] = (),
-        few: bool = False,
-    ) -> Lines:
+    def _lines(self, part: Part, offset: int, fetcher: Fetcher, *, few: bool = False) -> Lines:
         return Lines(
-            self.files[part.file], part, offset, fetcher, longest=self.max_line_bytes, count=self._count,
-            later=later, few=few,
+            self.files[part.file], part, offset, fetcher, longest=self.max_line_bytes, count=self._count, few=few
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import EMPTY, File, path_in
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content, kind_of, not_text
 from streampack.storage.json_depth import require_shallow
-from streampack.storage.ranges import Block, Fetcher, RangeStream, tail_of
+from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 
 HEAD_BYTES = 16  # enough to recognise the kind of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -50,15 +50,6 @@ class ByteCount:
     total: int = 0
 
 
-def stretch(file: File, part: Part, offset: int) -> tuple[int, int]:
-    """Return the bytes ``[begin, stop)`` to read for the lines of a part from ``offset`` on; see `Lines`."""
-    return (
-        (max(0, offset - 1), file.size if part.stop is None else part.stop)
-        if file.seekable
-        else (0, file.size)
-    )
-
-
 class Lines:
     """An iterator over the lines of one part that are not blank, each with the offset of its first byte.
 
@@ -69,7 +60,6 @@ class Lines:
         fetcher: reads the file's bytes.
         longest: bytes of the longest line. A longer line is returned as `Damage`, and not held in memory.
         count: is increased by the bytes of each line.
-        later: the blocks of parts that are read after this one, to be fetched ahead.
         few: whether only a line or two will be read, so that no more than those should be fetched.
     """
 
@@ -82,7 +72,6 @@ class Lines:
         *,
         longest: int,
         count: ByteCount,
-        later: Iterable[Iterable[Block | None]] = (),
         few: bool = False,
     ) -> None:
         self.file = file
@@ -98,9 +87,10 @@ class Lines:
             )
         # Reading begins one byte before `offset`, and goes on to the next line's end. If the byte is a line's end, the
         # line that begins at `offset` is kept; otherwise `offset` is in the middle of a line of the part before.
-        begin, stop = stretch(file, part, offset)
+        begin = max(0, offset - 1) if seekable else 0
+        stop = part.stop if seekable and part.stop is not None else file.size
         end = begin + 1 if few else stop
-        self.raw = RangeStream(fetcher, file, begin, end, later, tail=tail_of(begin, end))
+        self.raw = RangeStream(fetcher, file, begin, end, tail=tail_of(begin, end))
         self.stream = content(self.raw, name=path_in(file.path))
         if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
             raise Damage(not_text(kind), offset=offset)

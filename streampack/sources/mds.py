@@ -9,8 +9,7 @@ https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/datase
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +26,7 @@ from streampack.storage.base import File, ParallelMap, redact
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Name, Once, alone, require_some
-from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks
+from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 
 MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
@@ -115,40 +114,22 @@ class MDSSource(IndexedSource):
         return divide(self.counts, num_lanes, sizes=sizes, whole=self._packed)
 
     @override
-    def slice(
-        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
-    ) -> Iterator[Record]:
+    def slice(self, part: Part, fetcher: Fetcher) -> Iterator[Record]:
         if part.start == part.stop:
             return
         shard, file = self.shards[part.file], self.files[part.file]
         samples: Iterator[bytes]
         if shard.suffix:
-            data = _content(shard, part, RangeStream(fetcher, file, 0, file.size, later))
+            data = _content(shard, part, RangeStream(fetcher, file, 0, file.size))
             offsets = _offsets(shard, file, part, len(data), lambda start, stop: data[start:stop])
             samples = (data[start:end] for start, end in pairwise(offsets.tolist()))
         else:
             offsets = _offsets(shard, file, part, file.size, lambda *span: fetcher.take((file, *span)))
-            stretch = RangeStream(fetcher, file, int(offsets[0]), int(offsets[-1]), later)
+            stretch = RangeStream(fetcher, file, int(offsets[0]), int(offsets[-1]))
             stream = io.BufferedReader(stretch, BUFFER_BYTES)
             samples = (stream.read(size) for size in np.diff(offsets).tolist())
         for number, raw in enumerate(samples, part.start):
             yield number, raw, number + 1
-
-    @override
-    def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterator[Block | None]:
-        shard, file = self.shards[part.file], self.files[part.file]
-        if shard.suffix:
-            yield from blocks(fetcher.block, file, 0, file.size)
-            return
-        block = file, 4 * (1 + part.start) if part.start else 0, 4 * ((part.stop or 0) + 2)
-        if block[2] > file.size:  # the shard is damaged, and `slice` raises that
-            return
-        yield block
-        while (table := fetcher.peek(block)) is None:
-            yield None
-        with suppress(Damage):
-            offsets = _offsets(shard, file, part, file.size, lambda *span: table)
-            yield from blocks(fetcher.block, file, int(offsets[0]), int(offsets[-1]))
 
     @override
     def decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:

@@ -14,9 +14,8 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.sources.row_groups import (
     Footers,
-    RowGroups,
-    blocks_ahead,
     group_of,
+    records_of,
     row_groups,
     starts_of,
 )
@@ -24,7 +23,7 @@ from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
-from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
 from streampack.types import RowId
 
@@ -99,29 +98,13 @@ class ParquetSource(FileSource):
         columns = None if self.columns is None else ", ".join(self.columns)
         return {**super().identity(), "columns": columns}
 
-    def records(
-        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
-    ) -> Iterator[Record]:
+    def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
         """See `FileSource.records`."""
-        groups = RowGroups(self.footers, part, offset, fetcher)
-        fetcher.plan(groups.planned(), later)
-        return groups
-
-    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
-        """See `FileSource.ahead`."""
-        return blocks_ahead(self.footers, part, offset, fetcher)
-
-    def at_once(self) -> int:
-        """See `FileSource.at_once`: a row group."""
-        return self.footers.largest_group
-
-    def stored_bytes(self, raw: Any) -> int:
-        """See `FileSource.stored_bytes`."""
-        return int(raw[2])
+        return records_of(self.footers, part, offset, fetcher)
 
     def decode(self, part: Part, offset: int, raw: Any) -> Mapping[str, Any]:
         """See `FileSource.decode`."""
-        batch, i, _ = raw
+        batch, i = raw
         row: Mapping[str, Any] = batch.row(i)
         return row
 

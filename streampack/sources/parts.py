@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.types import Cursor, Row, RowId
@@ -39,6 +38,10 @@ class Part(NamedTuple):
     turns: int = 1
 
 
+OpenPart = Callable[[Part, int], Iterator[Record]]
+"""``(part, offset)`` returns the records of a part from an offset of its file on, whoever's turn they are."""
+
+
 class Damage(ValueError):
     """A stretch of a part that can never be read, or all of it. It counts as one bad record.
 
@@ -53,22 +56,6 @@ class Damage(ValueError):
         super().__init__(reason)
         self.offset = offset
         self.resume = resume
-
-
-class Preparation(Protocol):
-    """Fetches records of a reader's parts before they are asked for, from files behind a URL."""
-
-    def plan(self, part: Part, offset: int, following: Iterator[Part]) -> None:
-        """Begin to fetch a part, from ``offset`` on, and the following ones."""
-
-    def expect(self, records: int, *, now: bool) -> None:
-        """Fetch what the next ``records`` records need, because they will be asked for soon, or ``now``."""
-
-    def filled(self, window: Sequence[FoundRecord]) -> int:
-        """Return how many bytes the records of a window take, when it is full: nothing is expected any more."""
-
-    def hold(self, window: int) -> None:
-        """Set how many bytes of its window the reader still holds."""
 
 
 DamageOf = Callable[[Exception, Part, int], Damage | None]
@@ -103,13 +90,13 @@ class InOrder(Reader):
         self,
         parts: Sequence[Part],
         reading: Reading,
-        open_part: Callable[[Part, int, Iterator[Part]], Iterator[Record]],
+        open_part: Callable[[int, int], Iterator[Record]],
         decode: Callable[[Part, int, Any], Mapping[str, Any]],
         place: Callable[[Part, int], str],
         locate: Callable[[RowId], str],
         damage: DamageOf,
-        preparation: Preparation | None,
         empty: set[Part],
+        prepare: Callable[[int, int], None] | None,
     ) -> None:
         self.parts = parts
         self.reading = reading
@@ -119,7 +106,7 @@ class InOrder(Reader):
         self.place = place
         self.locate = locate
         self.damage = damage
-        self.preparation = preparation
+        self.prepare_at = prepare
         self.part_index = 0
         self.offset = parts[0].start if parts else 0
         if reading.start is not None:
@@ -150,18 +137,10 @@ class InOrder(Reader):
         """Go on behind the record that was found; see `Reader.skip`."""
         self.found, self.cursor = None, (*self.position, 0)
 
-    def prepare(self, records: int = 0, *, now: bool = False) -> None:
-        """See `Reader.prepare`. If ``records`` are given, as many will be asked for at once, soon or ``now``."""
-        if self.preparation is None:
-            return
-        part_index, offset = self.position
-        while part_index < len(self.parts) and self.parts[part_index].file == REMOVED_FILE:
-            part_index += 1
-            offset = self.parts[part_index].start if part_index < len(self.parts) else 0
-        if begins := self.records is None and part_index < len(self.parts):
-            self.preparation.plan(self.parts[part_index], offset, self._following(part_index))
-        if begins or records:
-            self.preparation.expect(records, now=now)
+    def prepare(self) -> None:
+        """See `Reader.prepare`."""
+        if self.prepare_at is not None:
+            self.prepare_at(*self.position)
 
     def row_of(self, found: FoundRecord, cursor: Cursor) -> Row:
         """Decode a record that `find` returned, as the row whose cursor is ``cursor``.
@@ -194,7 +173,7 @@ class InOrder(Reader):
                     if part in self.empty:
                         self._go_to_part(self.part_index + 1)
                         continue
-                    self.records = self.open_part(part, self.offset, self._following(self.part_index))
+                    self.records = self.open_part(*self.position)
                 if record := next(self.records, None):
                     offset, raw, self.offset = record
                     return self.part_index, offset, raw
@@ -218,14 +197,6 @@ class InOrder(Reader):
                 return part_index, offset, damage
             self._go_to_part(self.part_index + 1)
         return None
-
-    def _following(self, part_index: int) -> Iterator[Part]:
-        empty = self.empty  # so that the iterator, which the records hold, does not hold this reader
-        return (
-            part
-            for part in islice(self.parts, part_index + 1, None)
-            if part.file != REMOVED_FILE and part not in empty
-        )
 
     def _go_to_part(self, part_index: int) -> None:
         self.part_index, self.records = part_index, None

@@ -7,22 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from streampack.sources.ahead import Ahead
 from streampack.sources.parts import (
     REMOVED,
     Damage,
     DamageOf,
     FoundRecord,
     InOrder,
+    OpenPart,
     Part,
-    Preparation,
     Record,
 )
 from streampack.sources.reading import OTHER_RECORDS, Reader, Reading, permutation
 from streampack.sources.turns import in_turns
+from streampack.storage.ranges import Fetcher
 from streampack.types import Cursor, Row, RowId
-
-HOLD_EVERY = 64
-"""After so many rows of a window, the memory of those that were returned is given to read-ahead."""
 
 
 class WindowReader(Reader):
@@ -46,7 +45,6 @@ class WindowReader(Reader):
         self.reading = ordered.reading
         # The records of the current window, in permuted order; those that were returned or skipped are let go.
         self.window: list[FoundRecord | None] = []
-        self.window_bytes = 0
         self.counts: list[int] = []  # of the current window's records, see above
         self.index = 0  # how many rows of the window have been returned or skipped
         # The records of the next window while it is being read. An error in the middle leaves them here, so that the
@@ -75,9 +73,9 @@ class WindowReader(Reader):
         return row
 
     def prepare(self) -> None:
-        """See `Reader.prepare`: fetch the next window, if little of this one is left."""
+        """See `Reader.prepare`: read the next window, if little of this one is left."""
         if len(self.window) - self.index <= self.reading.shuffle_window // 4:
-            self.ordered.prepare(self.reading.shuffle_window)
+            self.ordered.prepare()
 
     def skip(self) -> None:
         """See `Reader.skip`."""
@@ -87,8 +85,6 @@ class WindowReader(Reader):
         if 0 < index <= len(self.window):
             self.window[index - 1] = None
         self.index = index
-        if self.window_bytes and not index % HOLD_EVERY and self.ordered.preparation is not None:
-            self.ordered.preparation.hold(round((1 - index / len(self.window)) * self.window_bytes))
         # At a window's end, the cursor is that of the next window: a resume need not read the old one again.
         if index >= len(self.window):
             self.cursor = (*self.ordered.position, 0)
@@ -106,7 +102,7 @@ class WindowReader(Reader):
         if self.filling is None:
             self.filling, self.window = [], []
             self.start = ordered.position
-        ordered.prepare(self.reading.shuffle_window, now=True)
+        ordered.prepare()
         while len(self.filling) < self.reading.shuffle_window and (found := ordered.find()):
             self.filling.append(found)
         counts = self._counts(self.filling)
@@ -116,8 +112,6 @@ class WindowReader(Reader):
                     raise raw.__cause__
             raise ValueError(f"lane {self.reading.lane}: {OTHER_RECORDS}")
         order = permutation(len(self.filling), *self.reading.key, *self.start)
-        if ordered.preparation is not None:
-            self.window_bytes = ordered.preparation.filled(self.filling)
         self.window, self.filling = [self.filling[i] for i in order], None
         self.counts, self.expected = counts, []
         index, self.resumes_at = min(self.resumes_at, len(self.window)), 0
@@ -135,11 +129,11 @@ def read_parts(
     parts: Sequence[Part],
     reading: Reading,
     *,
-    open_part: Callable[[Part, int, Iterator[Part]], Iterator[Record]],
+    open_part: OpenPart,
     locate: Callable[[RowId], str],
     decode: Callable[[Part, int, Any], Mapping[str, Any]] = lambda part, offset, raw: raw,
     place: Callable[[Part, int], str] | None = None,
-    preparation: Preparation | None = None,
+    ahead: Fetcher | None = None,
     empty: set[Part] | None = None,
     damage: DamageOf = lambda error, part, offset: None,
 ) -> InOrder | WindowReader:
@@ -148,14 +142,12 @@ def read_parts(
     Args:
         parts: the lane's parts, in corpus order.
         reading: says whether to shuffle, by which key, and at which cursor to begin.
-        open_part: ``(part, offset, following)`` returns the records of a part from the byte or row number ``offset``
-            of its file on, whoever's turn they are. ``following`` are the parts that will be read next, so that they
-            can be fetched ahead.
+        open_part: opens a part.
         locate: see `Source.locate`.
         decode: ``(part, offset, raw)`` makes a row's data of a record's raw data, or raises ValueError; by default the
             raw data is the row's data.
         place: ``(part, offset)`` describes where reading stands, for errors of the storage; by default `locate` does.
-        preparation: fetches records before they are asked for.
+        ahead: what parts are read by, if threads read them before they are asked for.
         empty: parts without records, which are not opened; the reader adds those that it finds.
         damage: see `DamageOf`.
     """
@@ -165,5 +157,10 @@ def read_parts(
         place = lambda part, offset: locate((part.file, offset))  # noqa: E731
     empty = set() if empty is None else empty
     opened = in_turns(open_part)
-    ordered = InOrder(parts, reading, opened, decode, place, locate, damage, preparation, empty)
+    open_at: Callable[[int, int], Iterator[Record]] = lambda i, offset: opened(parts[i], offset)  # noqa: E731
+    prepare = None
+    if ahead is not None:
+        threads = Ahead(parts, empty, opened, fetcher=ahead, window=reading.shuffle_window)
+        open_at, prepare = threads.open, threads.prepare
+    ordered = InOrder(parts, reading, open_at, decode, place, locate, damage, empty, prepare)
     return WindowReader(ordered) if reading.shuffle_window else ordered

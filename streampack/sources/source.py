@@ -69,7 +69,7 @@ class Source(ABC):
         return read_parts(
             [Part(0, reading.lane)],
             reading,
-            open_part=lambda part, offset, following: self._numbered(offset, reading),
+            open_part=lambda part, offset: self._numbered(offset, reading),
             locate=self.locate,
         )
 

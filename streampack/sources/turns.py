@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from streampack.sources.parts import Damage, Part, Record
-
-OpenPart = Callable[[Part, int, Iterator[Part]], Iterator[Record]]
-"""``(part, offset, following)`` returns the records of a part; see `read_parts`."""
+from streampack.sources.parts import Damage, OpenPart, Part, Record
 
 
 def share(
@@ -58,14 +55,12 @@ def deal(parts: Iterable[tuple[Part, float]], num_lanes: int) -> list[list[Part]
 
 def in_turns(open_part: OpenPart) -> OpenPart:
     """Return an ``open_part`` that leaves out the records of a shared part that are other lanes' turns."""
-    return lambda part, offset, following: (
-        open_part(part, offset, following)
-        if part.turns == 1
-        else _own_records(part, offset, following, open_part)
+    return lambda part, offset: (
+        open_part(part, offset) if part.turns == 1 else _own_records(part, offset, open_part)
     )
 
 
-def _own_records(part: Part, offset: int, following: Iterator[Part], open_part: OpenPart) -> Iterator[Record]:
+def _own_records(part: Part, offset: int, open_part: OpenPart) -> Iterator[Record]:
     """Yield a lane's records of a shared part from ``offset`` on. All are counted, from the part's beginning.
 
     A damaged stretch counts as one record, and is yielded as one: it is the turn of a single lane.
@@ -74,7 +69,7 @@ def _own_records(part: Part, offset: int, following: Iterator[Part], open_part: 
     while True:
         damage: Damage | None = None
         try:
-            for record in open_part(part, at, following):
+            for record in open_part(part, at):
                 if number % part.turns == part.turn and record[0] >= offset:
                     yield record
                 number += 1

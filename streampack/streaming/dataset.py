@@ -97,7 +97,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             most bad records of a lane in one pass, below 1 a fraction. A folder is where they are listed. A
             `Quarantine`, or a mapping of its ``folder`` and ``limit``, says both.
         read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
-            holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
+            fetches ahead of need, for all of its lanes together. Besides, a lane holds two shuffle windows at most.
         corpus_lists: a folder where the lists of the files are kept. With it, a resume goes on where files, or sources
             of a mixture, were added, removed or changed since the state was made; without, it is refused. See
             `CorpusChanges`.
