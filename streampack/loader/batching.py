@@ -37,12 +37,12 @@ class Batching:
         begins = range(self.num_lanes)
         return max(self._own_slots(begin, rank) for rank in ranks for begin in begins)
 
-    @property
+    @cached_property
     def batches_per_step(self) -> int:
         """Batches that every rank contributes to a step."""
         return -(-self.packs_per_rank // self.batch_size)
 
-    @property
+    @cached_property
     def packs_per_batch(self) -> int:
         """Packs in a batch: a rank's part of a step, in batches as even as can be."""
         return -(-self.packs_per_rank // self.batches_per_step)

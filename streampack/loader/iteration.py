@@ -148,20 +148,20 @@ class Iteration:
             raise StopIteration
         self.broken = True
         begun = time.perf_counter()
-        handed, lane_states = self.handed, dict(self.handed.lane_states)
+        slot, lane_states = self.handed.slot, dict(self.handed.lane_states)
         batch = None
         try:
             for share in self.shares:
                 for event in share.events:
                     lane_states[event.lane] = event.state
                     self.dataset._untrained.look_at(event.state.ledger)
-                handed, self.epoch = replace(handed, slot=share.slot), share.epoch
+                slot, self.epoch = share.slot, share.epoch
                 if share.exists:
                     batch = self._collated(share.packs)
                     break
                 if not share.number:
                     self._require_packs(lane_states)
-            handed = replace(handed, lane_states=lane_states)
+            handed = replace(self.handed, lane_states=lane_states, slot=slot)
             if batch is None:
                 self._ended()
             else:

@@ -94,13 +94,12 @@ def agreed_shares(
         untold: list[tuple[int, ...]] = []  # what the other ranks must know of the newest of them
         exchanges: deque[Exchange] = deque()  # under way
         told: deque[tuple[Sequence[int], ...]] = deque()  # what each rank has told of the oldest
-        share = Share(exists=True)
-        number = 0
-        while share.exists:
+        exists, number = True, 0
+        while exists:
             # The first rounds are short, so that the first batch comes at once.
             ahead = 0 if rank_sync.alone else min(number + 1, ROUND)
             while len(made) <= ahead:
-                share = Share()
+                share = None
                 if error is None:
                     room = batching.room(number + len(made), slot=slot, rank=rank_sync.data_rank)
                     try:
@@ -109,9 +108,9 @@ def agreed_shares(
                         if rank_sync.alone:
                             raise
                         error = raised  # raised on all ranks, when they have taken the batches before it
-                made.append(share)
+                made.append(share := share or Share())
                 costs = () if rank_sync.alone else map(_cost_of, share.packs)
-                tokens = sum(sum(pack.seq_lens) for pack in share.packs)
+                tokens = sum([sum(pack.seq_lens) for pack in share.packs])
                 trained = sum(map(trains, share.packs))
                 untold.append((share.exists, error is not None, sum(costs), trained, tokens))
                 if len(untold) >= ahead:
@@ -121,14 +120,14 @@ def agreed_shares(
                 told += zip(*exchanges.popleft()(), strict=True)
             share = made.popleft()
             exist, failed, share.costs, trains_of, tokens_of = zip(*told.popleft(), strict=True)
-            share.exists = any(exist) or number % batching.batches_per_step > 0
+            exists = share.exists = any(exist) or number % batching.batches_per_step > 0
             share.epoch, share.trained, share.tokens = epoch, sum(trains_of), sum(tokens_of)
             if any(failed):
                 try:
                     rank_sync.raise_on_all(error, doing="making packs")
                 finally:
                     del error  # its traceback refers to this frame
-            number += share.exists
+            number += exists
             steps = number // batching.batches_per_step
             share.number, share.slot = number, slot + steps * batching.packs_per_step
             yield share
