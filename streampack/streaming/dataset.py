@@ -257,26 +257,20 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         lanes = range(consumer, num_lanes, consumers)
         read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
 
-        def open_lane(number: int) -> Lane:
-            state = states.get(number)
-            if first_epoch is not None:
-                least = first_epoch
-            else:  # a lane that resumes continues its own epoch
-                least = first if state is None else 0
-            return Lane(
+        opened = (
+            Lane(
                 config,
                 lane=number,
                 num_lanes=num_lanes,
-                state=state,
-                first_epoch=least,
+                state=states.get(number),
+                # A lane that resumes continues its own epoch.
+                first_epoch=(0 if number in states else first) if first_epoch is None else first_epoch,
                 read_ahead=read_ahead,
             )
-
-        return in_turn(
-            map(open_lane, lanes),
-            last_epoch=None if self.epochs is None else first + self.epochs - 1,
-            alone=consumers == 1,
+            for number in lanes
         )
+        last_epoch = None if self.epochs is None else first + self.epochs - 1
+        return in_turn(opened, last_epoch=last_epoch, alone=consumers == 1)
 
     def _log_shared(self) -> None:
         """Log, once, a default of few lanes, and of which parts of the data several lanes read the same rows."""
@@ -307,16 +301,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def num_lanes(self) -> int | None:
-        """The number of lanes, once it is set, loaded or begun with; then fixed for the life of a run."""
+        """The number of lanes, once it is set, loaded or begun with."""
         return self.settings.num_lanes
 
     @property
     def balance_window(self) -> int | None:
-        """Packs that each lane plans ahead, once it is set, loaded or begun with; then fixed for the life of a run."""
+        """Packs that each lane plans ahead, once that is set, loaded or begun with."""
         return self.settings.balance_window
 
     def lanes_for(self, consumers: int) -> int:
-        """Return how many lanes this many consumers (ranks x workers) would read; see `RunSettings.lanes_for`."""
+        """Return how many lanes this many consumers (ranks x workers) would read."""
         return self.settings.lanes_for(self.lane_config.source, consumers)
 
     def fix_lanes(self, consumers: int) -> int:
@@ -336,8 +330,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, a new dict.
 
-        A lane that has yielded nothing has no entry. The states of several consumers are merged by
-        merging ``lanes``.
+        The states of several consumers are merged by merging ``lanes``.
 
         Raises:
             ValueError: if it is read by a `PackedDataLoader`, or by worker processes of torch's DataLoader, where the
@@ -347,16 +340,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         more = {"partial": True} if position.partial else {}
         return self._state_with(as_dicts(position.lane_states), more=more, epoch=position.epoch)
 
-    def _lane_states(self) -> Mapping[int, LaneState]:
-        """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
-        return self.readers.position().lane_states
-
     def _state_with(
         self, lanes: Mapping[int, Mapping[str, Any]], *, more: Mapping[str, Any], epoch: int
     ) -> dict[str, Any]:
         """Return a state that holds these lanes' states and ``more``, of an iteration that began in ``epoch``."""
-        # For the warning when they change.
-        weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
+        weights = {} if self.mix is None else {"weights": self.mix.target_fractions}  # which may change
         head = {
             "identity": self._identity.plain(),
             "epoch": epoch,
@@ -380,7 +368,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
             loaded = loaded.with_lanes(LaneState.closed)
-        self._resume_from(loaded, resumed)
+        self._go_on(loaded, resumed)
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
@@ -413,16 +401,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the data "
                 "anew"
             )
-        self._resume_from(loaded.behind(), resumed)
+        self._go_on(loaded.behind(), resumed)
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
-        """Check a state, by these parts of its identity; return what a resume needs. The dataset is not changed."""
+        """Check a state, by these parts of its identity. The dataset is not changed."""
         resumed = self._changes.resume(state, checked_state(state))
         self._identity.require(state["identity"], names=names, changed=resumed.changed)
         return resumed
 
-    def _resume_from(self, loaded: RunState, resumed: Resumed) -> None:
-        """Let whoever iterates next go on from a state."""
+    def _go_on(self, loaded: RunState, resumed: Resumed) -> None:
         if resumed.changed:
             warn_user(resumed.warning)
         lanes = len(loaded.lane_states)
@@ -449,7 +436,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: as `state_dict`.
         """
-        return total_ledger(self._lane_states())
+        return total_ledger(self.readers.position().lane_states)
 
     @property
     def mix(self) -> Mix | None:
@@ -462,7 +449,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: as `state_dict`.
         """
-        return self._source_stats_of(self._lane_states())
+        return self._source_stats_of(self.readers.position().lane_states)
 
     def _source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
         """Return the same for the lanes given."""
@@ -494,11 +481,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return found
 
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
-        """Estimate the packs of an epoch, with their standard error, their padding, and the tokens that are lost.
+        """Estimate the packs of an epoch from so many rows, all over the corpus.
 
-        Args:
-            rows: to encode, from all over the corpus.
-            num_lanes: each has a part-empty last pack. Default: as many as one process reads.
+        Each of ``num_lanes``, by default as many as one process reads, has a part-empty last pack.
 
         Raises:
             ValueError: if the source cannot tell its size.

@@ -21,15 +21,10 @@ Rows = Mapping[RowId, Mapping[str, Any]]
 
 
 class Lane:
-    """Make the packs of one lane, from its beginning or from a state.
+    """Make the packs of one lane, from its beginning or from a state: they follow from (config, seed, lane, state).
 
     The constructor reads nothing, so that `prepare` can be called for many lanes first. With a state, `restore` must be
-    called before anything else.
-
-    The packs are a function of (config, seed, lane, state). After an error (a broken row, a failing disk) a lane is of
-    no more use: whoever goes on makes it again from its last state.
-
-    The lane asks its planner for the next pack, and the planner pulls pieces from the piece reader as it needs them:
+    called before anything else. After an error (a broken row, a failing disk) a lane is of no more use.
 
         Lane.next_event -> Planner.next_pack -> PieceReader.next -> Source reader, encoder
 
@@ -99,7 +94,7 @@ class Lane:
         """
         state, self.resumes_from = self.resumes_from, None
         if state is not None:
-            self._restore(state, rows)
+            self._restore(state, [rows[address.row_id] for address in state.begin.waiting])
         if self.epoch < self.first_epoch:
             self.start_epoch(self.first_epoch)
 
@@ -231,7 +226,7 @@ class Lane:
         self.window = window._replace(handed_out=window.handed_out + 1) if window and self.planned else None
         return placed
 
-    def _restore(self, state: LaneState, rows: Rows) -> None:
+    def _restore(self, state: LaneState, waited: Sequence[Mapping[str, Any]]) -> None:
         reader, begin = self.piece_reader, state.begin
         # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
         # end only if none of its rows makes a piece.
@@ -244,7 +239,7 @@ class Lane:
             reader.ledger.tokens_in -= reader.ledger.buffered
         if len(state.bad_in_pass) == len(reader.bad_in_pass):
             reader.bad_in_pass = list(state.bad_in_pass)
-        reader.restore(begin.waiting, [rows[address.row_id] for address in begin.waiting])
+        reader.restore(begin.waiting, waited)
         if state.window is not None:
             self._plan_again(state, state.window)
         elif self.ledger.buffered != self._held:

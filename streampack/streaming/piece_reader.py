@@ -36,11 +36,7 @@ class Piece:
 
 
 class PieceReader:
-    """Read the rows of one lane, encode them, cut them to pieces, and count them in the ledger.
-
-    After an error (a broken row, a failing disk) it is of no more use: whoever goes on makes the lane again from its
-    last state.
-    """
+    """Read the rows of one lane, encode them, cut them to pieces, and count them in the ledger."""
 
     def __init__(
         self, config: LaneConfig, *, lane: int, num_lanes: int, read_ahead: ReadAhead | None = None
