@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from streampack import IGNORE_INDEX, Mix
 from streampack.sources.indexed import INDEX
 from streampack.sources.token_files import FORMAT, VERSION, ShardWriter
-from streampack.storage.folders import LocalFolder
+from streampack.storage.folders import Folder
 from stress.corpus import (
     SOURCES,
     Corpus,
@@ -75,7 +75,7 @@ def write_token_shards(folder: Path, files: Rows) -> None:
     """Write a shard for each file, and the index of them in the order of their names."""
     encode, shards = Numbers(), []
     for file, rows in sorted(files.items()):
-        writer = ShardWriter(LocalFolder(folder), f"{file}.bin", dtype="uint32")
+        writer = ShardWriter(Folder(folder), f"{file}.bin", dtype="uint32")
         for row in rows:
             sample = encode(row)
             writer.append(sample.tokens, sample.labels != IGNORE_INDEX)

@@ -12,8 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from streampack.storage.locks import lock_folder
-from streampack.storage.whole_files import settle, write_whole
+from streampack.storage.folders import lock_folder, settle, write_whole
 
 SUFFIXES = (".jsonl", ".parquet")
 ROWS, SETTINGS = "rows.jsonl", "settings.json"

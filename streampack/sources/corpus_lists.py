@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack.sources.parts import REMOVED_FILE, Part
-from streampack.storage.whole_files import write_whole
+from streampack.storage.folders import write_whole
 
 SHOWN = 3  # names of files in a message
 

@@ -9,8 +9,6 @@ from typing import Any
 
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 18
-LARGEST_WINDOW = 1 << 27  # bytes of content that a zstd frame may refer back to; the window of `zstd --long`
-FRAME, SKIPPABLE = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 
 KINDS = {
     b"\x1f\x8b": "gzip data",
@@ -73,71 +71,23 @@ def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:
 
 
 class _Zstd(io.RawIOBase):
-    """The content of a zstd stream, decompressed one block at a time.
-
-    zstandard's own reader does not notice that a file was cut off. Its decompressor returns the content of all its
-    input at once, and 29 KB of input can have 600 MiB of content. So the stream is divided into frames and blocks here,
-    as a block has at most 128 KiB of content.
-    """
+    """The content of a zstd stream, by pyarrow: zstandard's own reader does not notice that a file was cut off."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         try:
-            import zstandard
+            import pyarrow
         except ImportError as error:
-            raise ImportError("reading .zst files needs zstandard: pip install 'streampack[zstd]'") from error
-        self.zstandard = zstandard
-        self.raw = io.BufferedReader(raw, 1 << 16)
-        self.frame: Any = None  # the decompressor of the current frame
-        self.ready = memoryview(b"")  # decompressed content that was not returned yet
+            raise ImportError("reading .zst files needs pyarrow: pip install 'streampack[zstd]'") from error
+        self.stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(io.BufferedReader(raw), "r"), "zstd")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            if (chunk := self._begin_frame() if self.frame is None else self._next_block()) is None:
-                return 0
-            try:
-                self.ready = memoryview(self.frame.decompress(chunk))
-            except self.zstandard.ZstdError as error:
-                raise ArchiveError(str(error)) from error
-            if self.frame.eof:
-                self.frame = None
-        count = min(len(buffer), len(self.ready))
-        buffer[:count] = self.ready[:count]
-        self.ready = self.ready[count:]
+        try:
+            count: int = self.stream.readinto(buffer)
+        except OSError as error:
+            if type(error) is OSError and str(error).startswith(("Truncated", "ZSTD")):
+                raise ArchiveError(str(error)) from None
+            raise  # of the storage
         return count
-
-    def _begin_frame(self) -> bytes | None:
-        """Begin the next frame and return its header (RFC 8878, 3.1); return None at the file's end."""
-        while (magic := self.raw.read(4)) and magic[1:] == SKIPPABLE and 0x50 <= magic[0] < 0x60:
-            left = int.from_bytes(self._take(4), "little")
-            while left:
-                left -= len(self._take(min(left, 1 << 16)))
-        if not magic:
-            return None
-        if len(magic) < 4:
-            raise ArchiveError("it ends in the middle")
-        if magic != FRAME:
-            raise ArchiveError("there is no zstd frame where one should begin")
-        descriptor = self._take(1)
-        [flags] = descriptor
-        single = flags >> 5 & 1
-        size = (0 if single else 1) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
-        self.checked = bool(flags & 4)
-        self.frame = self.zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
-        return magic + descriptor + self._take(size)
-
-    def _next_block(self) -> bytes:
-        """Return the next block of the frame. The last one comes with the checksum that follows it, if there is one."""
-        head = self._take(3)
-        number = int.from_bytes(head, "little")
-        is_one_repeated_byte = number >> 1 & 3 == 1
-        size = 1 if is_one_repeated_byte else number >> 3
-        return head + self._take(size + 4 * (number & 1 and self.checked))
-
-    def _take(self, size: int) -> bytes:
-        data = self.raw.read(size)
-        if len(data) < size:
-            raise ArchiveError("it ends in the middle")
-        return data

@@ -1,116 +1,91 @@
-"""Folders that files are written to, each whole or not at all: on this machine, or behind a URL."""
+"""Folders, here or behind a URL, to which files are written whole or not at all, and by one run at a time."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO
 from uuid import uuid4
+
+from typing_extensions import override
 
 from streampack.fingerprint import digest
 from streampack.storage.base import redact, split_url
-from streampack.storage.locks import LOCK_FILE, PATIENCE, lock_folder
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Storage
-from streampack.storage.whole_files import settle
+from streampack.validation import warn_user
 
-Result = TypeVar("Result")
+LOCK_FILE = ".lock"
 LOCKS = ".lanes"
+PATIENCE = 5.0
+"""Seconds to wait for a lock, as the processes of a run that was killed need a moment to end."""
+LOCKS_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
 READ_ONLY = ("http", "https", "hf")
 """Schemes that are read, and not written to."""
 
 
-class Folder(Protocol):
+class Folder:
     """A folder to which one or more processes write files. A name belongs to a file only when that is complete."""
 
-    shown: str
-    """Its path or URL, without secrets."""
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.shown = str(path)
+        """Its path or URL, without secrets."""
+
+    @property
+    def path(self) -> Path:
+        """Where files are made on this machine."""
+        return self._path
 
     def begin(self, name: str) -> Path:
         """Return a new path on this machine, at which a file of this name is to be made."""
-
-    def complete(self, file: BinaryIO, name: str) -> None:
-        """Give a file that was written at a path of `begin` its name, when all of its bytes are stored; close it."""
-
-    def head(self, name: str, count: int) -> tuple[bytes, int] | None:
-        """Return the first ``count`` bytes of a file, and its size; None if there is no such file."""
-
-    def whole(self, name: str) -> bytes | None:
-        """Return a file's content; None if there is no such file."""
-
-    def clean(self, beginning: str) -> None:
-        """Remove what killed processes left of files whose names begin so; no other process may be writing them."""
-
-    def lock(self, name: str, *, way_out: str, patience: float = PATIENCE) -> AbstractContextManager[None]:
-        """Keep other processes from what ``name`` stands for while the ``with`` block runs; see `lock_folder`."""
-
-    def remove_locks(self) -> None:
-        """Remove the files of locks that no process holds any more."""
-
-
-class LocalFolder:
-    """A folder on this machine, or on a file system that is mounted."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.shown = str(path)
-
-    def begin(self, name: str) -> Path:
-        """See `Folder.begin`."""
         self.path.mkdir(parents=True, exist_ok=True)
         # A name of its own, because a process that a killed run left behind may still write to its file.
         return self.path / f".{name}.{uuid4().hex}"
 
     def complete(self, file: BinaryIO, name: str) -> None:
-        """See `Folder.complete`."""
+        """Give a file that was written at a path of `begin` its name, when all of its bytes are stored; close it."""
         settle(file, Path(file.name), self.path / name)
 
-    def head(self, name: str, count: int) -> tuple[bytes, int] | None:
-        """See `Folder.head`."""
+    def head(self, name: str, count: int | None) -> tuple[bytes, int] | None:
+        """Return the first ``count`` bytes of a file, None for all, and its size; None if there is no such file."""
         try:
             with (self.path / name).open("rb") as file:
                 return file.read(count), os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             return None
 
-    def whole(self, name: str) -> bytes | None:
-        """See `Folder.whole`."""
-        try:
-            return (self.path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-
     def clean(self, beginning: str) -> None:
-        """See `Folder.clean`."""
+        """Remove what killed processes left of files whose names begin so; no other process may be writing them."""
         for leftover in self.path.glob(f".{beginning}*"):
             leftover.unlink(missing_ok=True)
 
-    @contextmanager
-    def lock(self, name: str, *, way_out: str, patience: float = PATIENCE) -> Iterator[None]:
-        """See `Folder.lock`. An empty name stands for all of the folder."""
-        place = self.path / LOCKS / name if name else self.path
-        with lock_folder(place, way_out=way_out, patience=patience):
-            yield
+    def lock(self, name: str, *, way_out: str, patience: float = PATIENCE) -> AbstractContextManager[None]:
+        """Keep other processes from what ``name`` stands for, or from all, while the ``with`` block runs."""
+        return lock_folder(
+            self.path / LOCKS / name if name else self.path, way_out=way_out, patience=patience
+        )
 
     def remove_locks(self) -> None:
-        """See `Folder.remove_locks`."""
+        """Remove the files of locks that no process holds any more."""
         shutil.rmtree(self.path / LOCKS, ignore_errors=True)
 
 
-class RemoteFolder:
+class RemoteFolder(Folder):
     """A folder behind a URL. A file is made on this machine, in a scratch folder, and then stored as a whole.
 
     Object stores show an object when all of its bytes have arrived, so there is no moment at which a part of it could
     be read. Locks hold among the processes of this machine only: what is written must not depend on who writes it.
-
-    Args:
-        url: its URL.
-        storage: how it is read and written.
     """
 
     def __init__(self, url: str, storage: Storage) -> None:
@@ -121,64 +96,40 @@ class RemoteFolder:
                 "gs://, az://), and copy it from there"
             )
         parts = split_url(url)
-        self._url = parts._replace(
-            path=parts.path.partition("?")[0].rstrip("/"), query="", fragment=""
-        ).geturl()
+        path = parts.path.partition("?")[0].rstrip("/")
+        self._url = parts._replace(path=path, query="", fragment="").geturl()
         self.shown = redact(self._url)
         self.storage = RemoteStorage(scheme, storage)
 
     @property
-    def scratch(self) -> LocalFolder:
+    @override
+    def path(self) -> Path:
         """The folder for files that are not stored yet, below ``TMPDIR``: one for each user and URL."""
         path = Path(tempfile.gettempdir(), f"streampack-{os.getuid()}-{digest(self._url)[:16]}")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.stat().st_uid != os.getuid():
             raise ValueError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
-        return LocalFolder(path)
+        return path
 
-    def begin(self, name: str) -> Path:
-        """See `Folder.begin`."""
-        return self.scratch.begin(name)
-
+    @override
     def complete(self, file: BinaryIO, name: str) -> None:
-        """See `Folder.complete`. A file with this name is replaced."""
         file.close()
-        path = Path(file.name)
-        self.storage.store(path, self._path(name))
-        path.unlink()
+        self.storage.store(Path(file.name), f"{self._url}/{name}")
+        Path(file.name).unlink()
 
-    def head(self, name: str, count: int) -> tuple[bytes, int] | None:
-        """See `Folder.head`."""
-        return self._found(partial(self.storage.head, self._path(name), count))
-
-    def whole(self, name: str) -> bytes | None:
-        """See `Folder.whole`."""
-        return self._found(partial(self.storage.whole, self._path(name)))
-
-    def clean(self, beginning: str) -> None:
-        """See `Folder.clean`."""
-        self.scratch.clean(beginning)
-
-    def lock(self, name: str, *, way_out: str, patience: float = PATIENCE) -> AbstractContextManager[None]:
-        """See `Folder.lock`."""
-        return self.scratch.lock(name, way_out=way_out, patience=patience)
-
-    def remove_locks(self) -> None:
-        """See `Folder.remove_locks`."""
-        scratch = self.scratch
-        scratch.remove_locks()
-        (scratch.path / LOCK_FILE).unlink(missing_ok=True)
-        with suppress(OSError):  # another process is making a file there
-            scratch.path.rmdir()
-
-    def _path(self, name: str) -> str:
-        return f"{self._url}/{name}"
-
-    def _found(self, read: Callable[[], Result]) -> Result | None:
+    @override
+    def head(self, name: str, count: int | None) -> tuple[bytes, int] | None:
         try:
-            return read()
+            return self.storage.head(f"{self._url}/{name}", count)
         except FileNotFoundError:
             return None
+
+    @override
+    def remove_locks(self) -> None:
+        super().remove_locks()
+        (self.path / LOCK_FILE).unlink(missing_ok=True)
+        with suppress(OSError):  # another process is making a file there
+            self.path.rmdir()
 
 
 def folder_at(place: str | os.PathLike[str], *, storage: Storage | Mapping[str, Any] | None = None) -> Folder:
@@ -191,11 +142,11 @@ def folder_at(place: str | os.PathLike[str], *, storage: Storage | Mapping[str, 
         ValueError: for URLs that cannot be written to.
     """
     path = os.fspath(place)
-    return LocalFolder(Path(path)) if scheme_of(path) is None else RemoteFolder(path, Storage.of(storage))
+    return Folder(Path(path)) if scheme_of(path) is None else RemoteFolder(path, Storage.of(storage))
 
 
 def write_file(folder: Folder, name: str, content: bytes) -> None:
-    """Write a small file to a folder."""
+    """Write a small file to a folder: whole, or not at all, with nothing left behind."""
     unfinished = folder.begin(name)
     try:
         with unfinished.open("wb") as file:
@@ -203,3 +154,81 @@ def write_file(folder: Folder, name: str, content: bytes) -> None:
             folder.complete(file, name)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that ``path`` never holds a part of ``content``, also after a failure of the machine.
+
+    Several processes may do so at once.
+    """
+    write_file(Folder(path.parent), path.name, content)
+
+
+def settle(file: Any, unfinished: Path, path: Path) -> None:
+    """Flush a written file to the disk, rename it to ``path``, and flush the folder."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    unfinished.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE) -> Iterator[None]:
+    """Create a folder and lock it for this process while the ``with`` block runs.
+
+    The lock is a POSIX record lock on the file ``.lock``. It ends with the process, however that ends, and forked
+    processes do not inherit it. On a shared file system it holds between machines. If the file system has no locks,
+    nothing is locked, and the user is warned.
+
+    Args:
+        folder: the folder to lock.
+        way_out: the end of the error message: what the user can do.
+        patience: seconds to wait for another process to release the lock.
+
+    Raises:
+        ValueError: if another process holds the lock. The message names its host and process id.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in LOCKS_NOT_SUPPORTED:
+                    warn_user(
+                        f"{folder} cannot be locked ({error.strerror}): a second run that writes there would not be "
+                        "noticed",
+                    )
+                    break
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+            if time.monotonic() > deadline:
+                raise ValueError(f"{folder} is in use by {_read_owner(descriptor)}; {way_out}")
+            time.sleep(0.05)
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
+
+
+def _read_owner(descriptor: int) -> str:
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+    except (ValueError, TypeError, KeyError):  # the other process has not finished writing it
+        return "another process"

@@ -10,8 +10,7 @@ from streampack.packing.groups import Group
 from streampack.sources.corpus_identity import first_difference
 from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
-from streampack.storage.folders import Folder
-from streampack.storage.locks import PATIENCE
+from streampack.storage.folders import PATIENCE, Folder
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 

@@ -25,7 +25,7 @@ from streampack.sources.indexed import INDEX
 from streampack.sources.source import shared_by_lanes
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
-from streampack.storage.folders import Folder, LocalFolder, folder_at, write_file
+from streampack.storage.folders import Folder, RemoteFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.storage.retries import Storage
 from streampack.streaming.lane_config import Encode, LaneConfig
@@ -175,7 +175,7 @@ def _full_disks_named(folder: Folder) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = folder.shown if isinstance(folder, LocalFolder) else tempfile.gettempdir()
+            place = tempfile.gettempdir() if isinstance(folder, RemoteFolder) else folder.shown
             error.add_note(
                 f"while writing to {place}; free some space there, and the same call goes on behind its complete shards"
             )

@@ -15,7 +15,7 @@ import torch
 from streampack.accounting import Ledger
 from streampack.fingerprint import digest, plain
 from streampack.instantiate import COMPONENT
-from streampack.storage.locks import lock_folder
+from streampack.storage.folders import lock_folder
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig, without_secrets
 from streampack.training.world import World

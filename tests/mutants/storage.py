@@ -12,11 +12,10 @@ from typing import Any
 
 from streampack.storage.base import LocalStorage, redact, split_url
 from streampack.storage.compression import content
+from streampack.storage.folders import lock_folder, write_whole
 from streampack.storage.listing import find_files
-from streampack.storage.locks import lock_folder
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import PERMANENT, Storage
-from streampack.storage.whole_files import write_whole
 from tests.mutants.registry import replaces
 
 

@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 # private: the seams of all that writes to folders, which are token shards, scores, lists of files and runs
-from streampack.storage import whole_files
-from streampack.storage.locks import LOCK_FILE, lock_folder
-from streampack.storage.whole_files import write_whole
+from streampack.storage import folders
+from streampack.storage.folders import LOCK_FILE, lock_folder, write_whole
 
 HOLDER = """
 import sys, time
-from streampack.storage.locks import lock_folder
+from streampack.storage.folders import lock_folder
 with lock_folder(sys.argv[1], way_out="-"):
     print("held", flush=True)
     time.sleep(60)
@@ -92,7 +91,7 @@ def test_a_failed_write_keeps_the_old_content_and_leaves_nothing_behind(
     def full(number: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole_files.os, "fsync", full)
+    monkeypatch.setattr(folders.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_whole(tmp_path / "file", b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}

@@ -29,7 +29,7 @@ from tests.harness.tiny import interrupt_step, lora_config, losses, mixed_config
 LOCK_FILE = ".lock"
 HOLDER = """
 import sys, time
-from streampack.storage.locks import lock_folder
+from streampack.storage.folders import lock_folder
 with lock_folder(sys.argv[1], way_out="-"):
     print("held", flush=True)
     time.sleep(60)
