@@ -126,7 +126,7 @@ class ChatTemplate:
                 "with a message of the user, or mark answers with {% generation %}"
             )
         before = self.render(messages[:i], tools=tools, prompt=asks)[0] if i else ""
-        behind = self.render(messages[: i + 1], tools=tools)[0]
+        behind = self.render(messages[: i + 1], tools=tools)[0] if messages[i + 1 :] else text
         for count, head in ((i, before), (i + 1, behind)):
             if not text.startswith(head):
                 at = next(at for at, letter in enumerate(head) if text[at : at + 1] != letter)
