@@ -468,7 +468,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         >>> data.trace(pack["fragments"][0])
         {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
         """
-        config, row_id = self.lane_config, fragment.row_id
+        config, row_id = self.lane_config, tuple(fragment.row_id)  # of a fragment that was JSON, it is a list
         [row], encode = config.source.fetch_many([row_id]), config.encoder(row_id)
         # The fragment lies in the last piece that begins at or before it.
         start, piece = [p for p in config.cut(sample_from_row(encode(row))) if p[0] <= fragment.start][-1]

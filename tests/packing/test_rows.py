@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,6 +17,7 @@ import torch
 from streampack import (
     IGNORE_INDEX,
     FlatteningCollator,
+    Fragment,
     IterablePackedDataset,
     PackedDataset,
     PaddedCollator,
@@ -447,3 +449,10 @@ def test_eos_replaces_the_last_token_and_its_label_where_trained(eos: int, last:
     packs = IterablePackedDataset([row], encoder=encoder, max_seq_len=3, overlong="truncate")
     assert lists(list(packs)) == [[[1, 2, eos]], [[-100, 2, eos if last == 3 else last]]]
     assert row == {"tokens": [1, 2, 3, eos], "labels": [1, 2, last, 4]}, "the row keeps its own"
+
+
+def test_a_fragment_that_was_written_as_json_is_traced(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [5, 6]}\n')
+    data = IterablePackedDataset(tmp_path / "rows.jsonl", max_seq_len=4)
+    [fragment] = next(iter(data))["fragments"]
+    assert data.trace(Fragment(*json.loads(json.dumps(fragment)))) == data.trace(fragment)
