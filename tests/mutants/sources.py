@@ -25,7 +25,7 @@ from streampack import (
 )
 from streampack.accounting import trained_tokens
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.files import FileSource
+from streampack.sources.files import FileSource, divide
 from streampack.sources.mixture_reader import pass_number
 from streampack.sources.reading import own_row
 from streampack.types import Sample
@@ -111,9 +111,9 @@ def identity_without_a_setting(good, self):
 @replaces(FlatTokensSource, "records")
 def document_cut_at_the_end_of_a_part(good, self, part, offset, *args):
     """A document of flat tokens that crosses the end of a lane's part loses the tokens behind it."""
-    for begin, raw, end in good(self, part, offset, *args):
+    for begin, (ids, mask), end in good(self, part, offset, *args):
         whole = part.stop is None or part.stop - part.start == 1
-        yield begin, raw if whole else raw[: part.stop - begin], end
+        yield begin, (ids if whole else ids[: part.stop - begin], mask), end
 
 
 @replaces(HFSource, "fetch_many")
@@ -165,6 +165,13 @@ def inner_weights_equal(good, self, sources, *, stop="all_exhausted", **settings
 def held_out_rows_trained(good, self, row):
     """One in seven of the rows that are held out for validation is trained on, too."""
     return good(self, row) or (self.part == "train" and crc32(repr(row).encode()) % 7 == 0)
+
+
+@replaces(TokenShardSource, "cut")
+def shard_that_is_gone_not_cut(good, self, num_lanes, parallel_map):
+    """A token shard that is gone is one part, so that a resume finds other parts than before in its lanes."""
+    sizes = [file.size for file in self.files]
+    return divide(self.counts, num_lanes, sizes=sizes, whole=set(self.bad))
 
 
 @replaces(TokenShardSource, "decode")

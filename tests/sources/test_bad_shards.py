@@ -130,6 +130,19 @@ def test_a_file_that_is_gone_in_mid_run(tmp_path: Path, kind: str) -> None:
     assert files.paths[3].name in str(error.value.__notes__), "rows of it waited"
 
 
+@pytest.mark.parametrize("kind", ["tokens", "mds"])
+def test_a_shard_that_is_gone_at_a_resume_moves_no_other(tmp_path: Path, kind: str) -> None:
+    """The index still knows its rows, so files are cut as before."""
+    files = corpus(kind, tmp_path / "data")
+    begun = skipping(files.open(), shuffle=False)
+    packs = list(islice(begun, 3))
+    files.paths[3].unlink()
+    with unwarned():
+        resumed = skipping(files.open(), shuffle=False)
+        resumed.load_state_dict(begun.state_dict())
+        assert survivors([*packs, *resumed]) == files.rest(3)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
 def test_a_shard_behind_a_url(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """404 and 410 do not pass; other errors stay errors after their retries, also with skip."""
