@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 from urllib.parse import urlunsplit
 
 import numpy as np
@@ -23,7 +21,6 @@ from streampack.sources.files import FileSource, places
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import (
     File,
-    FileStorage,
     LocalStorage,
     Resized,
     map_in_threads,
@@ -31,13 +28,14 @@ from streampack.storage.base import (
     split_url,
 )
 from streampack.storage.json_depth import shallow_json
-from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct, require_some
+from streampack.storage.listing import Corpus, Name, Once, inode_of, require_distinct, require_some
 from streampack.storage.manifest import placed
 from streampack.storage.ranges import Fetcher
-from streampack.storage.remote import RemoteStorage, scheme_of
+from streampack.storage.remote import Listed, RemoteStorage, scheme_of
 from streampack.storage.retries import Storage
 
 INDEX = "index.json"
+Shard = TypeVar("Shard")
 Offsets = npt.NDArray[np.int64]
 
 
@@ -88,113 +86,97 @@ class IndexedSource(FileSource):
         return part if part.stop is not None else part._replace(stop=self.counts[part.file])
 
 
-class Index(NamedTuple):
-    """The content of an index, and the storage of the shards that it names."""
-
-    path: str
-    content: Mapping[str, Any]
-    storage: FileStorage
-
-    def corpus(self, shards: Sequence[tuple[str, int]]) -> Corpus:
-        """Return the shards, given as (name, size in bytes), in the index's order.
-
-        Files on this machine that are gone or have another size are among `Corpus.problems`. Those behind a URL are
-        checked when they are read.
-
-        Raises:
-            ValueError: for a name that leads out of the folder, and if no shard can be read.
-        """
-        if not shards:
-            raise ValueError(f"{redact(self.path)} names no shard")
-        found = []
-        for number, (name, size) in enumerate(shards):
-            try:
-                if not isinstance(name, str) or type(size) is not int or size <= 0:
-                    raise ValueError(
-                        f"{name!r} of {size!r} bytes is no shard; an entry has a name and a size above 0"
-                    )
-                found.append(placed(self.path, name))
-            except ValueError as error:
-                raise ValueError(f"{redact(self.path)}, shard {number}: {error}") from None
-        if isinstance(self.storage, LocalStorage):
-            for number, (listed, (_, size)) in enumerate(zip(found, shards, strict=True)):
-                if listed.problem is None:
-                    there = Path(listed.path).stat()
-                    problem = _resized(there.st_size, size) if there.st_size != size else None
-                    found[number] = listed._replace(inode=inode_of(there), problem=problem)
-        require_distinct(found)
-        files = (File(listed.path, name, size) for listed, (name, size) in zip(found, shards, strict=True))
-        problems = {listed.path: listed.problem for listed in found if listed.problem is not None}
-        return require_some(Corpus(tuple(files), self.storage, problems))
+Described = tuple[str, int, Shard, str | None]
+"""What an index says of a shard: (name, size in bytes, anything else of it, why it cannot be read)."""
 
 
-def joined(corpora: Sequence[Corpus], checksums: Sequence[int]) -> Corpus:
-    """Return the files of several folders, whose checksums are given, as one corpus.
+def read_indexes(
+    folders: Sequence[Name],
+    describe: Callable[[Mapping[str, Any], Mapping[str, Any]], Described[Shard]],
+    *,
+    storage: Storage | Mapping[str, Any] | None,
+    once: Once,
+) -> tuple[Corpus, list[Shard]]:
+    """Return the shards that the indexes of folders name, in their order, and what the indexes say of them.
+
+    Files on this machine that are gone or have another size are among `Corpus.problems`. Those behind a URL are checked
+    when they are read.
+
+    Args:
+        folders: in one place: on this machine, or behind URLs.
+        describe: checks an index and its entry of a shard, and returns what that says. It raises ValueError.
+        storage: how files behind URLs are read.
+        once: how ranks share the reading of an index behind a URL.
 
     Raises:
-        ValueError: if there is no folder, if two hold the same shards, or if they lie on several storages.
+        ValueError: if there is no index or it is none of such shards, a name leads out of its folder, a shard is named
+            twice, or none can be read.
     """
-    if not corpora:
+    if not folders:
         raise ValueError("no folders given; name at least one")
-    first = corpora[0]
-    for corpus in corpora:
-        one, other = corpus.files[0], first.files[0]
-        if scheme_of(one.path) != scheme_of(other.path):
-            raise ValueError(
-                f"{one.shown} and {other.shown} lie in several places; make a source of each (a mixture joins them)"
-            )
-    problems = {path: problem for corpus in corpora for path, problem in corpus.problems.items()}
-    files = tuple(file for corpus in corpora for file in corpus.files)
-    known: dict[tuple[str, int, int], File] = {}
-    for file, checksum in zip(files, checksums, strict=True):
-        if (twin := known.setdefault((file.name, file.size, checksum), file)) is not file:
-            raise ValueError(f"{twin.shown} and {file.shown} are the same shard; name each folder once")
-    return replace(first, files=files, problems=problems)
+    if len(schemes := {scheme_of(os.fspath(folder)) for folder in folders}) > 1:
+        shown = " and ".join(redact(os.fspath(folder)) for folder in folders)
+        raise ValueError(f"{shown} lie in several places; make a source of each (a mixture joins them)")
+    [scheme], settings = schemes, Storage.of(storage)
+    held = LocalStorage(settings) if scheme is None else RemoteStorage(scheme, settings)
+    found: list[tuple[Listed, File, Shard]] = []
+    for folder in folders:
+        path, text = _read(os.fspath(folder), held, once)
+        try:
+            content = shallow_json(text)
+        except ValueError as error:
+            raise ValueError(f"{redact(path)} is no JSON ({error})") from None
+        entries = content.get("shards") if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not entries:
+            raise ValueError(f"{redact(path)} names no shards: it is no index of such")
+        for number, entry in enumerate(entries):
+            try:
+                if not isinstance(entry, dict):
+                    raise ValueError("it is not described")
+                name, size, shard, problem = describe(content, entry)
+                listed = _look(path, name, size, local=scheme is None)
+            except ValueError as error:
+                raise ValueError(f"{redact(path)}, shard {number}: {error}") from None
+            listed = listed._replace(problem=listed.problem or problem)
+            found.append((listed, File(listed.path, name, size), shard))
+    require_distinct([listed for listed, _, _ in found])
+    problems = {listed.path: listed.problem for listed, _, _ in found if listed.problem is not None}
+    corpus = require_some(Corpus(tuple(file for _, file, _ in found), held, problems))
+    return corpus, [shard for _, _, shard in found]
+
+
+def _read(folder: str, storage: LocalStorage | RemoteStorage, once: Once) -> tuple[str, bytes]:
+    """Return the path of a folder's index, pinned to a version if the storage has any, and its content."""
+    if isinstance(storage, LocalStorage):
+        once(lambda: None, of="a folder of each machine")  # raises an error if another rank was given a URL
+        path = Path(os.path.normpath(Path(folder).expanduser().absolute() / INDEX))
+        if not path.is_file():
+            raise ValueError(f"there is no {path}; name the folder that holds {INDEX} and its shards")
+        return str(path), path.read_bytes()
+    parts = split_url(folder)
+    url = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{INDEX}"))
+
+    def read() -> tuple[str, bytes]:
+        [path] = storage.pinned([url])
+        return path, storage.whole(path)
+
+    return once(read, of=redact(url))
+
+
+def _look(index: str, name: str, size: int, *, local: bool) -> Listed:
+    """Look at a shard, if it is on this machine."""
+    if not isinstance(name, str) or type(size) is not int or size <= 0:
+        raise ValueError(f"{name!r} of {size!r} bytes is no shard; an entry has a name and a size above 0")
+    listed = placed(index, name)
+    if not local or listed.problem is not None:
+        return listed
+    there = Path(listed.path).stat()
+    problem = _resized(there.st_size, size) if there.st_size != size else None
+    return listed._replace(inode=inode_of(there), problem=problem)
 
 
 def _resized(size: int | None, described: int) -> str:
     return f"it has {size} bytes and its index says {described}; it was cut off or replaced: copy it anew"
-
-
-def read_index(
-    folder: Name,
-    *,
-    storage: Storage | Mapping[str, Any] | None,
-    once: Once = alone,
-) -> Index:
-    """Read the index of a folder on this machine or behind a URL.
-
-    Raises:
-        ValueError: if there is none, or it is no JSON object.
-    """
-    reading = Storage.of(storage)
-    path = os.fspath(folder)
-    scheme = scheme_of(path)
-    held: FileStorage
-    if scheme is None:
-        once(lambda: None, of="a folder of each machine")  # raises an error if another rank was given a URL
-        path = os.path.normpath(Path(path).expanduser().absolute() / INDEX)
-        held = LocalStorage(reading)
-        if not Path(path).is_file():
-            raise ValueError(f"there is no {path}; name the folder that holds {INDEX} and its shards")
-        text = Path(path).read_bytes()
-    else:
-        parts = split_url(path)
-        path = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{INDEX}"))
-        held = remote = RemoteStorage(scheme, reading)
-        path, text = once(partial(_whole, remote, path), of=redact(path))
-    try:
-        content = shallow_json(text)
-    except ValueError as error:
-        raise ValueError(f"{redact(path)} is no JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{redact(path)} holds a {type(content).__name__}; an index is an object")
-    return Index(path, content, held)
-
-
-def _whole(remote: RemoteStorage, path: str) -> tuple[str, bytes]:
-    [path] = remote.pinned([path])
-    return path, remote.whole(path)
 
 
 def require_sound(offsets: Offsets, *, file: File, first: int, limits: tuple[int, int]) -> Offsets:

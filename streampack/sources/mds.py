@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,12 +19,12 @@ from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import FileSource, divide
-from streampack.sources.indexed import IndexedSource, Offsets, read_index, require_sound
+from streampack.sources.indexed import IndexedSource, Offsets, read_indexes, require_sound
 from streampack.sources.parts import Damage, Part, Record
-from streampack.storage.base import File, ParallelMap, redact
+from streampack.storage.base import File, ParallelMap
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content
 from streampack.storage.json_depth import shallow_json
-from streampack.storage.listing import Name, Once, alone, require_some
+from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 
@@ -87,24 +86,8 @@ class MDSSource(IndexedSource):
         storage: Storage | Mapping[str, Any] | None = None,
         once: Once = alone,
     ) -> None:
-        index = read_index(folder, storage=storage, once=once)
-        entries = index.content.get("shards")
-        shown = redact(index.path)
-        if index.content.get("version") != 2 or not isinstance(entries, list):
-            raise ValueError(f"{shown} is no index of MDS shards, version 2")
-        self.shards, names, problems = [], [], {}
-        for number, entry in enumerate(entries):
-            try:
-                shard, named, problem = _entry(entry, columns)
-            except ValueError as error:
-                raise ValueError(f"{shown}, shard {number}: {error}") from None
-            self.shards.append(shard)
-            names.append(named)
-            if problem is not None:
-                problems[number] = problem
-        corpus = index.corpus(names)
-        lacking = {corpus.files[number].path: problem for number, problem in problems.items()}
-        corpus = require_some(replace(corpus, problems={**lacking, **corpus.problems}))
+        describe = partial(_described, columns=columns)
+        corpus, self.shards = read_indexes([folder], describe, storage=storage, once=once)
         super().__init__(corpus, [shard.samples for shard in self.shards])
         self._packed = frozenset(number for number, shard in enumerate(self.shards) if shard.suffix)
 
@@ -193,9 +176,10 @@ def _offsets(shard: Shard, file: File, part: Part, size: int, read: Callable[[in
         raise
 
 
-def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int], str | None]:
-    """Check the index's entry of a shard. Returns it with its file's (name, size in bytes), and what it lacks."""
-    if not isinstance(entry, dict) or entry.get("format") != "mds" or entry.get("version") != 2:
+def _described(
+    content: Mapping[str, Any], entry: Mapping[str, Any], *, columns: list[str] | None
+) -> tuple[str, int, Shard, str | None]:
+    if (content.get("version"), entry.get("version"), entry.get("format")) != (2, 2, "mds"):
         raise ValueError("it is no MDS shard, version 2")
     compression = entry.get("compression")
     suffix = ""
@@ -208,19 +192,19 @@ def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int], 
         raise ValueError("it lacks its file or its columns")
     if type(samples) is not int or samples < 0 or len({len(each) for each in lists}) != 1:
         raise ValueError("its samples or columns do not fit together")
-    columns = []
+    found = []
     for name, encoding, size in zip(*lists, strict=True):
         if not isinstance(name, str) or not (size is None or (type(size) is int and size >= 0)):
             raise ValueError(f"column {name!r} of {size!r} bytes is none; it has a name and may have a size")
-        wanted = keep is None or name in keep
-        columns.append(Column(name, size or None, _decoder(name, str(encoding)) if wanted else None))
-    there = [column.name for column in columns]
-    lacking = [name for name in keep or [] if name not in there]
+        wanted = columns is None or name in columns
+        found.append(Column(name, size or None, _decoder(name, str(encoding)) if wanted else None))
+    there = [column.name for column in found]
+    lacking = [name for name in columns or [] if name not in there]
     problem = f"it has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}" if lacking else None
     raw = entry.get("raw_data")
     size = raw.get("bytes") if isinstance(raw, dict) else None
     size = min(size, MAX_CONTENT_BYTES) if type(size) is int else MAX_CONTENT_BYTES
-    return Shard(samples, columns, suffix, size), (data.get("basename", ""), data.get("bytes", 0)), problem
+    return data.get("basename", ""), data.get("bytes", 0), Shard(samples, found, suffix, size), problem
 
 
 def _row(columns: list[Column], raw: bytes) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import numpy as np
 from typing_extensions import override
 
 from streampack.sources.documents import DocumentSource, Layout, Mask
-from streampack.sources.indexed import Index, Offsets, joined, read_index
+from streampack.sources.indexed import Offsets, read_indexes
 from streampack.sources.parts import Damage, Part
 from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, shard_of
-from streampack.storage.base import File, redact
+from streampack.storage.base import File
 from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Block
 from streampack.storage.retries import Storage
@@ -65,14 +65,11 @@ class TokenShardSource(DocumentSource):
         once: Once = alone,
     ) -> None:
         folders = [folder] if isinstance(folder, str | os.PathLike) else list(folder)
-        indexes = [read_index(each, storage=storage, once=once) for each in folders]
-        described = [_shards_of(index) for index in indexes]
-        self.shards = [shard for shards in described for shard in shards]
-        corpora = [
-            index.corpus([(shard.name, shard.size) for shard in shards])
-            for index, shards in zip(indexes, described, strict=True)
-        ]
-        corpus = joined(corpora, [shard.crc32 for shard in self.shards])
+        corpus, self.shards = read_indexes(folders, _described, storage=storage, once=once)
+        known: dict[Shard, File] = {}
+        for file, shard in zip(corpus.files, self.shards, strict=True):
+            if (twin := known.setdefault(shard, file)) is not file:
+                raise ValueError(f"{twin.shown} and {file.shown} are the same shard; name each folder once")
         super().__init__(corpus, list(map(_layout, corpus.files, self.shards)))
         self.corpus.identify([f"crc32 {shard.crc32}" for shard in self.shards])
         # Indices of shards whose header this process has compared with the index.
@@ -94,12 +91,10 @@ class TokenShardSource(DocumentSource):
         return np.frombuffer(read((file, at + 8 * part.start, at + 8 * (part.stop + 1))), "<i8")
 
 
-def _shards_of(index: Index) -> list[Shard]:
-    entries = index.content.get("shards")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{redact(index.path)} names no shards; is it one of `streampack tokenize`?")
-    common = {key: index.content.get(key) for key in ("format", "version", "dtype")}
-    return [shard_of(str(entry.get("name")), {**common, **entry}) for entry in entries]
+def _described(content: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, int, Shard, None]:
+    common = {key: content.get(key) for key in ("format", "version", "dtype")}
+    shard = shard_of(str(entry.get("name")), {**common, **entry})
+    return shard.name, shard.size, shard, None
 
 
 def _layout(file: File, shard: Shard) -> Layout:

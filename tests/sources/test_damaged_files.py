@@ -205,13 +205,13 @@ REFUSED: dict[str, dict[str, tuple[Change, str]]] = {
         "more tokens": (first(tokens=10**6), "bytes and its index says"),
         "fewer than none": (first(tokens=-1), "its description is damaged"),
         "no shard": (index(lambda found: found.update(shards=[])), "names no shard"),
-        "no list": (index(lambda found: found.pop("shards")), "names no shards; is it one of `streampack tok"),
+        "no list": (index(lambda found: found.pop("shards")), "names no shards: it is no index of such"),
         "version": (
             index(lambda found: found.update(version=2)), "is of format 'streampack-tokens', version 2; this reads"
         ),
         "dtype": (index(lambda found: found.update(dtype="object")), "its description is damaged"),
         "no index": (remove("index.json"), "there is no .*index.json; name the folder that holds index.json"),
-        "a list": (text("index.json", "[1]"), "holds a list; an index is an object"),
+        "a list": (text("index.json", "[1]"), "names no shards"),
         "no json": (text("index.json", "{"), "is no JSON"),
         "cut off": (cut(SHARD, 4100), "it was cut off or replaced: copy it anew"),
     },
@@ -228,7 +228,7 @@ REFUSED: dict[str, dict[str, tuple[Change, str]]] = {
         "format": (first(format="json"), "it is no MDS shard, version 2"),
         "compression": (first(compression="br:11"), "compression 'br:11' is not read; it can be gz, zstd"),
         "no file": (first(raw_data=None), "it lacks its file or its columns"),
-        "version": (index(lambda found: found.update(version=3)), "is no index of MDS shards, version 2"),
+        "version": (index(lambda found: found.update(version=3)), "shard 0: it is no MDS shard, version 2"),
         "no shard": (index(lambda found: found.update(shards=[])), "names no shard"),
     },
 }  # fmt: skip
