@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from streampack.sources.parts import Damage, Part, Record
@@ -79,7 +80,7 @@ class Lines:
         self.longest = longest
         self.count = count
         self.offset = offset
-        self.seekable = seekable = file.seekable
+        seekable = file.seekable
         if seekable and offset > file.size:
             raise ValueError(
                 f"{file.shown} has {file.size} bytes and cannot be read from byte {offset} on; the state "
@@ -92,6 +93,7 @@ class Lines:
         end = begin + 1 if few else stop
         self.raw = RangeStream(fetcher, file, begin, end, tail=tail_of(begin, end))
         self.stream = content(self.raw, name=path_in(file.path))
+        self.readline = self.stream.readline if seekable else partial(self._read, self.stream.readline)
         if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
             raise Damage(not_text(kind), offset=offset)
         if offset and seekable:
@@ -108,7 +110,7 @@ class Lines:
 
     def __next__(self) -> Record:
         while self.stop is None or self.offset < self.stop:
-            line = self._line(self.longest + 1)
+            line = self.readline(self.longest + 1)
             if not line:
                 break
             offset, self.offset = self.offset, self.offset + len(line)
@@ -129,12 +131,9 @@ class Lines:
             raise Damage(EMPTY, offset=0)
         raise StopIteration
 
-    def _line(self, most: int) -> bytes:
-        return self.stream.readline(most) if self.seekable else self._read(self.stream.readline, most)
-
     def _skip_line(self) -> None:
         """Read up to the end of the line or of the part, whichever comes first, without holding the line in memory."""
-        while (self.stop is None or self.offset < self.stop) and (some := self._line(BUFFER_BYTES // 4)):
+        while (self.stop is None or self.offset < self.stop) and (some := self.readline(BUFFER_BYTES // 4)):
             self.offset += len(some)
             if some.endswith(b"\n"):
                 return

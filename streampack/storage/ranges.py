@@ -48,7 +48,9 @@ class Fetcher:
         ahead = self.ahead if ahead is None else ahead
         if not ahead:
             for block in blocks:
-                yield self.take(block)
+                data = self.storage.fetch(*block)
+                self.bytes += len(data)
+                yield data
             return
         left = iter(blocks)
         in_flight: deque[tuple[partial[bytes], Future[bytes]]] = deque()
@@ -119,17 +121,13 @@ class RangeStream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`."""
         if not self.block:
-            self.block = memoryview(self._next_block())
+            data = next(self.blocks, None)
+            if data is None and self.at < self.file.size:
+                data = self.fetcher.take((self.file, self.at, min(self.at + self.more, self.file.size)))
+                self.more = min(2 * self.more, self.fetcher.block)
+            self.block = memoryview(data or b"")
+            self.at += len(self.block)
         count = min(len(buffer), len(self.block))
         buffer[:count] = self.block[:count]
         self.block = self.block[count:]
         return count
-
-    def _next_block(self) -> bytes:
-        if (data := next(self.blocks, None)) is None:
-            if self.at >= self.file.size:
-                return b""
-            data = self.fetcher.take((self.file, self.at, min(self.at + self.more, self.file.size)))
-            self.more = min(2 * self.more, self.fetcher.block)
-        self.at += len(data)
-        return data

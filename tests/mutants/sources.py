@@ -24,6 +24,7 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.accounting import trained_tokens
+from streampack.sources.ahead import Ahead
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.files import FileSource, divide
 from streampack.sources.mixture_reader import pass_number
@@ -48,6 +49,14 @@ class Proxy:
 
     def __next__(self) -> Any:
         return next(self.reader)
+
+
+@replaces(Ahead, "_read")
+def error_of_a_thread_taken_for_the_end(good, self, stretch, count):
+    """Where a thread cannot read on, the part ends, so rows behind a URL are lost without an error."""
+    good(self, stretch, count)
+    if stretch.error is not None:
+        stretch.error, stretch.ended = None, True
 
 
 @replaces(JSONLSource, "records")
