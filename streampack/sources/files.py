@@ -53,7 +53,7 @@ class FileSource(Source):
         self.corpus = corpus
         self.files = corpus.files
         self.local = corpus.local
-        # For the numbers of bad shards, why they cannot be read.
+        # For the numbers of files that cannot be read, why.
         self.bad = {
             number: corpus.problems[file.path]
             for number, file in enumerate(self.files)

@@ -103,7 +103,7 @@ class JSONLSource(FileSource):
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""
-        # An empty file is a part, too, so that a lane lists it as a bad shard.
+        # An empty file is a part, too, so that a lane lists it as a bad record.
         whole = {number for number, file in enumerate(self.files) if not file.seekable or not file.size}
         sizes = [file.size for file in self.files]
         return divide(sizes, num_lanes, whole=whole, least=LEAST_PART)

@@ -61,7 +61,7 @@ class LaneConfig:
         return self.source if isinstance(self.source, Mix) else None
 
     def check_shards(self) -> None:
-        """Warn of the bad shards that are known so far.
+        """Warn of the files that are known not to be readable.
 
         Raises:
             ValueError: which names them, if they are not to be left out.

@@ -198,11 +198,11 @@ def test_binary_content_is_refused_under_any_name(tmp_path: Path, kind: str) -> 
     path.write_bytes(PACKED[kind](b'{"text": "a"}\n' * 5000))
     source = JSONLSource(path)
     with pytest.raises(
-        ValueError, match=rf"{path} from byte 0 on: it is {kind} and would be read as plain text; "
+        ValueError, match=rf"{path}:1: it is {kind} and would be read as plain text; "
     ) as error:
         next(source.read(Reading()))
     assert ("let its name end in" in str(error.value)) == (kind in ("gzip data", "zstd data"))
-    with pytest.raises(ValueError, match="the source has no rows at all; 1 bad shards left out"):
+    with pytest.raises(ValueError, match="all 1 that were read are dropped|would be read as plain text"):
         list(IterablePackedDataset(source, max_seq_len=8, skip_bad=True, num_lanes=1))
 
 
