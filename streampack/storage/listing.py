@@ -101,7 +101,7 @@ class Corpus:
         >>> _ = (folder := Path(tempfile.mkdtemp())).joinpath("a.jsonl").write_bytes(b"{}\n")
         >>> corpus = find_files(folder, manifest=None, endings=[".jsonl"])
         >>> corpus.manifest()
-        '{"name": "a.jsonl", "size": 3, "tag": "bd0ba5f1abfd7a39"}\n'
+        '{"name": "a.jsonl", "size": 3, "tag": "d7c11401a8c58112"}\n'
         """
         entries = (
             {"name": file.name, "size": file.size, "tag": None if file.path in self.problems else tag}

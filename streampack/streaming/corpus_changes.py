@@ -121,7 +121,7 @@ class CorpusChanges:
         """Describe what changed in a source's files, and return the state with the ids that waiting rows have now.
 
         Raises:
-            ValueError: if none is there any more: nothing would be read of them, and all of the others would be added.
+            ValueError: if no content and no name is there any more: all files would be left out, and others added.
                 If lanes are missing, such as those of other workers of torch's DataLoader: the new list begins after
                 the latest epoch of any lane, and each consumer would take another one, except in the first epoch.
         """
@@ -136,11 +136,12 @@ class CorpusChanges:
         [kept], now = self._lists([history[-1][1]], loaded), source.listed()
         # Where a row's id has the number of its file.
         before, numbers, at = kept.files, moves(kept.files, now), 1 if name else 0
-        if before and set(numbers) == {None}:
-            names = [some([entry.name for entry in each]) for each in (before, now)]
+        names = [[entry.name for entry in each] for each in (before, now)]
+        if before and set(numbers) == {None} and not {*names[0]}.intersection(names[1]):
             raise ValueError(
-                f"{name}{name and ': '}none of the {len(before):,} files that the run began with ({names[0]}) is there "
-                f"any more; there are {names[1]}. Give what the run began with, or begin a new run from the weights"
+                f"{name}{name and ': '}none of the {len(before):,} files that the run began with ({some(names[0])}) is "
+                f"there any more; there are {some(names[1])}. Give what the run began with, or begin a new run from "
+                "the weights"
                 + (", or name this source of the mixture anew, as which it begins" if name else "")
             )
         history.append((1 + max(epochs, default=0), source.corpus.digest()))

@@ -27,8 +27,11 @@ from streampack import (
     Source,
     TokenShardSource,
 )
-from streampack.sources.row_groups import Footers  # private: whose reads of footers are counted
-from streampack.storage.base import LocalStorage  # private: whose reads of the ends of files are counted
+from streampack.sources import row_groups  # private: whose reads of footers are counted
+from streampack.storage.base import (  # private: whose reads of the ends of files are counted
+    File,
+    LocalStorage,
+)
 from streampack.tokenize import tokenize
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.files import write_mds
@@ -248,18 +251,19 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
     lock = threading.Lock()
 
-    def counted(kind: type, name: str) -> None:
-        own = getattr(kind, name)
+    def counted(where: Any, name: str) -> None:
+        own = getattr(where, name)
 
-        def method(self: Any, file: Any, *args: Any) -> Any:
+        def count(*args: Any) -> Any:
+            [file] = [each for each in args if isinstance(each, File)]
             with lock:
                 counts[name, file.path] += 1
-            return own(self, file, *args)
+            return own(*args)
 
-        monkeypatch.setattr(kind, name, method)
+        monkeypatch.setattr(where, name, count)
 
     counted(LocalStorage, "tag")
-    counted(Footers, "_read")
+    counted(row_groups, "_read")
     return counts
 
 
@@ -333,29 +337,29 @@ def test_a_rank_may_have_divided_the_corpus_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "name", "doing"),
+    ("make", "where", "name", "doing"),
     [
         (jsonl, LocalStorage, "tag", "reading the ends of the corpus's files"),
-        (parquet, Footers, "_read", "dividing the corpus into lanes"),
+        (parquet, row_groups, "_read", "dividing the corpus into lanes"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_raised_on_all_ranks(
     make: Callable[[Path], Any],
-    kind: type,
+    where: Any,
     name: str,
     doing: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = make(tmp_path / "a")
-    bad, good = made.files[4].path, getattr(kind, name)
+    bad, good = made.files[4], getattr(where, name)
 
-    def fails(self: Any, file: Any, *args: Any) -> Any:
-        if file.path == bad:
+    def fails(*args: Any) -> Any:
+        if bad in args:
             raise OSError("no luck")
-        return good(self, file, *args)
+        return good(*args)
 
-    monkeypatch.setattr(kind, name, fails)
+    monkeypatch.setattr(where, name, fails)
 
     def begin(rank_sync: ThreadSync) -> Any:
         made_loader = loader_of(copy.deepcopy(made), rank_sync)

@@ -202,8 +202,10 @@ def test_secrets_reach_no_file_and_no_screen(
     assert "31415926" not in report
     assert "log_every: 1" in report, "what the config leaves out"
     assert "'api_key': '${oc.env:KEY}'" in found[tmp_path / "uploaded.txt"]
-    with pytest.raises(ValueError, match=r"^data\.source\.storage: .* takes ") as raised:
-        train(OmegaConf.merge(config, {"data": {"source": {"storage": "${oc.env:KEY}"}}}))
+    with pytest.raises(ValueError, match=r"^storage is a str; give a Storage") as raised:
+        train(
+            OmegaConf.merge(config, {"output_dir": "other", "data": {"source": {"storage": "${oc.env:KEY}"}}})
+        )
     assert "key-of-the-environment" not in str(raised.value)
 
 
