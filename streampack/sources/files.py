@@ -195,6 +195,8 @@ class FileSource(Source):
             error.add_note(f"while reading {self.place(part, at[1])}")
             raise
         except ValueError as error:
+            if isinstance(error, Damage) and len(row_ids) > 1:  # perhaps of what lies between them
+                return {row_id: row for each in row_ids for row_id, row in self._fetch_run([each]).items()}
             raise ValueError(f"{self.locate(at)}: {error}") from None
         return found
 

@@ -80,8 +80,7 @@ class Source(ABC):
     def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         """Read some rows again, in the order given: those that waited to be packed when a run was stopped.
 
-        By default one by one. A source overrides it that can read rows which lie near one another at once. ``use`` is
-        that of `Reading`.
+        By default one by one. A source overrides it that can read rows which lie near one another at once.
         """
         return [own_row(next(iter(self.rows(row_id[-1], 1)))) for row_id in row_ids]
 

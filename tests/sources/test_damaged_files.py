@@ -449,6 +449,29 @@ def test_a_damaged_record_is_an_error_with_its_place_and_the_others_are_read(
     assert len(all_rows - packed_rows) <= lost
 
 
+@pytest.mark.parametrize("case", ["document", "tokens -5", "datatrove 0", "backwards"])
+def test_rows_that_waited_on_both_sides_of_damage_are_read_again(tmp_path: Path, case: str) -> None:
+    """Behind a URL, rows that lie near one another are read with what lies between them."""
+    kind, count, change, _, _ = LOST[case]
+    folder = tmp_path / tmp_path.name
+    folder.mkdir()
+    FORMATS[kind].write(folder, count)
+    change(folder)
+    source = FORMATS[kind].open(f"{in_memory(folder)}/{FORMATS[kind].opened}")
+
+    def stream() -> IterablePackedDataset:
+        return IterablePackedDataset(source, max_seq_len=8, shuffle=count, skip_bad=True)
+
+    data, packs, states = stream(), [], []
+    for pack in data:
+        packs.append(pack["tokens"].tolist())
+        states.append(data.state_dict())
+    assert data.ledger().dropped_samples["bad"] > 0
+    for k, state in enumerate(states, 1):
+        (resumed := stream()).load_state_dict(state)
+        assert [pack["tokens"].tolist() for pack in resumed] == packs[k:]
+
+
 @pytest.mark.parametrize(("compression", "says"), [("gz", None), ("zstd:3", 1 << 20), ("zstd:3", 1 << 60)])
 def test_a_shard_that_decompresses_to_more_than_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, says: int | None
