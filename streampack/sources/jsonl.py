@@ -11,11 +11,11 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed
+from streampack.sources.lines import ByteCount, Lines, no_json_lines, parsed
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
-from streampack.storage.compression import content, kind_of, not_text
+from streampack.storage.compression import DAMAGED, content
 from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
 from streampack.storage.ranges import Fetcher, RangeStream
@@ -28,6 +28,7 @@ LONGEST_LINE = 1 << 26  # bytes
 LEAST_PART = 256
 COUNTED_BYTES = 1 << 24  # of a file before a row, in which its lines are counted: many rows may be located
 NEWLINE = b"\n"
+LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind
 PROBED_FILES = 16  # compressed files that `sample` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `sample` decompresses of each, to learn how well they compress
 
@@ -109,8 +110,16 @@ class JSONLSource(FileSource):
         return divide(sizes, num_lanes, whole=whole, least=LEAST_PART)
 
     def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
-        """See `FileSource.records`."""
-        return self._lines(part, offset, fetcher)
+        """See `FileSource.records`. Where its first line is no row, the file may be no JSON lines at all.
+
+        Raises:
+            Damage: if so.
+        """
+        lines = self._lines(part, offset, fetcher)
+        doubtful = offset == part.start and not lines.like_rows()
+        if doubtful and (problem := self._other_kind(part.file)) is not None:
+            raise Damage(problem, offset=offset)
+        return lines
 
     def decode(self, part: Part, offset: int, raw: bytes | Damage) -> Mapping[str, Any]:
         """See `FileSource.decode`."""
@@ -119,8 +128,8 @@ class JSONLSource(FileSource):
         try:
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
-            if (kind := self._kind(part.file)) is not None:
-                raise ValueError(not_text(kind)) from None
+            if (problem := self._other_kind(part.file)) is not None:
+                raise ValueError(problem) from None
             way_out = other_json(raw, error, self.files[part.file].shown)
             raise ValueError(f"not a line of JSON ({error}){way_out}") from None
         if not isinstance(row, dict):
@@ -208,15 +217,13 @@ class JSONLSource(FileSource):
             for part, record in found
         ]
 
-    def _kind(self, number: int) -> str | None:
-        """Return the kind of a plain file by its first bytes, read once; None if it may be text, or is compressed.
-
-        A part in the middle of a file is read without its first bytes, until a line of it is no JSON.
-        """
-        file = self.files[number]
-        if number not in self._kinds and file.seekable:
-            with suppress(FileNotFoundError):
-                self._kinds[number] = kind_of(self.fetcher().take((file, 0, min(HEAD_BYTES, file.size))))
+    def _other_kind(self, number: int) -> str | None:
+        """Return why a file is no JSON lines, by its beginning, which is read once; None if it is, or may be."""
+        if number not in self._kinds:
+            file = self.files[number]
+            stream = RangeStream(self.fetcher(), file, 0, min(LOOKED_AT, file.size))
+            with suppress(FileNotFoundError, *DAMAGED), content(stream, name=path_in(file.path)) as opened:
+                self._kinds[number] = no_json_lines(opened.read(LOOKED_AT), file.shown)
         return self._kinds.get(number)
 
     def _places(self, count: int) -> list[Part]:

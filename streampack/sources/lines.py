@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +13,14 @@ from typing import Any
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import EMPTY, File, path_in
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content, kind_of, not_text
+from streampack.storage.formats import other_json
 from streampack.storage.json_depth import require_shallow
 from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 
 HEAD_BYTES = 16  # enough to recognise the kind of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+ROW = re.compile(rb'(?:\s|\xef\xbb\xbf)*\{[ \t]*["}]')
+FEWEST_LINES = 3  # at a file's beginning that tell that it is of another kind; fewer may be damaged rows
 NESTED = frozenset((list, dict))
 _scan = json.JSONDecoder().raw_decode
 
@@ -42,6 +47,33 @@ def parsed(line: bytes) -> Any:
     if end < len(text):
         raise json.JSONDecodeError("Extra data", text, len(text) - len(text[end:].lstrip(" \t\r\n")))
     return value
+
+
+def like_row(text: bytes) -> bool:
+    r"""Return whether the first line of a text, unless blank, begins as a JSON object, and if it is whole ends as one.
+
+    >>> like_row(b'{"a": 1}'), like_row(b'{"a": 1},\n'), like_row(b'["a"]')
+    (True, False, False)
+    """
+    if (found := ROW.match(text)) is None:
+        return False
+    end = text.find(b"\n", found.end())
+    return end < 0 or text[:end].rstrip()[-1:] == b"}"
+
+
+def no_json_lines(head: bytes, path: str) -> str | None:
+    r"""Return why a file with this beginning is no JSON lines: it is of a known kind, or none of its lines is a row.
+
+    >>> no_json_lines(b"text,id\na,1\nb,2\nc", "a.jsonl").partition("; ")[0]
+    'none of its first 3 lines is a JSON object'
+    """
+    if (kind := kind_of(head)) is not None:
+        return not_text(kind)
+    lines = [line for line in io.BytesIO(head) if line.endswith(b"\n") and not line.isspace()]
+    if len(lines) < FEWEST_LINES or any(map(like_row, lines)):
+        return None
+    way_out = other_json(lines[0].removeprefix(BYTE_ORDER_MARK), ValueError(), path)
+    return f"none of its first {len(lines):,} lines is a JSON object{way_out}"
 
 
 @dataclass(slots=True)
@@ -104,6 +136,12 @@ class Lines:
         left = 0 if seekable else offset
         while left and (skipped := self._read(self.stream.read, min(left, BUFFER_BYTES // 4))):
             left -= len(skipped)
+
+    def like_rows(self) -> bool:
+        """Return whether the next line is like a row, as far as it was read, or there is none."""
+        if self.stop is not None and self.offset >= self.stop:
+            return True
+        return not (head := self._read(self.stream.peek)) or like_row(head)
 
     def __iter__(self) -> Lines:
         return self

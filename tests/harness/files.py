@@ -380,11 +380,26 @@ def drop_index(path: Path) -> None:
     (path.with_suffix(".idx") if path.suffix == ".bin" else path.with_name(f"{path.name}.index")).unlink()
 
 
+def as_array(path: Path) -> None:
+    """Replace JSON lines by one JSON array, a value on each line."""
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    path.write_text(json.dumps(rows, indent=1))
+
+
+def as_binary(path: Path) -> None:
+    """Replace a compressed file by one, under its name, that holds numbers and no lines."""
+    path.write_bytes(gzip.compress(np.arange(1000, 2000, dtype="<u4").tobytes()))
+
+
 HARM: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_bytes(b""),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "gone": Path.unlink,
     "gzip data": lambda path: path.write_bytes(gzip.compress(path.read_bytes() * 3)),
+    "UTF-16 text": lambda path: path.write_bytes(path.read_text().encode("utf-16")),
+    "a JSON array": as_array,
+    "CSV": lambda path: path.write_bytes(b"i,n\n" + b"".join(b"%d,3\n" % i for i in range(150))),
+    "binary": as_binary,
     "no footer": lambda path: path.write_bytes(path.read_bytes()[:-30]),
     "no column": rename_column,
     "no column of the index": drop_column,
@@ -399,6 +414,10 @@ CASES = [
     ("jsonl", "zeros", "it is zeros"),
     ("jsonl", "gone", "there is no such file"),
     ("jsonl", "gzip data", "it is gzip data and would be read as plain text"),
+    ("jsonl", "UTF-16 text", "it is UTF-16 text and would be read as plain text"),
+    ("jsonl", "a JSON array", "if the file is one JSON document, let datasets read it"),
+    ("jsonl", "CSV", "lines is a JSON object; if the file is plain text, let datasets read it"),
+    ("gz", "binary", "lines is a JSON object"),
     ("gz", "empty", "it is empty"),
     ("gz", "zeros", "it cannot be decompressed"),
     ("gz", "gone", "there is no such file"),

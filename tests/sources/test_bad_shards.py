@@ -62,7 +62,13 @@ def test_each_part_of_a_bad_shard_is_left_out_as_one_bad_record(
     assert len(parts) == len(entries) <= 6
 
 
-RESUMED = [("jsonl", "zeros"), ("gz", "gone"), ("parquet", "no column"), ("tokens", "another header")]
+RESUMED = [
+    ("jsonl", "zeros"),
+    ("jsonl", "a JSON array"),
+    ("gz", "gone"),
+    ("parquet", "no column"),
+    ("tokens", "another header"),
+]
 RESUMED += [("mds", "zeros"), ("megatron", "no index")]
 
 
@@ -75,6 +81,15 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str, harm: str) -> None:
         check_resume_everywhere(lambda: skipping(data, skip_bad=tmp_path / "bad"), packs=25, whole_every=12)
     entries = listed(tmp_path / "bad")
     assert len({(entry["shard"], entry["offset"]) for entry in entries}) == len(entries)
+
+
+@pytest.mark.parametrize("broken", [b"off}\n", b"cut\n\noff\n"])
+def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken: bytes) -> None:
+    """As the pieces of a file do that was split by size."""
+    files = corpus("jsonl", tmp_path / "data")
+    files.paths[2].write_bytes(broken + files.paths[2].read_bytes())
+    assert survivors(skipping(files.open(), skip_bad=tmp_path / "bad")) == files.rest()
+    assert len(listed(tmp_path / "bad")) == len(broken.split())
 
 
 @pytest.mark.parametrize(("kind", "harm", "reason"), CASES)

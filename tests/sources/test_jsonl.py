@@ -202,7 +202,7 @@ def test_binary_content_is_refused_under_any_name(tmp_path: Path, kind: str) -> 
     ) as error:
         next(source.read(Reading()))
     assert ("let its name end in" in str(error.value)) == (kind in ("gzip data", "zstd data"))
-    with pytest.raises(ValueError, match="all 1 that were read are dropped|would be read as plain text"):
+    with pytest.raises(ValueError, match=r"all (1|16) that were read are dropped"):  # one of each part
         list(IterablePackedDataset(source, max_seq_len=8, skip_bad=True, num_lanes=1))
 
 
