@@ -128,11 +128,9 @@ class LaneState:
             each for i, each in enumerate(waiting) if each.tokens == each.total and (i or not stand.offset)
         ]
         ledger = Ledger(tokens_in=self.ledger.buffered)
-        ledger.drop(
-            "removed",
-            ledger.tokens_in - sum(each.tokens for each in whole),
-            samples=len(waiting) - len(whole),
-        )
+        if not self.anew:  # then all rows wait as a whole, and their addresses count no tokens
+            lost = ledger.tokens_in - sum(each.tokens for each in whole)
+            ledger.drop("removed", lost, samples=len(waiting) - len(whole))
         return LaneState(
             Stand(stand.epoch, stand.cursor, tuple(Address(each.row_id, 0, 0, 0) for each in whole)),
             ledger,

@@ -90,6 +90,19 @@ def test_the_rest_of_a_giant_row_is_counted(way: str, window: int) -> None:
         assert (packed + ledger.dropped["removed"], ledger.buffered) == (521, 0), at
 
 
+def test_what_waits_is_no_loss_when_a_run_goes_on_twice() -> None:
+    first = dataset(rows(60), SHORT, {"strategy": "best_fit", "buffer_size": 8})
+    list(islice(first, 2 * LANES))
+    second = behind(dataset(rows(60), SHORT), first.state_dict())
+    list(islice(second, 1))  # of the other lane's rows that waited, none is encoded again yet
+    third = behind(dataset(rows(60), LONG), second.state_dict())
+    waited = third.ledger()
+    assert waited.tokens_in == waited.buffered == second.ledger().buffered
+    tokens = sum(map(len, samples_in(third).values()))
+    ledger = third.ledger()
+    assert (ledger.tokens_in, ledger.packed, ledger.dropped["removed"]) == (tokens, tokens, 0)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resume_in_the_second_phase_is_exact_from_its_first_pack_on(way: str, tmp_path: Path) -> None:
     common = {**SHUFFLED, "balance_window": 3, **settings_of(way)}
