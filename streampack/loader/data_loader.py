@@ -128,6 +128,7 @@ class PackedDataLoader:
             begin=replace(begin, packs_per_step=self.packs_per_step),
             meter=self._meter,
         )
+        self._meter.step = ()  # an iteration that was left in the middle of a step gives no more of it
         self._newest.start()
         return self._newest
 

@@ -321,6 +321,17 @@ def test_the_rest_of_an_epoch_may_train_nothing(caplog: pytest.LogCaptureFixture
     assert not [record for record in caplog.records if "step(s)" in record.message]
 
 
+def test_a_step_is_judged_without_the_part_of_one_that_was_left() -> None:
+    data = IterablePackedDataset(
+        [row(8, number == 0) for number in range(3)], max_seq_len=8, strategy="next_fit", num_lanes=1
+    )
+    loader = PackedDataLoader(data, packs_per_step=2)
+    next(iter(loader))
+    assert len(list(loader)) == 2
+    with pytest.raises(ValueError, match=r"^1 of 1 step\(s\) trained nothing"):
+        loader.require_trained()
+
+
 @pytest.mark.parametrize("wrong", [1, 2])
 def test_ranks_count_together(wrong: int) -> None:
     """Of two ranks, ``wrong`` have only rows that train nothing."""
