@@ -247,6 +247,10 @@ def entry_of(given: Mapping[str, Any] | Entry, once: Once) -> Entry:
     slash_allowed = isinstance(given, Entry)
     if isinstance(given, Entry):
         given = {key: getattr(given, key) for key in keys}
+    if not isinstance(given, Mapping):  # of sources that a mapping has by name, it is a name
+        raise ValueError(
+            f"a source of a mixture is {given!r}; give a list of mappings, each with {', '.join(keys)}"
+        )
     name = given.get("name")
     if not isinstance(name, str) or not name or ("/" in name and not slash_allowed):
         raise ValueError(f"a source of a mixture is named {name!r}; give it a name without a slash")

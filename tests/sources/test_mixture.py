@@ -154,6 +154,14 @@ def test_bad_mixtures_are_refused(entries: list[dict[str, Any]], message: str) -
         Mix([{key: value for key, value in each.items() if value is not None} for each in whole], stop=stop)
 
 
+def test_sources_by_name_are_refused() -> None:
+    sources: Any = {"a": {"source": rows(3), "weight": 1}}
+    with pytest.raises(
+        ValueError, match="a source of a mixture is 'a'; give a list of mappings, each with name, "
+    ):
+        Mix(sources)
+
+
 def test_a_mixture_within_a_mixture_becomes_its_sources() -> None:
     own, outer = TokensEncoder(), TokensEncoder()
     rest = Mix([entry("de", rows(3), 4, encoder=own), entry("fr", rows(3), 1)])
