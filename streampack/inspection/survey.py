@@ -89,7 +89,7 @@ def inspect_dataset(
         outcomes=outcomes,
         attention=_attention(dataset, chosen, planned, shape),
         packs=[] if shape.method else first_packs(reading, lanes, packs),
-        sources=_shares(shares, planned, tally, shape),
+        sources=_shares(shares, planned, shape),
         advice=[],
         assumed=_assumed(dataset, epoch, settings, shape),
     )
@@ -235,7 +235,7 @@ def _imbalance(
     )
 
 
-def _shares(shares: list[SourceShare], planned: Totals, tally: Tally, shape: RunShape) -> list[SourceShare]:
+def _shares(shares: list[SourceShare], planned: Totals, shape: RunShape) -> list[SourceShare]:
     """Add the passes over the sources in the whole run, if it has a number of steps."""
     if shape.max_steps is None or not planned.rows:
         return shares

@@ -28,7 +28,7 @@ from streampack.validation import raised_here
 log = logging.getLogger(__name__)
 
 OpenStream = Callable[..., Generator[LaneEvent]]
-"""Opens some lanes at ``lane_states``: `IterablePackedDataset.stream`, with all other arguments given."""
+"""Opens some lanes at ``lane_states``: `IterablePackedDataset.events`, with all other arguments given."""
 
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
 MAX_RESTARTS = 3
