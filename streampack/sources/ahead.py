@@ -56,12 +56,9 @@ class Ahead:
         self.fetcher = fetcher
         self.window = window
         self.count = 0  # of all records that threads have found
-        self.each = max(
-            window, RECORDS
-        )  # records of the newest part that was read from its beginning to its end
-        self.stretches: dict[
-            int, Stretch
-        ] = {}  # by the index of their part, in order; the first one is read from
+        self.each = max(window, RECORDS)  # records of the newest part that was read as a whole
+        # By the index of their part, in order; the first one is read from.
+        self.stretches: dict[int, Stretch] = {}
         self.lock = threading.Lock()
 
     @property
