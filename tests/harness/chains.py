@@ -344,6 +344,7 @@ def _cut_loader(case: Case, uncut: list[Plain], per_step: int) -> tuple[int, lis
             packs_per_step=per_step,
             peek=peek,
             injector=injector,
+            whole_steps=endless,
         )
         case.drew["peeks"] += peek > 0
         case.drew["interrupts"] += injector is not None and injector.raised
@@ -360,7 +361,7 @@ def _cut_loader(case: Case, uncut: list[Plain], per_step: int) -> tuple[int, lis
             assert Counter(p.key for p in step) == Counter(p.key for p in wanted), (
                 f"step {number} has other packs"
             )
-        if cut_midway:
+        if cut_midway or made.cut:
             same = 0  # the step was cut in two
         done = len(steps) * per_step >= len(uncut) if endless else all(made.ended)
         ended = resumes == 5 or (done and resumes > 0)

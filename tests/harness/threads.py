@@ -161,6 +161,7 @@ class Run:
     states: list[dict[str, Any]]
     ended: list[bool]  # the data, before the limit
     batches_per_step: int = 1
+    cut: bool = False  # whether an interrupt struck within a step, behind which another one begins
 
 
 def run(
@@ -172,11 +173,12 @@ def run(
     packs_per_step: int | None = None,
     peek: int = 0,
     injector: Injector | None = None,
+    whole_steps: bool = False,
 ) -> Run:
     """Take at most ``limit`` batches on every rank, then the state.
 
     With ``packs_per_step=0`` the loader is given none. After ``peek`` batches it is iterated anew, and after an
-    interrupt by the ``injector``, which is for a single rank.
+    interrupt by the ``injector``, which is for a single rank; with ``whole_steps``, none strikes within a step.
     """
     size = topology.ranks * topology.share
     board = Board(size)
@@ -200,12 +202,15 @@ def run(
             while limit is None or len(result.batches[number]) < limit:
                 if peek and len(result.batches[number]) == peek:
                     iterator = iter(loader)
+                within = len(result.batches[number]) % loader.batches_per_step > 0
+                strikes = injector if not (whole_steps and within) else None
                 try:
-                    batch = injector.call(iterator.__next__) if injector else next(iterator)
+                    batch = strikes.call(iterator.__next__) if strikes else next(iterator)
                 except StopIteration:
                     result.ended[number] = True
                     break
                 except KeyboardInterrupt:
+                    result.cut |= within
                     iterator = iter(loader)
                     continue
                 result.batches[number].append(batch)
