@@ -168,15 +168,15 @@ def check_change(
 
 
 HARMS: Mapping[str, tuple[str, ...]] = {
-    "jsonl": ("empty", "zeros", "gzip data", "gone"),
-    "parquet": ("empty", "zeros", "no column", "no footer", "gone"),
+    "jsonl": ("empty", "zeros", "gzip data", "UTF-16 text", "gone"),
+    "parquet": ("empty", "zeros", "no column", "another type", "no footer", "gone"),
 }
 REASONS = {(kind, harm): reason for kind, harm, reason in CASES}
 
 
 @cases(
     "bad-shards",
-    "files empty, zeros, without column or footer, or gone: the rest comes, all are listed",
+    "files empty, zeros, of another kind, without column or footer, or gone: the rest comes, all are listed",
     full=16, quick=4, limit=300,
 )  # fmt: skip
 def bad_files(number: int, folder: Path) -> Case:

@@ -55,14 +55,15 @@ class ParquetSource(FileSource):
 
     Args:
         paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others).
-        columns: the top-level columns to read; None for all.
+        columns: the top-level columns to read; None for all. Of named columns, all files must hold the same kind of
+            values: numbers, texts, bytes, structs, or lists of these.
         manifest: see `JSONLSource`.
         storage: see `JSONLSource`.
         once: how ranks share the listing of remote files.
 
     Raises:
-        ValueError: if nothing matches, no file can be read, or one is named twice; for a column that a file lacks, and
-            for a damaged page, when it is read, with file and row group.
+        ValueError: if nothing matches, no file can be read, or one is named twice; for a named column that
+            a file lacks or has other values in, and for a damaged page, when it is read, with file and row group.
         ImportError: if pyarrow is not installed.
     """
 
@@ -197,11 +198,12 @@ class ParquetSource(FileSource):
         size = self.files[number].size
         if (problem := self.bad.get(number)) is not None:
             return [(Part(number), size)], problem
+        take = self.fetcher().take
         try:
-            footer = self.footers.get(number, self.fetcher().take)
+            footer = self.footers.get(number, take)
         except Damage as error:
             return [(Part(number), size)], str(error)
-        groups, problem = row_groups(footer), self.footers.problem(footer)
+        groups, problem = row_groups(footer), self.footers.problem(footer, take)
         # Footers have the sizes of row groups before compression: scale them to the size of the file.
         scale = size / max(1, sum(stored for _, stored in groups))
         runs: list[tuple[Part, float]] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from streampack import Holdout, Mix
+from streampack import Holdout, Mix, ParquetSource
 from streampack.sources import Reading
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_resume_everywhere, content
@@ -67,6 +67,7 @@ RESUMED = [
     ("jsonl", "a JSON array"),
     ("gz", "gone"),
     ("parquet", "no column"),
+    ("parquet", "another type"),
     ("tokens", "another header"),
 ]
 RESUMED += [("mds", "zeros"), ("megatron", "no index")]
@@ -90,6 +91,18 @@ def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken:
     files.paths[2].write_bytes(broken + files.paths[2].read_bytes())
     assert survivors(skipping(files.open(), skip_bad=tmp_path / "bad")) == files.rest()
     assert len(listed(tmp_path / "bad")) == len(broken.split())
+
+
+def test_of_parquet_files_with_other_types_the_odd_one_is_left_out(tmp_path: Path) -> None:
+    """Also if it is the first; without columns to compare, each of its rows is a bad record."""
+    files = corpus("parquet", tmp_path / "data")
+    HARM["another type"](files.paths[0])
+    for columns, fewest, most in ((["i", "n"], 1, 6), (None, 30, 30)):
+        folder = tmp_path / str(columns)
+        with unwarned():
+            dataset = skipping(ParquetSource(files.paths, columns=columns), skip_bad=folder)
+            assert survivors(dataset) == files.rest(0)
+        assert fewest <= len(listed(folder)) <= most
 
 
 @pytest.mark.parametrize(("kind", "harm", "reason"), CASES)

@@ -25,7 +25,7 @@ from streampack import (
     ParquetSource,
     TokensEncoder,
 )
-from streampack.sources import as_source
+from streampack.sources import Reading, as_source
 from streampack.sources.corpus_identity import fingerprint_of
 from tests.harness.corpus import read_all
 from tests.harness.files import listed, small_pieces
@@ -235,6 +235,33 @@ DOTTED = {
     "a.b": ["x", "y"], "a": [{"b": "deep", "c": 1}, {"b": "deeper", "c": 2}], "text": ["t", "u"], "m.l": [[1], [2, 3]],
     "a.b.c": [4, 5],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [
+            pa.array([1], pa.int32()),
+            pa.array([1], pa.int64()),
+            pa.array([1.0]),
+            pa.array([1]).dictionary_encode(),
+        ],
+        [
+            pa.array(["a"]),
+            pa.array(["a"], pa.large_string()),
+            pa.array(["a"]).dictionary_encode(),
+            pa.nulls(1),
+        ],
+        [pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.large_list(pa.uint16())), pa.array([[]])],
+        [pa.array([[{"role": "a"}]]), pa.array(["[]"]), pa.array([[{"role": "a", "name": "b"}]])],
+    ],
+)
+def test_files_whose_columns_hold_the_same_in_other_types(tmp_path: Path, columns: list[Any]) -> None:
+    for number, column in enumerate(columns):
+        pq.write_table(pa.table({"a": column}), tmp_path / f"{number}.parquet")
+    source = ParquetSource(tmp_path, columns=["a"])
+    found = [row.data["a"] for row in source.read(Reading())]
+    assert found == [column[0].as_py() for column in columns]
 
 
 @pytest.mark.parametrize("columns", [None, ["a.b"], ["a"], ["m.l"], ["a.b", "text"]])
