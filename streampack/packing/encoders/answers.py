@@ -114,10 +114,13 @@ class AnswersEncoder(Encoder):
     def __call__(self, row: Mapping[str, Any], /) -> Group:
         """See `Encoder`."""
         values, columns, ending = self._given(row)
-        answers = {name: _read(value, name, is_ids=bool(ending)) for name, value in values.items()}
+        answers = {
+            name: _read(value, name, is_ids=bool(ending), ignore=self.ignore)
+            for name, value in values.items()
+        }
         prompt = None
         if (name := f"{self.prompt}{ending}") in row:
-            prompt = _read(row[name], name, is_ids=bool(ending))
+            prompt = _read(row[name], name, is_ids=bool(ending), ignore=("tools", *self.ignore))
         kinds = {type(each) for each in (prompt, *answers.values())}
         if not ending:  # such rows keep the columns that they were made of
             self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
@@ -246,11 +249,11 @@ class AnswersEncoder(Encoder):
         return str(self.tokenizer.decode(tokens))
 
 
-def _read(value: Any, column: str, *, is_ids: bool) -> Content | IntArray:
+def _read(value: Any, column: str, *, is_ids: bool, ignore: Sequence[str]) -> Content | IntArray:
     """Return what a column holds: ids, a text, or messages; an empty list is one of ids."""
     if not is_ids and not isinstance(value, str | Mapping) and hasattr(value, "__len__"):
         is_ids = not len(value) or not isinstance(value[0], str | Mapping)
-    return _ids(value, column) if is_ids else read_content(value, column)
+    return _ids(value, column) if is_ids else read_content(value, column, ignore=ignore)
 
 
 def _ids(value: Any, column: str) -> IntArray:
