@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from torch.utils.data import default_collate
+
 from streampack.packing.batch import collate_packed
 
 PREPARE = "call prepare_trainer_for_packing(trainer) before it trains or evaluates"
@@ -43,7 +45,8 @@ def refuse_foreign_loader(dataset: object, *, way_out: str = PREPARE) -> None:
             "Trainer removes the columns of packs that the model's forward does not name, tokens and seq_lens among "
             f"them, before {named.__qualname__} sees them; set remove_unused_columns=False in TrainingArguments"
         )
-    cuts = collate is collate_packed or getattr(collate, "return_flash_attn_kwargs", False)
+    # torch's default makes a `Batch` of packs, too.
+    cuts = collate in (collate_packed, default_collate) or getattr(collate, "return_flash_attn_kwargs", False)
     if cuts and type(loader).__name__ == "DataLoaderDispatcher":
         raise ValueError(
             "a loader that accelerate prepares for an iterable dataset cuts its batches into rows, and boundaries of "

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from streampack import (
     FlatteningCollator,
@@ -142,7 +142,9 @@ def test_ranks_in_plain_torch() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("collate", [collate_packed, FlatteningCollator(return_flash_attn_kwargs=True)])
+@pytest.mark.parametrize(
+    "collate", [collate_packed, default_collate, FlatteningCollator(return_flash_attn_kwargs=True)]
+)
 def test_accelerate_cuts_no_batches_in_a_single_process(collate: Any, workers: int) -> None:
     """It raised a TypeError for a `Batch`, and left one number of ``cu_seq_lens``."""
     prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
