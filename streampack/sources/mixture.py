@@ -64,8 +64,9 @@ class Mix(Source):
             - {name: web, weight: 0.7, source: {...}, encoder: {...}}
 
     A source may be a `Mix` itself, with the same ``stop``: its sources take its place, and their weights divide its
-    weight. Weights may be changed at a resume, with a warning: the new ones apply from the next row on. Names, order
-    and ``stop`` may not be changed.
+    weight. Weights may be changed at a resume, with a warning: the new ones apply from the next row on, and the packs
+    of open balance windows that were not handed out are dropped and counted. Names, order and ``stop`` may not be
+    changed.
 
     Args:
         sources: a mapping for each, with ``name``, ``source`` (whatever an `IterablePackedDataset` takes), ``weight``
