@@ -13,7 +13,8 @@ from itertools import islice
 from streampack.sources.parts import REMOVED_FILE, OpenPart, Part, Record
 from streampack.storage.ranges import Fetcher
 
-RECORDS = 64  # that are read at a time, or those of a window if it has more
+RECORDS = 64  # that are read at a time, and of a lane that shuffles, at most
+MOST_RECORDS = 256  # of a lane that does not
 PARTS_AT_ONCE = 32  # of one lane, where each has few records
 
 
@@ -56,7 +57,10 @@ class Ahead:
         self.fetcher = fetcher
         self.window = window
         self.count = 0  # of all records that threads have found
-        self.each = max(window, RECORDS)  # records of the newest part that was read as a whole
+        self.most = RECORDS if window else MOST_RECORDS
+        # Records that a part is expected to have. Parts may be of any length, the last of a file above all: so one that
+        # has fewer halves this only, or many long ones would be opened at once after it.
+        self.each = max(window, self.most)
         # By the index of their part, in order; the first one is read from.
         self.stretches: dict[int, Stretch] = {}
         self.lock = threading.Lock()
@@ -65,7 +69,7 @@ class Ahead:
     def wanted(self) -> int:
         """How many records may be there before they are asked for: a window, and if it is less, ``share`` bytes."""
         fitting = self.fetcher.read_ahead.share * max(1, self.count) // max(1, self.fetcher.bytes)
-        return max(1, self.window, min(RECORDS if self.window else 4 * RECORDS, fitting))
+        return max(1, self.window, min(self.most, fitting))
 
     def prepare(self, index: int, offset: int) -> None:
         """Begin to read the next records, which begin at an offset of a part, because they are needed soon."""
@@ -140,24 +144,23 @@ class Ahead:
         try:
             if stretch.records is None:
                 stretch.records = self.open_part(self.parts[stretch.index], stretch.begin)
-            for read in range(0, count, RECORDS):
-                if read >= max(1, self.window) and self.fetcher.bytes > most:
-                    break
+            read = 0
+            while read < count and not ended and (read < max(1, self.window) or self.fetcher.bytes <= most):
+                at_once = min(max(1, read), RECORDS, count - read)  # few first: they may be large
                 found: list[Record] = []
                 try:
-                    found.extend(islice(stretch.records, min(RECORDS, count - read)))
+                    found.extend(islice(stretch.records, at_once))
                 finally:  # also those before an error
                     with self.lock:
                         stretch.count += len(found)
                         stretch.found.extend([found] if found else [])
-                if ended := len(found) < min(RECORDS, count - read):
-                    break
+                read, ended = read + at_once, len(found) < at_once
         except Exception as caught:
             error = caught
         with self.lock:
             self.count += stretch.count - before
             stretch.ended, stretch.error, stretch.future = ended, error, None
-            if ended or stretch.count > self.each:
-                self.each = max(1, stretch.count)
+            whole = ended and stretch.begin == self.parts[stretch.index].start
+            self.each = max(1, stretch.count, self.each // 2 if whole else self.each)
             if self.stretches.get(stretch.index) is stretch:
                 self._read_on()

@@ -35,7 +35,7 @@ class Fetcher:
         self.read_ahead = read_ahead
         self.block = read_ahead.block(storage.block)
         self.ahead = read_ahead.share // self.block  # blocks of a stream that are read before they are needed
-        self.bytes = 0  # that were read
+        self.bytes = 0  # that were returned
 
     def take(self, block: Block) -> bytes:
         """Return the bytes of one block."""
@@ -47,22 +47,21 @@ class Fetcher:
         """Yield the bytes of blocks, and read up to ``ahead`` further ones, by default as many as there is room for."""
         ahead = self.ahead if ahead is None else ahead
         if not ahead:
-            for block in blocks:
-                data = self.storage.fetch(*block)
-                self.bytes += len(data)
-                yield data
+            yield from map(self.take, blocks)
             return
         left = iter(blocks)
         in_flight: deque[tuple[partial[bytes], Future[bytes]]] = deque()
         try:
             while True:
                 for block in islice(left, 1 + ahead - len(in_flight)):
-                    take = partial(self.take, block)
+                    take = partial(self.storage.fetch, *block)
                     in_flight.append((take, self.read_ahead.requests.submit(take)))
                 if not in_flight:
                     return
                 take, future = in_flight.popleft()
-                yield result_of(future, take)
+                data = result_of(future, take)
+                self.bytes += len(data)
+                yield data
         finally:
             for _, future in in_flight:
                 future.cancel()

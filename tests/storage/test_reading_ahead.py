@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streampack import Mix
+from streampack.sources import Reading
+from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from tests.harness.corpus import plain, recorded
 from tests.harness.files import shards, small_pieces, source, stream
 from tests.harness.stores import Versioned, running
@@ -71,6 +74,15 @@ def packs(data: Any, **settings: Any) -> list[Any]:
     return [plain(pack) for pack in dataset(data, **settings).stream()]
 
 
+def settle(network: Network) -> None:
+    """Wait until nothing more is asked for."""
+    for _ in range(100):
+        asked = len(network.requests)
+        time.sleep(0.02)
+        if asked == len(network.requests) and not any(network.under_way.values()):
+            break
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_lanes_whose_turn_comes_soon_fetch_together(network: Network, kind: str) -> None:
     """Each request waits until as many are under way; those of one lane after the other would wait in vain."""
@@ -108,12 +120,22 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
     running = dataset(data, read_ahead=budget, shuffle=1).stream()
     for _ in range(LANES):
         next(running)
-    for _ in range(100):  # until nothing more is asked for
-        asked = len(network.requests)
-        time.sleep(0.02)
-        if asked == len(network.requests) and not any(network.under_way.values()):
-            break
+    settle(network)
     assert least <= sum(size for _, size in network.requests) <= most
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("rows", [2, 55])
+def test_rows_that_are_large_are_read_ahead_by_their_bytes(network: Network, kind: str, rows: int) -> None:
+    """Of 48 MB in parts of up to 6 MB, no further row or row group of 3 MB is asked for than those that come next."""
+    data = filled(kind, 4, per_shard=60, text=200_000)
+    at_row = list(islice(data.read(Reading(read_ahead=NO_READ_AHEAD)), rows + 1))[rows].cursor
+    network.requests.clear()
+    reader = data.read(Reading(start=at_row, read_ahead=ReadAhead.for_lanes(1 << 20, 1)))
+    for _ in range(3):
+        next(reader)
+        settle(network)
+    assert sum(size for _, size in network.requests) <= 7 << 20
 
 
 def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
