@@ -36,13 +36,17 @@ class Threads:
         self.queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self.lock = threading.Lock()
         self.running = self.idle = 0
+        self.waiting = (
+            0  # calls; one that an idle thread is just taking counts until the thread is no longer idle
+        )
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Call a function in a thread. Until it has begun, the returned future can be cancelled."""
         future: Future[Result] = Future()
-        self.queue.put((future, call))
         with self.lock:
-            if self.idle < self.queue.qsize() and self.running < self.at_once:
+            self.queue.put((future, call))
+            self.waiting += 1
+            if self.idle < self.waiting and self.running < self.at_once:
                 with suppress(RuntimeError):  # the system has no thread left
                     threading.Thread(target=self._call, daemon=True, name="read ahead").start()
                     self.running += 1
@@ -58,9 +62,12 @@ class Threads:
                 future = None
             with self.lock:
                 self.idle -= 1
+                if future is None and self.waiting:
+                    continue  # one came at the last moment, for which no thread was begun
                 if future is None:
                     self.running -= 1
                     return
+                self.waiting -= 1
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
