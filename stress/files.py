@@ -176,7 +176,7 @@ REASONS = {(kind, harm): reason for kind, harm, reason in CASES}
 
 @cases(
     "bad-shards",
-    "files empty, zeros, of another kind, without column or footer, or gone: the rest comes, all are listed",
+    "files empty, zeros, of another kind or schema, without column or footer, or gone: the rest comes, all are listed",
     full=16, quick=4, limit=300,
 )  # fmt: skip
 def bad_files(number: int, folder: Path) -> Case:

@@ -20,6 +20,7 @@ from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import places
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, map_in_threads
+from streampack.storage.compression import KINDS
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import look_at_each
 from streampack.storage.ranges import Fetcher, RangeStream, tail_of
@@ -36,6 +37,8 @@ NUMPY = b"\x93NUMPY"
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
 """Types by the first number of llm.c's header: 256 ``int32``, of which the third is the number of tokens.
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py"""
+CERTAIN = {magic: kind for magic, kind in KINDS.items() if len(magic) > 3 and any(magic)}
+"""Kinds of files by their first bytes, where these are too many to be ids by chance."""
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 ANEW = "it was cut off or replaced: copy it anew"
 
@@ -286,6 +289,8 @@ def layout_of(corpus: Corpus, file: File, *, dtype: str | None) -> Layout:
         raise ValueError(
             "it has no header that says how ids are stored; give dtype, such as 'uint16' or 'uint32', as it was written"
         )
+    if (kind := next((kind for magic, kind in CERTAIN.items() if head.startswith(magic)), None)) is not None:
+        raise ValueError(f"it is {kind}, and no ids of {dtype}")
     raw = np.dtype(dtype).newbyteorder("<")
     if file.size % raw.itemsize:
         raise ValueError(

@@ -264,6 +264,10 @@ FLAT: dict[str, tuple[str | None, Any, Change, str]] = {
     "floats": (None, None, array(np.ones(9)), "it holds an array of float64"),
     "big endian": (None, None, array(np.ones(9, ">i4")), "it holds an array of >i4"),
     "objects": (None, None, array(np.array([None])), "it holds an array of object"),
+    "a Parquet file": (
+        None, "uint16", lambda folder: Path(folder, "a.npy").write_bytes(b"PAR1" * 50),
+        "it is a Parquet file, and no ids of uint16",
+    ),
     "another dtype": ("numpy", "int64", nothing, "its header says uint16, and dtype is 'int64'; leave dtype out"),
 }  # fmt: skip
 
