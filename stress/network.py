@@ -237,8 +237,8 @@ def many_lanes(run: Run) -> str:
         first, many = read(reading, web, 1), read(reading, web, batches)
         local = read(replace(reading, paths=tuple(name + path for path in files)), web, batches)
         assert many.packs == local.packs, "other packs than of local files"
-        # Of each file the size, the version, the footer; and of some lanes the first rows.
-        most, made = 4 * lanes + 64, first.requests
+        # Of each file the size, the version, the footer; and of each lane the row groups that its budget has room for.
+        most, made = (3 + 1 + LANE_BYTES // 2 // 16_000 + 1) * lanes, first.requests
         assert made <= most, f"{made} requests before the first batch, not {most}"
         check_rounds(first, 1)
         check_rounds(many, batches)
