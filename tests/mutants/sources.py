@@ -74,7 +74,7 @@ def lines_without_blank_ones_counted(good, self, row_id):
     shown = str(good(self, row_id))
     path, _, line = shown.rpartition(":")
     file, offset = self.files[row_id[0]], row_id[1]
-    if not line.isdecimal() or not file.seekable:
+    if not line.isdecimal() or not file.seekable or not Path(file.path).exists():
         return shown
     lines = Path(file.path).read_bytes()[:offset].split(b"\n")[:-1]
     return f"{path}:{int(line) - sum(not each.strip() for each in lines)}"
