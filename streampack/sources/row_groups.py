@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -39,9 +41,11 @@ class Footers:
         self._kept: dict[int, Any] = {}
         self._usual: dict[str, str] | None = None  # what columns hold, once some footers were read for it
         self._most = 1  # row groups of a footer
+        # Of files whose footers are being read, so that one thread reads each. A forked process makes its own.
+        self._locks: dict[tuple[int, int], threading.Lock] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}
+        return {**self.__dict__, "_kept": {}, "_locks": {}}
 
     def known(self, number: int) -> Any:
         """Return a file's metadata if it is in the cache, else None."""
@@ -53,12 +57,17 @@ class Footers:
         Raises:
             Damage: if the file has no readable footer.
         """
-        if (footer := self._kept.get(number)) is None:
-            footer = self._kept[number] = _read(self.files[number], take)
-            self._most = max(self._most, footer.num_row_groups)
-            while len(self._kept) > max(1, KEPT_GROUPS // self._most):
-                [oldest, *_] = self._kept
-                self._kept.pop(oldest, None)
+        if (footer := self._kept.get(number)) is not None:
+            return footer
+        key = os.getpid(), number
+        with self._locks.setdefault(key, threading.Lock()):
+            if (footer := self._kept.get(number)) is None:
+                footer = self._kept[number] = _read(self.files[number], take)
+                self._most = max(self._most, footer.num_row_groups)
+                while len(self._kept) > max(1, KEPT_GROUPS // self._most):
+                    [oldest, *_] = self._kept
+                    self._kept.pop(oldest, None)
+        self._locks.pop(key, None)
         return footer
 
     def problem(self, footer: Any, take: Callable[[Block], bytes]) -> str | None:

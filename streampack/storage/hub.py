@@ -52,7 +52,7 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float, safely: Safely) -> 
         except (FileNotFoundError, PermissionError):
             what = "there is no such repository or revision, or it needs a token (HF_TOKEN, or token in the options)"
             raise FileNotFoundError(f"{redact(path)}: {what}") from None
-        except (Refused, ConnectionError):
+        except Refused:
             what = "huggingface_hub refuses the path; name the repository with its namespace (openai-community/gpt2)"
             raise ValueError(f"{redact(path)}: {what}") from None
         if PINNED.fullmatch(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -284,6 +285,8 @@ def _replaced(error: Exception, shown: str, timeout: float) -> Exception:
         return _BehindTheEnd(shown)
     # A library raises errors of its own for lost connections, or these of Python.
     own = type(error).__module__ != "builtins"
+    if own and isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
+        return Refused(f"{shown}: {name} (its text, which may hold secrets, is left out)")
     if own or isinstance(error, OSError | EOFError) or type(error) in (RuntimeError, Exception):
         return ConnectionError(f"{shown}: {name}")
     return Refused(f"{shown}: {name} (its text, which may hold secrets, is left out)")

@@ -152,7 +152,9 @@ def test_a_commit_that_is_gone(hub: Hub) -> None:
 # What is refused, and how often it is tried.
 
 
-def test_missing_repositories_and_files(hub: Hub) -> None:
+def test_missing_repositories_and_files(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: none of them would be there if it were tried again."""
+    monkeypatch.setattr("streampack.storage.retries.sleep", lambda seconds: pytest.fail("it is tried again"))
     committed(hub, "jsonl")
     missing = "there is no such repository or revision, or it needs a token"
     for path, message in {
@@ -169,6 +171,13 @@ def test_missing_repositories_and_files(hub: Hub) -> None:
             source("jsonl", path, storage={"options": hub.options})
     with pytest.raises(FileNotFoundError, match=missing):
         source("jsonl", f"{DATA}/c/*.jsonl", storage={"options": {**hub.options, "token": False}})
+
+
+def test_an_outage_at_the_beginning_is_not_taken_for_a_bad_path(hub: Hub) -> None:
+    committed(hub, "jsonl", 1)
+    hub.web.fault = lambda path: "503"
+    with pytest.raises(OSError, match=r"HTTP 503"):
+        data(hub, "jsonl", max_outage=0)
 
 
 def test_an_outage_is_retried_as_often_as_set(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
