@@ -7,7 +7,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-JOBS ?= 2
+# Test processes. On two cores, because each waits for processes and servers a quarter of its time.
+JOBS ?= 3
 ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
