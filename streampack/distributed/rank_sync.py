@@ -69,9 +69,8 @@ class RankSync:
                 some, backend="gloo", timeout=timeout, use_local_synchronization=some is not None
             )
         self.group = group  # None: there was no other rank when this was made
-        self.in_gather = (
-            False  # whether `gather` runs, or was interrupted: others may still wait for a part of it
-        )
+        # Whether `gather` runs, or was interrupted: others may still wait for a part of it.
+        self.in_gather = False
 
     def exchange(self, numbers: Sequence[Any]) -> Exchange:
         """Collective: begin to send integers, or lists of them, of the same shape on each rank, to all ranks."""

@@ -80,9 +80,8 @@ def _fullest(lengths: list[int], room: int, pull: Pull) -> list[int]:
     left = (reach & -reach).bit_length() - 1  # the lowest bit: the least room that any subset leaves
     taken = []
     for i in range(seen - 1, -1, -1):
-        if (
-            not (before[i] >> left) & 1
-        ):  # no subset of lengths[:i] leaves so much, so lengths[i] is in the sum
+        if not (before[i] >> left) & 1:
+            # No subset of lengths[:i] leaves so much, so lengths[i] is in the sum.
             taken.append(i)
             left += lengths[i]
     taken.reverse()

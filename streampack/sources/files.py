@@ -43,7 +43,7 @@ class FileSource(Source):
     """The distance in offsets below which `fetch_many` reads on to the next row, instead of beginning there, by URL."""
 
     reads_tags = True
-    """Whether the files' ends may have to be read for `marks`."""
+    """Whether the files' ends may have to be read for their tags."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._hold(corpus)

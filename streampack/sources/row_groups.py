@@ -22,13 +22,12 @@ KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes abo
 COMPARED_FILES = 5  # from which it is learned what columns hold
 MESSAGES = {"texts", "lists of structs"}  # encoders take messages as JSON, too
 BATCH_ROWS = 1024  # rows that are decoded at a time
-BATCH_BYTES = (
-    1 << 24
-)  # about; fewer rows are decoded at a time if they have more. A sample may hold its batch.
+BATCH_BYTES = 1 << 24
+"""About so many bytes, and not all of those rows, are decoded at a time: a sample may hold its batch."""
 
 
 class Footers:
-    """A cache of the metadata of Parquet files. Several threads may read it: each change of it is a single step.
+    """A cache of the metadata of Parquet files, which several threads may read.
 
     Args:
         files: the files of the corpus.

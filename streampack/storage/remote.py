@@ -54,10 +54,8 @@ class RemoteStorage:
         self.scheme = scheme
         self.storage = storage
         self._made: tuple[int, dict[str, Any]] = (0, {})  # process id, file systems by scheme
-        self._checked: tuple[int, set[str]] = (
-            0,
-            set(),
-        )  # process id, paths of files that are as they were listed
+        # Process id, and paths of files that are as they were listed.
+        self._checked: tuple[int, set[str]] = (0, set())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": (0, {}), "_checked": (0, set())}
@@ -354,10 +352,8 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
         # time that a read may take would be many times as long.
         config = {"retries": {"max_attempts": 0}, **options.get("config_kwargs", {})}
         options = {**options, "config_kwargs": config}
-    if scheme in (
-        "http",
-        "https",
-    ):  # "identity" keeps proxies from compressing a range, which would change its length
+    if scheme in ("http", "https"):
+        # "identity" keeps proxies from compressing a range, which would change its length.
         options = {**options, "headers": {"Accept-Encoding": "identity", **options.get("headers", {})}}
     try:
         # fsspec's cache of file systems would keep this one, and its secrets, after the source is gone.

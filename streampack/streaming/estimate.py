@@ -91,9 +91,8 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding)
     fill = _fill([length for each in sampled for length in each.lengths], packing)
     full = tokens / (packing.max_seq_len * fill)
-    packs = full + (
-        0 if config.endless else num_lanes / 2
-    )  # the last pack of each lane is half empty on average
+    # The last pack of each lane is half empty on average.
+    packs = full + (0 if config.endless else num_lanes / 2)
     error = packs * max(each.error for each in sampled)
     return Estimate(packs, error, looked_at, lost, 1 - fill * full / packs if packs else 0.0)
 

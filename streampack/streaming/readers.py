@@ -109,9 +109,8 @@ class Readers:
         if worker is None:
             self.commands = int(self._shared[COMMANDS]) + 1
             self._shared[:] = torch.tensor([self.commands, begin.epoch, begin.loaded, 0])
-        elif (
-            worker.id == 0
-        ):  # torchdata's loader loads a state in each of its workers, which is for them alone
+        elif worker.id == 0:
+            # torchdata's loader loads a state in each of its workers, which is for them alone.
             self._shared[WORKER] = os.getpid()
 
     def set_epoch(self, epoch: int) -> None:

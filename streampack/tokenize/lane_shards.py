@@ -24,7 +24,7 @@ Report = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Job:
-    """What `tokenize` writes to a folder."""
+    """Rows to tokenize, the folder of their token shards, and the plan by which each shard is made."""
 
     config: LaneConfig
     folder: Folder

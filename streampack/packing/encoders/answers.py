@@ -271,7 +271,8 @@ def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Conten
         each[0]["role"] != "assistant"
         and any(message["role"] == "user" and message["content"] == prompt for message in each)
         for each in whole
-    ):  # what all begin with, before the last answer of any of them
+    ):
+        # What all begin with, before the last answer of any of them.
         lasts = [[i for i, m in enumerate(each) if m["role"] == "assistant"] or [len(each)] for each in whole]
         limit = min(last[-1] for last in lasts)
         shared = common_prefix([each[:limit] for each in whole])
