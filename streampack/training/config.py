@@ -26,6 +26,7 @@ NODES = {
 }  # fmt: skip
 REFERENCES = ("model", "data")
 DTYPES = ("bf16", "fp32", "fp64")
+OPTIONS = ("options", "storage_options")  # keys of what a storage is given, which may hold secrets
 VALIDATION_KEYS = {
     "fraction": "of the rows to hold out, above 0 and below 1, by their content: the same rows in every run; of a "
     "mixture also a mapping of its sources to fractions, where those left out hold out nothing",
@@ -315,11 +316,14 @@ def to_plain(config: Any) -> dict[str, Any]:
 def shown(config: Any) -> Any:
     """Return a config, OmegaConf's, for pages and loggers: without what may be secret.
 
-    Values of the environment stay references, and the ``options`` of a storage are left out.
+    Values of the environment stay references. The ``options`` of a storage are left out, and so are the
+    ``storage_options`` that other libraries' components take, such as `datasets.load_dataset`.
 
     >>> config = {"data": {"storage": {"options": {"key": "abc"}}, "paths": "${oc.env:HOME}/a"}, "output_dir": "out"}
     >>> to_plain(shown(config))["data"]
     {'storage': {'options': {'key': '(not shown)'}}, 'paths': '${oc.env:HOME}/a'}
+    >>> to_plain(shown({"data": {"storage_options": {"key": "abc"}}, "output_dir": "out"}))["data"]
+    {'storage_options': {'key': '(not shown)'}}
     """
     from omegaconf import OmegaConf
 
@@ -330,9 +334,9 @@ def shown(config: Any) -> Any:
 
 
 def without_secrets(node: Any, *, hide: bool = False) -> Any:
-    """Return plain values with the ``options`` of a storage replaced, and of the environment escaped for OmegaConf."""
+    """Return plain values with those of `OPTIONS` replaced, and of the environment escaped for OmegaConf."""
     if isinstance(node, Mapping):
-        return {key: without_secrets(value, hide=hide or key == "options") for key, value in node.items()}
+        return {key: without_secrets(value, hide=hide or key in OPTIONS) for key, value in node.items()}
     if isinstance(node, list):
         return [without_secrets(value, hide=hide) for value in node]
     if isinstance(node, str) and "${" in node and ":" in node:  # of a resolver, such as oc.env

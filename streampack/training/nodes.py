@@ -75,7 +75,9 @@ def type_problems(
         if key in hints and not fits(value, hints[key]):
             wanted = getattr(hints[key], "__name__", "") if isinstance(hints[key], type) else ""
             wanted = wanted or str(hints[key]).replace("typing.", "")
-            given = "the value" if key == "storage" else repr(value)  # which may be a secret
+            given = (
+                "the value" if key in ("storage", "storage_options") else repr(value)
+            )  # which may be a secret
             yield key, f"{given} is a {type(value).__name__}; {name or component.__qualname__} takes {wanted}"
 
 
