@@ -49,7 +49,6 @@ class Iteration:
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.begin = begin
         self.handed = begin  # up to the last batch handed out; replaced as a whole when a batch is returned
-        self.epoch = begin.epoch  # of the newest batch
         self.given = False  # whether it has handed out a batch
         self.broken = False  # whether the newest next() raised, or is under way
         # Whether that exception was raised on all ranks, so that none waits for another.
@@ -155,7 +154,7 @@ class Iteration:
                 for event in share.events:
                     lane_states[event.lane] = event.state
                     self.dataset._untrained.look_at(event.state.ledger)
-                slot, self.epoch = share.slot, share.epoch
+                slot = share.slot
                 if share.exists:
                     batch = self._collated(share.packs)
                     break
