@@ -1,4 +1,4 @@
-"""Samples that are cut: their new last token, and how many of their tokens are trained."""
+"""Samples that are cut: groups to fit, their new last token, how many of their tokens are trained."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from streampack.accounting import trained_tokens
+from streampack.packing.groups import Group
 from streampack.packing.settings import Packing
 from streampack.types import IGNORE_INDEX, INT64, Sample
 
@@ -21,6 +22,36 @@ def with_eos_of(whole: Sample, beginning: Sample, eos_ids: Collection[int | None
     if labels[-1] != IGNORE_INDEX:
         labels[-1] = eos
     return Sample(tokens, labels)
+
+
+def cut_group(group: Group, packing: Packing) -> list[tuple[int, Sample]]:
+    """Return a group whole, or shortened so that it fits, and 0, where it starts; none if it is dropped.
+
+    Raises:
+        ValueError: for settings that groups cannot have, or for one that is too long; the caller adds its place.
+    """
+    length = group.tokens.size
+    if packing.split_across_pack:
+        raise ValueError("is a group of segments, which is never split; leave split_across_pack out")
+    if packing.max_seqs_per_pack is not None:
+        raise ValueError("is a group of segments, of which max_seqs_per_pack cannot count each; leave it out")
+    if packing.pad_seqs_to > 1:
+        raise ValueError(
+            f"is a group of segments, and pad_seqs_to={packing.pad_seqs_to} pads samples only: answers could not "
+            "continue a padded prompt; leave it out"
+        )
+    if length <= packing.max_seq_len:
+        return [(0, group)]
+    if packing.overlong in ("truncate", "truncate_left"):
+        side = "right" if packing.overlong == "truncate" else "left"
+        short = group.truncated(packing.max_seq_len, side=side)
+        return [] if short is None else [(0, short)]
+    if packing.overlong == "drop":
+        return []
+    raise ValueError(
+        f"is a group of {length} tokens, max_seq_len is {packing.max_seq_len}, and a group is never split; set "
+        "overlong to 'truncate' or 'drop', or raise max_seq_len"
+    )
 
 
 def trained_if_split(

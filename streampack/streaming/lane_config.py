@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streampack.packing.cut_samples import with_eos_of
+from streampack.packing.cut_samples import cut_group, with_eos_of
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group
 from streampack.packing.samples import check_ids, sample_from_row
@@ -140,7 +140,7 @@ class LaneConfig:
             ValueError: as `Packing.pieces_of`.
         """
         if type(sample) is Group:
-            return self._cut_group(sample)
+            return cut_group(sample, self.packing)
         length = sample.tokens.size
         if 0 < length <= self.packing.max_seq_len:  # most are
             return [(0, sample)]
@@ -153,33 +153,6 @@ class LaneConfig:
         if bounds and bounds[-1][1] < length:  # cut on the right
             pieces = [(start, with_eos_of(sample, piece, self.eos_ids)) for start, piece in pieces]
         return pieces
-
-    def _cut_group(self, group: Group) -> list[tuple[int, Sample]]:
-        """Return a group whole, or shortened so that it fits; none if it is dropped."""
-        packing, length = self.packing, group.tokens.size
-        if packing.split_across_pack:
-            raise ValueError("is a group of segments, which is never split; leave split_across_pack out")
-        if packing.max_seqs_per_pack is not None:
-            raise ValueError(
-                "is a group of segments, of which max_seqs_per_pack cannot count each; leave it out"
-            )
-        if packing.pad_seqs_to > 1:
-            raise ValueError(
-                f"is a group of segments, and pad_seqs_to={packing.pad_seqs_to} pads samples only: answers could not "
-                "continue a padded prompt; leave it out"
-            )
-        if length <= packing.max_seq_len:
-            return [(0, group)]
-        if packing.overlong in ("truncate", "truncate_left"):
-            side = "right" if packing.overlong == "truncate" else "left"
-            short = group.truncated(packing.max_seq_len, side=side)
-            return [] if short is None else [(0, short)]
-        if packing.overlong == "drop":
-            return []
-        raise ValueError(
-            f"is a group of {length} tokens, max_seq_len is {packing.max_seq_len}, and a group is never split; set "
-            "overlong to 'truncate' or 'drop', or raise max_seq_len"
-        )
 
 
 def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:
