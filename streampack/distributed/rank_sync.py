@@ -92,17 +92,14 @@ class RankSync:
         self.in_gather = True
         try:
             mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            sizes = [size for [size] in self.exchange([mine.numel()])()]
-            padded = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))
+            [longest] = max(self.exchange([mine.numel()])())
+            padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
             received = self._all_to_all(padded)()
         except Exception:  # another rank has died; later collectives will raise the error by themselves
             self.in_gather = False
             raise
         self.in_gather = False
-        return [
-            pickle.loads(theirs[:size].numpy().tobytes())
-            for theirs, size in zip(received, sizes, strict=True)
-        ]
+        return [pickle.loads(theirs.numpy()) for theirs in received]  # what pads a pickle is not read
 
     def gather_results(self, work: Callable[[], T], *, doing: str) -> list[T]:
         """Collective: run ``work`` on every rank and return all results, by rank; if one fails, all raise."""

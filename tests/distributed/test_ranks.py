@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,16 +57,14 @@ def test_a_merge_takes_each_lane_from_its_owner() -> None:
 
 
 def test_after_an_interrupted_gather_a_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next message would be taken for part of the interrupted one."""
+    """Its next message would be taken for part of the interrupted one. After torch's error it raises that again."""
     rank_sync = RankSync(timeout=timedelta(seconds=1))
     rank_sync.alone = False
-
-    def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rank_sync, "_all_to_all", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rank_sync.gather(1)
+    raised = [RuntimeError("closed by peer"), RuntimeError("closed by peer"), KeyboardInterrupt("stop")]
+    monkeypatch.setattr(rank_sync, "_all_to_all", Mock(side_effect=raised))
+    for error in raised:
+        with pytest.raises(type(error), match=str(error)):
+            rank_sync.gather(1)
     with pytest.raises(RuntimeError, match="rank 0 was interrupted while it agreed .* last checkpoint"):
         rank_sync.gather(1)
 
