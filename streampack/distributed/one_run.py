@@ -1,4 +1,4 @@
-"""What ranks do before they iterate, save or load: check that all have one run, and read of the files what all need."""
+"""Checks that all ranks have one run, before they iterate, save or load it; reads of files that ranks share."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from streampack.types import Pack
 ROUND = 8
 """Batches in one exchange between the ranks, and how many are made ahead.
 
-One for each batch was tried. It costs two ranks 0.1 to 0.3 ms of CPU, more than making a pack of rows that are tokens
-already, and a thousand ranks 80 ms.
+One for each batch was tried. It costs two ranks 0.2 ms of CPU, more than making a pack of rows that are tokens already,
+and a thousand ranks 73 to 282 ms (docs/scale.md).
 """
 
 

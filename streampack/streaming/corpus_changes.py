@@ -32,9 +32,7 @@ class Resumed(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """What changed, and what becomes of it; an empty text if nothing did."""
-        if not self.changed:
-            return ""
+        """The warning of a corpus that changed: in what, and what the run goes on with."""
         what = "; ".join(f"{name}: {what}" if name else what for name, what in self.changed.items())
         if self.loaded.nothing_read:
             then = "Nothing was read before, so the run begins with this one"
