@@ -87,7 +87,7 @@ class IndexedSource(FileSource):
 
 
 Described = tuple[str, int, Shard, str | None]
-"""What an index says of a shard: (name, size in bytes, anything else of it, why it cannot be read)."""
+"""An index's entry of a shard: (name, size in bytes, what the format needs to read it, why it cannot be read)."""
 
 
 def read_indexes(

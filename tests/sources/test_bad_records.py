@@ -153,7 +153,7 @@ def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
 def test_a_line_that_is_read_again_in_every_pass_does_not_end_a_run(
     tmp_path: Path, mixed: bool, limit: dict[str, Any]
 ) -> None:
-    """Also where the run is resumed in the middle of a pass, in which the line may have been read."""
+    """A resume in the middle of a pass, in which the line may have been read, ends none either."""
     lines = [json.dumps({"i": i, "n": 9}) for i in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines[:3], "{", *lines[3:]]))
 

@@ -86,7 +86,7 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str, harm: str) -> None:
 
 @pytest.mark.parametrize("broken", [b"off}\n", b"cut\n\noff\n"])
 def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken: bytes) -> None:
-    """As the pieces of a file do that was split by size."""
+    """A piece of a file that was split by size begins in the middle of a row."""
     files = corpus("jsonl", tmp_path / "data")
     files.paths[2].write_bytes(broken + files.paths[2].read_bytes())
     assert survivors(skipping(files.open(), skip_bad=tmp_path / "bad")) == files.rest()
@@ -94,7 +94,7 @@ def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken:
 
 
 def test_of_parquet_files_with_other_types_the_odd_one_is_left_out(tmp_path: Path) -> None:
-    """Also if it is the first; without columns to compare, each of its rows is a bad record."""
+    """The first file is one, too; without columns to compare, each of its rows is a bad record."""
     files = corpus("parquet", tmp_path / "data")
     HARM["another type"](files.paths[0])
     for columns, fewest, most in ((["i", "n"], 1, 6), (None, 30, 30)):
@@ -109,7 +109,7 @@ def test_of_parquet_files_with_other_types_the_odd_one_is_left_out(tmp_path: Pat
 def test_without_skip_all_bad_shards_are_named_at_once(
     tmp_path: Path, kind: str, harm: str, reason: str
 ) -> None:
-    """At the start, if a listing or an index tells, otherwise the first when it is read."""
+    """They are named at the start if a listing or an index tells, otherwise the first one when it is read."""
     files = corpus(kind, tmp_path / "data")
     bad = [files.paths[i] for i in (1, 3)]
     for path in bad:
@@ -254,7 +254,7 @@ def test_tokenize_leaves_out_bad_shards_and_counts_them(tmp_path: Path) -> None:
 
 
 def test_a_file_that_came_back_between_two_runs_is_another_corpus(tmp_path: Path) -> None:
-    """It was named, and its size was not known: the state was made with a corpus in which it was unreadable."""
+    """The state was made with a corpus in which the file was named and could not be read."""
     files = corpus("jsonl", tmp_path)
     kept = files.paths[2].read_bytes()
     files.paths[2].unlink()

@@ -45,7 +45,7 @@ def test_packs_and_states_are_those_of_a_listing(tmp_path: Path, kind: str) -> N
 def test_a_thousand_files_behind_a_url_cost_a_few_requests_to_the_first_pack(
     tmp_path: Path, kind: str, most: int
 ) -> None:
-    """Of files that were not listed, each costs one."""
+    """A file that was not listed costs a request of its own."""
     few = list(shards(kind, 4, 20).values())
     with Web({f"/c/{i:04}.{kind}": few[i % 4] for i in range(1000)}) as web:
         names = tmp_path / "names"

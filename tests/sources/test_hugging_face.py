@@ -99,7 +99,7 @@ ONE_SHARD = ("interleaved", "taken", "repeated", "a list is missing", "decoded")
 
 @pytest.mark.parametrize("kind", MADE)
 def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with more lanes than shards. A stream whose shards do not add up to the whole is one shard."""
+    """There may be more lanes than shards. A stream whose shards do not add up to the whole is one shard."""
     small_pieces(monkeypatch)
     dataset = MADE[kind](shards(tmp_path))
     source = HFSource(dataset)

@@ -274,7 +274,7 @@ CONTENT = "".join(json.dumps(row) + "\n" for row in COMPRESSED_ROWS).encode()
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_files_of_any_writer_are_read(tmp_path: Path, writer: str) -> None:
-    """From any row on, too, though nobody can look for a place in such a file."""
+    """A resume reads from any row on, though nobody can look for a place in such a file."""
     suffix, pack = WRITERS[writer]
     path = tmp_path / f"rows.jsonl{suffix}"
     path.write_bytes(pack(CONTENT))

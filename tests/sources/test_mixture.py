@@ -318,7 +318,7 @@ def test_weights_changed_at_a_resume(window: int) -> None:
 
 
 def test_other_weights_drop_what_an_open_balance_window_had_planned() -> None:
-    """Also over ends of epochs, of which it holds several here; resumes are exact from there on."""
+    """The window holds several ends of epochs here; resumes are exact from there on."""
     settings = {**ENDLESS, "num_lanes": 1, "max_seq_len": 9, "balance_window": 60}
 
     def dataset(weights: tuple[int, int], state: Any = None) -> IterablePackedDataset:

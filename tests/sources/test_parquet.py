@@ -95,7 +95,7 @@ def packed(source: Any, encoder: TokensEncoder, vocab_size: int | None, *, skip_
 def test_rows_and_packs_are_those_of_lists(
     tmp_path_factory: pytest.TempPathFactory, table: pa.Table, encoder: TokensEncoder, vocab_size: int | None
 ) -> None:
-    """Or the error is: an id that is checked by the batch is checked no less."""
+    """Errors are the same, too: ids that are checked by the batch are checked no less."""
     path = tmp_path_factory.mktemp("table") / "a.parquet"
     pq.write_table(table, path)
     wanted = table.to_pylist()

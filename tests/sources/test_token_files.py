@@ -270,7 +270,7 @@ def test_rows_are_those_of_a_naive_reader(
 def test_each_flat_document_is_in_one_lane_wherever_files_are_cut(
     tmp_path_factory: pytest.TempPathFactory, tokens: list[int], rule: str, chunk: int, num_lanes: int
 ) -> None:
-    """And reading goes on from the cursor of each."""
+    """Reading goes on from the cursor of each document."""
     path = write_flat(tmp_path_factory.mktemp("flat") / "a.bin", tokens)
     source = FlatTokensSource(path, dtype="uint16", **RULES[rule])
     with pytest.MonkeyPatch.context() as patch:
@@ -441,7 +441,7 @@ def test_folders_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_shard_by_two_names_is_refused(tmp_path: Path) -> None:
-    """Otherwise all of its documents would be trained twice in each epoch."""
+    """All of its documents would be trained twice in each epoch."""
     folder = numbered_shards(tmp_path, 0, lanes=1)
     index = json.loads((folder / "index.json").read_text())
     [entry] = index["shards"]
@@ -484,7 +484,7 @@ def test_every_encoding_of_mds(tmp_path: Path, compression: str | None) -> None:
 
 
 def test_only_the_named_columns_of_mds_are_read(tmp_path: Path) -> None:
-    """Also where another one is pickled, which is never read."""
+    """Another one may be pickled, which is never read."""
     folder = write_mds(tmp_path, [{"text": "a", "id": i} for i in range(3)], {"text": "str", "id": "int"})
     assert read_all(MDSSource(folder, columns=["id"])) == [{"id": i} for i in range(3)]
     with pytest.raises(ValueError, match="shard.00000.mds: it has no column 'ids'; it has 'text', 'id'"):
