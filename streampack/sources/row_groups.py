@@ -40,11 +40,11 @@ class Footers:
         self._kept: dict[int, Any] = {}
         self._usual: dict[str, str] | None = None  # what columns hold, once some footers were read for it
         self._most = 1  # row groups of a footer
-        # Of files whose footers are being read, so that one thread reads each. A forked process makes its own.
-        self._locks: dict[tuple[int, int], threading.Lock] = {}
+        # Of footers that a thread is reading: what others wait for, and its error. A forked process makes its own.
+        self._reading: dict[tuple[int, int], tuple[threading.Lock, list[Exception]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}, "_locks": {}}
+        return {**self.__dict__, "_kept": {}, "_reading": {}}
 
     def known(self, number: int) -> Any:
         """Return a file's metadata if it is in the cache, else None."""
@@ -59,14 +59,25 @@ class Footers:
         if (footer := self._kept.get(number)) is not None:
             return footer
         key = os.getpid(), number
-        with self._locks.setdefault(key, threading.Lock()):
-            if (footer := self._kept.get(number)) is None:
+        lock, errors = self._reading.setdefault(key, (threading.Lock(), []))
+        with lock:
+            if (footer := self._kept.get(number)) is not None:
+                return footer
+            if (
+                errors
+            ):  # of the thread that this one waited for; to try anew, one by one, could take many outages
+                raise errors[0]
+            try:
                 footer = self._kept[number] = _read(self.files[number], take)
-                self._most = max(self._most, footer.num_row_groups)
-                while len(self._kept) > max(1, KEPT_GROUPS // self._most):
-                    [oldest, *_] = self._kept
-                    self._kept.pop(oldest, None)
-        self._locks.pop(key, None)
+            except Exception as error:
+                errors.append(error)
+                raise
+            finally:
+                self._reading.pop(key, None)
+            self._most = max(self._most, footer.num_row_groups)
+            while len(self._kept) > max(1, KEPT_GROUPS // self._most):
+                [oldest, *_] = self._kept
+                self._kept.pop(oldest, None)
         return footer
 
     def problem(self, footer: Any, take: Callable[[Block], bytes]) -> str | None:

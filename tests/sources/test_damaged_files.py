@@ -147,12 +147,8 @@ class Format(NamedTuple):
 
 
 MARKS = "00000_unshuffled.ds"
-IDX, BIN, SHARD, MDS = (
-    "text_document_0.idx",
-    "text_document_0.bin",
-    "tokens-00000-00000.bin",
-    "shard.00000.mds",
-)
+IDX, BIN = "text_document_0.idx", "text_document_0.bin"
+SHARD, MDS = "tokens-00000-00000.bin", "shard.00000.mds"
 ONCE = {"max_outage": 0}
 FORMATS = {
     "megatron": Format(
@@ -162,8 +158,8 @@ FORMATS = {
         lambda f, n: write_datatrove(f, documents(n), losses=[[1, 0, 1]] * n), MARKS,
         partial(DatatroveSource, storage=ONCE),
     ),
-    "tokens": Format(shards, "", partial(TokenShardSource, storage={"max_outage": 0})),
-    "mds": Format(zipped, "", partial(MDSSource, storage={"max_outage": 0})),
+    "tokens": Format(shards, "", partial(TokenShardSource, storage=ONCE)),
+    "mds": Format(zipped, "", partial(MDSSource, storage=ONCE)),
     "json": Format(lambda f, n: write_mds(f, texts(n), {"text": "str", "i": "json"}), "", MDSSource),
 }  # fmt: skip
 
@@ -364,9 +360,7 @@ FORMATS |= {
 }  # fmt: skip
 
 STARTS, ENDS = 34 + 4 * 60, 34 + 12 * 60  # the tables of an index of Megatron of 60 documents
-BAD_TABLE = (
-    r"text_document_0.bin, document \d+: the (index|offsets) of its (documents is damaged|records lead out)"
-)
+BAD_TABLE = rf"{BIN}, document \d+: the (index|offsets) of its (documents is damaged|records lead out)"
 BAD_ENDS = rf"{MARKS}, document \d+: the offsets of its records lead out of {MARKS}"
 BAD_OFFSETS = r"document \d+: the offsets of .* lead out of"
 BAD_SAMPLES = "the offsets of its records lead out of shard.00000.mds(.zstd)?, or backwards"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -237,31 +239,37 @@ DOTTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        [
-            pa.array([1], pa.int32()),
-            pa.array([1], pa.int64()),
-            pa.array([1.0]),
-            pa.array([1]).dictionary_encode(),
-        ],
-        [
-            pa.array(["a"]),
-            pa.array(["a"], pa.large_string()),
-            pa.array(["a"]).dictionary_encode(),
-            pa.nulls(1),
-        ],
-        [pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.large_list(pa.uint16())), pa.array([[]])],
-        [pa.array([[{"role": "a"}]]), pa.array(["[]"]), pa.array([[{"role": "a", "name": "b"}]])],
-    ],
-)
+@pytest.mark.parametrize("columns", [
+    [pa.array([1], pa.int32()), pa.array([1], pa.int64()), pa.array([1.0]), pa.array([1]).dictionary_encode()],
+    [pa.array(["a"]), pa.array(["a"], pa.large_string()), pa.array(["a"]).dictionary_encode(), pa.nulls(1)],
+    [pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.large_list(pa.uint16())), pa.array([[]])],
+    [pa.array([[{"role": "a"}]]), pa.array(["[]"]), pa.array([[{"role": "a", "name": "b"}]])],
+])  # fmt: skip
 def test_files_whose_columns_hold_the_same_in_other_types(tmp_path: Path, columns: list[Any]) -> None:
     for number, column in enumerate(columns):
         pq.write_table(pa.table({"a": column}), tmp_path / f"{number}.parquet")
     source = ParquetSource(tmp_path, columns=["a"])
     found = [row.data["a"] for row in source.read(Reading())]
     assert found == [column[0].as_py() for column in columns]
+
+
+@pytest.mark.parametrize("error", [None, ConnectionError("out of reach")])
+def test_a_footer_is_read_once_for_all_lanes_that_need_it(tmp_path: Path, error: Exception | None) -> None:
+    """Lanes that wait for it have the error of the one that reads, and no outage is waited out by each in turn."""
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
+    source, asked = ParquetSource(tmp_path), []
+
+    def take(block: Any) -> bytes:
+        asked.append(block)
+        time.sleep(0.3)  # until the others wait
+        if error is not None:
+            raise error
+        return source.fetcher().take(block)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(source.footers.get, 0, take) for _ in range(8)]
+        assert {type(each.exception()) for each in found} == {type(error)}
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("columns", [None, ["a.b"], ["a"], ["m.l"], ["a.b", "text"]])
