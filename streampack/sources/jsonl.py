@@ -128,8 +128,6 @@ class JSONLSource(FileSource):
         try:
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
-            if (problem := self._other_kind(part.file)) is not None:
-                raise ValueError(problem) from None
             way_out = other_json(raw, error, self.files[part.file].shown)
             raise ValueError(f"not a line of JSON ({error}){way_out}") from None
         if not isinstance(row, dict):
