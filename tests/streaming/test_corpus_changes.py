@@ -90,8 +90,9 @@ def test_a_mixture_goes_on_without_a_source_with_a_new_one_and_with_other_files(
     }
 
     def again() -> IterablePackedDataset:
-        return make(mixture(tmp_path, files, weights), **MIXED, **changes_allowed(tmp_path), seed=seed)
+        return make(mixture(tmp_path, files, weights), **MIXED, **changes_allowed(tmp_path), **planned)
 
+    planned = {"seed": seed, "balance_window": 5 * (seed % 2), "split_across_pack": seed > 1}
     weights: dict[str, float] = {"a": 1, "b": 2, "c": 3}
     data = again()
     list(islice(data, rng.randint(5, 40)))
