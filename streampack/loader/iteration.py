@@ -49,6 +49,7 @@ class Iteration:
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.begin = begin
         self.handed = begin  # up to the last batch handed out; replaced as a whole when a batch is returned
+        self.epoch = begin.epoch  # of the newest batch
         self.given = False  # whether it has handed out a batch
         self.broken = False  # whether the newest next() raised, or is under way
         # Whether that exception was raised on all ranks, so that none waits for another.
@@ -154,7 +155,7 @@ class Iteration:
                 for event in share.events:
                     lane_states[event.lane] = event.state
                     self.dataset._untrained.look_at(event.state.ledger)
-                slot = share.slot
+                slot, self.epoch = share.slot, share.epoch
                 if share.exists:
                     batch = self._collated(share.packs)
                     break

@@ -31,6 +31,7 @@ class Share:
     packs: list[Pack] = field(default_factory=list)
     # Whether this rank's epoch reaches the batch; once the ranks have agreed, whether there is one.
     exists: bool = False
+    epoch: int = 0
     number: int = 0  # batches of the epoch up to this one, from where the iteration began
     slot: int = 0  # where the next step begins
     costs: Sequence[int] = ()  # attention costs on each rank
@@ -120,7 +121,7 @@ def agreed_shares(
             share = made.popleft()
             exist, failed, share.costs, trains_of, tokens_of = zip(*told.popleft(), strict=True)
             exists = share.exists = any(exist) or number % batching.batches_per_step > 0
-            share.trained, share.tokens = sum(trains_of), sum(tokens_of)
+            share.epoch, share.trained, share.tokens = epoch, sum(trains_of), sum(tokens_of)
             if any(failed):
                 try:
                     rank_sync.raise_on_all(error, doing="making packs")
