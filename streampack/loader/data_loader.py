@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,6 @@ from streampack.fingerprint import digest, plain
 from streampack.loader.batching import Batching
 from streampack.loader.iteration import Iteration
 from streampack.loader.step_meter import StepMeter
-from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.round_robin import total_ledger
 from streampack.streaming.run_state import RunState, as_dicts
@@ -105,7 +104,7 @@ class PackedDataLoader:
         workers = f"{self.num_workers} worker(s)"
         return f"<{type(self).__name__}: batches of {self.batch_size}{step}, {workers}, of {self.dataset}>"
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iteration:
         """Collective: iterate from the loaded state on, or behind what an iteration gave that was left before its end.
 
         Else the epoch begins that comes after the newest iteration's.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from streampack.accounting import Ledger
 from streampack.loader.data_loader import PackedDataLoader
+from streampack.loader.iteration import Iteration
 from streampack.packing.batch import Batch
 from streampack.streaming.round_robin import total_ledger
 from streampack.streaming.run_state import RunState
@@ -59,7 +60,7 @@ class Steps:
         self.given = 0  # batches handed out to Trainer
         self.epoch = 0  # epoch of the last batch handed out, counted from the run's first epoch
         self._before = RunState()  # before the first batch of the newest step was fetched
-        self._batches: Any = None  # the running iteration of the loader; None before the first batch
+        self._batches: Iteration | None = None  # the running iteration of the loader; None before the first batch
         # If `_fetched`, `_next` is the first batch of the next step, or None at the end of the data.
         self._fetched = False
         self._next: Batch | None = None
@@ -69,7 +70,8 @@ class Steps:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        if self.given % self.loader.batches_per_step:
+        batch: Batch | None
+        if self._batches is not None and self.given % self.loader.batches_per_step:
             batch = next(self._batches, None)
         elif self.trainer.state.global_step >= self.trainer.args.max_steps:
             batch = None  # otherwise Trainer would make one more step in a run that is resumed at its end
@@ -97,7 +99,8 @@ class Steps:
 
     def _epoch(self) -> int:
         """Return the epoch of the last batch fetched, counted from the run's first epoch."""
-        return int(self._batches.epoch - self._batches.handed.epoch)
+        assert self._batches is not None, "no batch was fetched"
+        return self._batches.epoch - self._batches.handed.epoch
 
     def ends_epoch(self) -> bool:
         """Collective: return whether the newest step ended an epoch and another epoch follows."""
