@@ -60,7 +60,7 @@ class Steps:
         self.given = 0  # batches handed out to Trainer
         self.epoch = 0  # epoch of the last batch handed out, counted from the run's first epoch
         self._before = RunState()  # before the first batch of the newest step was fetched
-        self._batches: Iteration | None = None  # the running iteration of the loader; None before the first batch
+        self._batches: Iteration | None = None  # of the loader; None before the first batch
         # If `_fetched`, `_next` is the first batch of the next step, or None at the end of the data.
         self._fetched = False
         self._next: Batch | None = None
