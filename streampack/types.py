@@ -60,9 +60,8 @@ class Fragment(NamedTuple):
     row_id: RowId
     start: int
     stop: int
-    trained: int | None = (
-        None  # of all fragments together, if the sample was split; `label_weights` divides by it
-    )
+    # Trained tokens of all fragments together, if the sample was split; `label_weights` divides by it.
+    trained: int | None = None
     padding: int = 0  # tokens behind them in the sequence, for which ``pad_seqs_to`` asked
 
     @property

@@ -52,7 +52,7 @@ def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
 
 @dataclass(frozen=True, slots=True)
 class BatchGroups:
-    """What a batch with groups says of its sequences: `PackGroups`, stacked."""
+    """Parents, first labels and fields of the sequences in a batch with groups: `PackGroups` of its packs, stacked."""
 
     parents: tuple[tuple[int, ...], ...]  # for each pack and sequence the one that it continues, or -1
     first_labels: torch.Tensor  # [batch, most segments] int64: labels of first tokens, which parents predict

@@ -1,4 +1,4 @@
-"""From a row of ready tokens, or from what an encoder returned, to a `Sample`; and the check of its ids."""
+"""Conversion of rows of ready tokens, and of what encoders return, to samples; the check of their ids."""
 
 from __future__ import annotations
 
