@@ -354,6 +354,5 @@ def test_what_a_column_holds_beside_its_messages_is_not_dropped(
     pair = {**pair, "prompt": beside, "chosen": [ANSWER]}
     if key == "tools":
         assert "weather" in tokenizer.decode(AnswersEncoder(tokenizer)(pair).tokens)
-    else:
-        with pytest.raises(ValueError, match=refused):
-            AnswersEncoder(tokenizer)(pair)
+    with pytest.raises(ValueError, match=refused):
+        AnswersEncoder(tokenizer)({**pair, "tools": [TOOL] if key == "tools" else None})

@@ -22,6 +22,7 @@ from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sa
 from streampack.packing.encoders.conversation import (
     Content,
     ReadColumns,
+    is_empty,
     read_content,
     read_tools,
 )
@@ -120,7 +121,9 @@ class AnswersEncoder(Encoder):
         }
         prompt = None
         if (name := f"{self.prompt}{ending}") in row:
-            prompt = _read(row[name], name, is_ids=bool(ending), ignore=("tools", *self.ignore))
+            # Tools beside a prompt's messages are rendered where the row has no column of them.
+            rendered = ("tools",) if is_empty(row.get(self.tools)) else ()
+            prompt = _read(row[name], name, is_ids=bool(ending), ignore=(*rendered, *self.ignore))
         kinds = {type(each) for each in (prompt, *answers.values())}
         if not ending:  # such rows keep the columns that they were made of
             self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
