@@ -187,11 +187,9 @@ def test_answers_without_their_prompt_are_refused_by_a_transform_that_reads_none
         (AnswersEncoder, {"prompt": [USER], "completions": [[GOOD], [USER, GOOD]]}),
     ],
 )
-def test_an_answer_that_repeats_another_prompt_than_the_row_has_is_refused(
-    tok: Any, encoder: Any, row: Any
-) -> None:
+def test_an_answer_that_asks_behind_a_prompt_that_asks_is_refused(tok: Any, encoder: Any, row: Any) -> None:
     """The row's prompt would be left out, or the user would ask twice."""
-    with pytest.raises(ValueError, match="does not repeat the prompt, which ends with one of the user"):
+    with pytest.raises(ValueError, match="behind a prompt that ends with one of the user; give the"):
         encoder(tok)(row)
 
 

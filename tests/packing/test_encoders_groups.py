@@ -356,7 +356,7 @@ ROLLOUT: dict[str, Any] = {
         (CHATML, {"prompt": "a", "chosen": "b"}, "column 'rejected' is missing; the row's columns are"),
         (CHATML, pair(rejected=None), "column 'rejected' is null; mend the row, or leave it out"),
         (CHATML, pair(prompt=None), "column 'prompt' is null"),
-        (CHATML, pair(rejected=[USER]), "column 'rejected' begins with a message of the user and does not repeat"),
+        (CHATML, pair(rejected=[USER]), "column 'rejected' begins with a message of the user, behind a prompt"),
         (CHATML, pair(chosen=[{**GOOD, "weight": 0}]), "column 'chosen' has no token to train"),
         (CHATML, pair(system="be kind"), r"column 'system' would be left out.*ignore: \[system\]"),
         (CHATML, {"question": "a", "chosen": "b", "rejected": "c"},

@@ -141,8 +141,8 @@ class ChatEncoder(Encoder):
         before, after = as_messages(prompt, "user"), as_messages(answer, "assistant")
         if before and before[-1]["role"] == "user" and after[0]["role"] in ("user", "system"):
             raise ValueError(
-                f"{name} begins with a message of the {after[0]['role']} and does not repeat the prompt, which ends "
-                "with one of the user; give the prompt once, or repeat all of it"
+                f"{name} begins with a message of the {after[0]['role']}, behind a prompt that ends with one of the "
+                "user; give the prompt once, or, for AnswersEncoder, all of it in each answer"
             )
         messages = [*before, *after]
         trained = [i >= len(before) and is_trained(message) for i, message in enumerate(messages)]
