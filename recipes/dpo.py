@@ -113,7 +113,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     # The data.
     vocab_size = model.tok_embeddings.num_embeddings
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
-    loader = build_loader(cfg, dataset, device=device, world=world)
+    loader = build_loader(cfg, dataset, device=device)
     if cfg.verify_isolation:
         size, shared = cfg.data["max_seq_len"], shares_prefixes(dataset.lane_config)
         verify_isolation(model, inputs, max_seq_len=size, world=world, groups=shared)

@@ -108,7 +108,7 @@ def _train(
     # The data.
     vocab_size = model.tok_embeddings.num_embeddings
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
-    loader = build_loader(cfg, dataset, device=device, world=world)
+    loader = build_loader(cfg, dataset, device=device)
 
     # A new run, one that continues from its newest checkpoint, or a second phase of another run.
     run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}

@@ -44,8 +44,7 @@ def main(argv: Sequence[str]) -> int:
     overrides = [word for word in argv if word != "--traceback"]
     with shown_errors(tracebacks="--traceback" in argv):
         config, result = _train(overrides)
-        if config.data.get("method") is None:
-            print(packed_and_padded(config, steps=result["step"]))
+        print(packed_and_padded(config, steps=result["step"]))
     print(NEXT.format(report=Path(config.output_dir, "report.html")))
     return 0
 
@@ -103,7 +102,7 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
 
     cfg = read_config(config)
     datasets = build_datasets(cfg, tokenizer=build(cfg.tokenizer), vocab_size=None, world=World())
-    loader = build_loader(cfg, datasets.train, device=torch.device("cpu"), world=World())
+    loader = build_loader(cfg, datasets.train, device=torch.device("cpu"))
     lengths: list[int] = []
     packed, batches = 0, 0
     packs: list[Pack] = []

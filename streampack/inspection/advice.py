@@ -106,20 +106,17 @@ def _strategy(report: Report) -> Advice | None:
     best: Outcome = min(others, key=lambda each: (round(each.padding, 3), each.name != "exact_fit"))
     if chosen.padding - best.padding < WORTH or chosen.name == "split_across_pack":
         return None
-    method = "" if report.settings.method is None else "  # and leave method out\n"
     return Advice(
         f"Pack by {best.name}",
         f"it pads {best.padding:.1%} of the tokens and {chosen.name} {chosen.padding:.1%}: "
         f"{chosen.tokens / best.tokens:.2f} times as many tokens would be computed",
-        f"data:\n{method}  strategy: {best.name}",
+        f"data:\n  strategy: {best.name}",
     )
 
 
 def _lanes(report: Report) -> Advice | None:
     chosen, settings = report.chosen, report.settings
     consumers = settings.ranks * max(1, settings.workers)
-    if settings.method is not None:
-        return None
     if settings.lanes < consumers:
         return Advice(
             "Give every consumer a lane",

@@ -203,7 +203,6 @@ def _of_config(config: Any, ranks: Sequence[int]) -> tuple[IterablePackedDataset
         workers=cfg.num_workers,
         batch_size=cfg.batch_size,
         packs_per_step=cfg.packs_per_step,
-        method=cfg.data.get("method"),
         max_steps=cfg.max_steps,
         model=_model(cfg.model),
     )

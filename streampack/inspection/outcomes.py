@@ -1,4 +1,4 @@
-"""An epoch by every way to make batches: each strategy, padding, mini-batches, and the run's own method."""
+"""An epoch by every way to make batches: each strategy, padding, and mini-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from streampack.inspection.plans import (
     Totals,
     packings,
     plan_lanes,
-    plan_method,
     plan_padding,
     stretches,
     totals,
@@ -27,10 +26,9 @@ def plan_outcomes(
     found: dict[str, Totals] = {}
     plans: dict[str, Plan] = {}  # of the chosen one only: padding has a row for each sample
     for name, plan, each in _planned(config, epoch, shape):
-        if name not in found:  # a method may have the name of a strategy
-            found[name] = each
-            if name == chosen:
-                plans[name] = plan
+        found[name] = each
+        if name == chosen:
+            plans[name] = plan
     outcomes = [
         _outcome(name, each, found["padding"], epoch, shape, chosen=name == chosen)
         for name, each in found.items()
@@ -40,11 +38,6 @@ def plan_outcomes(
 
 def _planned(config: LaneConfig, epoch: Epoch, shape: RunShape) -> Iterator[tuple[str, Plan, Totals]]:
     batching = shape.batching(shape.ranks[0])
-    if shape.method:
-        plan = plan_method(
-            epoch.lanes, config.packing, method=shape.method, batching=batching, seed=config.seed
-        )
-        yield shape.method, plan, totals(plan, epoch, batching)
     for name, packing in packings(config.packing).items():
         given = stretches(epoch, packing)
         plan = plan_lanes(given.lanes, packing)

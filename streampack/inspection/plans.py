@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from streampack.inspection.epoch import Epoch
 from streampack.loader.batching import Batching
-from streampack.map_style.methods import METHODS, plan_batches
 from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
@@ -39,7 +38,7 @@ class Plan:
     lanes: tuple[int, ...]  # rows of each lane
     last: int  # padding in the last row of each lane
     ends: int = 0  # padding at the ends of sequences
-    steps: float | None = None  # of an epoch, if the method says so
+    steps: float | None = None  # of an epoch, where rows do not say so
 
 
 def packings(packing: Packing) -> dict[str, Packing]:
@@ -92,42 +91,6 @@ def plan_padding(
     widths = np.repeat(longest, batch)[: len(lengths)]
     pairs = widths * (widths + 1) // 2  # the `attention_cost` of each
     return Plan(widths, lengths, pairs, (len(lengths),), 0, steps=-(-len(lengths) // rows_per_step))
-
-
-def plan_method(
-    lanes: Iterable[Sequence[int]],
-    packing: Packing,
-    *,
-    method: str,
-    batching: Batching,
-    seed: int,
-) -> Plan:
-    """Plan the batches of one of the `METHODS`, as a run with ``data.method`` does."""
-    lengths = [length for lane in lanes for length in lane]
-    chosen, batch, ranks = METHODS[method], batching.batch_size, batching.world_size
-    batches = plan_batches(
-        method,
-        lengths,
-        max_seq_len=packing.max_seq_len,
-        batch_size=batch,
-        num_replicas=ranks,
-        packs_per_step=batching.packs_per_step,
-        overlong="split" if packing.overlong == "split" else None,
-        seed=seed,
-    )
-    widths, held, pairs = array("q"), array("q"), array("q")
-    for rows in batches:
-        filled = [[span.stop - span.start for span in row] for row in rows if row]
-        longest = max(map(sum, filled), default=0)
-        for row in filled:
-            widths.append(packing.max_seq_len if chosen.packed else longest)
-            held.append(sum(row))
-            # Rows that are not packed are computed to their width; so is a packed row whose samples see one another.
-            alone = row if chosen.isolated else [sum(row)]
-            pairs.append(attention_cost(alone if chosen.packed or len(row) > 1 else [longest]))
-    steps = len(batches) / ranks / max(1, batching.packs_per_step // (batch * ranks))
-    of_rows = np.array([widths, held, pairs], np.int64)
-    return Plan(of_rows[0], of_rows[1], of_rows[2], (len(held),), 0, steps=steps)
 
 
 def _pieces(lanes: Iterable[Sequence[int]], packing: Packing) -> Ints:

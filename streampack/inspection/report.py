@@ -17,8 +17,7 @@ class Settings:
     """The settings of the run that an inspection predicts."""
 
     max_seq_len: int
-    filled_by: str  # the strategy, "split_across_pack", or the name of the method
-    method: str | None  # ``data.method``, if it replaces the strategy
+    filled_by: str  # the strategy, or "split_across_pack"
     overlong: str
     buffer_size: int
     shuffle: bool
@@ -94,7 +93,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Packs, padding, steps and tokens of an epoch, for one way to make batches: a strategy, a method, padding."""
+    """Packs, padding, steps and tokens of an epoch, for one way to make batches: a strategy, padding."""
 
     name: str
     chosen: bool  # the config's own

@@ -21,7 +21,6 @@ class RunShape:
         workers: processes of each rank that make packs.
         batch_size: packs in a batch.
         packs_per_step: packs in an optimizer step over all ranks; None is one batch of each rank.
-        method: ``data.method``, which replaces the packing of the stream.
         max_steps: of the run, for the passes over a mixture's sources.
         model: counts the model's operations; None where there is no model.
     """
@@ -30,7 +29,6 @@ class RunShape:
     workers: int = 0
     batch_size: int = 1
     packs_per_step: int | None = None
-    method: str | None = None
     max_steps: int | None = None
     model: ModelWork | None = None
 

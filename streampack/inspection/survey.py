@@ -70,9 +70,7 @@ def inspect_dataset(
     ranks = shape.ranks[0]
     config = dataset.lane_config
     lanes = _lanes(dataset, shape, ranks)
-    window = 0 if shape.method else dataset.settings.window_for(config.packing, ranks)
-    if shape.method:  # it reads all rows in the order of the corpus, and plans them as a whole
-        config = replace(config, shuffle_window=0)
+    window = dataset.settings.window_for(config.packing, ranks)
     reading = replace(tolerant(config), balance_window=window)
     epoch, tally, shares = read_epoch(reading, num_lanes=lanes, rows=rows, progress=progress)
     finished()
@@ -88,7 +86,7 @@ def inspect_dataset(
         losses=_losses(tally, config, epoch),
         outcomes=outcomes,
         attention=_attention(dataset, chosen, planned, shape),
-        packs=[] if shape.method else first_packs(reading, lanes, packs),
+        packs=first_packs(reading, lanes, packs),
         sources=_shares(shares, planned, shape),
         advice=[],
         assumed=_assumed(dataset, epoch, settings, shape),
@@ -97,8 +95,6 @@ def inspect_dataset(
 
 
 def _lanes(dataset: IterablePackedDataset, shape: RunShape, ranks: int) -> int:
-    if shape.method:
-        return 1
     consumers = ranks * max(1, shape.workers)
     return dataset.num_lanes or default_lanes(dataset.lane_config.source, consumers)
 
@@ -115,8 +111,7 @@ def _settings(dataset: IterablePackedDataset, shape: RunShape, lanes: int, windo
     config, model, batching = dataset.lane_config, shape.model, shape.batching(shape.ranks[0])
     return Settings(
         max_seq_len=config.packing.max_seq_len,
-        filled_by=shape.method or config.packing.filled_by,
-        method=shape.method,
+        filled_by=config.packing.filled_by,
         overlong=str(config.packing.overlong),
         buffer_size=config.packing.buffer_size,
         shuffle=config.shuffle_window > 0,
@@ -188,7 +183,7 @@ def _attention(dataset: IterablePackedDataset, chosen: Plan, planned: Totals, sh
     work = None
     if model is not None:
         work = model.per_pair * planned.pairs / model.of(planned.tokens, planned.pairs)
-    several = [ranks for ranks in shape.ranks if ranks > 1 and shape.method is None]
+    several = [ranks for ranks in shape.ranks if ranks > 1]
     return Attention(
         mean=float(pairs.mean()),
         quantiles={str(q): int(np.quantile(pairs, q)) for q in (0.1, 0.5, 0.9, 0.99)},

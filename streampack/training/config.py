@@ -12,7 +12,6 @@ from typing import Any
 from streampack.attention import ATTENTIONS
 from streampack.instantiate import COMPONENT
 from streampack.losses import LOSS_NORMS
-from streampack.map_style.methods import METHODS
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.hints import DATA_KEYS, TORCHTUNE_KEYS, TRAINER_KEYS, hint_for
 from streampack.training.nodes import config_node_problems, type_problems
@@ -47,7 +46,7 @@ class RunConfig:
         model: a node of one of torchtune's builders.
         checkpointer: a node of one of torchtune's: where the weights come from, and the format in which they are saved.
         optimizer: a node.
-        data: ``source``, ``encoder``, and arguments of `IterablePackedDataset`; or a ``method``.
+        data: ``source``, ``encoder``, and arguments of `IterablePackedDataset`.
         metric_logger: a node of one of torchtune's.
         seed: of dropout, and of the shuffled order where ``data.seed`` is not given.
         device: ``"auto"`` takes the GPU where there is one; or ``"cuda"``, ``"cpu"``.
@@ -161,28 +160,6 @@ class RunConfig:
                 "continue_data=True reads on behind another run; name its checkpoint with resume_from, or leave it "
                 "out"
             )
-        if self.data.get("method") is not None:
-            if self.continue_data:
-                raise ValueError(
-                    f"continue_data=True reads a stream on, and data.method={self.data['method']} makes its batches of "
-                    "all samples; leave one of the two out"
-                )
-            require(self.data["method"], "data.method", METHODS)
-            if self.data.get("balance_window"):
-                raise ValueError(
-                    f"data.balance_window={self.data['balance_window']} orders the packs of a stream, and "
-                    f"data.method={self.data['method']} makes batches of its own; leave one of the two out"
-                )
-            if self.data.get("corpus_lists") is not None:
-                raise ValueError(
-                    f"data.method={self.data['method']} makes the batches of an epoch from all samples, so files must "
-                    "not change in it; leave data.corpus_lists out, or data.method"
-                )
-        if self.samples_in_row > 1 and not self.document_masking:
-            raise ValueError(
-                "document_masking=False makes one sequence of the samples that minibatch_packing lays in a row, longer "
-                "than data.max_seq_len; choose another data.method"
-            )
         if self.data.get("pad_seqs_to", 1) != 1 and not self.document_masking:
             raise ValueError(
                 f"data.pad_seqs_to={self.data['pad_seqs_to']} pads every document, and document_masking=False lets "
@@ -213,11 +190,6 @@ class RunConfig:
                 raise ValueError(
                     f"validation.fraction={fraction!r} is no fraction of the rows; give a number between 0 and 1"
                 )
-
-    @property
-    def samples_in_row(self) -> int:
-        """Number of samples of ``data.max_seq_len`` tokens that a row of a batch may hold."""
-        return self.batch_size if self.data.get("method") == "minibatch_packing" else 1
 
 
 def read_config(config: Any) -> RunConfig:
@@ -270,7 +242,7 @@ def config_problems(values: Mapping[str, Any]) -> list[str]:
 
 
 def _data_problems(data: Mapping[str, Any]) -> list[str]:
-    settings = {key: value for key, value in data.items() if key not in ("source", "encoder", "method")}
+    settings = {key: value for key, value in data.items() if key not in ("source", "encoder")}
     known = inspect.signature(IterablePackedDataset).parameters
     above = {each.name: f"write {each.name} at the top of the config" for each in fields(RunConfig)}
     problems = [f"data.{key} is missing" for key in ("source", "max_seq_len") if data.get(key) is None]
@@ -279,7 +251,7 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
             f"data.encoder={data['encoder']!r} is text; write it as a component: {{_component_: {data['encoder']}}}"
         )
     problems += [
-        f"data: unknown key {key!r}{hint_for(key, [*known, 'method'], elsewhere=above | DATA_KEYS)}"
+        f"data: unknown key {key!r}{hint_for(key, known, elsewhere=above | DATA_KEYS)}"
         for key in settings
         if key not in known
     ]

@@ -15,7 +15,6 @@ import torch
 from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.map_style.flatten import join_documents
-from streampack.map_style.methods import METHODS
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
@@ -28,7 +27,6 @@ from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
-from streampack.training.methods import Loader, MethodLoader
 from streampack.training.world import World
 from streampack.types import IGNORE_INDEX, Pack, Sample
 
@@ -81,9 +79,6 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     tokenizer = check_tokenizer(tokenizer)
     inject = {"tokenizer": tokenizer, "model_transform": tokenizer, "once": world.run_on_main}
     settings = dict(config.data)
-    method = settings.pop("method", None)  # read by `build_loader`
-    if method is not None and METHODS[method].cuts:
-        settings.setdefault("overlong", "split")
     if "source" not in settings:
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(settings.pop("source"), inject=inject), once=world.run_on_main)
@@ -180,20 +175,14 @@ def trains(pack: Pack) -> bool:
 
 
 def build_loader(
-    config: RunConfig, dataset: IterablePackedDataset, *, device: torch.device, world: World
-) -> Loader:
-    """Build the loader of this rank's batches: packed as they stream, or by ``data.method``.
-
-    Raises:
-        ValueError: for settings that do not fit.
-    """
-    settings: dict[str, Any] = {
-        "batch_size": config.batch_size,
-        "num_workers": config.num_workers,
-        "packs_per_step": config.packs_per_step,
-        "pin_memory": device.type == "cuda",
-    }
-    method = config.data.get("method")
-    if method is None:
-        return PackedDataLoader(dataset, timeout=config.collective_timeout, **settings)
-    return MethodLoader(dataset, method=method, world=world, **settings)
+    config: RunConfig, dataset: IterablePackedDataset, *, device: torch.device
+) -> PackedDataLoader:
+    """Build the loader of this rank's batches."""
+    return PackedDataLoader(
+        dataset,
+        batch_size=config.batch_size,
+        num_workers=config.num_workers,
+        packs_per_step=config.packs_per_step,
+        pin_memory=device.type == "cuda",
+        timeout=config.collective_timeout,
+    )

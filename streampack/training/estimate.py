@@ -14,7 +14,6 @@ from streampack.loader.data_loader import PackedDataLoader
 from streampack.streaming.estimate import Estimate
 from streampack.training.config import RunConfig
 from streampack.training.meters import stream_totals
-from streampack.training.methods import Loader, MethodLoader
 from streampack.training.progress import dropped_tokens
 from streampack.training.world import World
 
@@ -27,11 +26,11 @@ FEW_ROWS = 256
 
 
 def total_steps(
-    config: RunConfig, loader: Loader, *, world: World, run: Mapping[str, Any]
+    config: RunConfig, loader: PackedDataLoader, *, world: World, run: Mapping[str, Any]
 ) -> tuple[int, int | None]:
     """Collective: return the steps that the learning rate's schedule is made for, and those of ``epochs``, if known.
 
-    The first are ``max_steps``, or the steps of ``epochs`` if those are fewer. For a stream, the steps of an epoch are
+    The first are ``max_steps``, or the steps of ``epochs`` if those are fewer. The steps of an epoch are
     estimated from a sample of the rows, and the run ends with the data. A run that goes on keeps both numbers, so that
     its schedule does not jump, unless it now makes more steps: the schedule would end before, and torchtune's cosine
     would rise again.
@@ -64,10 +63,8 @@ def total_steps(
     return steps, by_epochs
 
 
-def _steps_of_epochs(config: RunConfig, loader: Loader, world: World) -> int | None:
+def _steps_of_epochs(config: RunConfig, loader: PackedDataLoader, world: World) -> int | None:
     assert config.epochs is not None
-    if isinstance(loader, MethodLoader):
-        return config.epochs * loader.steps_per_epoch
     # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
     return world.run_on_main(lambda: _estimated_steps(config, loader, world), of="an estimate")
 
@@ -84,12 +81,12 @@ def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) 
         return None
 
 
-def _lanes(config: RunConfig, loader: Loader, world: World) -> int:
+def _lanes(config: RunConfig, loader: PackedDataLoader, world: World) -> int:
     return loader.dataset.lanes_for(world.size * max(1, config.num_workers))
 
 
 def opening(
-    config: RunConfig, loader: Loader, *, inputs: Inputs, world: World, done: int = 0
+    config: RunConfig, loader: PackedDataLoader, *, inputs: Inputs, world: World, done: int = 0
 ) -> dict[str, str]:
     """Collective: say what is in effect in a run, by name, for its first lines: lanes, packing, attention.
 
@@ -109,9 +106,9 @@ def opening(
 
 
 def _opening(
-    config: RunConfig, loader: Loader, inputs: Inputs, world: World, ledger: Ledger | None
+    config: RunConfig, loader: PackedDataLoader, inputs: Inputs, world: World, ledger: Ledger | None
 ) -> dict[str, str]:
-    num_lanes = 1 if isinstance(loader, MethodLoader) else _lanes(config, loader, world)
+    num_lanes = _lanes(config, loader, world)
     estimate = None
     # Streams of unknown length and endless mixtures have no estimate. The error of a bad row is not raised here, but
     # where training reads the row.
@@ -136,10 +133,10 @@ def _opening(
     return lines
 
 
-def _data(config: RunConfig, loader: Loader, world: World, estimate: Estimate | None, num_lanes: int) -> str:
+def _data(
+    config: RunConfig, loader: PackedDataLoader, world: World, estimate: Estimate | None, num_lanes: int
+) -> str:
     """Say who reads the data, and how long an epoch is."""
-    if isinstance(loader, MethodLoader):
-        return f"every rank reads all of it; an epoch is {loader.steps_per_epoch:,} steps"
     consumers = world.size * max(1, config.num_workers)
     text = f"{num_lanes} lane{'s' * (num_lanes > 1)} for {consumers} consumer{'s' * (consumers > 1)}"
     if few := loader.dataset.settings.few_lanes(num_lanes):
@@ -154,12 +151,10 @@ def _data(config: RunConfig, loader: Loader, world: World, estimate: Estimate | 
     return f"{text}, an epoch is {estimate.packs:,.0f} packs"
 
 
-def _packing(loader: Loader, world: World, estimate: Estimate | None) -> str:
+def _packing(loader: PackedDataLoader, world: World, estimate: Estimate | None) -> str:
     """Say how packs are filled, and how much padding that leaves."""
     dataset = loader.dataset
     packing = dataset.lane_config.packing
-    if isinstance(loader, MethodLoader):
-        return f"method={loader.method}, max_seq_len={packing.max_seq_len}"
     parts = [
         "split_across_pack" if packing.split_across_pack else f"strategy={packing.strategy}",
         f"max_seq_len={packing.max_seq_len}",

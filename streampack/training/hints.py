@@ -79,7 +79,7 @@ TRAINER_KEYS = {
     "packing": "packing is always on; remove the key",
     "packing_strategy": "write data.strategy",
     "padding_free": "packs have no padding but at their end; remove the key",
-    "group_by_length": "write data.method: group_by_length_padding, or remove the key",
+    "group_by_length": "packs have hardly any padding; remove the key",
     "completion_only_loss": "write data.encoder: {_component_: streampack.ChatEncoder}",
     "assistant_only_loss": "write data.encoder: {_component_: streampack.ChatEncoder}, which trains the answers",
     "dataset_text_field": "write data.encoder: {_component_: streampack.TextEncoder, column: ...}",

@@ -7,9 +7,9 @@ import time
 import torch
 
 from streampack.accounting import Ledger, SourceStats
+from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
 from streampack.sources.mixture import Mix
-from streampack.training.methods import Loader
 from streampack.training.world import World
 
 COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "capacity", "samples")
@@ -125,7 +125,7 @@ class SourceMeter:
     The sums of losses stay on the device until `metrics` reads them.
     """
 
-    def __init__(self, loader: Loader, world: World, device: torch.device) -> None:
+    def __init__(self, loader: PackedDataLoader, world: World, device: torch.device) -> None:
         self.loader = loader
         self.mix = loader.dataset.mix
         self.world = world
@@ -191,13 +191,13 @@ def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
     return ids
 
 
-def stream_totals(loader: Loader, world: World) -> tuple[Ledger, int]:
+def stream_totals(loader: PackedDataLoader, world: World) -> tuple[Ledger, int]:
     """Collective: return the ledger of all ranks, and the lowest epoch of any rank."""
     ledgers, epochs = zip(*world.gather((loader.ledger(), loader.epoch)), strict=True)
     return Ledger.total(ledgers), min(epochs)
 
 
-def stream_metrics(loader: Loader, world: World) -> dict[str, float]:
+def stream_metrics(loader: PackedDataLoader, world: World) -> dict[str, float]:
     """Collective: return the ledger of all ranks, the lowest epoch, and the largest of `PackedDataLoader.metrics`."""
     ledgers, epochs, ranks = zip(
         *world.gather((loader.ledger(), loader.epoch, loader.metrics())), strict=True

@@ -54,7 +54,6 @@ def build_model(
         model: nn.Module = build(config.model)
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
-    _allow_long_rows(model, config)
     if adapters_only:
         weights = {**weights, **start_adapters(model, seed=config.seed)}
     if config.compile:
@@ -203,17 +202,6 @@ def _unfit_weights(found: list[str]) -> ValueError:
         f"the checkpointer's weights do not fit the model: {'; '.join(found[:3])}{more}; name the model that the "
         "checkpoint is of"
     )
-
-
-def _allow_long_rows(model: nn.Module, config: RunConfig) -> None:
-    """Raise the model's limit of a row where a row holds several samples of up to ``max_seq_len`` tokens.
-
-    torchtune's models refuse rows longer than the positions that they have. Positions restart in every sample, so
-    they stay below that number.
-    """
-    most, max_seq_len = getattr(model, "max_seq_len", None), config.data["max_seq_len"]
-    if most is not None and max_seq_len <= most < max_seq_len * config.samples_in_row:
-        model.max_seq_len = max_seq_len * config.samples_in_row
 
 
 def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) 
         step: from 1, as metrics count it.
 
     Raises:
-        ValueError: if the run did not pack its data as a stream, was a second phase or has no checkpoint; if the data
+        ValueError: if the run was a second phase or has no checkpoint; if the data
             are others than the run's, or end before the step.
     """
     kept = Checkpoints(checkpoints)
@@ -45,10 +45,6 @@ def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) 
         raise ValueError(
             f"the run began at step {after['begun']} behind another run, and {checkpoints} has no checkpoint before "
             f"step {step}; its first one is of step {steps[0]}"
-        )
-    if "method" in state:
-        raise ValueError(
-            f"the run had data.method={state['method']}, whose steps are not kept; remove the step"
         )
     if not begun:
         head = {name: value for name, value in state.items() if name not in ("lanes", "checksum")}

@@ -12,12 +12,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.training.checkpoint import STEP_NAME, Checkpoints
 from streampack.training.config import RunConfig
-from streampack.training.methods import Loader
 from streampack.training.world import World
 
 
 def begin_phase(
-    config: RunConfig, *, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, world: World
+    config: RunConfig,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: PackedDataLoader,
+    world: World,
 ) -> int:
     """Load the model and the optimizer's state of ``resume_from``, and return its step; a collective.
 
@@ -52,7 +56,6 @@ def begin_phase(
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     if config.continue_data:
-        assert isinstance(loader, PackedDataLoader), "the config refuses other methods"
         loader.continue_from(run["stream"])
     return step
 

@@ -56,8 +56,6 @@ def require_preferences(config: RunConfig) -> None:
     for key, plain in (("loss_norm", "token"), ("z_loss", 0), ("document_masking", True)):
         if (value := getattr(config, key)) != plain:
             raise ValueError(f"{key}={value} is for cross-entropy, and dpo compares pairs; remove the key")
-    if method := config.data.get("method"):
-        raise ValueError(f"data.method={method} makes batches of single samples; remove the key")
 
 
 def shares_prefixes(lanes: LaneConfig) -> bool:

@@ -16,7 +16,6 @@ from streampack import (
     IterablePackedDataset,
     Mix,
     PackedDataLoader,
-    method_loader,
 )
 from streampack.inspection.shape import RunShape
 from streampack.inspection.survey import inspect_dataset
@@ -111,24 +110,6 @@ def test_a_sample_comes_near_and_says_how_near(name: str, corpus: Any, whole: An
     fractions = {loss.reason: loss.fraction for loss in true.losses}
     for loss in sampled.losses:
         assert abs(loss.fraction - fractions[loss.reason]) <= 4 * loss.error + 0.005
-
-
-@pytest.mark.filterwarnings("ignore:.*leak:UserWarning")
-@pytest.mark.parametrize(
-    "method", ["random_padding", "minibatch_packing", "multipack", "exact_fit", "fixed_length_posid"]
-)
-def test_a_method_is_planned_as_its_loader_plans_it(method: str) -> None:
-    rows = token_rows(log_normal(300, 60, 0.8))
-    overlong = None if "fixed" in method else "truncate"
-    loader = method_loader(rows, method=method, max_seq_len=512, batch_size=2, overlong=overlong)
-    batches = list(loader)
-    held = sum(batch.num_tokens for batch in batches)
-    shape = RunShape(batch_size=2, method=method)
-    report = inspected(rows, max_seq_len=512, overlong=overlong or "split", shape=shape)
-    assert report.chosen.name == method
-    assert report.chosen.packs == sum(len(batch.tokens) for batch in batches)
-    tokens = sum(batch.tokens.numel() for batch in batches)
-    assert report.chosen.padding == pytest.approx(1 - held / tokens, abs=1e-12)
 
 
 def test_rows_that_stop_a_run_are_counted_and_named() -> None:

@@ -244,11 +244,3 @@ def test_operations_of_the_model_are_those_that_torch_counts(tmp_path: Path, tie
     [chosen] = [outcome for outcome in report["outcomes"] if outcome["chosen"]]
     assert chosen["flops_speedup"] > chosen["speedup"] > 1, "padding attends to padding, too"
     assert "by the model's operations" in shown.page.text
-
-
-def test_a_method_of_a_config_replaces_the_strategy(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    for name in ("buffer_size", "num_lanes"):
-        del config.data[name]
-    shown = of_config(tmp_path, config, "data.method=multipack")
-    assert (shown.report["settings"]["filled_by"], shown.report["packs"]) == ("multipack", [])

@@ -22,7 +22,6 @@ from streampack.instantiate import build
 from streampack.training.config import read_config
 from streampack.training.data import build_data, build_loader
 from streampack.training.preferences import Reference
-from streampack.training.world import World
 from tests.harness.preferences import dpo_config, whole_pairs
 from tests.harness.processes import run_ranks
 from tests.harness.runs import Run, run_once
@@ -59,7 +58,7 @@ def torchtunes_losses(config: Any, folder: Path, steps: int) -> list[dict[str, f
     """Train on the same pairs in the same order, padded, with torchtune's collator, forward pass and loss."""
     cfg = read_config(config)
     dataset, _ = build_data(cfg, tokenizer=build(cfg.tokenizer), vocab_size=16)
-    loader = build_loader(cfg, dataset, device=torch.device("cpu"), world=World())
+    loader = build_loader(cfg, dataset, device=torch.device("cpu"))
     arguments = {key: value for key, value in cfg.model.items() if key != "_component_"}
     recipe = torchtunes_recipe()
     this = SimpleNamespace(_device=torch.device("cpu"), activations_handling_ctx=nullcontext())
@@ -249,7 +248,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "loss_norm=sample is for cross-entropy, and dpo compares pairs; remove the key",
     ),
     ({"z_loss": 1e-4}, "z_loss=0.0001 is for cross-entropy"),
-    ({"data.method": "multipack"}, "data.method=multipack makes batches of single samples; remove the key"),
     ({"reference": "base"}, "reference='base' is unknown; choose one of 'model', 'data'"),
     ({"reference": "data"}, "reference=data, and a pair has no ref_logps: one number for each answer"),
     (

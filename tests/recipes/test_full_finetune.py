@@ -116,7 +116,6 @@ def test_dropout_is_that_of_the_step_after_a_resume_and_after_a_validation(tmp_p
     [
         ({"data.max_seq_len": 24}, "max_seq_len=32 and this dataset has max_seq_len=24"),
         ({"data.encoder.add_eos": False}, r"made with encoder\."),
-        ({"data.method": "multipack"}, "the state is of a stream and this run has method='multipack'"),
         ({}, r"made with corpus\..*files=.* only with corpus_lists"),
     ],
 )

@@ -52,15 +52,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.max_seq_len": 4096}, "data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"),
     ({"data.read_ahead": -1}, "data: read_ahead=-1"),
     (
-        {"data.method": "multipack", "data.corpus_lists": "lists"},
-        "data.method=multipack makes the batches of an epoch from all samples",
-    ),
-    ({"data.method": "multipack", "data.balance_window": 8}, "data.balance_window=8 orders the packs of a stream"),
-    (
-        {"data.method": "minibatch_packing", "document_masking": False},
-        "document_masking=False makes one sequence of the samples",
-    ),
-    (
         {"data.pad_seqs_to": 8, "document_masking": False},
         "data.pad_seqs_to=8 pads every document, and document_masking=False lets",
     ),

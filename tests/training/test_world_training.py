@@ -250,16 +250,3 @@ def test_resumed_on_another_number_of_ranks(tmp_path, alone):
         "step_00000009",
         "step_00000010",
     ]
-
-
-@pytest.mark.parametrize("method", [pytest.param("minibatch_packing", marks=pytest.mark.slow), "multipack"])
-def test_a_method_trains_the_same_steps_on_any_number_of_ranks(tmp_path, method):
-    changes = RUN | {"data.method": method, "batch_size": 1, "packs_per_step": 4, "max_steps": 6, "rows": 40}
-    train(tiny_config(tmp_path / "one", **changes))
-    config = tiny_config(tmp_path / "two", **changes, resume=True, checkpoint_every=None)
-    stop = OmegaConf.create(config)
-    stop.max_steps, stop.checkpoint_every = 4, 4
-    run_ranks(run, 2, stop)
-    result = train(config)
-    assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
-    assert result["ledger"].packed == result["tokens"]
