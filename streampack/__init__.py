@@ -24,7 +24,6 @@ from streampack.types import IGNORE_INDEX, Fragment, Pack, Sample
 
 if TYPE_CHECKING:
     from streampack.attention import find_leaks, make_mask, prepare_model_for_packing
-    from streampack.attention.context_parallel import shard_for_context_parallel, unshard_context_parallel
     from streampack.integrations.hf_trainer import prepare_trainer_for_packing
     from streampack.loader import PackedDataLoader
     from streampack.losses import summed_cross_entropy
@@ -118,9 +117,7 @@ __all__ = [
     "prepare_model_for_packing",
     "prepare_trainer_for_packing",
     "score",
-    "shard_for_context_parallel",
     "summed_cross_entropy",
-    "unshard_context_parallel",
 ]
 
 # Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
@@ -166,9 +163,7 @@ _MODULES = {
     "prepare_model_for_packing": "attention",
     "prepare_trainer_for_packing": "integrations.hf_trainer",
     "score": "scoring",
-    "shard_for_context_parallel": "attention.context_parallel",
     "summed_cross_entropy": "losses",
-    "unshard_context_parallel": "attention.context_parallel",
 }
 
 

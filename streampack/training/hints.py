@@ -40,7 +40,7 @@ TORCHTUNE_KEYS = {
     "tensor_parallel_plan": "a model is sharded over all ranks (FSDP2) here, without tensor parallelism",
     "data_parallel_shard_dim": "a model is sharded over all ranks (FSDP2) here",
     "data_parallel_replicate_dim": "a model is sharded over all ranks (FSDP2) here",
-    "context_parallel_dim": "recipes split no sequence over ranks; in your own loop, see shard_for_context_parallel",
+    "context_parallel_dim": "recipes split no sequence over ranks; examples/ has how, for your own loop",
     "quantizer": "no recipe quantizes weights after training; for QLoRA name a qlora_ builder under model",
     "low_cpu_ram": "remove the key",
     "cudnn_deterministic_mode": "remove the key",
