@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # is in it, or a module beside them) imports from the lines above its own. `streampack` is the package's own __init__.
 LAYERS = (
     "types", "validation", "fingerprint instantiate accounting catalog", "storage", "sources", "packing", "streaming",
-    "distributed", "loader", "map_style", "attention losses", "tokenize scoring", "integrations", "streampack",
+    "distributed", "loader", "map_style", "attention", "losses", "tokenize scoring", "integrations", "streampack",
     "training", "inspection", "tune_cli recipes", "cli", "__main__",
 )  # fmt: skip
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units.split()}

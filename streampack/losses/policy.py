@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streampack.losses.sequences import trained_tokens
+from streampack.losses.sequences import of_tokens, trained_tokens
 from streampack.packing.batch import Batch
 
 
@@ -47,7 +47,9 @@ def policy_losses(
             )
         return logps * 0  # padding only, as a rank without a pack gets
     trained = trained_tokens(batch)
-    advantages = _of_tokens(_field(groups.fields, "advantage", "fields"), batch)
+    advantages = of_tokens(
+        _field(groups.fields, "advantage", "fields"), batch.seq_lens, max_seq_len=batch.tokens.shape[1]
+    )
     old = logps.detach()
     if "old_logps" in groups.token_fields:
         old = groups.token_fields["old_logps"]
@@ -70,10 +72,3 @@ def _field(fields: dict[str, torch.Tensor], name: str, where: str) -> torch.Tens
             f"encoder's {where}"
         )
     return fields[name]
-
-
-def _of_tokens(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Spread values of sequences ``[batch, segments]`` over their tokens, ``[batch, max_seq_len]``."""
-    places = torch.arange(batch.tokens.shape[1], device=values.device).repeat(len(values), 1)
-    numbers = torch.searchsorted(batch.seq_lens.long().cumsum(1), places, right=True)
-    return values.gather(1, numbers.clamp(max=values.shape[1] - 1))

@@ -1,17 +1,74 @@
-"""Log-probabilities of tokens and of sequences, also where a sequence continues another; pairs of answers."""
+"""Numbers of sequences, also where one continues another: log-probabilities, weights of labels, pairs of answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
-from streampack.losses.cross_entropy import branch_terms
+from streampack.attention import document_ids
+from streampack.losses.cross_entropy import branch_terms, token_losses
 from streampack.packing.batch import Batch
-from streampack.packing.groups import ROOT, paths_of
+from streampack.packing.groups import ROOT
 from streampack.types import IGNORE_INDEX, RowId
+from streampack.validation import require
+
+LOSS_NORMS = ("token", "sample")
+
+
+def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
+    """Return the weight of each label in the loss, ``[batch, max_seq_len]`` float64; 0 where nothing is trained.
+
+    With ``"token"`` every trained label weighs 1; with ``"sample"`` it weighs 1 / (trained labels of its sample), so
+    that a sample weighs 1 in all, also if it is split over several packs. The loss of a step is the weighted sum over
+    all batches and ranks, divided by the sum of these weights.
+
+    >>> from streampack import IterablePackedDataset, collate_packed
+    >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
+    >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=6)))
+    >>> label_weights(batch, loss_norm="sample").tolist()
+    [[0.0, 0.5, 0.5, 0.0, 1.0, 0.0]]
+
+    Raises:
+        ValueError: for an unknown ``loss_norm``, and for a batch in which a sequence continues another.
+    """
+    require(loss_norm, "loss_norm", LOSS_NORMS)
+    require_unshared(batch)
+    weights = (batch.labels != IGNORE_INDEX).double()
+    weights[:, 0] = 0  # no logits come before it, and torchtune's own packs have a label there
+    if loss_norm == "token":
+        return weights
+    # Of fragments, because attention may see several of them as one sequence (`fixed_length`).
+    width, size = max(map(len, batch.fragments)) + 1, weights.shape[1]
+    lengths, known = torch.zeros(len(weights), width).long(), torch.full((len(weights), width), torch.nan)
+    for pack, fragments in enumerate(batch.fragments):
+        of_pack = [each.length for each in fragments]
+        lengths[pack, : len(fragments) + 1] = torch.tensor([*of_pack, size - sum(of_pack)])
+        for number, fragment in enumerate(fragments):
+            if fragment.trained is not None:
+                known[pack, number] = fragment.trained  # of the whole sample
+    lengths, known = (each.to(weights.device, non_blocking=True) for each in (lengths, known))
+    counts = torch.where(known.isnan(), _by_sequence(weights, lengths), known)
+    return weights / of_tokens(counts.clamp(min=1), lengths, max_seq_len=size)
+
+
+def require_unshared(batch: Batch) -> None:
+    """Check that no sequence of a batch continues another, as answers continue a prompt that they share.
+
+    Cross-entropy over ``labels`` would leave out the first token of each answer, because another token than the one
+    before it predicts it.
+
+    Raises:
+        ValueError: if one does, with what trains it.
+    """
+    if batch.groups is not None and batch.groups.paths.shape[2] > 1:
+        raise ValueError(
+            "the batch has answers that share a prompt, and cross-entropy would leave out the first token of each "
+            "answer; set share_prefix=False in the encoder, or train pairs with the dpo recipe, and groups with "
+            "streampack.losses.token_logps"
+        )
 
 
 def token_logps(
@@ -33,22 +90,22 @@ def token_logps(
     Raises:
         ValueError: if logits and batch differ in shape.
     """
-    branches = _branches(batch)
-    if branches is None:
-        return 0 - branch_terms(logits, batch.labels, chunk_size=chunk_size)[0]
-    losses, first = branch_terms(
-        logits, batch.labels, predictors=branches.predictors, targets=branches.labels, chunk_size=chunk_size
-    )
-    return 0 - losses.index_put(branches.starts, first)
+    if batch.groups is None or batch.groups.paths.shape[2] == 1:  # no sequence continues another
+        return 0 - token_losses(logits, batch.labels, chunk_size=chunk_size)
+    parents = batch.groups.paths[:, :, -2]
+    ends = F.pad(batch.seq_lens.long().cumsum(1), (0, 1))  # of a sequence without a parent: 0
+    branches = (ends.gather(1, parents) - 1).clamp(min=0), batch.groups.first_labels
+    losses, _, of_firsts = branch_terms(logits, batch.labels, branches=branches, chunk_size=chunk_size)
+    return 0 - (losses + _at_first_tokens(of_firsts, batch))
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
     """Return which tokens are trained, ``[batch, max_seq_len]`` bool: those of which `token_logps` has a number."""
     trained = batch.labels != IGNORE_INDEX
     trained[:, 0] = False  # nothing predicts it
-    if (branches := _branches(batch)) is not None:
-        trained[branches.starts] = branches.labels != IGNORE_INDEX
-    return trained
+    if batch.groups is None:
+        return trained
+    return trained | (_at_first_tokens((batch.groups.first_labels != IGNORE_INDEX).int(), batch) > 0)
 
 
 def sequence_logps(
@@ -92,12 +149,12 @@ def last_values(values: torch.Tensor, batch: Batch) -> torch.Tensor:
         values: ``[batch, max_seq_len]``.
         batch: on the device of the values.
     """
-    starts = batch.seq_lens.long().cumsum(1) - batch.seq_lens
-    ends = starts + batch.unpadded_lens - 1
+    ends = batch.seq_lens.long().cumsum(1) - batch.seq_lens + batch.unpadded_lens - 1
     real = torch.zeros(ends.shape, dtype=torch.bool)
     for row, fragments in zip(real, batch.fragments, strict=True):
         row[: len(fragments)] = True
-    return values.gather(1, ends.clamp(min=0)).masked_fill(~real.to(values.device), 0)
+    real = real.to(values.device, non_blocking=True)
+    return values.gather(1, ends.clamp(min=0)).masked_fill(~real, 0)
 
 
 def pair_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,68 +182,40 @@ def pair_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
                 "continues"
             )
         pairs.append(answers)
-    index = torch.tensor(pairs, dtype=torch.int64, device=batch.tokens.device).view(-1, 2)
+    index = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(batch.tokens.device, non_blocking=True)
     return index[:, 0], index[:, 1]
 
 
-class _Branches(NamedTuple):
-    """The first tokens of the sequences that continue another."""
-
-    starts: tuple[torch.Tensor, torch.Tensor]  # [branches] each: the pack, and the index in it
-    labels: torch.Tensor  # [branches]
-    predictors: list[tuple[int, int]]  # the pack, and the index in it of the token that predicts it
+def of_tokens(values: torch.Tensor, seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
+    """Spread values of sequences, as many as ``seq_lens``, over their tokens: ``[batch, max_seq_len]``."""
+    return values.gather(1, document_ids(seq_lens, max_seq_len=max_seq_len))
 
 
-def _branches(batch: Batch) -> _Branches | None:
-    """Return the branches of a batch; None if no sequence continues another."""
-    if batch.groups is None:
-        return None
-    places, predictors = [], []
-    for pack, (parents, fragments) in enumerate(zip(batch.groups.parents, batch.fragments, strict=True)):
-        ends = list(accumulate((each.length for each in fragments), initial=0))
-        for sequence, parent in enumerate(parents):
-            if parent != ROOT:
-                places.append((pack, sequence, ends[sequence]))
-                predictors.append((pack, ends[parent + 1] - 1))
-    if not places:
-        return None
-    packs, sequences, starts = torch.tensor(places, device=batch.labels.device).unbind(1)
-    return _Branches((packs, starts), batch.groups.first_labels[packs, sequences], predictors)
+def _at_first_tokens(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Put values of sequences ``[batch, segments]`` at their first tokens, ``[batch, max_seq_len]``; elsewhere 0."""
+    starts = batch.seq_lens.long().cumsum(1) - batch.seq_lens
+    zeros = values.new_zeros(batch.tokens.shape)
+    # Only the missing ones at a row's end, which are 0, would be behind its last token.
+    return zeros.scatter_add(1, starts.clamp(max=zeros.shape[1] - 1), values)
 
 
-def _along_paths(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sum values of tokens over each sequence and those that it continues: ``[batch, segments]``, in fp64.
+def _by_sequence(values: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    """Sum values of tokens ``[batch, max_seq_len]`` over each sequence: ``[batch, segments]``, in fp64.
 
     In fp64 the order in which a GPU adds does not show in the result.
     """
-    width, size = batch.seq_lens.shape[1], values.shape[1]
     dtype = torch.float32 if values.device.type == "mps" else torch.float64
-    ends = batch.seq_lens.long().cumsum(1)
-    places = torch.arange(size, device=values.device).repeat(len(values), 1)
-    numbers = torch.searchsorted(ends, places, right=True)  # of the sequence of each token
-    own = torch.zeros(len(values), width + 1, dtype=dtype, device=values.device)
-    own = own.scatter_add(1, numbers, values.to(dtype))
-    paths = _paths(batch)
-    if paths is None:
-        return own[:, :width]
-    return own.gather(1, paths.flatten(1).to(values.device)).view(paths.shape).sum(2)
+    numbers = document_ids(seq_lens, max_seq_len=values.shape[1])
+    return torch.zeros_like(seq_lens, dtype=dtype).scatter_add(1, numbers, values.to(dtype))
 
 
-def _paths(batch: Batch) -> torch.Tensor | None:
-    """Return the path of each sequence, ``[batch, segments, depth]``, filled up with the number of segments; or None.
-
-    None if no sequence continues another.
-    """
-    width = batch.seq_lens.shape[1]
-    packs = [] if batch.groups is None else [paths_of(parents) for parents in batch.groups.parents]
-    depth = max((len(path) for found in packs for path in found), default=0)
-    if depth < 2:
-        return None
-    filled = [
-        [[*path, *[width] * (depth - len(path))] for path in [*found, *[[]] * (width - len(found))]]
-        for found in packs
-    ]
-    return torch.tensor(filled)
+def _along_paths(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sum values of tokens over each sequence and those that it continues: ``[batch, segments]``."""
+    own = _by_sequence(values, batch.seq_lens)
+    if batch.groups is None:
+        return own
+    paths = batch.groups.paths
+    return F.pad(own, (0, 1)).gather(1, paths.flatten(1)).view(paths.shape).sum(2)
 
 
 def _groups(batch: Batch) -> Iterator[tuple[RowId, list[int]]]:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from streampack.packing.assemble import assemble, positions
-from streampack.packing.groups import ROOT, path_starts
+from streampack.packing.groups import ROOT, path_starts, paths_of
 from streampack.types import IGNORE_INDEX, FloatArray, Fragment, IntArray, Pack, PackGroups
 
 
@@ -55,6 +55,9 @@ class BatchGroups:
     """Parents, first labels and fields of the sequences in a batch with groups: `PackGroups` of its packs, stacked."""
 
     parents: tuple[tuple[int, ...], ...]  # for each pack and sequence the one that it continues, or -1
+    # [batch, most segments, depth] int64: the sequences from the root to each, behind the number of segments where a
+    # path is shorter. The depth is 1 if no sequence continues another.
+    paths: torch.Tensor
     first_labels: torch.Tensor  # [batch, most segments] int64: labels of first tokens, which parents predict
     fields: dict[str, torch.Tensor]  # each [batch, most segments] float32
     token_fields: dict[str, torch.Tensor]  # each [batch, max_seq_len] float32
@@ -64,7 +67,7 @@ class BatchGroups:
         each = [
             {name: change(tensor) for name, tensor in f.items()} for f in (self.fields, self.token_fields)
         ]
-        return BatchGroups(self.parents, change(self.first_labels), *each)
+        return BatchGroups(self.parents, change(self.paths), change(self.first_labels), *each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,23 @@ def _stack_groups(packs: Sequence[Pack], width: int) -> BatchGroups | None:
         )
     )
     first_labels = _stack_rows([each.first_labels for each in groups], width, IGNORE_INDEX, np.int64)
-    return BatchGroups(tuple(each.parents for each in groups), first_labels, fields, token_fields)
+    parents = tuple(each.parents for each in groups)
+    return BatchGroups(parents, stack_paths(parents, width), first_labels, fields, token_fields)
+
+
+def stack_paths(parents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """Return the `BatchGroups.paths` of a batch with ``seq_lens`` of this ``width``.
+
+    >>> stack_paths([[-1, 0, 0]], 4).tolist()
+    [[[4, 0], [0, 1], [0, 2], [4, 4]]]
+    """
+    packs = [paths_of(each) for each in parents]
+    depth = max((len(path) for paths in packs for path in paths), default=1)
+    stacked = np.full((len(packs), width, depth), width)
+    for of_pack, paths in zip(stacked, packs, strict=True):
+        for line, path in zip(of_pack, paths, strict=False):
+            line[depth - len(path) :] = path
+    return torch.from_numpy(stacked)
 
 
 def _stack_ids(rows: list[IntArray]) -> torch.Tensor:

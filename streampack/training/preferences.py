@@ -183,9 +183,10 @@ class Comparison:
         """Compare the ``pairs`` (`pair_of`) of a batch, both on the CPU; the result is on the model's device."""
         device = self.reference.device
         given = self.reference.given(batch, pairs)
-        batch, pairs = batch.to(device), (pairs[0].to(device), pairs[1].to(device))
+        batch = batch.to(device)
+        pairs = pairs[0].to(device, non_blocking=True), pairs[1].to(device, non_blocking=True)
         # First, because the policy's activations wait for the backward pass.
-        reference = self.reference(batch) if given is None else given.to(device)
+        reference = self.reference(batch) if given is None else given.to(device, non_blocking=True)
         logps, counts = sequence_logps(self.model(**self.inputs(batch)), batch)
         if self.mean:
             logps, reference = (values / counts.clamp(min=1) for values in (logps, reference))

@@ -312,6 +312,34 @@ def test_cross_entropy_over_shared_prompts_is_refused() -> None:
     assert weights.sum() == shared.num_trained == unshared.num_trained
 
 
+def siblings(answers: int) -> Group:
+    """A prompt and so many answers, whose first tokens one token predicts."""
+    lengths, size = [3, *[2] * answers], 3 + 2 * answers
+    return Group(
+        range(1, size + 1), [-100] * 3 + [5] * 2 * answers, lengths=lengths, parents=[-1, *[0] * answers]
+    )
+
+
+@pytest.mark.parametrize(
+    "groups", [[siblings(2)] * 3, [siblings(8)] * 3, trees()], ids=["pairs", "eights", "trees"]
+)
+def test_memory_that_nobody_wrote_reaches_no_number(groups: list[Group]) -> None:
+    """Each tensor that is made without values holds NaN."""
+    batch = batch_of(groups)
+    found = []
+    for poisoned in (False, True):
+        torch.use_deterministic_algorithms(poisoned)
+        try:
+            assert bool(torch.empty(100).isnan().all()) == poisoned
+            logits = logits_for(batch)
+            sums, counts = sequence_logps(list(logits.chunk(3, 1)), batch, chunk_size=5)
+            (grad,) = torch.autograd.grad((sums * torch.arange(sums.numel()).view_as(sums)).sum(), logits)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        found.append((sums, counts, grad))
+    assert all(torch.equal(clean, same) for clean, same in zip(*found, strict=True))
+
+
 # Losses of pairs.
 
 DRAWN = torch.Generator().manual_seed(0)
@@ -477,8 +505,7 @@ def test_what_a_policys_loss_lacks_is_named(make: Any, settings: dict[str, Any],
 )
 def test_losses_and_gradients_are_those_of_the_cpu(dtype: torch.dtype, limit: float) -> None:
     """Of sequences, pairs and policies, and of 200 answers whose first tokens share a predictor."""
-    siblings = Group([1] * 201, [-100, *[3] * 200], lengths=[1] * 201, parents=[-1, *[0] * 200])
-    batches = (BATCH, batch_of([siblings], max_seq_len=256), packed(preference_groups()), rollouts())
+    batches = (BATCH, batch_of([siblings(200)], max_seq_len=512), packed(preference_groups()), rollouts())
     for number, batch in enumerate(batches):
         found = []
         for device in ("cpu", "cuda", "cuda"):

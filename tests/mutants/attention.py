@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from streampack.packing.batch import stack_paths
 from tests.mutants.registry import replaces
 
 
@@ -133,4 +134,5 @@ def chained(batch: Any) -> Any:
         )
         for pack in groups.parents
     )
-    return replace(batch, groups=replace(groups, parents=parents))
+    paths = stack_paths(parents, batch.seq_lens.shape[1])
+    return replace(batch, groups=replace(groups, parents=parents, paths=paths))
