@@ -1,338 +1,128 @@
-"""The `streampack` command: our recipes and configs by name, from any directory, run by torchtune's own CLI.
+"""The `streampack` command.
 
-Importing torchtune takes 4 to 9 seconds, so commands that do not need it (help, `ls`, `cat` and `cp` of our files,
-errors in the words) do not import it.
+Importing torchtune takes 4 to 9 seconds, and torch 1 to 2, so commands import what they need when they act.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import importlib.util
+import logging
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from streampack import __version__
 from streampack.catalog import RECIPES, UsageError, config_file, our_files, unknown
-from streampack.inspection import command as inspection
-from streampack.inspection import trace_command, unpack_command
 from streampack.instantiate import trust
-from streampack.training import score_command, tokenize_command
-from streampack.tune_cli import hand_over, require_torchtune, theirs
 from streampack.validation import raised_here
+from streampack.words import Parser, Word, json_object, positive, ranks, shard
 
-COMMANDS = {
-    "ls": "list recipes and configs",
-    "cat": "print a config or a recipe",
-    "cp": "copy a config or a recipe, to make it yours",
-    "validate": "check a config: keys, components, files, and the first rows; no weights are read",
-    "verify": "check that no sample of a pack sees another in this model; needs no weights and no data",
-    "inspect": "show what packing does to a corpus: padding, steps, drops, the first packs, what to change",
-    "unpack": "show packs as text: the first ones of a config, or those of a step of its run",
-    "trace": "show which rows the loss of a step came from",
-    "tokenize": "write the config's data.source as token shards",
-    "score": "write the log-likelihood of each row of a config's data.source",
-    "export": "write a running checkpoint's weights in the model's own format, while the run goes on",
-    "run": "train",
-}
-MEANT = {
-    "train": "run RECIPE --config CONFIG",
-    "finetune": "run RECIPE --config CONFIG",
-    "list": "ls",
-    "copy": "cp NAME DESTINATION",
-}
-"""Words that are no commands, and the commands that do what they say."""
-EPILOG = """\
-RECIPE and CONFIG are names that `streampack ls` lists, or paths. For example:
+Options = argparse.Namespace
+Act = Callable[[Options], int | None]
 
-  streampack run full_finetune --config quickstart max_steps=3
-  streampack run --nproc_per_node 2 full_finetune --config my.yaml
 
-`streampack COMMAND --help` describes each.
-"""
-RUN_USAGE = (
-    "streampack run [TORCHRUN-OPTIONS] RECIPE --config CONFIG [KEY=VALUE ...] [--trust NAME] [--traceback]"
+class Command(NamedTuple):
+    """A command: what it is for, with examples; its arguments; what it does, which returns the exit status."""
+
+    help: str
+    example: str
+    words: Sequence[Word]
+    act: Act
+
+
+TRUST = Word(
+    "--trust", "NAME", "a package or module, installed or in the working directory, that the config may name",
+    default=[], action="append",
+)  # fmt: skip
+CONFIG = (
+    Word("--config", "CONFIG", "a name that `streampack ls` lists, or a YAML file"),
+    Word("overrides", "KEY=VALUE", "replaces a value of the config; ~KEY removes it", nargs="*"),
+    TRUST,
 )
-RUN_DESCRIPTION = """\
-Train with a recipe. torchrun's options, such as --nproc_per_node 2, go before RECIPE. KEY=VALUE replaces a value of
-the config, in lists by number: data.source.sources.0.weight=0.3; ~KEY removes a key. The keys of a config are the
-fields of streampack.training.config.RunConfig.
-"""
+ORDERS = ("excess", "share", "mean")
+NAME = Word("name", "NAME", "that `streampack ls` lists")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises `UsageError`, which `main` prints."""
+COMMANDS: dict[str, Command] = {}
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; `{self.prog} --help` shows how it is used")
+
+def command(text: str, *examples: str, words: Sequence[Word] = ()) -> Callable[[Act], Act]:
+    """Decorate what a command does; its name is the function's."""
+
+    def add(act: Act) -> Act:
+        COMMANDS[act.__name__] = Command(text, "\n  ".join(examples), words, act)
+        return act
+
+    return add
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Exit status: 0; 1 for a config or files with problems, or leaks; 2 for a wrong command line; 130 if it was
-    interrupted.
+    interrupted. Errors in which this package says nothing to its users are raised.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
     try:
-        return _dispatch(words)
-    except UsageError as error:
-        print(f"streampack: error: {error}", file=sys.stderr)
-        return 2
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         print("streampack: interrupted", file=sys.stderr)
         return 130  # as of a program that SIGINT ended
+    except Exception as error:
+        if not isinstance(error, UsageError) and not raised_here(error):
+            raise
+        said = " ".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"streampack: error: {said}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
 
 
 def _dispatch(words: list[str]) -> int:
-    parser, commands = _parsers()
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise _unknown_command(words[0])
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
+        print("usage: streampack COMMAND ...\n")
+        for name, each in COMMANDS.items():
+            print(f"  {name:10} {each.help}\n{'':13}{each.example.splitlines()[0]}")
+        print(
+            "\nRECIPE and CONFIG are names that `streampack ls` lists, or paths. COMMAND --help tells more."
+        )
+        return 0
+    if words[0] == "--version":
+        print(f"streampack {__version__}")
+        return 0
+    name, *words = words
+    if name not in COMMANDS:
+        raise UsageError(unknown("command", name, COMMANDS, rule=f"it is none of {', '.join(COMMANDS)}"))
+    about = COMMANDS[name]
+    parser = Parser(
+        f"streampack {name}",
+        description=f"{about.help[0].upper()}{about.help[1:]}.\n\n  {about.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for word in about.words:
+        word.add(parser)
+    if {"-h", "--help"} & set(words):
         parser.print_help()
         return 0
-    if {"-h", "--help"} & set(words[1:]):
-        commands[words[0]].print_help()
-        return 0
-    if words[0] == "run":  # all other words are for torchrun and the recipe
-        trusting = _Parser("streampack run", add_help=False, allow_abbrev=False)
-        trusting.add_argument("--trust", action="append", default=[])
-        options, rest = trusting.parse_known_args(words[1:])
-        _trust(options.trust)
-        return hand_over("run", rest)
-    options, rest = parser.parse_known_args(words)
-    if words[0] == "inspect" and not any(word.startswith("-") for word in rest):
-        options.words += rest  # words between which options stood
-    elif rest and not hasattr(options, "overrides"):
-        commands[words[0]].error(f"unrecognized arguments: {' '.join(rest)}")
-    if hasattr(options, "overrides"):
-        _settle_config(options, rest, commands[words[0]])
-    try:
-        return int(options.act(options))
-    except UsageError:
-        raise
-    except Exception as error:
-        if not raised_here(error):
-            raise
-        said = " ".join([str(error), *getattr(error, "__notes__", ())])
-        print(f"{getattr(options, 'path', 'streampack: error')}: {said}", file=sys.stderr)
-        return 1
+    if name == "run":  # its words are for torchrun, the recipe and the config
+        return about.act(argparse.Namespace(words=words)) or 0
+    options = parser.parse_intermixed_args(words)
+    trust(getattr(options, "trust", ()))
+    return about.act(options) or 0
 
 
-def _unknown_command(word: str) -> UsageError:
-    rule = f"it is none of {', '.join(COMMANDS)}"
-    for close in difflib.get_close_matches(word, [*COMMANDS, *MEANT], n=1):
-        if close in MEANT:
-            return UsageError(
-                f"unknown command {word!r}: {rule}; to {close}, write `streampack {MEANT[close]}`"
-            )
-    return UsageError(unknown("command", word, COMMANDS, rule=rule))
-
-
-def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of `streampack`, and that of each of its commands."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser("streampack", epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"streampack {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    commands = {
-        name: subparsers.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            formatter_class=raw,
-            allow_abbrev=False,
-        )
-        for name, text in COMMANDS.items()
-    }
-    for name, act in {
-        "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "inspect": _inspect,
-        "unpack": _unpack, "trace": _trace, "tokenize": _tokenize, "export": _export, "score": _score,
-    }.items():  # fmt: skip
-        commands[name].set_defaults(act=act)
-    commands["export"].add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=Path, help="OUTPUT_DIR/checkpoints/step_00000100, say"
-    )
-    commands["export"].add_argument(
-        "--out", metavar="FOLDER", type=Path, required=True, help="of the weights"
-    )
-    for name in ("validate", "verify", "unpack", "trace", "tokenize", "export", "score"):
-        _add_config(commands[name])
-    unpack_command.add_arguments(commands["unpack"])
-    trace_command.add_arguments(commands["trace"])
-    score_command.add_arguments(commands["score"])
-    tokenize_command.add_arguments(commands["tokenize"])
-    inspection.add_arguments(commands["inspect"])
-    commands["run"].usage, commands["run"].description = RUN_USAGE, RUN_DESCRIPTION
-    commands["run"].add_argument(
-        "recipe", metavar="RECIPE", help="a name that `streampack ls` lists, or a path"
-    )
-    _add_config(commands["run"])
-    commands["run"].add_argument("--traceback", action="store_true", help="show where an error was raised")
-
-    commands["ls"].add_argument("--all", action="store_true", help="torchtune's too")
-    commands["cat"].add_argument("name", metavar="NAME", help="that `streampack ls --all` lists")
-    cp = commands["cp"]
-    cp.add_argument("name", metavar="NAME", help="that `streampack ls --all` lists")
-    cp.add_argument("destination", metavar="DESTINATION", type=Path, help="a file or a folder")
-    cp.add_argument("--force", action="store_true", help="overwrite what is there")
-    cp.add_argument("--make-parents", action="store_true", help="make the folder of DESTINATION")
-    validate = commands["validate"]
-    validate.add_argument(
-        "--recipe",
-        metavar="RECIPE",
-        choices=RECIPES,
-        help="that the config is for; default: the one it is listed with",
-    )
-    validate.add_argument(
-        "--no-files", action="store_true", help="open no file: keys, values and components only"
-    )
-    return parser, commands
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config CONFIG KEY=VALUE ... --trust NAME`` to a command."""
-    parser.add_argument(
-        "--config", metavar="CONFIG", help="a name that `streampack ls` lists, or a YAML file"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replaces a value of the config")
-    parser.add_argument(
-        "--trust", action="append", default=[], metavar="NAME",
-        help="a package or module, installed or in the working directory, that the config may name",
-    )  # fmt: skip
-
-
-def _trust(names: Sequence[str]) -> None:
-    try:
-        trust(names)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _settle_config(options: argparse.Namespace, rest: list[str], parser: _Parser) -> None:
-    """Set ``config`` and ``overrides`` from the words of a command; ``--config`` may be left out."""
-    words = [*options.overrides, *rest]
-    if options.config is None and words and "=" not in words[0] and words[0][0] not in "-~":
+def read(options: Options) -> Any:
+    """Return the content of the config that a command names, with its overrides; ``--config`` may be left out."""
+    words = options.overrides
+    if options.config is None and words and "=" not in words[0] and words[0][0] != "~":
         options.config = words.pop(0)
-    wrong = [word for word in words if word.startswith("-")]  # first: the word after one may be its value
-    wrong += [word for word in words if "=" not in word and word[0] not in "-~"]
-    if wrong:
-        parser.error(f"{wrong[0]!r} is neither an option nor KEY=VALUE")
     if options.config is None:
-        parser.error("--config is missing: name a config or the path of a YAML file")
-    options.overrides = words
-    _trust(options.trust)
-
-
-def _ls(options: argparse.Namespace) -> int:
-    if options.all:
-        return hand_over("ls", [])
-    print(f"{'RECIPE':<40} CONFIG")
-    for recipe, configs in RECIPES.items():
-        for row, config in enumerate(configs or ("<>",)):
-            print(f"{recipe if row == 0 else '':<40} {config}")
-    return 0
-
-
-def _cat(options: argparse.Namespace) -> int:
-    ours = our_files().get(options.name)
-    if ours is None:
-        return hand_over("cat", [options.name])
-    # As written: torchtune's `cat` parses and dumps the YAML, and the comments are gone.
-    print(ours.read_text(encoding="utf-8"), end="")
-    return 0
-
-
-def _cp(options: argparse.Namespace) -> int:
-    source = our_files().get(options.name) or theirs(options.name)
-    destination: Path = options.destination
-    if destination.is_dir():
-        destination /= source.name
-    elif destination.suffix != source.suffix:
-        destination = destination.with_name(destination.name + source.suffix)
-    if destination.exists() and not options.force:
-        raise UsageError(f"{destination} exists; name another destination, or add --force to overwrite it")
-    if options.make_parents:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-    if not destination.parent.is_dir():
-        raise UsageError(f"there is no folder {destination.parent}; add --make-parents to make it")
-    shutil.copyfile(source, destination)
-    print(f"copied to {destination}")
-    return 0
-
-
-def _validate(options: argparse.Namespace) -> int:
-    path, config = _read("validate", options)
-    from streampack.training.validate import notes, validate
-
-    listed = (recipe for recipe, configs in RECIPES.items() if options.config in configs)
-    problems = validate(config, files=not options.no_files, recipe=options.recipe or next(listed, None))
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    looked = " (keys, values and components; no file was opened)" if options.no_files else ""
-    print(f"{path}: {len(problems)} problem(s)" if problems else f"{path} is well-formed{looked}")
-    for note in [] if problems else notes(config):
-        print(f"note: {note}")
-    return 1 if problems else 0
-
-
-def _verify(options: argparse.Namespace) -> int:
-    path, config = _read("verify", options)
-    from streampack.training.isolation import probe_config
-
-    report = probe_config(config)
-    print(f"{path}: {report}", file=sys.stdout if report.ok else sys.stderr)
-    return 0 if report.ok else 1
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    _trust(options.trust)
-    if options.config is None and options.words and options.words[0].endswith((".yaml", ".yml")):
-        options.config = options.words.pop(0)
-    if options.config is None:
-        if not options.words:
-            raise UsageError(
-                "name files, or a config: --config CONFIG; `streampack inspect --help` shows both"
-            )
-        return inspection.run(options, None)
-    options.overrides = options.words
-    _, config = _read("inspect", options)
-    return inspection.run(options, config)
-
-
-def _unpack(options: argparse.Namespace) -> int:
-    return unpack_command.run(options, _read("unpack", options)[1])
-
-
-def _trace(options: argparse.Namespace) -> int:
-    return trace_command.run(options, _read("trace", options)[1])
-
-
-def _score(options: argparse.Namespace) -> int:
-    return score_command.run(options, _read("score", options)[1])
-
-
-def _tokenize(options: argparse.Namespace) -> int:
-    return tokenize_command.run(options, _read("tokenize", options)[1])
-
-
-def _export(options: argparse.Namespace) -> int:
-    _, config = _read("export", options)
-    from streampack.training.export import export
-
-    for name, folder in export(options.checkpoint, config=config, out=options.out).items():
-        print(f"{name:12} {folder}")
-    return 0
-
-
-def _read(command: str, options: argparse.Namespace) -> tuple[Path, Any]:
-    """Return the path of the config, and its content with the overrides."""
+        raise UsageError("--config is missing: name a config or the path of a YAML file")
     options.path = path = config_file(options.config)
-    require_torchtune(command)
+    require_torchtune()
     import yaml
     from omegaconf import DictConfig, OmegaConf
 
@@ -345,6 +135,280 @@ def _read(command: str, options: argparse.Namespace) -> tuple[Path, Any]:
     if not isinstance(content, DictConfig):
         raise UsageError(f"{path} holds a list; a config is a mapping of keys to values")
     try:
-        return path, with_overrides(content, options.overrides)
+        return with_overrides(content, words)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def require_torchtune() -> None:
+    """Raise UsageError without torchtune; with it, keep torchao from complaining when it is imported."""
+    if importlib.util.find_spec("torchtune") is None:
+        raise UsageError("this needs torchtune, which is not installed: pip install 'streampack[tune]'")
+    # torchao 0.15 has no C++ extensions for torch 2.13, which only quantization would want, and says so.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+
+
+# Recipes and configs.
+
+
+@command("list recipes and configs", "streampack ls")
+def ls(options: Options) -> None:
+    print(f"{'RECIPE':<40} CONFIG")
+    for recipe, configs in RECIPES.items():
+        for row, config in enumerate(configs):
+            print(f"{recipe if row == 0 else '':<40} {config}")
+
+
+@command("print a config or a recipe", "streampack cat quickstart", words=[NAME])
+def cat(options: Options) -> None:
+    print(_file(options.name).read_text(encoding="utf-8"), end="")
+
+
+def _file(name: str) -> Path:
+    files = our_files()
+    if name not in files:
+        raise UsageError(unknown("recipe or config", name, files, rule="`streampack ls` lists them"))
+    return files[name]
+
+
+@command(
+    "copy a config or a recipe, to make it yours",
+    "streampack cp quickstart my.yaml",
+    words=[
+        NAME,
+        Word("destination", "DESTINATION", "a file or a folder", Path),
+        Word("--force", None, "overwrite what is there"),
+    ],
+)
+def cp(options: Options) -> None:
+    source, destination = _file(options.name), options.destination
+    if destination.is_dir():
+        destination /= source.name
+    elif destination.suffix != source.suffix:
+        destination = destination.with_name(destination.name + source.suffix)
+    if destination.exists() and not options.force:
+        raise UsageError(f"{destination} exists; name another destination, or add --force to overwrite it")
+    if not destination.parent.is_dir():
+        raise UsageError(f"there is no folder {destination.parent}; make it, or name another")
+    shutil.copyfile(source, destination)
+    print(f"copied to {destination}")
+
+
+# Before a run, and after it.
+
+
+@command(
+    "check a config: keys, components, files, and the first rows; no weights are read",
+    "streampack validate --config my.yaml",
+    words=[
+        *CONFIG,
+        Word("--recipe", "RECIPE", "default: the one that `streampack ls` names", choices=[*RECIPES]),
+        Word("--no-files", None, "open no file: keys, values and components only"),
+    ],
+)
+def validate(options: Options) -> int:
+    config = read(options)
+    from streampack.training.validate import notes, validate
+
+    listed = (recipe for recipe, configs in RECIPES.items() if options.config in configs)
+    problems = validate(config, files=not options.no_files, recipe=options.recipe or next(listed, None))
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    looked = " (keys, values and components; no file was opened)" if options.no_files else ""
+    print(
+        f"{options.path}: {len(problems)} problem(s)"
+        if problems
+        else f"{options.path} is well-formed{looked}"
+    )
+    for note in [] if problems else notes(config):
+        print(f"note: {note}")
+    return 1 if problems else 0
+
+
+@command(
+    "check that no sample of a pack sees another in this model; needs no weights and no data",
+    "streampack verify --config my.yaml",
+    words=CONFIG,
+)
+def verify(options: Options) -> int:
+    config = read(options)
+    from streampack.training.isolation import probe_config
+
+    report = probe_config(config)
+    print(f"{options.path}: {report}", file=sys.stdout if report.ok else sys.stderr)
+    return 0 if report.ok else 1
+
+
+@command(
+    "show what packing does to a corpus: padding, steps, drops, the first packs, what to change",
+    "streampack inspect data/*.jsonl --tokenizer my_model --max-seq-len 4096",
+    "streampack inspect --config my.yaml data.max_seq_len=8192 --html report.html",
+    words=[
+        CONFIG[0],
+        Word("overrides", "FILE", "files to read; with a config: KEY=VALUE", nargs="*"),
+        TRUST,
+        Word("--tokenizer", "PATH", "of Hugging Face: a folder, or a name on the Hub"),
+        Word("--max-seq-len", "N", "tokens in a pack", positive),
+        Word("--rows", "N", "rows to read (20,000)", positive),
+        Word("--all", None, "read every row: exact figures"),
+        Word("--ranks", "N,N", "of the run, then others to compare it with (1,8,64)", ranks, (1, 8, 64)),
+        Word("--packs", "N", "first packs to show (6)", positive, 6),
+        Word("--html", "FILE", "write a page that opens from disk", Path),
+        Word("--json", "FILE", "write the figures; - prints them and nothing else"),
+    ],
+)
+def inspect(options: Options) -> None:
+    if options.all and options.rows:
+        raise UsageError("--all reads every row; leave --rows out")
+    files = options.overrides
+    of_files = options.config is None and not (files[:1] and files[0].endswith((".yaml", ".yml")))
+    if of_files and not files:
+        raise UsageError("name files, or a config: --config CONFIG; `streampack inspect --help` shows both")
+    if of_files and options.max_seq_len is None:
+        raise UsageError("--max-seq-len is missing: give the tokens of a pack, such as --max-seq-len 4096")
+    if options.json != "-" and importlib.util.find_spec("rich") is None:
+        raise UsageError(
+            "rich, which prints this, is missing: pip install 'streampack[inspect]'; or --json -"
+        )
+    config = None if of_files else read(options)
+    from streampack.inspection.inspect import inspect_config, inspect_files, show
+
+    sizes = {"ranks": options.ranks, "packs": options.packs}
+    sizes["rows"] = None if options.all else options.rows or 20_000
+    if config is None:
+        sizes["max_seq_len"] = options.max_seq_len
+        report = inspect_files(files, tokenizer=options.tokenizer, **sizes)
+    else:
+        report = inspect_config(config, title=str(options.config), **sizes)
+    show(report, html=options.html, json_file=options.json)
+
+
+@command(
+    "show packs as text: the first ones of a config, or those of a step of its run",
+    "streampack unpack --config my.yaml --packs 3",
+    "streampack unpack --config my.yaml --step 1200",
+    words=[
+        *CONFIG,
+        Word("--step", "N", "of the run in the config's output_dir, whose packs are made again", int),
+        Word("--packs", "N", "show at most so many (2; of a step, all)", positive),
+    ],
+)
+def unpack(options: Options) -> None:
+    config = read(options)
+    from streampack.inspection.unpack import print_packs
+
+    print_packs(config, step=options.step, packs=options.packs)
+
+
+@command(
+    "show the steps with the highest loss, or the rows of one; the run needs log_rows: true",
+    "streampack trace --config my.yaml",
+    "streampack trace --config my.yaml --step 1200",
+    words=[
+        *CONFIG,
+        Word("--step", "N", "of the run in the config's output_dir", int),
+        Word("--top", "N", "how many steps or rows to show (10)", positive, 10),
+        Word("--by", "ORDER", "of rows: excess, share or mean (excess)", None, "excess", choices=ORDERS),
+    ],
+)
+def trace(options: Options) -> None:
+    config = read(options)
+    from streampack.inspection.trace import rows_of_step, worst_steps
+
+    if options.step is None:
+        lines = worst_steps(config, top=options.top)
+    else:
+        lines = rows_of_step(config, options.step, top=options.top, by=options.by)
+    print("\n".join(lines))
+
+
+@command(
+    "write the config's data.source, encoded by data.encoder, as token shards; a killed command goes on",
+    "streampack tokenize --config my.yaml --out tokens --workers 16",
+    "streampack tokenize --config my.yaml --out s3://bucket/tokens --engine ray --address auto --lanes 800",
+    "streampack tokenize --config my.yaml --out s3://bucket/tokens --lanes 800 --shard 0/50   (... to 49/50)",
+    "streampack tokenize --config my.yaml --out s3://bucket/tokens --lanes 800 --finish",
+    words=[
+        *CONFIG,
+        Word("--out", "FOLDER", "folder of the shards, or a URL", required=True),
+        Word(
+            "--storage-options", "JSON", "of fsspec, for a URL; better keep secrets in variables", json_object
+        ),
+        Word("--workers", "N", "processes (1)", int, 1),
+        Word("--lanes", "N", "parts of the source, at least as many as workers or shards", int),
+        Word("--dtype", "TYPE", "uint16, uint32, or auto (auto)", default="auto"),
+        Word("--engine", "NAME", "processes, or ray: a Ray cluster (processes)", default="processes"),
+        Word("--address", "ADDRESS", "of the Ray cluster; default: RAY_ADDRESS, or a new one here"),
+        Word("--shard", "I/N", "write the I-th of N parts, from 0/N, and no index", shard),
+        Word("--finish", None, "write the index, once all parts are there"),
+    ],
+)
+def tokenize(options: Options) -> None:
+    config = read(options)
+    from streampack.tokenize.tokenize import from_config, tokenize
+    from streampack.training.config import to_plain
+
+    names = ("out", "workers", "lanes", "dtype", "engine", "address", "shard", "finish")
+    settings = {name: getattr(options, name) for name in names}
+    storage = {"options": options.storage_options or {}}
+    tokenize(**from_config(to_plain(config)), storage=storage, **settings)
+
+
+@command(
+    "write the log-likelihood of each row of a config's data.source",
+    "streampack score --config my.yaml --out scores.jsonl",
+    "torchrun --nproc_per_node 2 -m streampack score --config my.yaml --model my_model --out scores.jsonl",
+    words=[
+        *CONFIG,
+        Word("--out", "FILE", "to write; ends in .jsonl or .parquet", Path, required=True),
+        Word("--model", "FOLDER", "a model in Hugging Face's format, instead of the config's"),
+        Word(
+            "--overlong", "CHOICE", "longer rows: error, truncate their beginnings, windows", default="error"
+        ),
+        Word("--per-token", None, "write the log-probability of each token, too: token_logps"),
+        Word("--without-rows", None, "leave the columns of the rows out"),
+        Word("--prefix", "TEXT", "of the names of the columns to write", default=""),
+    ],
+)
+def score(options: Options) -> None:
+    config = read(options)
+    from streampack.training.score_rows import score_rows
+
+    names = ("out", "model", "overlong", "per_token", "prefix")
+    settings = {name: getattr(options, name) for name in names}
+    if line := score_rows(config, with_rows=not options.without_rows, **settings):
+        print(line)
+
+
+@command(
+    "write a running checkpoint's weights in the model's own format, while the run goes on",
+    "streampack export outputs/checkpoints/step_00000100 --config my.yaml --out weights",
+    words=[
+        Word("checkpoint", "CHECKPOINT", "OUTPUT_DIR/checkpoints/step_00000100, say", Path),
+        *CONFIG,
+        Word("--out", "FOLDER", "of the weights", Path, required=True),
+    ],
+)
+def export(options: Options) -> None:
+    config = read(options)
+    from streampack.training.export import export
+
+    for name, folder in export(options.checkpoint, config=config, out=options.out).items():
+        print(f"{name:12} {folder}")
+
+
+@command(
+    "train; torchrun's options, such as --nproc_per_node 2, go before RECIPE",
+    "streampack run full_finetune --config quickstart max_steps=3",
+    "streampack run --nproc_per_node 2 full_finetune --config my.yaml",
+    words=[
+        Word("recipe", "RECIPE", "a name that `streampack ls` lists, or a path"),
+        *CONFIG,
+        Word("--traceback", None, "show where an error was raised"),
+    ],
+)
+def run(options: Options) -> int:
+    from streampack.launch import run_recipe
+
+    require_torchtune()
+    return run_recipe(options.words)

@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LAYERS = (
     "types", "validation", "fingerprint instantiate accounting catalog", "storage", "sources", "packing", "streaming",
     "distributed", "loader", "map_style", "attention", "losses", "tokenize scoring", "integrations", "streampack",
-    "training", "inspection", "tune_cli recipes", "cli", "__main__",
+    "training", "inspection", "launch words recipes", "cli", "__main__",
 )  # fmt: skip
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units.split()}
 RECIPES = ("streampack_recipes", "streampack_configs", "recipes", "configs", "benchmarks", "tests")

@@ -167,10 +167,13 @@ REFUSED: dict[tuple[str, ...], tuple[int, str]] = {
     ("a.jsonl", "--max-seq-len", "9"): (1, "name the tokenizer of the model, --tokenizer PATH"),
     ("none.jsonl", "--max-seq-len", "9"): (1, "none.jsonl"),
     ("odd.jsonl", "--max-seq-len", "9"): (1, "the rows have the columns x, and none of messages"),
-    ("a.jsonl", "--max-seq-len", "9", "--ranks", "two"): (2, "--ranks two is no list of numbers"),
-    ("a.jsonl", "--max-seq-len", "9", "--rows", "0"): (2, "--rows 0 is below 1"),
+    ("a.jsonl", "--max-seq-len", "9", "--ranks", "two"): (2, "argument --ranks: 'two' is no whole number"),
+    ("a.jsonl", "--max-seq-len", "9", "--rows", "0"): (
+        2,
+        "argument --rows: '0' is no whole number from 1 on",
+    ),
     ("a.jsonl", "--nonsense"): (2, "unrecognized arguments: --nonsense"),
-    ("a.jsonl", "--all", "--rows", "5"): (2, "not allowed with argument"),
+    ("a.jsonl", "--all", "--rows", "5"): (2, "--all reads every row; leave --rows out"),
 }
 
 
@@ -197,7 +200,7 @@ def test_without_rich_it_writes_json(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     words = ["inspect", str(path), "--max-seq-len", "4"]
     assert cli.main(words) == 2
-    assert "pip install 'streampack[inspect]'; or write JSON: --json FILE" in capsys.readouterr().err
+    assert "pip install 'streampack[inspect]'; or --json -" in capsys.readouterr().err
     assert cli.main([*words, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 1
 

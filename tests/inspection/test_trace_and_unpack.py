@@ -142,9 +142,9 @@ def test_unpack_shows_the_first_packs(run: Path, capsys: pytest.CaptureFixture[s
     [
         ("trace --step 99", 1, "rows has no rows of step 99; it has steps 1 to 12"),
         ("trace output_dir=nowhere", 1, "nowhere/rows has no rows; a run keeps them with log_rows: true"),
-        ("trace --by size", 2, "--by size is none of excess, share, mean"),
-        ("trace --top 0", 2, "--top 0 is below 1"),
-        ("unpack --packs 0", 2, "--packs 0 is below 1"),
+        ("trace --by size", 2, "invalid choice: 'size' (choose from"),
+        ("trace --top 0", 2, "argument --top: '0' is no whole number from 1 on"),
+        ("unpack --packs 0", 2, "argument --packs: '0' is no whole number from 1 on"),
         ("unpack --step 0", 1, "step 0 cannot be: steps are counted from 1"),
         ("unpack --step 3 output_dir=nowhere", 1, "nowhere/checkpoints holds no checkpoint of a run"),
         ("unpack --step 3 seed=9", 1, "seed"),

@@ -23,10 +23,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from streampack.distributed.rank_sync import OtherRankFailed  # private: an error that users see
+from streampack.launch import run_torchrun  # private: what `streampack run` starts
 from streampack.storage.folders import lock_folder  # private: to ask whether the run still holds its folder
 from streampack.training.launcher import end_with_launcher
 from streampack.training.world import OTHER_FILES, World, join_world
-from streampack.tune_cli import run_torchrun  # private: what `streampack run` starts
 from tests.harness.processes import RankError, open_store, run_ranks
 from tests.harness.tiny import losses, tiny_config
 from tests.harness.workers import gone
