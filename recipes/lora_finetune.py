@@ -16,7 +16,7 @@ from streampack_recipes import full_finetune
 
 from streampack.training.overrides import parse
 
-train = partial(full_finetune.train, adapters_only=True)
+train = partial(full_finetune.train, adapters=True)
 
 
 @parse

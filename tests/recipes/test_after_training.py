@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from streampack_recipes import full_finetune, lora_finetune
 
+from streampack.training.run import Run
 from tests.harness.tiny_hf import hf_config
 
 transformers = pytest.importorskip("transformers")
@@ -38,16 +39,16 @@ pytestmark = pytest.mark.filterwarnings(
 def train(recipe: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Run a recipe and return the logits of its model at the end."""
     logits: list[torch.Tensor] = []
-    gather = full_finetune.full_weights
+    end = Run.end
 
-    def with_logits(model: Any, **settings: Any) -> Any:
-        model.eval()
+    def with_logits(run: Run) -> Any:
+        run.model.eval()
         with torch.no_grad():
-            out = model(TOKENS)
+            out = run.model(TOKENS)
         logits.append(torch.cat(out, dim=1) if isinstance(out, list) else out)
-        return gather(model, **settings)
+        return end(run)
 
-    monkeypatch.setattr(full_finetune, "full_weights", with_logits)
+    monkeypatch.setattr(Run, "end", with_logits)
     recipe.train(config)
     return logits[0]
 

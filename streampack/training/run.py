@@ -1,0 +1,382 @@
+"""`Run`: what a recipe has besides its loss: ranks, lock, resume, schedule, signals, logs, checkpoints, the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune import training
+
+from streampack.attention import Inputs
+from streampack.instantiate import build
+from streampack.packing.batch import Batch
+from streampack.training.checkpoint import restore_schedule, step_schedule
+from streampack.training.config import RunConfig, read_config, shown
+from streampack.training.data import build_data, build_loader
+from streampack.training.devices import pick_device
+from streampack.training.estimate import opening, total_steps
+from streampack.training.evaluation import HeldOut
+from streampack.training.export import write_weights
+from streampack.training.isolation import verify_isolation
+from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
+from streampack.training.model import (
+    Weights,
+    build_model,
+    clip_gradients,
+    full_weights,
+    has_adapters,
+    require_model,
+    seed_step,
+)
+from streampack.training.phase import advance, begin_phase
+from streampack.training.preferences import refuse_preferences, require_preferences, shares_prefixes
+from streampack.training.progress import MetricLogger, aligned, bar, postfix, summary
+from streampack.training.row_losses import RowLosses
+from streampack.training.run_folder import (
+    Interrupted,
+    finished,
+    fixed_settings,
+    hold_output,
+    open_checkpoints,
+    record_end,
+    warn_of_unheeded,
+)
+from streampack.training.signals import stop_on_signals
+from streampack.training.world import World, join_world
+
+Result = dict[str, Any]
+"""Of a run, on all ranks: ``step``, ``tokens``, ``seconds``, ``held_out`` (pairs of step and loss), ``ledger``."""
+
+
+class Step:
+    """The batches of one optimizer step on this rank, and what their losses add to the run's meters.
+
+    Attributes:
+        metrics: numbers to log beside the run's own.
+    """
+
+    def __init__(self, run: Run, batches: Iterable[Batch]) -> None:
+        self._run, self._batches = run, batches
+        self.metrics: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            self._run.report.add(batch, step=self._run.step + 1)
+            yield batch
+
+    def add(
+        self,
+        batch: Batch,
+        loss: torch.Tensor,
+        losses: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        z_loss: torch.Tensor | None = None,
+        trained: int | None = None,
+    ) -> None:
+        """Count a batch.
+
+        Args:
+            batch: on any device.
+            loss: the sum over the batch.
+            losses: the same by token, ``[batch, max_seq_len]``.
+            weights: of ``losses``, on the CPU.
+            z_loss: the sum over the batch.
+            trained: trained tokens; None: as many as weights that are not 0.
+        """
+        run = self._run
+        run.meter.add(batch, loss, weights, z_loss=z_loss, trained=trained)
+        run.by_source.add(batch, losses, weights)
+        run.by_row.add(batch, losses, weights)
+
+    def scale_gradients(self) -> None:
+        """Collective: divide the gradients once, by the weights of all ranks, and clip them.
+
+        They are of summed losses, and FSDP has averaged them over the ranks: the factor is number of ranks / weights.
+        """
+        model, max_norm = self._run.model, self._run.cfg.clip_grad_norm
+        training.scale_grads(model, self._run.meter.reduce())
+        if max_norm is not None:
+            self.metrics["grad_norm"] = clip_gradients(model, max_norm)
+
+
+class Run:
+    """A training run from its config to its weights; a recipe adds the model's loss.
+
+    A recipe calls `open`, and unless the run is `over`, `build_model`, `begin`, `steps` and `end`, each once and on
+    every rank::
+
+        with Run.open(raw, report=ReportWriter) as run:
+            if run.over:
+                return run.over
+            model = run.build_model(run.read_weights())
+            ...
+            run.begin(model, inputs, optimizer, evaluate=evaluate)
+            for step in run.steps():
+                for batch in step:
+                    ...
+                    step.add(batch, loss, losses, weights)
+                step.scale_gradients()
+                optimizer.step()
+            return run.end()
+
+    Attributes:
+        cfg: the config.
+        device: this rank's.
+        world: the ranks.
+        over: the result of a run that was over when it was opened, else None.
+        adapters_only: whether only the adapters of a model are trained.
+    """
+
+    def __init__(
+        self,
+        raw: Any,
+        cfg: RunConfig,
+        device: torch.device,
+        world: World,
+        *,
+        report: Callable[..., Any],
+        adapters: bool | None,
+        pairs: bool,
+        closing: ExitStack,
+    ) -> None:
+        self.raw, self.cfg, self.device, self.world = raw, cfg, device, world
+        self.adapters_only = has_adapters(cfg) if adapters is None else adapters
+        self._new_report, self._pairs, self._closing = report, pairs, closing
+        self.over = finished(cfg, world=world)
+        self.saved_step: int | None = None
+        if self.over is None:
+            self.checkpoints, self.saved_step = open_checkpoints(cfg, world=world)
+            seed_step(cfg.seed, 0)
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        raw: Any,
+        *,
+        report: Callable[..., Any],
+        adapters: bool | None = None,
+        pairs: bool = False,
+    ) -> Iterator[Run]:
+        """Collective: check a config, join the ranks, and hold the folders that the run writes to.
+
+        Args:
+            raw: the config.
+            report: makes what writes the page of the run.
+            adapters: whether the recipe trains adapters, or all weights; None: as the model has them.
+            pairs: whether the recipe's loss compares pairs; else it is cross-entropy.
+
+        Raises:
+            ValueError: for a config with a mistake in it, or a folder that another run holds or has written to.
+            Interrupted: for a signal or Ctrl-C, after the checkpoint that it made.
+        """
+        cfg = read_config(raw)
+        (require_preferences if pairs else refuse_preferences)(cfg)
+        if cfg.save_adapter_weights_only and adapters is False:
+            raise ValueError(
+                "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"
+            )
+        require_model(cfg, adapters=adapters)
+        device = pick_device(cfg.device)
+        with (
+            join_world(device, timeout=cfg.collective_timeout) as world,
+            hold_output(cfg, world=world),
+            ExitStack() as closing,
+        ):
+            yield cls(raw, cfg, device, world, report=report, adapters=adapters, pairs=pairs, closing=closing)
+
+    def read_weights(self) -> Weights:
+        """Collective: read the weights of the base model from its checkpointer."""
+        with self.world.main_first():
+            self.tokenizer = build(self.cfg.tokenizer)
+            self.checkpointer = build(self.cfg.checkpointer)
+        weights: Weights = self.checkpointer.load_checkpoint()[training.MODEL_KEY]
+        return weights
+
+    def build_model(self, weights: Weights) -> nn.Module:
+        """Collective: build the model with its weights, sharded where there are several ranks."""
+        return build_model(
+            self.cfg, weights=weights, device=self.device, world=self.world, adapters_only=self.adapters_only
+        )
+
+    def begin(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        optimizer: torch.optim.Optimizer,
+        *,
+        evaluate: Callable[[Mapping[str, HeldOut]], dict[str, float]],
+        metrics: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """Collective: build the data, go on from the newest checkpoint or begin, and say what is in effect.
+
+        Args:
+            model: as `build_model` made it.
+            inputs: of the prepared model.
+            optimizer: of its trained weights.
+            evaluate: returns the losses on the held-out batches, ``validation_loss`` among them.
+            metrics: returns more numbers to log.
+
+        Raises:
+            ValueError: for data that do not fit, and where samples of a pack attend to one another in this model.
+        """
+        cfg, world = self.cfg, self.world
+        self.model, self.optimizer, self._evaluate, self._more_metrics = model, optimizer, evaluate, metrics
+        vocab_size: Any = model.tok_embeddings.num_embeddings  # type: ignore[union-attr]
+        self.dataset, self.held_out_packs = build_data(
+            cfg, tokenizer=self.tokenizer, vocab_size=vocab_size, world=world
+        )
+        self.loader = build_loader(cfg, self.dataset, device=self.device)
+        lanes = self.dataset.lane_config
+        if cfg.verify_isolation and cfg.document_masking:
+            size, shared = cfg.data["max_seq_len"], self._pairs and shares_prefixes(lanes)
+            verify_isolation(model, inputs, max_seq_len=size, world=world, groups=shared)
+
+        run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
+        if self.saved_step is not None:
+            run = self.checkpoints.load(self.saved_step, model=model, optimizer=optimizer)
+            warn_of_unheeded(cfg, run["settings"], optimizer=optimizer, world=world)
+            self.loader.load_state_dict(run["stream"])
+        elif cfg.resume_from is not None:
+            run["begun"] = run["step"] = begin_phase(
+                cfg, model=model, optimizer=optimizer, loader=self.loader, world=world
+            )
+        self.before, self.step, self.held_out = run, run["step"], run["held_out"]
+        self.num_steps, self.by_epochs = total_steps(cfg, self.loader, world=world, run=run)
+        inject = {"optimizer": optimizer, "num_training_steps": self.num_steps}
+        self.scheduler = build(cfg.lr_scheduler, inject=inject)
+        if self.saved_step is not None and self.scheduler is not None:
+            restore_schedule(self.scheduler, run["scheduler"])
+        elif self.scheduler is not None:
+            advance(self.scheduler, self.step)
+
+        in_effect = opening(cfg, self.loader, inputs=inputs, world=world, done=self.step)
+        if world.is_main:
+            print(aligned(in_effect), flush=True)  # noqa: T201
+        self.logger = MetricLogger(cfg, world=world, resumed=self.saved_step)
+        self.logger.log_config(shown(self.raw))
+        self.report = self._new_report(
+            cfg, written=shown(self.raw), lanes=lanes, in_effect=in_effect, world=world
+        )
+        self.profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
+        self.meter = StepMeter(world, self.device)
+        self.by_source = SourceMeter(self.loader, world, self.device)
+        self.by_row = RowLosses(cfg, world=world)
+        self.started = time.perf_counter()
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps to make; between two of them log, evaluate, save and obey signals.
+
+        Raises:
+            Interrupted: after a signal, behind the checkpoint of the step that was running.
+        """
+        cfg, world, loader = self.cfg, self.world, self.loader
+        every = (cfg.validation or {}).get("every")
+        if self.saved_step is None or (
+            every and self.step % every == 0
+        ):  # a signal ended the run before it did
+            self._validate()
+        batches = iter(loader)
+        self.profiler.start()
+        loop = self._closing.enter_context(ExitStack())
+        loop.enter_context(self.report.on_error())
+        total = min(self.num_steps, cfg.max_steps or self.num_steps)
+        progress = loop.enter_context(bar(total, done=self.step, enabled=world.is_main))
+        stop = loop.enter_context(stop_on_signals(world))
+        while cfg.max_steps is None or self.step < cfg.max_steps:
+            self.meter.start()
+            seed_step(cfg.seed, self.step, world.rank)  # so that dropout is the same after a resume
+            first = next(batches, None)
+            if first is None:
+                break  # the last epoch is over, on every rank
+            step = Step(self, chain([first], islice(batches, loader.batches_per_step - 1)))
+            yield step
+            rate = self.optimizer.param_groups[0]["lr"]
+            step_schedule(self.scheduler, step=self.step, steps=self.num_steps)
+            self.meter.stop()
+            self.step += 1
+            self.by_row.end_step(self.step)
+            self.profiler.step()
+            progress.update()
+            if self.step % cfg.log_every == 0:
+                progress.set_postfix_str(postfix(self._log({"lr": rate} | step.metrics)))
+            stopped = stop.agree()
+            if every and self.step % every == 0 and not stopped:
+                self._validate()
+            if cfg.checkpoint_every and (stopped or self.step % cfg.checkpoint_every == 0):
+                self._save()
+            if stopped:
+                self.checkpoints.wait()
+                raise Interrupted(number=stopped)
+        loop.close()
+
+    def end(self) -> Result:
+        """Collective: evaluate, save and write the weights; return the result."""
+        cfg = self.cfg
+        self.profiler.stop()
+        self.by_row.write()
+        self.loader.require_trained()
+        self._validate()
+        if cfg.checkpoint_every and self.saved_step != self.step:
+            self._save()  # a longer run can continue from here
+        self.checkpoints.wait()
+        result = self._totals() | {"ledger": stream_totals(self.loader, self.world)[0]}
+        final = full_weights(self.model, device=self.device, world=self.world)
+        if self.world.is_main:
+            saved = write_weights(
+                final,
+                model=self.model,
+                checkpointer=self.checkpointer,
+                config=cfg,
+                adapters_only=self.adapters_only,
+            )
+            self.logger.close()
+            record_end(cfg, result, saved=saved.values())
+            self.report.write(step=self.step, ledger=result["ledger"])
+            written = aligned(
+                {**{name: str(path) for name, path in saved.items()}, "report": str(self.report.path)}
+            )
+            print(f"{summary(result, quarantine=self.dataset.lane_config.quarantine)}\n{written}")  # noqa: T201
+        return result
+
+    def _totals(self) -> Result:
+        return {
+            "step": self.step,
+            "tokens": self.before["tokens"] + self.meter.tokens,
+            "seconds": self.before["seconds"] + time.perf_counter() - self.started,
+            "held_out": self.held_out,
+        }
+
+    def _log(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        self.loader.require_trained()
+        metrics = self.meter.metrics() | metrics | self._more_metrics() | self.by_source.metrics()
+        metrics |= stream_metrics(self.loader, self.world) | memory_metrics(self.world, self.device)
+        self.by_row.write()
+        self.logger.log(metrics, step=self.step)
+        return metrics
+
+    def _validate(self) -> None:
+        if not self.held_out_packs or (self.held_out and self.held_out[-1][0] == self.step):
+            return
+        losses = self._evaluate(self.held_out_packs)
+        self.held_out.append((self.step, losses["validation_loss"]))
+        self.logger.log(losses, step=self.step)
+
+    def _save(self) -> None:
+        state = self._totals() | {
+            "begun": self.before["begun"],
+            "steps": self.num_steps,
+            "by_epochs": self.by_epochs,
+            "packs_per_step": self.loader.packs_per_step,
+            "stream": self.loader.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "settings": fixed_settings(self.cfg),
+        }
+        self.checkpoints.save(self.step, model=self.model, optimizer=self.optimizer, run=state)
+        self.saved_step = self.step
