@@ -27,6 +27,19 @@ else:
     settings.load_profile("fixed")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let ``-v`` say how many cases each property test drew: Hypothesis's here, ours in the summary."""
+    if config.option.verbose > 0:
+        config.option.hypothesis_show_statistics = True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.getreports("passed") if terminalreporter.verbosity > 0 else ():
+        for name, value in report.user_properties:
+            if name == "drew":
+                terminalreporter.write_line(f"{report.nodeid} drew {value}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:

@@ -69,7 +69,7 @@ def test_refusal():
     [
         ("faults.absent", "cannot be planted"),
         ("faults.breaks", "broke by itself"),
-        ("faults.wrong_arguments", "broke by itself"),
+        pytest.param("faults.wrong_arguments", "broke by itself", marks=pytest.mark.slow),
     ],
 )
 def test_a_mutant_that_does_not_fit_proves_nothing(name, broken, tmp_path, monkeypatch) -> None:

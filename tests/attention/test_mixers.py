@@ -105,7 +105,9 @@ def test_two_forward_passes_before_their_backward_passes_with_checkpointing(
         ("bloom", "transformer.h.0.self_attention (BloomAttention)"),
         # Its projection returns a vector for each head.
         ("zaya", "model.layers.0.self_attn (ZayaAttention)"),
-        ("deepseek_v4", "model.layers.1.self_attn (DeepseekV4Attention)"),  # the first has no blocks of keys
+        pytest.param(  # the first layer has no blocks of keys
+            "deepseek_v4", "model.layers.1.self_attn (DeepseekV4Attention)", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_boundary_that_is_dropped_is_found_and_the_layer_named(family: str, module: str) -> None:

@@ -132,7 +132,9 @@ def test_checkpointed_layers_and_a_wrapped_model() -> None:
 
 
 @compiles
-@pytest.mark.parametrize("last", [True, False], ids=["prepared last", "prepared first"])
+@pytest.mark.parametrize(
+    "last", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["prepared last", "prepared first"]
+)
 def test_with_compiled_and_checkpointed_layers(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
@@ -162,7 +164,7 @@ def of_other_groups() -> Iterable[Batch]:
 
 
 @compiles
-@pytest.mark.parametrize("batches", [of_other_lengths, of_other_groups])
+@pytest.mark.parametrize("batches", [of_other_lengths, pytest.param(of_other_groups, marks=pytest.mark.slow)])
 def test_other_packs_reuse_the_graph(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """gemma2 has layers with a window and without, and so two graphs."""
     torch._dynamo.reset()

@@ -80,7 +80,7 @@ def test_a_fraction_of_an_epoch_is_trained(tmp_path: Path) -> None:
 def test_epochs_of_a_stream_are_estimated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = samples(300)
+    rows = samples(100)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     expected = steps_of(stream(str(file), epochs=2))
@@ -103,7 +103,7 @@ def test_epochs_of_a_stream_are_estimated(
     trainer = packed(tmp_path / "run", stream(str(file), epochs=1), **common)
     assert trainer.train().global_step == expected < trainer.state.max_steps <= expected * 1.4
     assert "an epoch is at most" in caplog.text
-    assert "estimated from 300 samples; training ends with the data, or there" in caplog.text
+    assert "estimated from 100 samples; training ends with the data, or there" in caplog.text
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{expected}"]
     assert [entry["epoch"] for entry in trainer.state.log_history[-2:]] == [
         2.0,

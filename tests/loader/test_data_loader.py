@@ -211,7 +211,14 @@ def maker(small: Any, *, weight: float, num_lanes: int) -> Callable[[], Iterable
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "num_lanes"), [(kind, 8) for kind in SMALL] + [("two lines", 32)])
+@pytest.mark.parametrize(
+    ("kind", "num_lanes"),
+    [
+        pytest.param(kind, 8, marks=() if kind == "two compressed files" else pytest.mark.slow)
+        for kind in SMALL
+    ]
+    + [("two lines", 32)],
+)
 def test_the_weight_of_a_small_source_holds(tmp_path: Path, kind: str, num_lanes: int) -> None:
     make = maker(SMALL[kind](tmp_path), weight=0.002, num_lanes=num_lanes)
     made = run(make, Topology(ranks=4, workers=2, batch_size=4), limit=125)

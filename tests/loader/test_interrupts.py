@@ -135,7 +135,7 @@ def run_of(kind: str, folder: Path) -> Run:
     [
         ("rows", 25, KeyboardInterrupt),
         ("rows", 8, TimeoutError),  # what a signal handler raises may be any exception
-        ("workers", 8, KeyboardInterrupt),
+        ("workers", 4, KeyboardInterrupt),
         ("gz", 8, KeyboardInterrupt),
         ("mixture", 8, KeyboardInterrupt),
     ],

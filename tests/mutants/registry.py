@@ -71,9 +71,9 @@ def replaces(seam: Any, name: str | None = None) -> Callable[[Callable[..., Any]
     return register
 
 
-def load() -> dict[str, Callable[[], None]]:
-    """Import the mutants of all areas."""
-    for area in AREAS:
+def load(*areas: str) -> dict[str, Callable[[], None]]:
+    """Import the mutants of these areas; of all by default."""
+    for area in areas or AREAS:
         importlib.import_module(f"tests.mutants.{area}")
     return MUTANTS
 
@@ -83,7 +83,10 @@ def plant(name: str) -> None:
     global _planting
     _planting = name
     try:
-        load()[name]()
+        area = name.partition(".")[0]
+        if area in AREAS:  # a plugin of a test may have mutants of its own
+            load(area)
+        MUTANTS[name]()
     except BaseException as error:
         write_trace(f"cannot be planted: {type(error).__name__}: {error}".splitlines()[0])
         raise

@@ -217,7 +217,7 @@ def encode_in_a_child(encoder: TextEncoder, out: Any) -> None:
     out.put(encoder({"text": "hello there"}).tokens.tolist())
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_encoders_survive_a_new_process(start: str, capfd: pytest.CaptureFixture[str]) -> None:
     encoder = TextEncoder(byte_level(bos_by_itself=True))
     expected = encoder({"text": "hello there"}).tokens.tolist()

@@ -150,7 +150,7 @@ def test_sequences_have_the_losses_of_their_pairs_in_the_log(whole: Run) -> None
         assert mean == pytest.approx(found[line["step"]]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_interrupted_run_resumes_with_the_same_numbers(
     tmp_path: Path, adapters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_prepared_files_hold_the_rows_and_are_reused(
     assert {path: path.stat().st_mtime_ns for path in paths.folder.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_processes_may_prepare_at_once_and_other_content_goes_elsewhere(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def test_torchtune_models(family: str, chunks: int) -> None:
     check(scored(model, pairs, per_token=True), [alone(plain.eval(), pair) for pair in pairs])
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compiled_models(whole: bool) -> None:
     """A graph leaves out a hook that came after it, and afterwards the model computes what it did before."""
     torch._dynamo.reset()
@@ -118,9 +118,10 @@ def test_compiled_models(whole: bool) -> None:
         assert torch.equal(compiled(**inputs(rows)), before)
 
 
-@pytest.mark.parametrize("max_seq_len", [31, 32])
-@pytest.mark.parametrize("look_ahead", [1, 7, 1000])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    ("share", "look_ahead", "max_seq_len"),
+    [(True, 1, 32), (False, 7, 31), (True, 1000, 31), (False, 1000, 32)],
+)
 def test_any_packs_and_any_order(llama: Any, max_seq_len: int, look_ahead: int, share: bool) -> None:
     pairs = requests(max_seq_len)
     settings = {"max_seq_len": max_seq_len, "look_ahead": look_ahead, "share_prefix": share}

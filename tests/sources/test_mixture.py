@@ -372,6 +372,7 @@ def test_resume_at_every_pack(kind: str, settings: dict[str, Any]) -> None:
 
 
 LANES = 32
+QUICK = ((2, "never"), (33, "never"), (33, "all_exhausted"))
 
 
 def small_and_large(small: Any, *, weight: float = 0.1, large: int = 2000, stop: str = "never") -> Mix:
@@ -381,8 +382,14 @@ def small_and_large(small: Any, *, weight: float = 0.1, large: int = 2000, stop:
     )
 
 
-@pytest.mark.parametrize("stop", ["never", "all_exhausted"])
-@pytest.mark.parametrize("count", [1, 2, 5, 33])
+@pytest.mark.parametrize(
+    ("count", "stop"),
+    [
+        pytest.param(count, stop, marks=() if (count, stop) in QUICK else pytest.mark.slow)
+        for count in (1, 2, 5, 33)
+        for stop in ("never", "all_exhausted")
+    ],
+)
 def test_a_source_of_few_rows_keeps_its_weight_and_each_comes_as_often(count: int, stop: str) -> None:
     data = make(small_and_large(rows(count, longest=12), stop=stop), epochs=None, num_lanes=LANES, **SHUFFLED)
     lanes, came = Counter[int](), Counter[int]()

@@ -192,7 +192,7 @@ def test_the_packs_of_each_step_of_a_run_are_made_again(whole: Run, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("make", "changes"), [
-    (tiny_config, {"data.split_across_pack": True}), (tiny_config, {"data.balance_window": 4}),
+    (tiny_config, {"data.split_across_pack": True, "data.balance_window": 4}),
     (tiny_config, {"epochs": 3, "max_steps": None}), (mixed_config, {}),
 ])  # fmt: skip
 def test_the_packs_of_other_runs_are_made_again(tmp_path: Path, make: Any, changes: dict[str, Any]) -> None:
