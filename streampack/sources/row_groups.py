@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import io
-import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
-from streampack.storage.base import File
+from streampack.storage.base import File, map_in_threads
 from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.read_ahead import Shared
 
 FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
 KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes about 1 kB of memory
@@ -40,11 +40,10 @@ class Footers:
         self._kept: dict[int, Any] = {}
         self._usual: dict[str, str] | None = None  # what columns hold, once some footers were read for it
         self._most = 1  # row groups of a footer
-        # Of footers that a thread is reading: what others wait for, and its error. A forked process makes its own.
-        self._reading: dict[tuple[int, int], tuple[threading.Lock, list[Exception]]] = {}
+        self._shared = Shared()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}, "_reading": {}}
+        return {**self.__dict__, "_kept": {}}
 
     def known(self, number: int) -> Any:
         """Return a file's metadata if it is in the cache, else None."""
@@ -56,24 +55,12 @@ class Footers:
         Raises:
             Damage: if the file has no readable footer.
         """
-        if (footer := self._kept.get(number)) is not None:
-            return footer
-        key = os.getpid(), number
-        lock, errors = self._reading.setdefault(key, (threading.Lock(), []))
-        with lock:
-            if (footer := self._kept.get(number)) is not None:
-                return footer
-            if (
-                errors
-            ):  # of the thread that this one waited for; to try anew, one by one, could take many outages
-                raise errors[0]
-            try:
-                footer = self._kept[number] = _read(self.files[number], take)
-            except Exception as error:
-                errors.append(error)
-                raise
-            finally:
-                self._reading.pop(key, None)
+        footer = self._kept.get(number)
+        return self._shared(number, lambda: self._read(number, take)) if footer is None else footer
+
+    def _read(self, number: int, take: Callable[[Block], bytes]) -> Any:
+        if (footer := self._kept.get(number)) is None:
+            footer = self._kept[number] = _read(self.files[number], take)
             self._most = max(self._most, footer.num_row_groups)
             while len(self._kept) > max(1, KEPT_GROUPS // self._most):
                 [oldest, *_] = self._kept
@@ -95,15 +82,24 @@ class Footers:
         return None
 
     def _usual_kinds(self, take: Callable[[Block], bytes]) -> dict[str, str]:
+        return self._shared(-1, lambda: self._compared(take)) if self._usual is None else self._usual
+
+    def _compared(self, take: Callable[[Block], bytes]) -> dict[str, str]:
         if self._usual is None:
             there = [number for number, file in enumerate(self.files) if file.size]
+            some = [there[i] for i in spread(len(there), COMPARED_FILES)]
             found: dict[str, Counter[str]] = {}
-            for i in spread(len(there), COMPARED_FILES):
-                with suppress(Damage, FileNotFoundError):
-                    for name, kind in _kinds(self.get(there[i], take)).items():
-                        found.setdefault(name, Counter()).update([kind] if kind else [])
+            # Side by side: behind a URL each takes three requests, and all lanes wait for them.
+            for kinds in map_in_threads(partial(self._kinds_in, take=take), some):
+                for name, kind in kinds.items():
+                    found.setdefault(name, Counter()).update([kind] if kind else [])
             self._usual = {name: kinds.most_common(1)[0][0] for name, kinds in found.items() if kinds}
         return self._usual
+
+    def _kinds_in(self, number: int, take: Callable[[Block], bytes]) -> dict[str, str | None]:
+        with suppress(Damage, FileNotFoundError):
+            return _kinds(self.get(number, take))
+        return {}
 
 
 def _kinds(footer: Any) -> dict[str, str | None]:

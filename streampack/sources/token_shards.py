@@ -20,6 +20,7 @@ from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, sh
 from streampack.storage.base import File
 from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Block
+from streampack.storage.read_ahead import Shared
 from streampack.storage.retries import Storage
 
 
@@ -72,8 +73,8 @@ class TokenShardSource(DocumentSource):
                 raise ValueError(f"{twin.shown} and {file.shown} are the same shard; name each folder once")
         super().__init__(corpus, list(map(_layout, corpus.files, self.shards)))
         self.corpus.identify([f"crc32 {shard.crc32}" for shard in self.shards])
-        # Indices of shards whose header this process has compared with the index.
-        self._checked: set[int] = set()
+        self._sound: set[int] = set()  # the numbers of shards whose header was compared with the index
+        self._shared = Shared()
 
     def listing(self) -> list[File]:
         """Return the shards, each with the index's checksum as its tag."""
@@ -82,13 +83,20 @@ class TokenShardSource(DocumentSource):
     @override
     def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
         shard, file = self.shards[part.file], self.files[part.file]
-        if part.file not in self._checked:  # A state knows a shard only by the index.
-            if (problem := misdescribed(read((file, 0, HEADER_BYTES)), shard)) is not None:
-                raise Damage(problem, offset=part.start)
-            self._checked.add(part.file)
+        if (problem := self._shared(part.file, lambda: self._problem(part.file, read))) is not None:
+            raise Damage(problem, offset=part.start)
         assert part.stop is not None
         at = shard.offsets_at
         return np.frombuffer(read((file, at + 8 * part.start, at + 8 * (part.stop + 1))), "<i8")
+
+    def _problem(self, number: int, read: Callable[[Block], bytes]) -> str | None:
+        """Return how a shard's header differs from the index, by which alone a state knows the shard."""
+        if number in self._sound:
+            return None
+        problem = misdescribed(read((self.files[number], 0, HEADER_BYTES)), self.shards[number])
+        if problem is None:
+            self._sound.add(number)
+        return problem
 
 
 def _described(content: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, int, Shard, None]:

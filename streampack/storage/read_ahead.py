@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -79,6 +80,32 @@ class Threads:
 def result_of(future: Future[Result], call: Callable[[], Result]) -> Result:
     """Return the result of a call that was given to `Threads`; if none has begun it, it is called here."""
     return call() if future.cancel() else future.result()
+
+
+class Shared:
+    """Calls by key. Threads of a process that make one at the same moment make it once, and get its result or error.
+
+    Were an outage waited out by one thread after the other, that could take as many times as long.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[int, Any], Future[Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_running": {}}
+
+    def __call__(self, key: Any, call: Callable[[], Result]) -> Result:
+        """Call a function, or wait for the thread that is calling it for this key."""
+        own: Future[Result] = Future()
+        # A process that is forked meanwhile does not have that thread.
+        if (found := self._running.setdefault(at := (os.getpid(), key), own)) is own:
+            try:
+                own.set_result(call())
+            except BaseException as error:  # without a result, the others would wait for ever
+                own.set_exception(error)
+            del self._running[at]
+        result: Result = found.result()
+        return result
 
 
 @dataclass(frozen=True, slots=True)

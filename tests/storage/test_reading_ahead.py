@@ -101,6 +101,16 @@ def test_lanes_whose_turn_comes_soon_fetch_together(network: Network, kind: str)
     assert [*found, *map(plain, resumed)] == expected
 
 
+def test_footers_by_which_columns_are_judged_are_read_side_by_side(network: Network) -> None:
+    reader = filled("parquet").read(Reading(read_ahead=NO_READ_AHEAD))
+    asked = iter(range(1000))
+    # But for the two requests for the footer of the file that is read, which come first.
+    Versioned.fault = staticmethod(lambda *at: network(*at) if next(asked) > 1 else None)  # type: ignore[assignment]
+    network.together = 5
+    next(reader)
+    assert not network.lonely
+
+
 def test_a_mixtures_sources_fetch_together(network: Network) -> None:
     entries = [{"name": name, "source": filled("jsonl", 4, place=name), "weight": 1} for name in ("a", "b")]
     network.together = 8
