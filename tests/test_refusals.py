@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "array": (
         lambda: of_text('[{"text": "a"}]'),
-        "rows.jsonl:1: a row must be a JSON object, this is a list; if the file is one JSON array, let datasets",
+        "rows.jsonl:1: a row must be a JSON object, this is a list; if the file is one JSON document, let datasets",
     ),
     "text file": (
         lambda: of_text("hello world\n"),

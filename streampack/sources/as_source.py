@@ -12,15 +12,14 @@ from typing import Any
 from streampack.sources.arrow_dataset import ArrowDataset, is_readable
 from streampack.sources.hugging_face import HFSource
 from streampack.sources.indexed import INDEX
-from streampack.sources.jsonl import JSONLSource
+from streampack.sources.jsonl import JSON_LINES, JSONLSource
 from streampack.sources.mds import MDSSource
 from streampack.sources.memory import Columns, IterableSource, MapSource
-from streampack.sources.parquet import ParquetSource
+from streampack.sources.parquet import PARQUET, ParquetSource
 from streampack.sources.source import Source
 from streampack.sources.token_files import FORMAT
 from streampack.sources.token_shards import TokenShardSource
-from streampack.storage.formats import JSON_LINES, PARQUET, in_folder
-from streampack.storage.listing import Once, alone
+from streampack.storage.listing import Once, alone, in_folder
 
 
 def by_rows(data: Any) -> Any:

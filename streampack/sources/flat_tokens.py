@@ -18,9 +18,9 @@ from typing_extensions import override
 from streampack.sources.documents import DocumentSource, Layout, Stored, mapped
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import places
+from streampack.sources.lines import KINDS
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, map_in_threads
-from streampack.storage.compression import KINDS
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import look_at_each
 from streampack.storage.ranges import Fetcher, RangeStream, tail_of
@@ -37,7 +37,7 @@ NUMPY = b"\x93NUMPY"
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
 """Types by the first number of llm.c's header: 256 ``int32``, of which the third is the number of tokens.
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py"""
-CERTAIN = {magic: kind for magic, kind in KINDS.items() if len(magic) > 3 and any(magic)}
+CERTAIN = {magic: kind for magic, (kind, _) in KINDS.items() if len(magic) > 3 and any(magic)}
 """Kinds of files by their first bytes, where these are too many to be ids by chance."""
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 ANEW = "it was cut off or replaced: copy it anew"

@@ -5,6 +5,7 @@ The index is not trusted: it may come from the network, so its names and numbers
 
 from __future__ import annotations
 
+import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ from streampack.storage.base import (
     redact,
     split_url,
 )
-from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Corpus, Name, Once, inode_of, require_distinct, require_some
 from streampack.storage.manifest import placed
 from streampack.storage.ranges import Fetcher
@@ -123,8 +123,8 @@ def read_indexes(
     for folder in folders:
         path, text = _read(os.fspath(folder), held, once)
         try:
-            content = shallow_json(text)
-        except ValueError as error:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{redact(path)} is no JSON ({error})") from None
         entries = content.get("shards") if isinstance(content, dict) else None
         if not isinstance(entries, list) or not entries:

@@ -11,18 +11,18 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import ByteCount, Lines, no_json_lines, parsed
+from streampack.sources.lines import ByteCount, Lines, no_json_lines, other_format, parsed, way_out_of
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
-from streampack.storage.compression import DAMAGED, content
-from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
+from streampack.storage.compression import COMPRESSED, DAMAGED, content
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 from streampack.types import RowId
 from streampack.validation import require_positive
 
+JSON_LINES = tuple(f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *COMPRESSED))
 LONGEST_LINE = 1 << 26  # bytes
 # Bytes; where parts are shorter than most lines, opening them takes longer than reading their lines.
 LEAST_PART = 256
@@ -65,7 +65,7 @@ class JSONLSource(FileSource):
 
     Raises:
         ValueError: if nothing matches, no file can be read, or one is named twice. When rows are read, with file and
-            line: for lines that are not JSON objects or too long, and for more than 500 nested objects and arrays.
+            line: for lines that are not JSON objects, or too long.
     """
 
     unit = "byte"
@@ -89,8 +89,7 @@ class JSONLSource(FileSource):
         problems = {
             file.path: reason
             for file in corpus.files
-            if file.path not in corpus.problems
-            and (reason := not_json_lines(file, local=corpus.local and manifest is None))
+            if file.path not in corpus.problems and (reason := other_format(file))
         }
         super().__init__(require_some(replace(corpus, problems={**corpus.problems, **problems})))
 
@@ -128,15 +127,15 @@ class JSONLSource(FileSource):
         try:
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
-            way_out = other_json(raw, error, self.files[part.file].shown)
+            way_out = way_out_of(raw, self.files[part.file].shown)
+            if isinstance(error, UnicodeDecodeError):
+                way_out = "; JSON is UTF-8: convert the file, such as by iconv -f LATIN1 -t UTF-8"
             raise ValueError(f"not a line of JSON ({error}){way_out}") from None
         if not isinstance(row, dict):
-            way_out = (
-                f"if the file is one JSON array, {whole_json(self.files[part.file].shown)}"
-                if isinstance(row, list)
-                else 'write {"text": ...} on each line'
-            )
-            raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}; {way_out}")
+            way_out = '; write {"text": ...} on each line'
+            if isinstance(row, list):
+                way_out = way_out_of(raw, self.files[part.file].shown)
+            raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}{way_out}")
         return row
 
     def locate(self, row_id: RowId) -> str:

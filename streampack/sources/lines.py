@@ -8,20 +8,43 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import EMPTY, File, path_in
-from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content, kind_of, not_text
-from streampack.storage.formats import other_json
-from streampack.storage.json_depth import require_shallow
+from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content
 from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 
-HEAD_BYTES = 16  # enough to recognise the kind of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ROW = re.compile(rb'(?:\s|\xef\xbb\xbf)*\{[ \t]*["}]')
 FEWEST_LINES = 3  # at a file's beginning that tell that it is of another kind; fewer may be damaged rows
-NESTED = frozenset((list, dict))
+PLAIN = "make it plain text, or compress that as .gz or .zst"
+KINDS = {
+    b"\x1f\x8b": ("gzip data", "let its name end in .gz"),
+    b"\x28\xb5\x2f\xfd": ("zstd data", "let its name end in .zst"),
+    b"BZh": ("bzip2 data", PLAIN),
+    b"\xfd7zXZ\x00": ("xz data", PLAIN),
+    b"PK\x03\x04": ("a zip archive", PLAIN),
+    b"PAR1": ("a Parquet file", "read it with ParquetSource"),
+    b"ARROW1": ("an Arrow file", "let datasets read it, with HFSource"),
+    b"\x00\x00\x00\x00": ("zeros, as a crash leaves them,", "copy it anew"),
+    b"\xff\xfe": ("UTF-16 text", PLAIN),
+    b"\xfe\xff": ("UTF-16 text", PLAIN),
+}
+"""Kinds of files by their first bytes, none of which can begin a JSON object, and what to do with each."""
+
+READ_WITH = {
+    ".parquet": "read it with ParquetSource",
+    ".ds": "read it with DatatroveSource",
+    ".npy": "read it with FlatTokensSource",
+    ".bin": "read it with MegatronSource if an .idx lies beside it, else with FlatTokensSource",
+    ".idx": "read it with MegatronSource",
+    ".arrow": "let datasets read it: HFSource('arrow', data_files={}, split='train')",
+    ".csv": "let datasets read it: HFSource('csv', data_files={}, split='train')",
+    ".tsv": "let datasets read it: HFSource(datasets.load_dataset('csv', data_files={}, sep='\\t', split='train'))",
+}
+"""What reads files of other formats, by the endings of their names."""
 _scan = json.JSONDecoder().raw_decode
 
 
@@ -40,10 +63,7 @@ def parsed(line: bytes) -> Any:
     try:
         value, end = _scan(text, len(text) - len(text.lstrip(" \t\r\n\ufeff")))
     except RecursionError:
-        require_shallow(line)
-        raise ValueError("it is nested too deep to be parsed here") from None
-    if type(value) is not dict or not NESTED.isdisjoint(map(type, value.values())):
-        require_shallow(line)  # takes a tenth of the time that parsing takes
+        raise ValueError("its objects and arrays are nested too deep") from None
     if end < len(text):
         raise json.JSONDecodeError("Extra data", text, len(text) - len(text[end:].lstrip(" \t\r\n")))
     return value
@@ -61,19 +81,45 @@ def like_row(text: bytes) -> bool:
     return end < 0 or text[:end].rstrip()[-1:] == b"}"
 
 
+def other_format(file: File) -> str | None:
+    """Return why a file is no JSON lines, by its name, with what reads it; None if it may be.
+
+    >>> other_format(File("a.parquet", "a.parquet", 9))
+    'it is no file of JSON lines, judging by its name; read it with ParquetSource'
+    """
+    way_out = READ_WITH.get(Path(path_in(file.path)).suffix.lower())
+    shown = repr(file.shown)
+    return way_out and f"it is no file of JSON lines, judging by its name; {way_out.format(shown)}"
+
+
 def no_json_lines(head: bytes, path: str) -> str | None:
     r"""Return why a file with this beginning is no JSON lines: it is of a known kind, or none of its lines is a row.
 
     >>> no_json_lines(b"text,id\na,1\nb,2\nc", "a.jsonl").partition("; ")[0]
     'none of its first 3 lines is a JSON object'
     """
-    if (kind := kind_of(head)) is not None:
-        return not_text(kind)
+    if head.isspace():
+        return "it holds blank lines only"
+    for magic, (kind, way_out) in KINDS.items():
+        if head.startswith(magic):
+            return f"it is {kind} and would be read as plain text; {way_out}"
     lines = [line for line in io.BytesIO(head) if line.endswith(b"\n") and not line.isspace()]
     if len(lines) < FEWEST_LINES or any(map(like_row, lines)):
         return None
-    way_out = other_json(lines[0].removeprefix(BYTE_ORDER_MARK), ValueError(), path)
-    return f"none of its first {len(lines):,} lines is a JSON object{way_out}"
+    return f"none of its first {len(lines):,} lines is a JSON object{way_out_of(lines[0], path)}"
+
+
+def way_out_of(line: bytes, path: str) -> str:
+    """Return the end of the message for a line that is no JSON: what the file may be, and what reads it then.
+
+    >>> way_out_of(b"{'text': 'a'}", "a.jsonl")
+    '; Python wrote it in single quotes: write rows by json.dumps'
+    """
+    begin = line.removeprefix(BYTE_ORDER_MARK)[:2]
+    if begin == b"{'":
+        return "; Python wrote it in single quotes: write rows by json.dumps"
+    what, builder = ("one JSON document", "json") if begin[:1] in (b"[", b"{") else ("plain text", "text")
+    return f"; if the file is {what}, let datasets read it: HFSource({builder!r}, data_files={path!r}, split='train')"
 
 
 @dataclass(slots=True)
@@ -126,8 +172,6 @@ class Lines:
         self.raw = RangeStream(fetcher, file, begin, end, tail=tail_of(begin, end))
         self.stream = content(self.raw, name=path_in(file.path))
         self.readline = self.stream.readline if seekable else partial(self._read, self.stream.readline)
-        if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
-            raise Damage(not_text(kind), offset=offset)
         if offset and seekable:
             self.offset = begin
             self._skip_line()

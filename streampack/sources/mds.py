@@ -9,6 +9,7 @@ https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/datase
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
@@ -23,7 +24,6 @@ from streampack.sources.indexed import IndexedSource, Offsets, read_indexes, req
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content
-from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
@@ -118,7 +118,7 @@ class MDSSource(IndexedSource):
     def decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
         try:
             return _row(self.shards[part.file].columns, raw)
-        except (ValueError, LookupError) as error:
+        except (ValueError, LookupError, RecursionError) as error:
             raise ValueError(f"not a sample of its columns ({error})") from None
 
     @override
@@ -276,7 +276,7 @@ def _array(dtype: str, shape: list[int] | None, data: bytes) -> Any:
 _PLAIN: dict[str, Decode] = {  # functions that can be pickled, for spawned workers
     "bytes": bytes,
     "str": partial(str, encoding="utf-8"),
-    "json": shallow_json,
+    "json": json.loads,
     "int": partial(int.from_bytes, byteorder="little", signed=True),
     "str_int": int,
     "str_float": float,

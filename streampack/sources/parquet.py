@@ -21,7 +21,6 @@ from streampack.sources.row_groups import (
 )
 from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
-from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
@@ -34,6 +33,7 @@ FEWEST_PARTS = 2
 """If lanes have fewer parts than this on average, all files are cut into single row groups, as lanes would be uneven or
 empty otherwise."""
 PROBED_FILES = 16
+PARQUET = (".parquet",)
 
 
 class ParquetSource(FileSource):
@@ -201,8 +201,8 @@ class ParquetSource(FileSource):
         take = self.fetcher().take
         try:
             footer = self.footers.get(number, take)
-        except Damage as error:
-            return [(Part(number), size)], str(error)
+        except (Damage, FileNotFoundError) as error:
+            return [(Part(number), size)], str(self.damage(error, Part(number), 0) or error)
         groups, problem = row_groups(footer), self.footers.problem(footer, take)
         # Footers have the sizes of row groups before compression: scale them to the size of the file.
         scale = size / max(1, sum(stored for _, stored in groups))

@@ -10,6 +10,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from typing_extensions import override
+
 from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
@@ -21,6 +23,7 @@ FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a se
 KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes about 1 kB of memory
 COMPARED_FILES = 5  # from which it is learned what columns hold
 MESSAGES = {"texts", "lists of structs"}  # encoders take messages as JSON, too
+OUTSIDE = "it lies outside the file"
 BATCH_ROWS = 1024  # rows that are decoded at a time
 BATCH_BYTES = 1 << 24
 """About so many bytes, and not all of those rows, are decoded at a time: a sample may hold its batch."""
@@ -155,8 +158,7 @@ def records_of(footers: Footers, part: Part, offset: int, fetcher: Fetcher) -> I
     stop = starts[-1] if part.stop is None else part.stop
     group = group_of(footer, offset)
     while group < len(starts) - 1 and starts[group] < stop:
-        needed = _ranges(footer, group, footers.columns, size=footers.files[part.file].size)
-        source = RangeFile(fetcher, footers.files[part.file], needed)
+        source = RangeFile(fetcher, footers.files[part.file])
         yield from _rows_of(source, footer, group, max(offset, starts[group]), stop, footers.columns)
         group += 1
 
@@ -170,6 +172,7 @@ def _rows_of(
 
     first, last = starts_of(footer)[group : group + 2]
     try:
+        source.needed = _ranges(footer, group, wanted, size=source.file.size)
         table = parquet.ParquetFile(
             source,
             metadata=footer,
@@ -208,8 +211,9 @@ def _ranges(footer: Any, group: int, wanted: Sequence[str] | None, *, size: int)
             if column.has_dictionary_page and 0 < column.dictionary_page_offset < start:
                 start = column.dictionary_page_offset
             stop = start + column.total_compressed_size
-            if 0 <= start <= stop <= size:  # else pyarrow will ask for bytes that are not there
-                found.append((start, stop))
+            if not 0 <= start <= stop <= size:
+                raise ValueError(OUTSIDE)
+            found.append((start, stop))
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(found):
         if joined and start <= joined[-1][1]:
@@ -224,36 +228,36 @@ class RangeFile(io.RawIOBase):
     ``error`` is that of the storage, if a read failed.
     """
 
-    def __init__(self, fetcher: Fetcher, file: File, needed: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, fetcher: Fetcher, file: File) -> None:
         self.fetcher = fetcher
         self.file = file
         self.at = 0
         self.error: Exception | None = None
-        self.needed = list(needed)
+        self.needed: list[tuple[int, int]] = []  # ranges that were not read yet
         self.held: list[tuple[int, bytes]] = []  # (first byte, bytes)
 
+    @override
     def readable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
+    @override
     def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
+    @override
     def tell(self) -> int:
-        """See `io.RawIOBase`."""
         return self.at
 
+    @override
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
         self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.file.size}[whence]
         return self.at
 
+    @override
     def read(self, size: int = -1) -> bytes:
-        """See `io.RawIOBase`."""
         stop = self.file.size if size < 0 else self.at + size
         if not 0 <= self.at <= stop <= self.file.size:
-            raise ValueError("it lies outside the file")
+            raise ValueError(OUTSIDE)
         try:
             if self.needed:
                 self.held = self.fetcher.together(self.file, self.needed)

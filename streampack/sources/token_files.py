@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.storage.folders import Folder
-from streampack.storage.json_depth import shallow_json
 from streampack.types import IntArray
 
 FORMAT = "streampack-tokens"
@@ -123,8 +122,8 @@ def misdescribed(raw: bytes, shard: Shard) -> str | None:
 
 def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
     try:
-        header = shallow_json(raw)
-    except ValueError:
+        header = json.loads(raw)
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):
         raise ValueError(f"{shown} is no token shard: it does not begin with a header")

@@ -20,7 +20,6 @@ STORES = ("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory")
 HASHED_BYTES = 1 << 16  # A digest is made of as many bytes at a file's beginning, and at its end.
 GONE = "there is no such file"
 EMPTY = "it is empty"
-BLANK = "it holds blank lines only"
 MAX_NAMED = 10  # files that a summary of those that cannot be read names
 Problem = tuple[str, str]
 """(a file's path without secrets, why the file cannot be read)."""

@@ -19,7 +19,6 @@ from urllib.parse import unquote, urlsplit
 
 from streampack.fingerprint import digest
 from streampack.storage.base import (
-    BLANK,
     EMPTY,
     GONE,
     File,
@@ -31,7 +30,6 @@ from streampack.storage.base import (
     split_url,
     summarize,
 )
-from streampack.storage.formats import in_folder
 from streampack.storage.manifest import named_in
 from streampack.storage.remote import Listed, RemoteStorage, scheme_of
 from streampack.storage.retries import Storage
@@ -39,7 +37,6 @@ from streampack.storage.retries import Storage
 Name = str | os.PathLike[str]
 MAGIC = "*?["
 ESCAPED = re.compile(r"\[([*?[])\]")  # a character that `glob.escape` has escaped
-BLANK_BYTES = 4096  # A local file up to this size is read when it is listed, in case it has blank lines only.
 UNREADABLE = "unreadable"  # the tag of a file that is gone or cannot be read
 
 
@@ -273,6 +270,21 @@ def _local(patterns: list[str], endings: Sequence[str]) -> list[Listed]:
     return found
 
 
+def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
+    """Return the files in a folder, at any depth, whose names have one of these endings; no hidden files.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "en").mkdir()
+    >>> [(folder / name).touch() for name in ("en/a.jsonl", ".b.jsonl", "c.md")]
+    [None, None, None]
+    >>> [Path(path).name for path in in_folder(str(folder), [".jsonl"])]
+    ['a.jsonl']
+    """
+    everything = glob.glob(f"{glob.escape(str(Path(folder)))}/**/*", recursive=True)
+    return sorted(path for path in everything if path.endswith(tuple(endings)) and Path(path).is_file())
+
+
 def plain_parts(parts: Sequence[str]) -> list[str]:
     """Return the parts of a glob before the first one with a wildcard: the folder that no file can move.
 
@@ -295,8 +307,7 @@ def _look(path: str, name: str) -> Listed | None:
     if not stat.S_ISREG(found.st_mode):
         return None
     place = os.path.normpath(Path(path).absolute())
-    blank = found.st_size <= BLANK_BYTES and Path(place).read_bytes().isspace()
-    return Listed(place, found.st_size, inode=inode_of(found), problem=BLANK if blank else None, name=name)
+    return Listed(place, found.st_size, inode=inode_of(found), name=name)
 
 
 def _remote(storage: RemoteStorage, pattern: str) -> list[Listed]:

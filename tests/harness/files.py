@@ -357,6 +357,8 @@ def change_column(path: Path, change: Callable[[int], Any]) -> None:
     """Let a column of a Parquet file hold other values."""
     table = pq.read_table(path)
     column = pa.array(map(change, table["n"].to_pylist()))
+    if change is str:  # as pandas writes categories
+        column = column.dictionary_encode()
     pq.write_table(table.set_column(1, "n", column), path, row_group_size=10)
 
 
@@ -388,9 +390,9 @@ def drop_index(path: Path) -> None:
 
 
 def as_array(path: Path) -> None:
-    """Replace JSON lines by one JSON array, a value on each line."""
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
-    path.write_text(json.dumps(rows, indent=1))
+    """Replace JSON lines by one JSON array, a row on each line."""
+    lines = path.read_text().splitlines()
+    path.write_text("[" + ",\n".join(lines) + "]")
 
 
 def as_binary(path: Path) -> None:
@@ -404,6 +406,7 @@ HARM: dict[str, Callable[[Path], Any]] = {
     "gone": Path.unlink,
     "gzip data": lambda path: path.write_bytes(gzip.compress(path.read_bytes() * 3)),
     "UTF-16 text": lambda path: path.write_bytes(path.read_text().encode("utf-16")),
+    "blank": lambda path: path.write_bytes(b" \r\n\t\n" * 300),
     "a JSON array": as_array,
     "CSV": lambda path: path.write_bytes(b"i,n\n" + b"".join(b"%d,3\n" % i for i in range(150))),
     "binary": as_binary,
@@ -415,8 +418,17 @@ HARM: dict[str, Callable[[Path], Any]] = {
     "another header": change_header,
     "no index": drop_index,
 }
-KNOWN_AT_START = ("empty", "gone", "no column of the index", "no index")
-"""Harm that is known when the source is made; other harm shows when the file is read."""
+KNOWN_AT_START = (
+    "empty",
+    "gone",
+    "no column of the index",
+    "no index",
+    "no footer",
+    "no column",
+    "another type",
+    "nested otherwise",
+)
+"""Harm that is known when the source is made, or divided by its footers; other harm shows when the file is read."""
 CUT_OFF = "it was cut off or replaced"
 CASES = [
     ("jsonl", "empty", "it is empty"),
@@ -424,6 +436,7 @@ CASES = [
     ("jsonl", "gone", "there is no such file"),
     ("jsonl", "gzip data", "it is gzip data and would be read as plain text"),
     ("jsonl", "UTF-16 text", "it is UTF-16 text and would be read as plain text"),
+    ("jsonl", "blank", "it holds blank lines only"),
     ("jsonl", "a JSON array", "if the file is one JSON document, let datasets read it"),
     ("jsonl", "CSV", "lines is a JSON object; if the file is plain text, let datasets read it"),
     ("gz", "binary", "lines is a JSON object"),

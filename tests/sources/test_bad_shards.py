@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -85,11 +86,13 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str, harm: str) -> None:
 
 
 @pytest.mark.parametrize("broken", [b"off}\n", b"cut\n\noff\n"])
-def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken: bytes) -> None:
-    """A piece of a file that was split by size begins in the middle of a row."""
+@pytest.mark.parametrize("only", [False, True])
+def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken: bytes, only: bool) -> None:
+    """A piece of a file that was split by size begins in the middle of a row. A few lines tell of no other kind."""
     files = corpus("jsonl", tmp_path / "data")
-    files.paths[2].write_bytes(broken + files.paths[2].read_bytes())
-    assert survivors(skipping(files.open(), skip_bad=tmp_path / "bad")) == files.rest()
+    files.paths[2].write_bytes(broken + (b"" if only else files.paths[2].read_bytes()))
+    expected = files.rest(2) if only else files.rest()
+    assert survivors(skipping(files.open(), skip_bad=tmp_path / "bad")) == expected
     assert len(listed(tmp_path / "bad")) == len(broken.split())
 
 
@@ -97,12 +100,27 @@ def test_of_parquet_files_with_other_types_the_odd_one_is_left_out(tmp_path: Pat
     """The first file is one, too; without columns to compare, each of its rows is a bad record."""
     files = corpus("parquet", tmp_path / "data")
     HARM["another type"](files.paths[0])
-    for columns, fewest, most in ((["i", "n"], 1, 6), (None, 30, 30)):
-        folder = tmp_path / str(columns)
+    for columns, fewest, most in ((None, 30, 30), (["i", "n"], 2, 7)):
+        folder, bad = tmp_path / str(columns), [0]
         with unwarned():
-            dataset = skipping(ParquetSource(files.paths, columns=columns), skip_bad=folder)
-            assert survivors(dataset) == files.rest(0)
+            source = ParquetSource(files.paths, columns=columns)
+            if columns:  # of the others, one that is gone is not compared
+                files.paths[3].unlink()
+                bad.append(3)
+            assert survivors(skipping(source, skip_bad=folder)) == files.rest(*bad)
         assert fewest <= len(listed(folder)) <= most
+
+
+def test_each_part_of_parquet_that_loses_its_footer_is_a_bad_record(tmp_path: Path) -> None:
+    """Also where the file had it when it was divided, and another process reads it."""
+    files = corpus("parquet", tmp_path / "data")
+    data = files.open()
+    parts = sum(part.file == 2 for lane in data.corpus_list(2).lanes for part in lane)
+    files.paths[2].write_bytes(bytes(files.paths[2].stat().st_size))
+    with unwarned():
+        dataset = skipping(pickle.loads(pickle.dumps(data)), skip_bad=tmp_path / "bad", num_lanes=2)
+        assert survivors(dataset) == files.rest(2)
+    assert len(listed(tmp_path / "bad")) == dataset.ledger().as_dict()["bad_records"] == parts > 1
 
 
 @pytest.mark.parametrize(("kind", "harm", "reason"), CASES)

@@ -133,13 +133,6 @@ def test_files_are_read_only_as_far_as_rows_are_needed_and_are_closed(tmp_path: 
 # What is refused.
 
 
-def nested(depth: int, *, mixed: bool = False) -> bytes:
-    """Return a row of that many nested objects and arrays, itself included."""
-    inner = depth - 1
-    begin, end = (b'{"a":' * inner, b"}" * inner) if mixed else (b"[" * inner, b"]" * inner)
-    return b'{"text": ' + begin + b"1" + end + b"}"
-
-
 BAD_LINES = {
     b"{'i': 1}": "not a line of JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
     b'{"i": 1': "not a line of JSON (Expecting ',' delimiter",
@@ -150,13 +143,7 @@ BAD_LINES = {
     b'"text"': "a row must be a JSON object, this is a str",
     b"null": "a row must be a JSON object, this is a NoneType",
     b"3": "a row must be a JSON object, this is a int",
-    **{
-        nested(
-            depth, mixed=mixed
-        ): f"not a line of JSON ({depth} objects and arrays lie inside one another, and 500"
-        for depth in (501, 2000, 100_000)
-        for mixed in (False, True)
-    },
+    b'{"text": ' + b"[" * 100_000: "not a line of JSON (its objects and arrays are nested too deep",
 }
 
 
@@ -164,7 +151,6 @@ BAD_LINES = {
 def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, suffix: str, num_lanes: int) -> None:
     path = tmp_path / f"rows.jsonl{suffix}"
     good = [b'{"i": %d, "text": "%s"}' % (i, b"x" * 30) for i in range(20)]
-    good[3] = nested(500).replace(b'"text"', b'"i": 3, "text"')
     for line, message in BAD_LINES.items():
         content = b"\n".join([*good[:10], b"", line, *good[10:]]) + b"\n"
         path.write_bytes(PACK[suffix](content))
@@ -187,7 +173,6 @@ PACKED = {
     "xz data": lzma.compress,
     "gzip data": gzip.compress,
     "zstd data": zstandard.compress,
-    "lzma data": lambda text: lzma.compress(text, format=lzma.FORMAT_ALONE),
     "UTF-16 text": lambda text: text.decode().encode("utf-16"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -102,10 +103,15 @@ def test_lanes_whose_turn_comes_soon_fetch_together(network: Network, kind: str)
 
 
 def test_footers_by_which_columns_are_judged_are_read_side_by_side(network: Network) -> None:
-    reader = filled("parquet").read(Reading(read_ahead=NO_READ_AHEAD))
-    asked = iter(range(1000))
-    # But for the two requests for the footer of the file that is read, which come first.
-    Versioned.fault = staticmethod(lambda *at: network(*at) if next(asked) > 1 else None)  # type: ignore[assignment]
+    data, asked = filled("parquet"), iter(range(1000))
+    reader = data.read(Reading(read_ahead=NO_READ_AHEAD))
+
+    def fault(*at: Any) -> None:
+        assert pickle.dumps(data), "a process may be spawned meanwhile"
+        if next(asked) > 1:  # before them come two requests for the footer of the file that is read
+            network(*at)
+
+    Versioned.fault = staticmethod(fault)  # type: ignore[assignment]
     network.together = 5
     next(reader)
     assert not network.lonely
