@@ -92,8 +92,7 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     """
     import torch
 
-    from streampack.inspection.drawing import LEGEND, draw_packs
-    from streampack.inspection.picture import view
+    from streampack.inspection.packs import LEGEND, draw_packs, view
     from streampack.instantiate import build
     from streampack.packing.batch import unstack_packs
     from streampack.training.config import read_config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streampack.inspection.costs import model_work
-from streampack.inspection.page_report import report_page
+from streampack.inspection.page import report_page
 from streampack.inspection.report import Report
 from streampack.inspection.run_data import training_data
 from streampack.inspection.shape import RunShape

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
-from streampack.packing.groups import ROOT, path_starts
+from streampack.inspection.packs import PackView
 
 VERSION = 1
 """Version of the JSON's format. It rises when a name or a meaning changes; new names may come without."""
@@ -136,56 +135,6 @@ class Attention:
     fraction: float  # mean / pairs of a pack that is one sequence
     share_of_work: float | None  # of the model's operations
     imbalance: list[Imbalance]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive tokens of a sequence that are all trained, or all masked."""
-
-    start: int  # in the pack
-    stop: int
-    trained: bool
-    text: str | None  # decoded; None if the encoder cannot
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """A sequence of a pack and the row that it is from."""
-
-    place: str
-    source: str | None  # of a mixture
-    start: int  # in the pack
-    length: int
-    of_sample: tuple[int, int]  # which tokens of its sample
-    trained: int
-    runs: list[Run]
-    parent: int = ROOT  # the sequence of the pack that it continues, in a group
-    padding: int = 0  # tokens of padding at its end, behind ``length``
-
-    @property
-    def stop(self) -> int:
-        """Where the sequence ends in the pack, its padding included."""
-        return self.start + self.length + self.padding
-
-
-@dataclass(frozen=True)
-class PackView:
-    """One of the run's first packs."""
-
-    lane: int
-    number: int  # in its lane
-    max_seq_len: int
-    padding: int
-    sequences: list[Sequence]
-    cu_seqlens: list[int]  # of the sequences and the padding
-
-    @property
-    def positions(self) -> list[tuple[int, int]]:
-        """First and last position id of each segment, the padding included."""
-        lengths = [stop - start for start, stop in pairwise(self.cu_seqlens)]
-        parents = [sequence.parent for sequence in self.sequences]
-        starts = path_starts(lengths, [*parents, *[ROOT] * (len(lengths) - len(parents))])
-        return [(start, start + length - 1) for start, length in zip(starts, lengths, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from streampack.accounting import Ledger
-from streampack.inspection.picture import view
-from streampack.inspection.run_page import run_page
-from streampack.inspection.run_report import RunReport, last_ledger
+from streampack.inspection.packs import view
+from streampack.inspection.run_page import RunReport, write_page
 from streampack.packing.batch import Batch, unstack_packs
 from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig, to_plain
@@ -96,20 +95,23 @@ class ReportWriter:
             in_effect=self.in_effect,
             config=OmegaConf.to_yaml(asdict(self.config) | to_plain(self.written)),
             metrics=metrics,
-            ledger=last_ledger(metrics) if ledger is None else ledger.as_dict(),
+            ledger=_last_ledger(metrics) if ledger is None else ledger.as_dict(),
             sources=[] if mix is None else list(mix.names),
             packs=[(step, view(pack, self.lanes)) for step, pack in self._packs],
         )
-
-
-def write_page(report: RunReport, path: Path) -> None:
-    """Write a report as an HTML page, whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(run_page(report), encoding="utf-8")
-    part.replace(path)
 
 
 def _how(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by a signal"
     return f"failed: {type(error).__name__}: {error}"[:MOST_ERROR]
+
+
+def _last_ledger(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Return the ledger that was logged last, by the names of `Ledger.as_dict`; empty if there is none."""
+    prefix = "ledger_"
+    logged = (
+        {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+        for values in reversed(list(metrics.values()))
+    )
+    return next(filter(None, logged), {})

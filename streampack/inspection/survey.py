@@ -12,7 +12,7 @@ from streampack.inspection.advice import advise
 from streampack.inspection.costs import slowest_over_mean
 from streampack.inspection.epoch import Epoch, read_epoch
 from streampack.inspection.outcomes import plan_outcomes
-from streampack.inspection.picture import first_packs
+from streampack.inspection.packs import first_packs
 from streampack.inspection.plans import Plan, Totals
 from streampack.inspection.reading import Progress, Tally, stops, tolerant
 from streampack.inspection.report import (

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streampack.inspection.picture import first_packs
+from streampack.inspection.packs import first_packs
 from streampack.inspection.reading import tolerant
-from streampack.inspection.report_writer import PACKS, REPORT_FILE, write_page
-from streampack.inspection.run_report import RunReport
+from streampack.inspection.report_writer import PACKS, REPORT_FILE
+from streampack.inspection.run_page import RunReport, write_page
 from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from html.parser import HTMLParser
 
-VOID = {"meta", "br", "img", "path"}
+VOID = {"meta", "br", "img", "path", "polyline", "circle"}
 EVIL = "</script></style></template><script>alert(1)</script> & \" ' <img src=x onerror=alert(2)>"
 """A text that does harm where it becomes markup."""
 

@@ -1,0 +1,236 @@
+"""Packs to be looked at: the rows, texts and labels of their sequences, and a line of blocks for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, groupby, pairwise
+
+from streampack.packing.groups import ROOT, path_starts
+from streampack.streaming.lane import Lane
+from streampack.streaming.lane_config import LaneConfig
+from streampack.types import IGNORE_INDEX, Pack
+
+MOST_TEXT = 240
+"""Characters of a run of tokens that are kept, half of them from its end."""
+MOST_RUNS = 8
+"""Runs of a sequence whose text is kept. A conversation has two a turn."""
+MOST_TEXTS = 120
+"""Sequences of a pack that are kept with text."""
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of a sequence that are all trained, or all masked."""
+
+    start: int  # in the pack
+    stop: int
+    trained: bool
+    text: str | None  # decoded; None if the encoder cannot
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """A sequence of a pack and the row that it is from."""
+
+    place: str
+    source: str | None  # of a mixture
+    start: int  # in the pack
+    length: int
+    of_sample: tuple[int, int]  # which tokens of its sample
+    trained: int
+    runs: list[Run]
+    parent: int = ROOT  # the sequence of the pack that it continues, in a group
+    padding: int = 0  # tokens of padding at its end, behind ``length``
+
+    @property
+    def stop(self) -> int:
+        """Where the sequence ends in the pack, its padding included."""
+        return self.start + self.length + self.padding
+
+
+@dataclass(frozen=True)
+class PackView:
+    """A pack to be looked at."""
+
+    lane: int
+    number: int  # in its lane
+    max_seq_len: int
+    padding: int
+    sequences: list[SequenceView]
+    cu_seqlens: list[int]  # of the sequences and the padding
+
+    @property
+    def positions(self) -> list[tuple[int, int]]:
+        """First and last position id of each segment, the padding included."""
+        lengths = [stop - start for start, stop in pairwise(self.cu_seqlens)]
+        parents = [sequence.parent for sequence in self.sequences]
+        starts = path_starts(lengths, [*parents, *[ROOT] * (len(lengths) - len(parents))])
+        return [(start, start + length - 1) for start, length in zip(starts, lengths, strict=True)]
+
+
+def first_packs(config: LaneConfig, num_lanes: int, count: int) -> list[PackView]:
+    """Make the first packs of a run: the first one of each lane, then the second of each.
+
+    With ``balance_window``, of which each lane plans a whole one first, all are of lane 0. ``config`` is a `tolerant`
+    one.
+    """
+    own = 1 if config.balance_window else min(num_lanes, count)
+    lanes = [Lane(config, lane=lane, num_lanes=num_lanes) for lane in range(own)]
+    found: list[PackView] = []
+    while lanes and len(found) < count:
+        for lane in list(lanes):
+            pack = lane.next_event().pack
+            if pack is None:
+                lanes.remove(lane)
+            elif len(found) < count:
+                found.append(view(pack, config))
+    return found
+
+
+def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
+    """Describe a pack: what `IterablePackedDataset.trace` tells of each of its sequences, and what is trained.
+
+    Args:
+        pack: of a run.
+        config: of its dataset.
+        whole: keep all of the text, as ids where it cannot be decoded.
+    """
+    sequences, source = [], config.source
+    speller = cache(lambda decode: _speller(decode, most=None if whole else MOST_TEXT))
+    starts = [0, *accumulate(pack.seq_lens)]
+    for number, (fragment, start) in enumerate(zip(pack.fragments, starts, strict=False)):
+        length = fragment.stop - fragment.start
+        trained = (pack.labels[start : start + length] != IGNORE_INDEX).tolist()
+        parent = ROOT if pack.groups is None else pack.groups.parents[number]
+        if pack.groups is not None and parent != ROOT:
+            trained[0] = pack.groups.first_labels[number] != IGNORE_INDEX  # by the last token of the parent
+        decode = getattr(config.encoder(fragment.row_id), "decode", None)
+        if whole:
+            decode = decode or _ids
+        elif number >= MOST_TEXTS:
+            decode = None
+        tokens = pack.tokens[start : start + length].tolist()
+        sequences.append(
+            SequenceView(
+                place=source.locate(fragment.row_id),
+                source=source.names[source.source_index(fragment.row_id)] if source.names else None,
+                start=start,
+                length=length,
+                of_sample=(fragment.start, fragment.stop),
+                trained=sum(trained),
+                runs=_runs(
+                    tokens,
+                    trained,
+                    start,
+                    speller(decode) if decode else None,
+                    continues=parent != ROOT,
+                    whole=whole,
+                ),
+                parent=parent,
+                padding=fragment.padding,
+            )
+        )
+    size = pack.tokens.size
+    bounds = starts if starts[-1] == size else [*starts, size]
+    return PackView(pack.lane, pack.number, size, size - starts[-1], sequences, bounds)
+
+
+def _ids(tokens: list[int]) -> str:
+    return "".join(f"{token} " for token in tokens)
+
+
+def _speller(decode: Decode, *, most: int | None) -> Decode:
+    """Return a function that decodes tokens, with ``<id>`` for those of which their tokenizer writes nothing.
+
+    torchtune's tokenizers leave special tokens out. With ``most``, the middle of a long text is left out.
+    """
+    hidden = cache(lambda token: not decode([token]))
+
+    def spelled(tokens: Sequence[int]) -> str:
+        parts = groupby(tokens, hidden)
+        return "".join(
+            "".join(f"<{token}>" for token in run) if special else decode(list(run)) for special, run in parts
+        )
+
+    def spell(tokens: list[int]) -> str:
+        if most is None:
+            return spelled(tokens)
+        if len(tokens) > 2 * most:  # a token is rarely more than a character shorter
+            return f"{spelled(tokens[:most])[: most // 2]} [...] {spelled(tokens[-most:])[-most // 2 :]}"
+        text = spelled(tokens)
+        return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+
+    return spell
+
+
+def _runs(
+    tokens: list[int],
+    trained: Sequence[bool],
+    start: int,
+    spell: Decode | None,
+    *,
+    continues: bool,
+    whole: bool,
+) -> list[Run]:
+    """Divide a sequence where training begins or ends.
+
+    The first token of a sequence that continues no other has no label, and is no run of its own where the next one is
+    trained.
+    """
+    flags = list(trained)
+    if len(flags) > 1 and not continues:
+        flags[0] = flags[1]
+    cuts = [0, *(i for i in range(1, len(flags)) if flags[i] != flags[i - 1]), len(flags)]
+    found = []
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        text = spell(tokens[begin:end]) if spell and (whole or number < MOST_RUNS) else None
+        found.append(Run(start + begin, start + end, bool(flags[begin]), text))
+    return found
+
+
+# Lines of blocks. Okabe and Ito's colours, which people who see few colours can tell apart, as near as 256 come.
+COLOURS = (33, 208, 36, 170, 220, 75, 166)
+TRAINED, MASKED, PADDING, END = "█", "▒", "·", "▌"
+LEGEND = f"{TRAINED} trained  {MASKED} masked  {PADDING} padding  {END} end of a sequence"
+
+
+def draw_packs(packs: Sequence[PackView], *, width: int = 64, colour: bool = True) -> str:
+    """Draw packs, one a line: each sequence in the next colour, trained tokens solid, masked shaded, padding dotted.
+
+    >>> first = SequenceView("a:1", None, 0, 8, (0, 8), 4, [Run(0, 4, False, None), Run(4, 8, True, None)])
+    >>> second = SequenceView("a:2", None, 8, 4, (0, 4), 3, [Run(8, 12, True, None)])
+    >>> pack = PackView(0, 0, 16, 4, [first, second], [0, 8, 12, 16])
+    >>> print(draw_packs([pack], width=16, colour=False))
+    ▒▒▒▒███▌███▌····
+
+    Args:
+        packs: to draw.
+        width: characters of a line.
+        colour: whether to colour it by escape codes of a terminal.
+    """
+    return "\n".join("".join(_cells(pack, width, colour)) for pack in packs)
+
+
+def _cells(pack: PackView, width: int, colour: bool) -> Iterator[str]:
+    bounds = [number * pack.max_seq_len // width for number in range(width + 1)]
+    number = 0  # of the sequence in which the cell's middle lies
+    for start, stop in pairwise(bounds):
+        middle = (start + stop) // 2
+        while number < len(pack.sequences) and middle >= pack.cu_seqlens[number + 1]:
+            number += 1
+        if number == len(pack.sequences):
+            yield PADDING
+            continue
+        sequence = pack.sequences[number]
+        # Behind the runs of tokens lies the padding that `pad_seqs_to` puts at a sequence's end.
+        mark = next(
+            (TRAINED if run.trained else MASKED for run in sequence.runs if middle < run.stop), PADDING
+        )
+        end = sequence.start + sequence.length
+        if start < end <= stop and sequence.length * width > pack.max_seq_len:
+            mark = END
+        yield f"\x1b[38;5;{COLOURS[number % len(COLOURS)]}m{mark}\x1b[0m" if colour else mark

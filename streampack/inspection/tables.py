@@ -1,0 +1,208 @@
+"""What pages and terminals show of a report: titled tables of text, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from streampack.inspection.packs import PackView
+from streampack.inspection.report import Report
+
+MOST_ROWS = 16
+"""Sequences of the first pack in the table of its boundaries."""
+
+
+class Bar(NamedTuple):
+    """A cell that is a bar."""
+
+    size: float  # fraction of the longest one
+    lost: bool  # in the colour of what is lost
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a title, and what is to be said of it. The first column names the rows."""
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str | Bar]] = ()
+    notes: Sequence[str] = ()
+    text: Sequence[int] = ()  # numbers of the columns that hold text; others hold numbers
+    chosen: int | None = None  # the row that stands out
+
+
+def percent(value: float, error: float = 0.0) -> str:
+    """Return a fraction in per cent, with its standard error if it has one.
+
+    >>> percent(0.1234), percent(0.1234, 0.001)
+    ('12.34 %', '12.34 % ± 0.10')
+    """
+    return f"{100 * value:.2f} %" + (f" ± {100 * error:.2f}" if error else "")
+
+
+def lead(report: Report) -> str:
+    """Return a sentence about what was read."""
+    coverage, lengths, settings = report.coverage, report.lengths, report.settings
+    error = "" if coverage.exact or coverage.rows_in_all is None else "; ± is a standard error"
+    model = f"; the model is {settings.model} ({settings.parameters:,} parameters)" if settings.model else ""
+    return (
+        f"{coverage}{error}: {lengths.samples:,} samples of {lengths.tokens:,} tokens, in packs of "
+        f"{settings.max_seq_len:,} by {settings.filled_by}{model}"
+    )
+
+
+def report_tables(report: Report) -> list[Table]:
+    """Return the tables of an inspection."""
+    tables = [_short(report), _ways(report), _quantiles(report), _histogram(report), _longest(report)]
+    if report.losses:
+        tables.append(_losses(report))
+    if report.sources:
+        tables.append(_sources(report))
+    tables.append(_attention(report))
+    if report.packs:
+        tables.append(_boundaries(report.packs[0]))
+    return tables
+
+
+def _short(report: Report) -> Table:
+    chosen, lengths, settings = report.chosen, report.lengths, report.settings
+    padding = next(outcome for outcome in report.outcomes if outcome.name == "padding")
+    ends = f"pad_seqs_to={settings.pad_seqs_to} costs {percent(chosen.sequence_ends)}; "
+    rows = [
+        (
+            "padding",
+            percent(chosen.padding, chosen.error),
+            f"{ends if settings.pad_seqs_to > 1 else ''}{percent(padding.padding)} in padded batches",
+        ),
+        ("optimizer steps", f"{chosen.steps:,.0f}", f"an epoch, of {chosen.samples_per_step:,.1f} samples"),
+        ("speed-up over padding", f"{chosen.speedup:.2f} x", "by tokens computed"),
+    ]
+    if chosen.flops_speedup is not None:
+        rows.append(("the same by work", f"{chosen.flops_speedup:.2f} x", "by the model's operations"))
+    lost, rows_lost = (
+        sum(loss.fraction for loss in report.losses),
+        sum(loss.rows for loss in report.losses),
+    )
+    rows += [
+        (
+            "trained tokens",
+            percent(lengths.trained / max(1, lengths.tokens)),
+            f"{lengths.trained:,} of those read",
+        ),
+        ("dropped or cut off", percent(lost), f"of the tokens, in {rows_lost:,} rows"),
+    ]
+    return Table("In short", ("figure", "value", "note"), rows, text=(2,))
+
+
+def _ways(report: Report) -> Table:
+    columns = ["way", "padding", "packs", "steps", "samples a step", "tokens computed", "speed-up"]
+    rows = []
+    for each in sorted(report.outcomes, key=lambda outcome: not outcome.chosen):
+        row = [f"{each.name} (yours)" if each.chosen else each.name, percent(each.padding, each.error)]
+        row += [f"{each.packs:,.0f}", f"{each.steps:,.0f}", f"{each.samples_per_step:,.1f}"]
+        row += [f"{each.tokens:,.0f}", f"{each.speedup:.2f} x"]
+        rows.append(row + ([] if each.flops_speedup is None else [f"{each.flops_speedup:.2f} x"]))
+    columns += ["by operations"] if len(rows[0]) > len(columns) else []
+    return Table("Ways to make batches", columns, rows, chosen=0)
+
+
+def _quantiles(report: Report) -> Table:
+    quantiles = report.lengths.quantiles
+    names = ["mean", *(f"{100 * float(q):g} %" for q in quantiles)]
+    row = [f"{report.lengths.mean:,.0f}", *(f"{value:,}" for value in quantiles.values())]
+    return Table("Lengths, in tokens", names, [row])
+
+
+def _histogram(report: Report) -> Table:
+    bins, limit = report.lengths.histogram, report.settings.max_seq_len
+    most = max(count for *_, count in bins)
+    rows = [
+        (f"{start:,} - {stop - 1:,}", Bar(count / most, start > limit), f"{count:,}")
+        for start, stop, count in bins
+    ]
+    note = f"In another colour: longer than max_seq_len={limit:,}."
+    return Table("", ("tokens", "samples", "number"), rows, notes=[note])
+
+
+def _longest(report: Report) -> Table:
+    rows = [(each.place, f"{each.tokens:,}", f"{each.trained:,}") for each in report.lengths.longest]
+    return Table("", ("the longest rows", "tokens", "trained"), rows)
+
+
+def _losses(report: Report) -> Table:
+    rows = [
+        (
+            f"{loss.reason}: the run stops" if loss.stops else loss.reason,
+            f"{loss.rows:,}",
+            f"{loss.tokens:,}",
+            percent(loss.fraction, loss.error),
+            "\n".join(loss.examples),
+        )
+        for loss in report.losses
+    ]
+    columns = ("reason", "rows", "tokens", "of all tokens", "for example")
+    return Table("Dropped, cut off, or not trained", columns, rows, text=(4,))
+
+
+def _sources(report: Report) -> Table:
+    rows = [
+        (
+            share.name,
+            percent(share.weight),
+            percent(share.fraction),
+            f"{share.rows:,.0f}",
+            f"{share.tokens:,.0f}",
+            f"{share.passes:,.2f}",
+            "" if share.passes_in_run is None else f"{share.passes_in_run:,.2f}",
+        )
+        for share in report.sources
+    ]
+    columns = ("source", "weight", "fraction", "rows", "tokens", "passes an epoch", "in the run")
+    note = "fraction: of the trained tokens, as is the weight"
+    return Table("Sources of the mixture", columns, rows, notes=[note])
+
+
+def _attention(report: Report) -> Table:
+    attention, quantiles = report.attention, report.attention.quantiles
+    work = attention.share_of_work
+    note = (
+        f"Pairs of tokens in a pack: mean {attention.mean:,.0f}, median {quantiles['0.5']:,}, 99 % below "
+        f"{quantiles['0.99']:,}, largest {attention.largest:,}: {attention.fraction:.1%} of those of one long sample"
+        f"{'' if work is None else f'; attention is {work:.1%} of the operations of the model'}."
+    )
+    found = attention.imbalance
+    if not found:
+        return Table("Attention", notes=[note])
+    columns = ["ranks", "packs a step", "null packs", "steps", "slowest / mean", "balanced"]
+    rows = []
+    for each in found:
+        row = [str(each.ranks), f"{each.packs_per_step:,}", f"{each.null_packs:,}", f"{each.steps:,.0f}"]
+        row += [f"{each.planned:.3f}", f"{each.balanced:.3f}"]
+        if each.planned_work is not None and each.balanced_work is not None:
+            row += [f"{each.planned_work:.3f}", f"{each.balanced_work:.3f}"]
+        rows.append(row)
+    columns += ["of all work", "balanced"] if len(rows[0]) > len(columns) else []
+    wait = (
+        "slowest / mean: attention of the slowest rank of a step over the mean of the ranks; balanced: with "
+        f"balance_window={found[0].window}."
+    )
+    return Table("Attention", columns, rows, notes=[note, wait])
+
+
+def _boundaries(pack: PackView) -> Table:
+    rows = [
+        (
+            each.place,
+            f"{each.start:,} - {each.stop:,}",
+            "{:,} - {:,}".format(*pack.positions[number]),
+            f"{each.trained:,}",
+        )
+        for number, each in enumerate(pack.sequences[:MOST_ROWS])
+    ]
+    if (more := len(pack.sequences) - MOST_ROWS) > 0:
+        rows.append((f"and {more:,} more", "", "", ""))
+    if pack.padding:
+        start = pack.max_seq_len - pack.padding
+        rows.append(("padding", f"{start:,} - {pack.max_seq_len:,}", f"0 - {pack.padding - 1:,}", "0"))
+    return Table("Boundaries of the first pack", ("sequence", "cu_seqlens", "positions", "trained"), rows)
