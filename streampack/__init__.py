@@ -122,48 +122,22 @@ __all__ = [
 
 # Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
 _MODULES = {
-    "AnswersEncoder": "packing.encoders",
-    "Batch": "packing",
-    "ChatEncoder": "packing.encoders",
-    "DatatroveSource": "sources",
-    "Encoder": "packing.encoders",
-    "FlatTokensSource": "sources",
-    "FlatteningCollator": "map_style",
-    "Group": "packing.groups",
-    "HFSource": "sources",
-    "HFTokenizer": "packing.encoders",
-    "Holdout": "sources",
-    "IterablePackedDataset": "streaming",
-    "IterableSource": "sources",
-    "JSONLSource": "sources",
-    "MDSSource": "sources",
-    "MapSource": "sources",
-    "MegatronSource": "sources",
-    "MessagesEncoder": "packing.encoders",
-    "Mix": "sources",
-    "MultipackBatchSampler": "map_style",
-    "PackedDataLoader": "loader",
-    "PackedDataset": "map_style",
-    "PaddedCollator": "map_style",
-    "ParquetSource": "sources",
-    "Quarantine": "sources.bad_records",
-    "Score": "scoring",
-    "Source": "sources",
-    "Storage": "storage",
-    "TextEncoder": "packing.encoders",
-    "TokenShardSource": "sources",
-    "TokensEncoder": "packing.encoders",
-    "collate_packed": "packing",
-    "find_leaks": "attention",
-    "make_mask": "attention",
-    "method_loader": "map_style",
-    "packed_dataset": "map_style",
-    "plan_packs": "packing.planner",
-    "prefill": "scoring.prefill",
-    "prepare_model_for_packing": "attention",
-    "prepare_trainer_for_packing": "integrations.hf_trainer",
-    "score": "scoring",
-    "summed_cross_entropy": "losses",
+    "attention": "find_leaks make_mask prepare_model_for_packing",
+    "integrations.hf_trainer": "prepare_trainer_for_packing",
+    "loader": "PackedDataLoader",
+    "losses": "summed_cross_entropy",
+    "map_style": "FlatteningCollator MultipackBatchSampler PackedDataset PaddedCollator method_loader packed_dataset",
+    "packing": "Batch collate_packed",
+    "packing.encoders": "AnswersEncoder ChatEncoder Encoder HFTokenizer MessagesEncoder TextEncoder TokensEncoder",
+    "packing.groups": "Group",
+    "packing.planner": "plan_packs",
+    "scoring": "Score score",
+    "scoring.prefill": "prefill",
+    "sources": "DatatroveSource FlatTokensSource HFSource Holdout IterableSource JSONLSource MDSSource MapSource "
+    "MegatronSource Mix ParquetSource Source TokenShardSource",
+    "sources.bad_records": "Quarantine",
+    "storage": "Storage",
+    "streaming": "IterablePackedDataset",
 }
 
 
@@ -172,6 +146,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'streampack' has no attribute {name!r}")
-    return getattr(import_module(f"streampack.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names.split():
+            return getattr(import_module(f"streampack.{module}"), name)
+    raise AttributeError(f"module 'streampack' has no attribute {name!r}")

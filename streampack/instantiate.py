@@ -9,7 +9,6 @@ outside of the config: by ``--trust NAME``, or by the environment variable `TRUS
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -201,26 +200,15 @@ def locate(path: str) -> Any:
 
 def _way_out(path: str) -> str:
     """Return what to write instead of a path, or how to allow it."""
-    module, package = path.rpartition(".")[0], path.split(".")[0]
-    listed = [(modules.replace("\\", ""), names) for modules, names in COMPONENTS.items()]
-    ours = [(known, names) for known, names in listed if known.split(".")[0] == package]
-    exported = [name for known, names in ours for name in _exported(known, names)]
-    for close in difflib.get_close_matches(path, exported, n=1, cutoff=0.8):
-        return f"did you mean {close!r}?"
+    module, _, name = path.rpartition(".")
+    package = path.split(".")[0]
+    close = difflib.get_close_matches(name, importlib.import_module("streampack").__all__, n=1, cutoff=0.8)
+    if close and package == "streampack":
+        return f"did you mean 'streampack.{close[0]}'?"
     # In a package with components of its own, suggest the module only: torch as a whole can run anything.
+    ours = any(known.split("\\.")[0] == package for known in COMPONENTS)
     trusted = module if ours else package
     return (
         f"{'check the spelling, or ' if ours else ''}if you trust {trusted}, say so outside of the config: "
         f"--trust {trusted}, or the variable {TRUST}={trusted}"
     )
-
-
-@functools.cache
-def _exported(module: str, names: str) -> tuple[str, ...]:
-    """Return the paths of a module that match a pattern; none if an extra is not installed, or for many modules."""
-    try:
-        found = importlib.import_module(module)
-    except ImportError:
-        return ()
-    public = getattr(found, "__all__", None) or dir(found)
-    return tuple(f"{module}.{each}" for each in public if re.fullmatch(names, each))

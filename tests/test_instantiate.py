@@ -108,8 +108,6 @@ def test_every_row_of_the_table_names_public_components() -> None:
         ("streampack.sources.JSONLSource", "may name; did you mean 'streampack.JSONLSource'?"),
         ("my_rows.build", "if you trust my_rows, say so outside of the config: --trust my_rows, or the variable"),
         ("streampack.TextEncodr", "did you mean 'streampack.TextEncoder'?"),
-        ("torchtune.training.FullModelHFCheckpointr", "did you mean 'torchtune.training.FullModelHFCheckpointer'?"),
-        ("torchtune.training.metric_loging.StdoutLogger", "did you mean 'torchtune.training.metric_logging"),
         ("torchtune.model.llama3.llama3", "; check the spelling, or if you trust torchtune.model.llama3, say so"),
         ("torch.optim.AdamV", "'torch.optim.AdamV' leads to nothing that can be called; did you mean 'Adam"),
         ("torch.optim.Zzz", "leads to nothing that can be called; check the spelling"),

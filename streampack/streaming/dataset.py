@@ -273,10 +273,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return in_turn(opened, last_epoch=last_epoch, alone=consumers == 1)
 
     def _log_shared(self) -> None:
-        """Log, once, a default of few lanes, and of which parts of the data several lanes read the same rows."""
+        """Log, once, of which parts of the data several lanes read the same rows."""
         if not self._shared_logged and self.num_lanes is not None:
-            if few := self.settings.few_lanes(self.num_lanes):
-                log.info("num_lanes=%d, %s", self.num_lanes, few)
             with suppress(OSError):  # reading raises it again, and can be tried again
                 for what in shared_by_lanes(self.lane_config.source, self.num_lanes):
                     log.warning("%s", what)

@@ -56,14 +56,6 @@ class RunSettings:
             )
         return lanes
 
-    def few_lanes(self, num_lanes: int) -> str:
-        """Return what follows from a default of few lanes; an empty text for 8 or more, and where it was asked for."""
-        if num_lanes >= DEFAULT_LANES or self.asked_for["num_lanes"]:
-            return ""
-        return (
-            "few, as the data are small; to go on with more ranks or workers, begin with as large a num_lanes"
-        )
-
     def window_for(self, packing: Packing, ranks: int) -> int:
         """Return ``balance_window``: the default for this many ranks, unless it is chosen already."""
         default = default_window(packing.max_seq_len, ranks=ranks)

@@ -139,8 +139,6 @@ def _data(
     """Say who reads the data, and how long an epoch is."""
     consumers = world.size * max(1, config.num_workers)
     text = f"{num_lanes} lane{'s' * (num_lanes > 1)} for {consumers} consumer{'s' * (consumers > 1)}"
-    if few := loader.dataset.settings.few_lanes(num_lanes):
-        text += f" ({few})"
     if estimate is None:
         return text
     if estimate.error:

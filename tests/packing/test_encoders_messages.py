@@ -117,9 +117,6 @@ UNWEIGHTED_TURN["conversations"][1]["weight"] = 0
         (OPENAI(), chat(USER, {**ANSWER, "tool_calls": None, "name": None}, tools=None, id=3), {}),
         (OPENAI(), chat(USER, ANSWER, tools=[CALL]), {"ignore": ["tools"]}),
         (OPENAI(), chat(USER, THINKING), {"ignore": ["reasoning_content"]}),
-        (OPENAI(), UNWEIGHTED, {}),
-        (OPENAI(new_system_prompt="another one"), UNWEIGHTED, {}),
-        (SHARE(), UNWEIGHTED_TURN, {}),
         (SHARE(), share("a", "go on", **EMPTY), {}),
         (PAIR(column_map={"input": "q", "output": "r"}), {"q": "a", "r": "go on"}, {}),
         *((ALPACA(train_on_input=False), {"instruction": "a", "output": "go on", **extra}, {})
@@ -141,6 +138,8 @@ def test_rows_that_lose_nothing_pass(transform: Any, row: dict[str, Any], settin
     ("transform", "row", "message"),
     [
         (OPENAI(), chat(USER, NULL), r"message 1 \(assistant\) has no content \(null\)"),
+        (OPENAI(), UNWEIGHTED, "'messages', message 2 has weight=.*, which torchtune.s .*ignore: .weight., or use"),
+        (SHARE(), UNWEIGHTED_TURN, "'conversations', message 1 has weight="),
         (OPENAI(), chat(USER, CALLING), "'messages', message 1 has tool_calls=.*, which torchtune.s .*ChatEncoder"),
         (OPENAI(), chat(USER, THINKING), "has reasoning_content=.*, which torchtune's transform leaves out"),
         (OPENAI(), chat(USER, ANSWER, tools=[CALL]), r"column 'tools' would be left out.*ignore: \[tools\]"),

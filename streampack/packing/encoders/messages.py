@@ -11,7 +11,6 @@ from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import (
     REASONING,
-    Messages,
     ReadColumns,
     parse_conversation,
     parse_json,
@@ -83,10 +82,7 @@ class MessagesEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        given, stated = self._checked(row) if self.read else (row, {})
-        made = self.message_transform(given)
-        for name, messages in stated.items():
-            self._mask_weight_0(made[name], messages)
+        made = self.message_transform(self._checked(row) if self.read else row)
         if "messages" in made:
             from torchtune.data import validate_messages  # takes nine seconds to import
 
@@ -98,19 +94,19 @@ class MessagesEncoder(Encoder):
             share_prefix=self.share_prefix,
         )
 
-    def _checked(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Messages]]:
-        """Return a row of which torchtune's transform invents and drops nothing, and the messages that it states."""
+    def _checked(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row of which torchtune's transform invents and drops nothing."""
         self.columns.check(row)
         image = self.read.get("image", "image")
         given = {name: value for name, value in row.items() if name != image or value is not None}
-        stated = {}
         for name, column in self.read.items():
             if column not in row and not (name == "image" or name == column == "input"):
                 raise missing_column(row, column)
             if name in CONVERSATIONS:
                 messages = parse_conversation(row[column], column)
                 for i, message in enumerate(messages):
-                    for key in LEFT_OUT & message.keys() - self.ignore:
+                    lost = LEFT_OUT & message.keys() | ({"weight"} if message.get("weight") == 0 else set())
+                    for key in lost - self.ignore:
                         raise ValueError(
                             f"column {column!r}, message {i} has {key}={shown(message[key])}, which torchtune's "
                             f"transform leaves out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which "
@@ -124,16 +120,8 @@ class MessagesEncoder(Encoder):
                 # torchtune's transforms write into the messages that they are given
                 sharegpt = name == "conversations"
                 given[column] = parse_json(row[column], column) if sharegpt else [*map(dict, messages)]
-                stated["messages" if sharegpt else name] = messages
         require_content(given, self.read)
-        return given, stated
-
-    def _mask_weight_0(self, made: Sequence[Any], stated: Messages) -> None:
-        """Mask the messages that the transform made of those of weight 0, which it does not read."""
-        if getattr(self.message_transform, "new_system_prompt", None) is not None:  # it replaces the row's
-            stated = [message for message in stated if message["role"] != "system"]
-        for message, turn in zip(made[len(made) - len(stated) :], stated, strict=True):
-            message.masked = message.masked or turn.get("weight") == 0
+        return given
 
     def _sample(self, messages: Sequence[Any]) -> Sample:
         """Tokenize messages, all text."""
