@@ -136,12 +136,12 @@ def score(
 
 
 def _scores(values: Iterator[Values], *, per_token: bool, total: int | None, shown: bool) -> Iterator[Score]:
-    with _bar(total, shown=shown) as advance:
+    with progress_bar(total, shown=shown) as advance:
         for logps, greedy in values:
             yield Score(
                 float(logps.sum()), logps.size, bool(greedy.all()), token_logps=logps if per_token else None
             )
-            advance()
+            advance(1)
 
 
 class _Plan:
@@ -273,14 +273,16 @@ def _count(samples: Any) -> int | None:
 
 
 @contextmanager
-def _bar(total: int | None, *, shown: bool) -> Iterator[Callable[[], object]]:
-    """Show a bar of samples, and yield what counts one more."""
+def progress_bar(
+    total: int | None, *, shown: bool, unit: str = "sample"
+) -> Iterator[Callable[[int], object]]:
+    """Show a bar, if tqdm is installed, and yield what counts more units."""
     try:
         from tqdm import tqdm
     except ImportError:
         shown = False
     if not shown:
-        yield lambda: None
+        yield lambda _: None
         return
-    with tqdm(total=total, unit="sample", desc="score", mininterval=1.0) as bar:
+    with tqdm(total=total, unit=unit, desc="score", mininterval=1.0) as bar:
         yield bar.update

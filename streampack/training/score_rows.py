@@ -1,36 +1,35 @@
-"""Score the rows of a config's source, and write the results beside them."""
+"""Score the rows of a config's source, and write them as JSON lines: the command ``streampack score``."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
+import os
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torchtune import training
 
 from streampack.attention.prepare import Inputs, prepare_model_for_packing
-from streampack.fingerprint import digest, plain
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.groups import Group
 from streampack.packing.settings import Packing
 from streampack.scoring.forward import ForwardPass
-from streampack.scoring.journal import open_journal, require_suffix
 from streampack.scoring.requests import OVERLONG, fit, read_request
-from streampack.scoring.score import Score, score
+from streampack.scoring.score import Score, progress_bar, score
 from streampack.sources.bad_records import quarantine_for
-from streampack.sources.corpus_identity import fingerprint_of
 from streampack.sources.reading import BadRecord, Reading
+from streampack.storage.folders import settle
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.run_identity import encoder_identity
 from streampack.tokenize.tokenize import from_config
 from streampack.training.config import RunConfig, read_config, to_plain
 from streampack.training.devices import pick_device
@@ -40,53 +39,8 @@ from streampack.training.world import World, join_world
 from streampack.types import Row, Sample
 from streampack.validation import require, require_positive
 
-FLUSH_EVERY = 1.0
-"""Seconds of work that a kill may undo."""
-
-
-@dataclass
-class Totals:
-    """What was scored, in all jobs that wrote to a file."""
-
-    rows: int = 0
-    tokens: int = 0
-    logp: float = 0.0
-    seconds: float = field(default_factory=time.perf_counter)
-
-    def add(self, result: Mapping[str, Any], prefix: str) -> None:
-        """Count a line of the result."""
-        self.rows += 1
-        tokens = result[f"{prefix}num_tokens"]
-        if isinstance(tokens, list):
-            self.tokens += sum(tokens)
-            self.logp += sum(result[f"{prefix}logps"])
-        else:  # a column `logps` is the row's own
-            self.tokens += tokens
-            self.logp += result[f"{prefix}logp"]
-
-    def text(self, out: Path, kept: int) -> str:
-        """Return the last line that the command prints."""
-        if not self.tokens:
-            return (
-                f"{out}: {self.rows:,} rows, and nothing of them was scored: no label is trained; look at the labels, "
-                "and at the roles of messages (only the assistant's are)"
-            )
-        per_token = self.logp / self.tokens
-        perplexity = math.exp(min(-per_token, 700.0)) if not math.isnan(per_token) else math.nan
-        again = f", {kept:,} of them by an earlier job" if kept else ""
-        return (
-            f"{out}: {self.rows:,} rows{again}; {self.tokens:,} scored tokens, {per_token:.4f} nats a token "
-            f"(perplexity {perplexity:.4g}); {time.perf_counter() - self.seconds:.1f} s"
-        )
-
-
-class _Waiting(NamedTuple):
-    """A row whose scores are not known yet."""
-
-    columns: Mapping[str, Any]
-    answers: int  # scores that belong to it
-    is_group: bool = False
-    error: str | None = None  # why it has none
+ROWS_AT_ONCE = 4096
+"""Rows that are scored and written together, and so the most that a killed job repeats."""
 
 
 def score_rows(
@@ -97,84 +51,110 @@ def score_rows(
     overlong: str = "error",
     per_token: bool = False,
     with_rows: bool = True,
-    prefix: str = "",
 ) -> str:
     """Write the log-likelihood of the trained tokens of each row of ``data.source``, in the order of the source.
 
-    Every rank that torchrun started calls this; rank 0 writes. An unfinished job of the same settings is continued.
+    Every rank that torchrun started calls this; rank 0 writes. A stopped job goes on behind the last row that it wrote.
 
     Args:
         config: of a run, OmegaConf's or a plain mapping. With a ``model``, only ``tokenizer`` and ``data`` are needed.
-        out: the file, JSON lines or Parquet. While it is written, the rows are in a folder beside it.
+        out: the file, JSON lines, which appears when it is complete; until then ``.unfinished`` is behind its name.
         model: a folder (or a name on the Hub) of a Hugging Face model, instead of the config's.
         overlong: see `streampack.score`.
         per_token: whether to write the log-probability of each scored token.
         with_rows: whether to write the columns of the rows, too.
-        prefix: of the names of the columns that are added.
 
     Returns:
         A line about what was scored; an empty text on other ranks than 0.
 
     Raises:
-        ValueError: for a config, a row or a file that does not fit. The rows before it are kept for the next call.
+        ValueError: for a config, a row or a file that does not fit.
     """
     require(overlong, "overlong", OVERLONG)
-    require_suffix(out)
-    values = to_plain(config)
+    if out.suffix != ".jsonl":
+        raise ValueError(f"{out} ends in {out.suffix!r}; name a file that ends in .jsonl")
+    began, values = time.perf_counter(), to_plain(config)
     run = None if model is not None else read_config(values)
     device = pick_device(str(values.get("device", "auto")))
     timeout = float(values.get("collective_timeout", RunConfig.collective_timeout))
     with join_world(device, timeout=timeout) as world, ExitStack() as held:
         with world.main_first():
-            rows = _Rows(values, overlong=overlong, with_rows=with_rows, prefix=prefix)
-        # First, because a model may take minutes to load.
-        journal = None
-        with world.raise_on_all():
+            rows = _Rows(values, overlong=overlong, with_rows=with_rows)
+        file, kept, unfinished = None, 0, out.with_name(f"{out.name}.unfinished")
+        with world.raise_on_all():  # first, because a model may take minutes to load
             if world.is_main:
-                settings = _settings(values, rows, model=model, overlong=overlong, per_token=per_token)
-                journal = held.enter_context(open_journal(out, settings=settings))
-        rows.done = world.broadcast(journal.kept if journal else 0)
+                if out.exists():
+                    raise ValueError(f"{out} exists; name another file, or remove it")
+                file = held.enter_context(unfinished.open("a+b"))
+                kept = _whole_lines(file)
+        kept = world.broadcast(kept)
         scored, inputs = _load(run, values, model=model, device=device, world=world)
         rows.vocab_size = ForwardPass(scored, inputs).vocab_size
-        totals = Totals()
-        for result in journal.rows() if journal else ():
-            totals.add(result, prefix)
-        results = score(
-            scored,
-            rows,
-            max_seq_len=rows.max_seq_len,
-            inputs=inputs,
-            overlong=overlong,
-            per_token=per_token,
-            timeout=timeout,
-        )
-        written = time.perf_counter()
-        for result in rows.results(results):
-            if journal is None:
-                continue
-            journal.write(result)
-            totals.add(result, prefix)
-            if time.perf_counter() - written > FLUSH_EVERY:
-                journal.flush()
-                written = time.perf_counter()
-        if journal is None:
+        advance = held.enter_context(progress_bar(None, shown=world.is_main, unit="row"))
+        reader = rows.read(skip=kept)
+        while True:
+            with world.raise_on_all():
+                some = list(islice(reader, ROWS_AT_ONCE))
+            if not some:
+                break
+            answers = [answer for row in some for answer in row.answers]
+            scores = score(
+                scored, answers, max_seq_len=rows.max_seq_len, inputs=inputs, overlong=overlong,
+                per_token=per_token, look_ahead=max(1, -(-len(answers) // world.size)), timeout=timeout,
+                progress=False,
+            )  # fmt: skip
+            found = [row.line(list(islice(scores, len(row.answers)))) for row in some]
+            assert next(scores, None) is None, "each score belongs to a row"
+            if file is not None:
+                file.write(b"".join(_json(line) for line in found))
+                file.flush()
+            advance(len(some))
+        if file is None:
             return ""
-        kept = journal.kept
-        journal.finish()
-        return totals.text(out, kept)
+        settle(file, unfinished, out)
+        return f"{_totals(out, kept)}; {time.perf_counter() - began:.1f} s"
+
+
+class _Row(NamedTuple):
+    """A row, and what is scored of it."""
+
+    columns: Mapping[str, Any]
+    answers: list[Sample]
+    is_group: bool = False
+    error: str | None = None  # why nothing is
+
+    def line(self, scores: list[Score]) -> dict[str, Any]:
+        """Return the row's columns and its scores."""
+        each: dict[str, list[Any]] = {
+            "logp": [one.logp for one in scores],
+            "num_tokens": [one.num_tokens for one in scores],
+            "greedy": [one.greedy for one in scores],
+        }
+        if scores and scores[0].token_logps is not None:
+            each["token_logps"] = [one.token_logps for one in scores]
+        if self.error is not None:
+            found: dict[str, Any] = {"logp": 0.0, "num_tokens": 0, "error": self.error}
+        elif self.is_group:
+            found = {"logps": each.pop("logp"), **each}
+        else:
+            found = {name: value for name, [value] in each.items()}
+        if both := sorted(found.keys() & self.columns.keys()):
+            raise ValueError(
+                f"the rows have a column {both[0]!r}, which would be overwritten; rename it, or add --without-rows"
+            )
+        return {**self.columns, **found}
 
 
 class _Rows:
-    """The rows of a config's source, as samples to score, and as lines of the result.
+    """The rows of a config's source.
 
     Args:
         values: the config.
         overlong: see `streampack.score`.
         with_rows: whether lines have the columns of the rows.
-        prefix: of the names of the other columns.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, overlong: str, with_rows: bool, prefix: str) -> None:
+    def __init__(self, values: Mapping[str, Any], *, overlong: str, with_rows: bool) -> None:
         parts = from_config(values)
         self.source, self.skips = parts["source"], quarantine_for(parts["skip_bad"]) is not None
         self.encode = TokensEncoder() if parts["encoder"] is None else parts["encoder"]
@@ -183,16 +163,13 @@ class _Rows:
                 "data.source is a mixture, whose rows have no order of their own; score each of its sources by itself"
             )
         self.max_seq_len = require_positive(values["data"].get("max_seq_len"), "data.max_seq_len")
-        self.overlong, self.with_rows, self.prefix = overlong, with_rows, prefix
+        self.overlong, self.with_rows = overlong, with_rows
         self.vocab_size: int | None = None  # of the model
-        self.done = 0  # rows that an earlier job has written
-        self._waiting: deque[_Waiting] = deque()
 
-    def __iter__(self) -> Iterator[Sample]:
-        """Yield what is to be scored; `results` must be called with the scores."""
-        lane = LaneConfig(
-            self.source, self.encode, Packing(1, split_across_pack=True), vocab_size=self.vocab_size
-        )
+    def read(self, *, skip: int) -> Iterator[_Row]:
+        """Yield the rows behind the first ``skip`` ones."""
+        packing = Packing(1, split_across_pack=True)
+        lane = LaneConfig(self.source, self.encode, packing, vocab_size=self.vocab_size)
         reader = self.source.read(Reading())
         for number in count():
             try:
@@ -201,17 +178,16 @@ class _Rows:
                 if not self.skips:
                     raise error.unskipped() from error.__cause__
                 reader.skip()
-                if number >= self.done:
-                    self._waiting.append(_Waiting({}, 0, error=str(error)))
+                if number >= skip:
+                    yield _Row({}, [], error=str(error))
                 continue
             if row is None:
                 return
-            if number >= self.done:
-                yield from self._answers(row, lane)
+            if number >= skip:
+                yield self._encoded(row, lane)
             reader.charge([])
 
-    def _answers(self, row: Row, lane: LaneConfig) -> list[Sample]:
-        """Return what is to be scored of a row, which waits for the scores."""
+    def _encoded(self, row: Row, lane: LaneConfig) -> _Row:
         columns = dict(row.data) if self.with_rows else {}
         try:
             sample = lane.sample(row)
@@ -225,77 +201,75 @@ class _Rows:
         except Exception as error:
             if not self.skips:
                 raise
-            self._waiting.append(_Waiting(columns, 0, error=f"{type(error).__name__}: {error}"))
-            return []
-        self._waiting.append(_Waiting(columns, len(answers), is_group=isinstance(sample, Group)))
-        return answers
-
-    def results(self, scores: Iterator[Score]) -> Iterator[dict[str, Any]]:
-        """Yield the line of each row, from the scores of all samples."""
-        known: deque[Score] = deque()
-        ended = False
-        while not ended:
-            try:
-                known.append(next(scores))
-            except StopIteration:
-                ended = True
-            while self._waiting and self._waiting[0].answers <= len(known):
-                row = self._waiting.popleft()
-                yield self._line(row, [known.popleft() for _ in range(row.answers)])
-        assert not known, "each score belongs to a row"
-        assert not self._waiting, "each row has its scores"
-
-    def _line(self, row: _Waiting, scores: list[Score]) -> dict[str, Any]:
-        """Return the columns of a row and its scores."""
-        if row.error is not None:
-            values: dict[str, Any] = {"logp": 0.0, "num_tokens": 0, "error": row.error}
-        elif row.is_group:
-            values = {
-                "logps": [each.logp for each in scores],
-                "num_tokens": [each.num_tokens for each in scores],
-                "greedy": [each.greedy for each in scores],
-            }
-            if scores and scores[0].token_logps is not None:
-                values["token_logps"] = [each.token_logps for each in scores]
-        else:
-            [one] = scores
-            values = {"logp": one.logp, "num_tokens": one.num_tokens, "greedy": one.greedy}
-            if one.token_logps is not None:
-                values["token_logps"] = one.token_logps
-        named = {f"{self.prefix}{name}": value for name, value in values.items()}
-        if both := sorted(named.keys() & row.columns.keys()):
-            raise ValueError(
-                f"the rows have a column {both[0]!r}, which would be overwritten; add --prefix TEXT for the names of "
-                "the new ones, or --without-rows"
-            )
-        return {**row.columns, **named}
+            return _Row(columns, [], error=f"{type(error).__name__}: {error}")
+        return _Row(columns, answers, is_group=isinstance(sample, Group))
 
 
-def _settings(
-    values: Mapping[str, Any], rows: _Rows, *, model: str | None, overlong: str, per_token: bool
-) -> dict[str, str]:
-    """Return all that decides the lines of a result, by name."""
-    weights = [values.get("model"), values.get("checkpointer"), values.get("dtype")]
-    return {
-        "data.source": fingerprint_of(rows.source),
-        "data.encoder": digest(encoder_identity(rows.encode, rows.source)),
-        "model": model or digest(plain(weights)),
-        "overlong": overlong if overlong == "error" else f"{overlong} to {rows.max_seq_len} tokens",
-        "per_token": str(per_token),
-        "with_rows": str(rows.with_rows),
-        "prefix": rows.prefix,
-    }
+def _whole_lines(file: BinaryIO) -> int:
+    """Count the lines of a file, and cut off the beginning of one that a killed job left."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{file.name} is written by another process; wait until it ends, or write to another file"
+        ) from None
+    lines = end = 0
+    file.seek(0)
+    for line in file:
+        if line.endswith(b"\n"):
+            lines, end = lines + 1, end + len(line)
+    os.truncate(file.fileno(), end)
+    return lines
+
+
+def _json(line: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(line, default=_plain, ensure_ascii=False).encode() + b"\n"
+    except TypeError as error:
+        raise ValueError(
+            f"{error}: the result keeps the row's columns, and JSON cannot hold this one; add --without-rows"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Convert what JSON has no form for: arrays, numpy's numbers, and mappings that are no dicts."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _totals(out: Path, kept: int) -> str:
+    """Return what all jobs that wrote a file have scored."""
+    rows = tokens = 0
+    logp = 0.0
+    with out.open("rb") as file:
+        for rows, line in enumerate(map(json.loads, file), 1):  # noqa: B007
+            of_row = line["num_tokens"]
+            is_group = isinstance(of_row, list)  # else a column `logps` is the row's own
+            tokens += sum(of_row) if is_group else of_row
+            logp += sum(line["logps"]) if is_group else line["logp"]
+    if not tokens:
+        return (
+            f"{out}: {rows:,} rows, and nothing of them was scored: no label is trained; look at the labels, and at "
+            "the roles of messages (only the assistant's are)"
+        )
+    perplexity = math.nan if math.isnan(logp) else math.exp(min(-logp / tokens, 700.0))
+    again = f", {kept:,} of them by an earlier job" if kept else ""
+    return (
+        f"{out}: {rows:,} rows{again}; {tokens:,} scored tokens, {logp / tokens:.4f} nats a token "
+        f"(perplexity {perplexity:.4g})"
+    )
 
 
 def _load(
     run: RunConfig | None, values: Mapping[str, Any], *, model: str | None, device: torch.device, world: World
 ) -> tuple[nn.Module, Inputs]:
     """Return the model to score with, on its device, and its inputs."""
-    attention = str(values.get("attention", "auto"))
     if run is None:
         from transformers import AutoModelForCausalLM
 
-        assert model is not None
         dtype = training.get_dtype(values["dtype"], device=device) if "dtype" in values else "auto"
         with world.main_first():
             try:
@@ -303,10 +277,9 @@ def _load(
             except (ValueError, OSError) as error:
                 raise ValueError(f"model={model!r} cannot be loaded: {error}") from error
         loaded.to(device).eval()
-        return loaded, prepare_model_for_packing(loaded, attention=attention)
-    run.compile = run.activation_checkpointing = (
-        False  # packs differ in length, and there is no backward pass
-    )
+        return loaded, prepare_model_for_packing(loaded, attention=str(values.get("attention", "auto")))
+    # Packs differ in length, and there is no backward pass.
+    run.compile = run.activation_checkpointing = False
     seed_step(run.seed, 0)
     with world.main_first():
         weights = build(run.checkpointer).load_checkpoint()[training.MODEL_KEY]

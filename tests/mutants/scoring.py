@@ -49,7 +49,7 @@ def too_long_samples_cut_in_silence(good, *args, overlong="error", **settings):
 @replaces("streampack.training.score_rows:score_rows")
 def a_torn_line_counted_as_a_row(good, *args, out, **settings):
     """``streampack score`` goes on one row too late: behind a line that a killed job has not written to its end."""
-    for path in out.parent.glob(f"{out.name}?*/rows*"):
+    for path in out.parent.glob(f"{out.name}?*"):
         if lines := [line for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]:
             path.write_bytes(b"".join([*lines, lines[-1]]))
     return good(*args, out=out, **settings)

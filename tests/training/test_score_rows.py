@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -85,14 +84,13 @@ def test_rows_with_their_scores(tmp_path: Path) -> None:
         total, tokens = total + logp, tokens + count
     assert f"40 rows; {tokens:,} scored tokens, {total / tokens:.4f} nats a token" in text
 
-    table = tmp_path / "scores.parquet"
-    score(config, table, "--per-token", "--without-rows", "--prefix", "small_")
-    read = pq.read_table(table)
-    assert read.column_names == ["small_logp", "small_num_tokens", "small_greedy", "small_token_logps"]
-    for row, expected in zip(read.to_pylist(), found, strict=True):
-        assert len(row["small_token_logps"]) == row["small_num_tokens"]
-        assert sum(row["small_token_logps"]) == pytest.approx(row["small_logp"])
-        assert row["small_logp"] == pytest.approx(expected["logp"], rel=1e-5)
+    bare = tmp_path / "bare.jsonl"
+    score(config, bare, "--per-token", "--without-rows")
+    for row, expected in zip(lines(bare), found, strict=True):
+        assert list(row) == ["logp", "num_tokens", "greedy", "token_logps"]
+        assert len(row["token_logps"]) == row["num_tokens"]
+        assert sum(row["token_logps"]) == pytest.approx(row["logp"])
+        assert row["logp"] == pytest.approx(expected["logp"], rel=1e-5)
 
 
 def test_a_hugging_face_model_needs_no_recipe(tmp_path: Path) -> None:
@@ -159,7 +157,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     score(config, windows, "--overlong", "windows")
     assert sum(row["num_tokens"] > 12 for row in lines(windows))
     config.data.source.paths = str(windows)
-    with pytest.raises(ValueError, match="have a column 'greedy', which would be overwritten; add --prefix"):
+    with pytest.raises(
+        ValueError, match="have a column 'greedy', which would be overwritten; rename it"
+    ):
         score(config, tmp_path / "again.jsonl", "--overlong", "truncate")
     with pytest.raises(ValueError, match="a mixture, whose rows have no order of their own"):
         score(mixed_config(tmp_path), tmp_path / "mixed.jsonl")
