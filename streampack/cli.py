@@ -360,21 +360,20 @@ def tokenize(options: Options) -> None:
     "torchrun --nproc_per_node 2 -m streampack score --config my.yaml --model my_model --out scores.jsonl",
     words=[
         *CONFIG,
-        Word("--out", "FILE", "to write; ends in .jsonl or .parquet", Path, required=True),
+        Word("--out", "FILE", "to write; ends in .jsonl", Path, required=True),
         Word("--model", "FOLDER", "a model in Hugging Face's format, instead of the config's"),
         Word(
             "--overlong", "CHOICE", "longer rows: error, truncate their beginnings, windows", default="error"
         ),
         Word("--per-token", None, "write the log-probability of each token, too: token_logps"),
         Word("--without-rows", None, "leave the columns of the rows out"),
-        Word("--prefix", "TEXT", "of the names of the columns to write", default=""),
     ],
 )
 def score(options: Options) -> None:
     config = read(options)
     from streampack.training.score_rows import score_rows
 
-    names = ("out", "model", "overlong", "per_token", "prefix")
+    names = ("out", "model", "overlong", "per_token")
     settings = {name: getattr(options, name) for name in names}
     if line := score_rows(config, with_rows=not options.without_rows, **settings):
         print(line)

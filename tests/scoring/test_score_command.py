@@ -17,8 +17,9 @@ ROWS = 12
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> list[str]:
-    """The words of a job on rows with a column that is no ASCII."""
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of a job on rows with a column that is no ASCII, in three batches."""
+    monkeypatch.setattr("streampack.training.score_rows.ROWS_AT_ONCE", 5)
     config = tiny_config(tmp_path)
     rows = ({"text": "red green blue", "note": f"größer {number}\n"} for number in range(ROWS))
     Path(config.data.source.paths).write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -157,9 +157,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     score(config, windows, "--overlong", "windows")
     assert sum(row["num_tokens"] > 12 for row in lines(windows))
     config.data.source.paths = str(windows)
-    with pytest.raises(
-        ValueError, match="have a column 'greedy', which would be overwritten; rename it"
-    ):
+    with pytest.raises(ValueError, match="have a column 'greedy', which would be overwritten; rename it"):
         score(config, tmp_path / "again.jsonl", "--overlong", "truncate")
     with pytest.raises(ValueError, match="a mixture, whose rows have no order of their own"):
         score(mixed_config(tmp_path), tmp_path / "mixed.jsonl")
