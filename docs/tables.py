@@ -1,4 +1,4 @@
-"""Tables in docs/ that are made from the code: keys of a config, hints for other tools' keys.
+"""Tables in docs/ that are made from the code: keys of a config, components.
 
 ``python -m docs.tables`` writes them between their marks; tests/test_docs.py compares them.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import streampack
-from streampack.training.config import VALIDATION_KEYS, RunConfig
-from streampack.training.hints import TORCHTUNE_KEYS, TRAINER_KEYS
+from streampack.training.config import RunConfig, Validation
 
 DOCS = Path(__file__).resolve().parent
 PASSED_BY_RECIPES = {"self", "source", "encoder", "tokenizer", "once", "epochs", "vocab_size", "padding_idx"}
@@ -22,14 +21,13 @@ WORDS = {
     "whole number": ("int",),
     "number": ("float",),
     "`true` or `false`": ("bool",),
-    "mapping": ("Node", "Storage", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
+    "mapping": ("Node", "Validation", "Storage", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
     "`true` or `false`, number, text or mapping": ("SkipBad",),
     "any": ("Any",),
     "list": ("Iterable[Name]", "Sequence[str]", "list[str]", "Sequence[Mapping[str, Any] | Entry]"),
     "": ("None", "PathLike[str]", "os.PathLike[str]"),
 }
 TYPES = {annotation: word for word, annotations in WORDS.items() for annotation in annotations}
-CODE = re.compile(r"\{[^{}]*\}|--\w+(?: NAME)?|\b(?:\w+\.)*\w*_\w*(?:=\w+)?|\b(?:\w+\.)+\w+\b|\b\w+=\w+")
 
 
 def documented(docstring: str, section: str) -> dict[str, str]:
@@ -91,12 +89,6 @@ def keys_table(callable_: Callable[..., Any], section: str = "Args") -> str:
     return table(["key", "type", "default", "meaning"], rows)
 
 
-def hints_table(hints: Mapping[str, str], there: str) -> str:
-    """Return the table of another tool's keys; names in the hints are set as code."""
-    rows = [[f"`{key}`", CODE.sub(lambda name: f"`{name[0]}`", hint)] for key, hint in hints.items()]
-    return table([there, "here"], rows)
-
-
 COMPONENTS = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
     *("MegatronSource", "DatatroveSource", "FlatTokensSource"),
@@ -109,13 +101,8 @@ def tables() -> dict[tuple[str, str], str]:
     """Return all tables, by page and name."""
     made = {
         ("reference/config.md", "run"): keys_table(RunConfig, "Attributes"),
-        ("reference/config.md", "validation"): table(
-            ["key", "meaning"],
-            [[f"`{key}`", meaning.replace("``", "`")] for key, meaning in VALIDATION_KEYS.items()],
-        ),
+        ("reference/config.md", "validation"): keys_table(Validation, "Attributes"),
         ("reference/config.md", "data"): keys_table(streampack.IterablePackedDataset),
-        ("guides/coming_from_torchtune.md", "keys"): hints_table(TORCHTUNE_KEYS, "torchtune"),
-        ("guides/coming_from_trainer.md", "keys"): hints_table(TRAINER_KEYS, "Trainer, SFTTrainer"),
     }
     for name in COMPONENTS:
         made["reference/config.md", name] = keys_table(getattr(streampack, name))

@@ -80,7 +80,7 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
             raise ValueError(f"{node[COMPONENT]}: {error}; it was given {sorted(arguments)}") from None
         try:
             return component(*args, **arguments)
-        except (ValueError, OSError) as error:  # of a library: a folder without weights, say
+        except (TypeError, ValueError, OSError) as error:  # of a library: a folder without weights, say
             if raised_here(error):
                 raise
             raise ValueError(f"{node[COMPONENT]}: {error}") from error

@@ -46,7 +46,7 @@ WITHOUT_FROZEN = StateDictOptions(ignore_frozen_params=True)
 
 
 class Checkpoints:
-    """Save and load the checkpoints of a run, of which the newest ``keep`` are kept, and every ``keep_every``-th step.
+    """Save and load the checkpoints of a run, of which the newest ``keep`` are kept.
 
     A checkpoint is a directory ``step_00000100`` under ``folder`` that all ranks write to, so several machines need a
     shared file system. It is synced to disk under another name before it gets its own, and renamed before it is
@@ -56,7 +56,6 @@ class Checkpoints:
     Args:
         folder: made when the first checkpoint is written.
         keep: number of checkpoints.
-        keep_every: checkpoints of a multiple of so many steps are never removed.
         world: the ranks; every method but `steps` is a collective.
         in_background: `save` copies everything to memory and writes it while training continues. The next `save` or
             `wait` waits for it and raises its error.
@@ -67,13 +66,11 @@ class Checkpoints:
         folder: str | Path,
         *,
         keep: int = 2,
-        keep_every: int | None = None,
         world: World | None = None,
         in_background: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.keep = keep
-        self.keep_every = keep_every
         self.world = world or World()
         self.in_background = in_background
         self._writing: Future[None] | None = None
@@ -172,11 +169,10 @@ class Checkpoints:
             if replaced.exists():
                 shutil.rmtree(replaced)
             for old in self.steps()[: -self.keep]:
-                if self.keep_every is None or old % self.keep_every:
-                    path = self.path(old)
-                    gone = path.with_suffix(".old")
-                    path.rename(gone)
-                    shutil.rmtree(gone)
+                path = self.path(old)
+                gone = path.with_suffix(".old")
+                path.rename(gone)
+                shutil.rmtree(gone)
 
     @contextmanager
     def _removed_on_error(self, final: Path) -> Iterator[None]:

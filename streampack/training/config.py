@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
-from streampack.instantiate import COMPONENT
+from streampack.instantiate import COMPONENT, refuse_code, resolve
 from streampack.losses import LOSS_NORMS
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.training.hints import DATA_KEYS, TORCHTUNE_KEYS, TRAINER_KEYS, hint_for
-from streampack.training.nodes import config_node_problems, type_problems
-from streampack.validation import require, require_positive
+from streampack.validation import require, require_positive, unknown_arguments
 
 Node = dict[str, Any]
 
-NODES = {
-    "tokenizer", "model", "checkpointer", "optimizer", "metric_logger", "lr_scheduler", "profiler", "loss",
-    "ref_checkpointer",
-}  # fmt: skip
 REFERENCES = ("model", "data")
 DTYPES = ("bf16", "fp32", "fp64")
 OPTIONS = ("options", "storage_options")  # keys of what a storage is given, which may hold secrets
-VALIDATION_KEYS = {
-    "fraction": "of the rows to hold out, above 0 and below 1, by their content: the same rows in every run; of a "
-    "mixture also a mapping of its sources to fractions, where those left out hold out nothing",
-    "source": "instead of `fraction`, a source of its own, as `data.source`",
-    "max_packs": "the most packs of each source that an evaluation reads; default: 32",
-    "every": "steps between two evaluations; there is one before the first step and one after the last in any case",
-}
-"""Keys of the ``validation`` section, each with its meaning."""
+
+
+@dataclass(kw_only=True)
+class Validation:
+    """Which rows are held out, and how often the loss on them is measured.
+
+    Attributes:
+        fraction: of the rows to hold out, above 0 and below 1, by their content: the same rows in every run; of a
+            mixture also a mapping of its sources to fractions, where those left out hold out nothing.
+        source: instead of ``fraction``, a source of its own, as ``data.source``.
+        max_packs: the most packs of each source that an evaluation reads.
+        every: steps between two evaluations; there is one before the first step and one after the last in any case.
+    """
+
+    fraction: Any = None
+    source: Node | None = None
+    max_packs: int = 32
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.fraction is None) == (self.source is None):
+            raise ValueError(
+                "validation needs a fraction of the rows, or a source of its own; give one of the two"
+            )
+        require_positive(self.max_packs, "validation.max_packs")
+        if self.every is not None:
+            require_positive(self.every, "validation.every")
+        given = 0.5 if self.fraction is None else self.fraction
+        for fraction in given.values() if isinstance(given, Mapping) else [given]:
+            if not isinstance(fraction, int | float) or not (0 < fraction < 1 or given != fraction == 0):
+                raise ValueError(
+                    f"validation.fraction={fraction!r} is no fraction of the rows; give a number between 0 and 1"
+                )
 
 
 @dataclass(kw_only=True)
@@ -51,7 +69,7 @@ class RunConfig:
         seed: of dropout, and of the shuffled order where ``data.seed`` is not given.
         device: ``"auto"`` takes the GPU where there is one; or ``"cuda"``, ``"cpu"``.
         dtype: of weights and computation: ``"bf16"``, ``"fp32"`` or ``"fp64"``.
-        validation: which rows are held out, and how often the loss on them is measured.
+        validation: rows to hold out: a mapping with the keys of `Validation`.
         lr_scheduler: a node of a schedule that takes ``num_training_steps``; without one, the rate stays as it is.
         epochs: how often the data is read; without it, again and again, until ``max_steps``.
         max_steps: optimizer steps of the whole run.
@@ -70,7 +88,6 @@ class RunConfig:
         collective_timeout: seconds that ranks wait for the slowest one.
         checkpoint_every: steps between checkpoints; without it, only the final weights are saved.
         keep_checkpoints: how many of the newest checkpoints are kept.
-        keep_every: steps; checkpoints of its multiples are kept for good.
         async_checkpoint: whether to write while training continues, from a copy in memory.
         save_adapter_weights_only: LoRA: whether to leave out the merged weights.
         document_masking: pretraining: False lets a token attend to all documents before it in its pack.
@@ -97,7 +114,7 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "bf16"
-    validation: Node | None = None
+    validation: Validation | None = None
     lr_scheduler: Node | None = None
     epochs: int | None = None
     max_steps: int | None = None
@@ -115,7 +132,6 @@ class RunConfig:
     collective_timeout: float = 600
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
-    keep_every: int | None = None
     async_checkpoint: bool = False
     save_adapter_weights_only: bool = False
     document_masking: bool = True
@@ -132,11 +148,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "batch_size", "packs_per_step", "epochs", "max_steps", "checkpoint_every", "keep_checkpoints",
-            "keep_every", "log_every"
+            "batch_size", "packs_per_step", "epochs", "max_steps", "checkpoint_every", "keep_checkpoints", "log_every",
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 require_positive(getattr(self, name), name)
+        self._check_nodes()
         require_positive(self.num_workers, "num_workers", least=0)
         require_positive(self.seed, "seed", least=0)
         require(self.dtype, "dtype", DTYPES)
@@ -145,12 +161,6 @@ class RunConfig:
         require(self.loss_norm, "loss_norm", LOSS_NORMS)
         require(self.attention, "attention", ATTENTIONS)
         require(self.reference, "reference", REFERENCES)
-        self._check_validation()
-        if self.keep_every is not None and self.keep_every % (self.checkpoint_every or self.keep_every + 1):
-            raise ValueError(
-                f"keep_every={self.keep_every} is no multiple of checkpoint_every={self.checkpoint_every}, and there "
-                "are checkpoints of its multiples only; give one"
-            )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(
                 f"clip_grad_norm={self.clip_grad_norm} is no norm; give a number above 0, or null"
@@ -173,23 +183,23 @@ class RunConfig:
                 "the slowest rank may need for a step and a checkpoint"
             )
 
-    def _check_validation(self) -> None:
-        section = self.validation or {}
-        if unknown := sorted(set(section) - set(VALIDATION_KEYS)):
-            raise ValueError(f"validation has no {unknown[0]!r}; its keys are {', '.join(VALIDATION_KEYS)}")
-        if section and ("fraction" in section) == ("source" in section):
+    def _check_nodes(self) -> None:
+        for each in fields(self):
+            node = getattr(self, each.name)
+            if isinstance(node, dict) and each.name != "data" and COMPONENT not in node:
+                raise ValueError(f"{each.name} names no {COMPONENT}, so there is nothing to build")
+        if lacking := [key for key in ("source", "max_seq_len") if self.data.get(key) is None]:
+            raise ValueError(f"data.{lacking[0]} is missing")
+        if isinstance(encoder := self.data.get("encoder"), str):
             raise ValueError(
-                "validation needs a fraction of the rows, or a source of its own; give one of the two"
+                f"data.encoder={encoder!r} is text; write it as a component: {{_component_: {encoder}}}"
             )
-        for key in ("max_packs", "every"):
-            if section.get(key) is not None:
-                require_positive(section[key], f"validation.{key}")
-        given = section.get("fraction", 0.5)
-        for fraction in given.values() if isinstance(given, Mapping) else [given]:
-            if not isinstance(fraction, int | float) or not (0 < fraction < 1 or given != fraction == 0):
-                raise ValueError(
-                    f"validation.fraction={fraction!r} is no fraction of the rows; give a number between 0 and 1"
-                )
+        most, wanted = self.model.get("max_seq_len"), self.data["max_seq_len"]
+        if isinstance(most, int) and isinstance(wanted, int) and wanted > most:
+            raise ValueError(
+                f"data.max_seq_len={wanted} is above model.max_seq_len={most}, the positions that the model has; lower "
+                "data.max_seq_len, or raise model.max_seq_len if the builder takes it"
+            )
 
 
 def read_config(config: Any) -> RunConfig:
@@ -199,72 +209,55 @@ def read_config(config: Any) -> RunConfig:
         ValueError: for an unknown or missing key, a value out of range, or a component that does not take its
             arguments.
     """
-    values = to_plain(config)
-    if problems := config_problems(values):
-        raise ValueError("; ".join(problems))
-    return RunConfig(**values)
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(config))
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ValueError(f"missing: {', '.join(missing)}; the keys without a default must be in a config")
+        cfg = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    assert isinstance(cfg, RunConfig)
+    for each in fields(cfg):
+        check_components(getattr(cfg, each.name), each.name)
+    if cfg.validation is not None:
+        check_components(cfg.validation.source, "validation.source")
+    # What else is wrong with data shows here, and not after the weights were read.
+    try:
+        packing = {key: value for key, value in cfg.data.items() if key not in ("source", "encoder")}
+        IterablePackedDataset([{"tokens": [0], "labels": [0]}], **packing)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"data: {error}") from None
+    return cfg
 
 
-def config_problems(values: Mapping[str, Any]) -> list[str]:
-    """Return the problems of a config that show without building anything or opening a file."""
-    known = {f.name for f in fields(RunConfig)}
-    required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
-    others = TRAINER_KEYS | TORCHTUNE_KEYS
-    words = [*known, *(f"data.{key}" for key in inspect.signature(IterablePackedDataset).parameters)]
-    problems = [
-        f"unknown key {key!r}{hint_for(key, words, elsewhere=others)}" for key in values if key not in known
-    ]
-    problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
-    problems += [f"{key}: {problem}" for key, problem in type_problems(RunConfig, values, name="a run")]
-    for key in NODES & set(values):
-        if isinstance(values[key], Mapping) and COMPONENT not in values[key]:
-            problems.append(f"{key} names no {COMPONENT}, so there is nothing to build")
-    if not problems:
-        try:
-            RunConfig(**values)
-        except ValueError as error:
-            problems.append(str(error))
-        most, wanted = values["model"].get("max_seq_len"), values["data"].get("max_seq_len")
-        if isinstance(most, int) and isinstance(wanted, int) and wanted > most:
-            problems.append(
-                f"data.max_seq_len={wanted} is above model.max_seq_len={most}, the positions that the model has; lower "
-                "data.max_seq_len, or raise model.max_seq_len if the builder takes it"
-            )
-    if isinstance(values.get("data"), Mapping):
-        problems += _data_problems(values["data"])
-    loss = values.get("loss")
-    if isinstance(loss, Mapping) and str(loss.get(COMPONENT)).startswith("torchtune.modules.loss."):
-        problems.append(
-            f"loss: {loss[COMPONENT]} compares no pairs, and the loss of other recipes is built in: cross-entropy over "
-            "the trained tokens, divided once, see loss_norm; remove the key"
-        )
-    return problems + list(config_node_problems(values))
+def check_components(node: Any, where: str) -> None:
+    """Check that all components in a node exist and take the arguments that it gives them; nothing is called.
 
+    Args:
+        node: the value of a key.
+        where: the key, with which the error begins.
 
-def _data_problems(data: Mapping[str, Any]) -> list[str]:
-    settings = {key: value for key, value in data.items() if key not in ("source", "encoder")}
-    known = inspect.signature(IterablePackedDataset).parameters
-    above = {each.name: f"write {each.name} at the top of the config" for each in fields(RunConfig)}
-    problems = [f"data.{key} is missing" for key in ("source", "max_seq_len") if data.get(key) is None]
-    if isinstance(data.get("encoder"), str):
-        problems.append(
-            f"data.encoder={data['encoder']!r} is text; write it as a component: {{_component_: {data['encoder']}}}"
-        )
-    problems += [
-        f"data: unknown key {key!r}{hint_for(key, known, elsewhere=above | DATA_KEYS)}"
-        for key in settings
-        if key not in known
-    ]
-    problems += [
-        f"data.{key}: {problem}"
-        for key, problem in type_problems(IterablePackedDataset, settings, name="packing")
-    ]
-    if not problems:
-        try:
-            IterablePackedDataset([{"tokens": [0], "labels": [0]}], **settings)
-        except ValueError as error:
-            problems.append(f"data: {error}")
-    return problems
+    Raises:
+        ValueError: if they do not. Missing arguments are no error: recipes add tokenizers, optimizers, ...
+    """
+    if isinstance(node, list):
+        for number, item in enumerate(node):
+            check_components(item, f"{where}.{number}")
+    if not isinstance(node, Mapping):
+        return
+    arguments = {key: value for key, value in node.items() if key != COMPONENT}
+    try:
+        refuse_code(arguments)
+        if COMPONENT in node:
+            for problem in unknown_arguments(resolve(node[COMPONENT]), arguments):
+                raise ValueError(f"{node[COMPONENT]}: {problem}")
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    for key, value in arguments.items():
+        check_components(value, f"{where}.{key}")
 
 
 def to_plain(config: Any) -> dict[str, Any]:

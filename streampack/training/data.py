@@ -59,10 +59,10 @@ def build_data(
     """
     world = world or World()
     datasets = build_datasets(config, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
-    max_packs = (config.validation or {}).get("max_packs", 32)
     found = {}
     for name, dataset in datasets.held_out.items():
-        packs = held_out_packs(dataset, name=name, max_packs=max_packs)
+        assert config.validation is not None
+        packs = held_out_packs(dataset, name=name, max_packs=config.validation.max_packs)
         batches = _batches_of_rank(packs, dataset, batch_size=config.batch_size, world=world)
         if not config.document_masking:
             batches = [join_documents(batch) for batch in batches]
@@ -79,8 +79,6 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     tokenizer = check_tokenizer(tokenizer)
     inject = {"tokenizer": tokenizer, "model_transform": tokenizer, "once": world.run_on_main}
     settings = dict(config.data)
-    if "source" not in settings:
-        raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(settings.pop("source"), inject=inject), once=world.run_on_main)
     encoder = build(settings.pop("encoder", None), inject=inject)
     kept = quarantine_for(settings.get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER))
@@ -92,11 +90,10 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         **settings,
     }
     held_out = None
-    validation = config.validation or {}
-    if "source" in validation:
-        held_out = as_source(build(validation["source"], inject=inject), once=world.run_on_main)
-    elif "fraction" in validation:
-        source, held_out = hold_out(source, fraction=validation["fraction"])
+    if config.validation is not None and config.validation.source is not None:
+        held_out = as_source(build(config.validation.source, inject=inject), once=world.run_on_main)
+    elif config.validation is not None:
+        source, held_out = hold_out(source, fraction=config.validation.fraction)
     train = IterablePackedDataset(source, encoder=encoder, epochs=config.epochs, **common)
     if config.data.get("corpus_lists") is None:
         train.keep_corpus_lists(Path(config.output_dir, "corpus_lists"))

