@@ -145,11 +145,7 @@ def trusted_by_user() -> list[str]:
 
 
 def trust(names: Iterable[str]) -> None:
-    """Add packages or modules to what configs may name, for this process and those that it starts.
-
-    Raises:
-        ValueError: for a name that is not dotted identifiers.
-    """
+    """Add packages or modules to what configs may name, for this process and those that it starts."""
     names = [name for given in names for name in given.split(",")]
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -168,12 +164,7 @@ def _find_in_working_directory(package: str) -> None:
 
 
 def locate(path: str) -> Any:
-    """Return what a dotted path names, without the checks of `resolve`.
-
-    Raises:
-        ValueError: if it does not exist, or cannot be called.
-        ImportError: if a library that it needs is not installed.
-    """
+    """Return what a dotted path names, without the checks of `resolve`."""
     parts, hint = path.split("."), ""
     for depth in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:depth])

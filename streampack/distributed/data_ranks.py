@@ -17,9 +17,6 @@ def data_place(data_ranks: DeviceMesh | DataPlace | None) -> DataPlace | None:
 
     >>> data_place((1, 4))
     (1, 4)
-
-    Raises:
-        ValueError: for a place that cannot be.
     """
     if data_ranks is None:
         return None

@@ -42,9 +42,6 @@ def require_same_run(
         rank_sync: the ranks to compare.
         doing: what this rank is about to do, such as "iterate". It is compared too.
         settings: returns further values to compare; what it raises is raised on all ranks.
-
-    Raises:
-        ValueError: naming the first rank that differs, and in what.
     """
     if rank_sync.alone:
         settings()  # may raise

@@ -34,11 +34,7 @@ def default_window(max_seq_len: int, *, ranks: int) -> int:
 
 
 def require_window(window: int) -> int:
-    """Return ``balance_window`` as an int.
-
-    Raises:
-        ValueError: if it is no number of packs, or too large a one.
-    """
+    """Return ``balance_window`` as an int."""
     window = require_positive(window, "balance_window", least=0)
     if window > MOST_WINDOW:
         raise ValueError(

@@ -31,9 +31,6 @@ def refuse_several_ranks(of_parent: int) -> None:
     Args:
         of_parent: the number of ranks as the process knew it that pickled the dataset for this worker process: a
             spawned worker has no process group.
-
-    Raises:
-        ValueError: for several ranks.
     """
     here, in_worker = ranks_here(), get_worker_info() is not None
     size = here or (of_parent if in_worker else 1)
@@ -52,9 +49,6 @@ def require_data_parallel(what: str) -> None:
     Such groups are known by the process group that a `DeviceMesh` makes for each of its dimensions. A mesh of one
     dimension over all ranks makes none (see `model_parallel_warning`). If a dimension has no name, or one that tells
     nothing, a warning asks the user to say which it is. ``what`` says in messages who gives each rank its own data.
-
-    Raises:
-        ValueError: if there is such a group.
     """
     sizes = {
         group.group_desc.removeprefix("mesh_"): group.size()
@@ -96,10 +90,6 @@ def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
 
     Warns if there should be a group and still is none. ``made_for_one_rank`` says whether the loader found a single
     rank when it was made.
-
-    Raises:
-        ValueError: if the loader was made for one rank and there are several now, or if ranks of a model-parallel group
-            would get different data.
     """
     ranks = ranks_here()
     if ranks is None:
@@ -114,11 +104,7 @@ def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
 
 
 def require_not_sharded(caller: object, *, num_replicas: int) -> None:
-    """Raise if accelerate's `BatchSamplerShard` is the ``caller``: it would take one rank's batches for all ranks'.
-
-    Raises:
-        ValueError: if it is.
-    """
+    """Raise if accelerate's `BatchSamplerShard` is the ``caller``: it would take one rank's batches for all ranks'."""
     if type(caller).__name__ == "BatchSamplerShard" and getattr(caller, "num_processes", 1) > 1:
         raise ValueError(
             f"accelerate shares out batches that num_replicas={num_replicas} has shared out already, so that most of "

@@ -80,11 +80,7 @@ class CorpusChanges:
         return {"sources": list(self.source.names), "corpus": histories}
 
     def resume(self, state: Mapping[str, Any], loaded: RunState) -> Resumed:
-        """Return what a run needs to go on from a state. Where its changes are not allowed, it names none.
-
-        Raises:
-            ValueError: if a list is missing that is needed, or if the state is that of one of several consumers.
-        """
+        """Return what a run needs to go on from a state. Where its changes are not allowed, it names none."""
         names, now = list(state["sources"]), self.source.names
         changed: dict[str, str] = {}
         if names and now and names != now:
@@ -116,15 +112,10 @@ class CorpusChanges:
     def _of_files(
         self, name: str, source: FileSource, history: list[tuple[int, str]], loaded: RunState
     ) -> tuple[str, RunState]:
-        """Describe what changed in a source's files, and return the state with the ids that waiting rows have now.
-
-        Raises:
-            ValueError: if no content and no name is there any more: all files would be left out, and others added.
-                If lanes are missing, such as those of other workers of torch's DataLoader: the new list begins after
-                the latest epoch of any lane, and each consumer would take another one, except in the first epoch.
-        """
+        """Describe what changed in a source's files, and return the state with the ids that waiting rows have now."""
         epochs = self._epochs(name, [state.stand for state in loaded.lane_states.values()])
         first = self.source.epochs_read(loaded.epoch)[name]
+        # Each consumer would let the new list begin in another epoch: the one after the latest of its own lanes.
         if loaded.partial and len(epochs) != loaded.num_lanes and any(epoch > first for epoch in epochs):
             raise ValueError(
                 f"the state has {len(epochs)} of {loaded.num_lanes} lanes, and the others decide, too, when a run "

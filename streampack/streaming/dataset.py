@@ -493,11 +493,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
 
 def _shuffle_window(shuffle: bool | int) -> int:
-    """Return how many rows a shuffle window has; 0 for the order of the source.
-
-    Raises:
-        ValueError: for what is neither True nor False nor a number of rows from 1 on.
-    """
+    """Return how many rows a shuffle window has; 0 for the order of the source."""
     if isinstance(shuffle, bool):
         return SHUFFLE_WINDOW if shuffle else 0
     try:

@@ -73,10 +73,6 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     """Estimate an epoch from ``rows`` rows of each source; small sources are counted, in the order of epoch 0.
 
     Rows that the run skips are left out.
-
-    Raises:
-        ValueError: if a source cannot tell its size, or an epoch has no end. What the encoder raises for a row is
-            raised, unless ``skip_bad`` says to skip them.
     """
     packing, mix = config.packing, config.mix
     if mix is None:
@@ -134,11 +130,7 @@ def _sample(config: LaneConfig, source: Source, encode: Encode, rows: int) -> _S
 
 
 def _sample_mixture(config: LaneConfig, mix: Mix, rows: int) -> tuple[list[_Sampled], float]:
-    """Encode some rows of each source; return the number of tokens in one epoch of the mixture, too.
-
-    Raises:
-        ValueError: if the mixture never ends, or a source trains nothing.
-    """
+    """Encode some rows of each source; return the number of tokens in one epoch of the mixture, too."""
     if mix.stop == "never":
         raise ValueError("a mixture with stop='never' has no end; set max_steps")
     found = []
@@ -202,11 +194,7 @@ def _one_epoch(config: LaneConfig) -> LaneConfig:
 
 
 def packed_lengths(config: LaneConfig, rows: range) -> list[int]:
-    """Return how many tokens are packed of every n-th row of map-style data, 0 for rows that are dropped.
-
-    Raises:
-        ValueError: for a row that the run does not take, with its place.
-    """
+    """Return how many tokens are packed of every n-th row of map-style data, 0 for rows that are dropped."""
     reader = PieceReader(replace(_one_epoch(config), shuffle_window=0), lane=rows.start, num_lanes=rows.step)
     reader.open(0)
     lengths = dict.fromkeys(rows, 0)

@@ -88,9 +88,6 @@ class Lane:
 
         Args:
             rows: at least the `waiting_rows`.
-
-        Raises:
-            ValueError: if the state does not fit the data.
         """
         state, self.resumes_from = self.resumes_from, None
         if state is not None:
@@ -110,11 +107,7 @@ class Lane:
         self.packs, self.done = 0, False
 
     def next_event(self) -> LaneEvent:
-        """Return the next pack, or the end of the epoch, with the state after it.
-
-        Raises:
-            ValueError: for a bad row, with its place.
-        """
+        """Return the next pack, or the end of the epoch, with the state after it."""
         if self.done:
             placed = []
         elif self.config.balance_window:
@@ -249,11 +242,7 @@ class Lane:
             )
 
     def _plan_again(self, state: LaneState, window: OpenWindow) -> None:
-        """Plan the packs of a state's open window again, and leave out those that were handed out.
-
-        Raises:
-            ValueError: if other rows were read than before.
-        """
+        """Plan the packs of a state's open window again, and leave out those that were handed out."""
         reader, bad = self.piece_reader, [*self.piece_reader.bad_in_pass]
         self.packs -= window.handed_out
         reader.planning_again = True

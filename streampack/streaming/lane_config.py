@@ -61,11 +61,7 @@ class LaneConfig:
         return self.source if isinstance(self.source, Mix) else None
 
     def check_shards(self) -> None:
-        """Warn of the files that are known not to be readable.
-
-        Raises:
-            ValueError: which names them, if they are not to be left out.
-        """
+        """Warn of files that are known not to be readable; raise if they are not to be left out."""
         require_sound(self.source, self.quarantine)
 
     def encoder(self, row_id: RowId) -> Encode:
@@ -79,9 +75,6 @@ class LaneConfig:
             row: of the source.
             unchecked: takes the samples whose ids the caller checks, with `check_ids`. 64 at once take a quarter of the
                 time. Where bad records are skipped, they are checked here.
-
-        Raises:
-            ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
         """
         try:
             encode, data, sample = self.encoder(row.row_id), row.data, None
@@ -116,11 +109,7 @@ class LaneConfig:
         return sample
 
     def check_ids(self, unchecked: Sequence[tuple[RowId, Sample]]) -> None:
-        """Check the ids of samples that `sample` has left unchecked, at least one.
-
-        Raises:
-            ValueError: for an id outside the vocabulary, with the place of its row.
-        """
+        """Check the ids of samples that `sample` has left unchecked, at least one."""
         try:
             check_ids([sample for _, sample in unchecked], self.vocab_size)
         except ValueError as error:
@@ -134,11 +123,7 @@ class LaneConfig:
         return self.vocab_size is not None and bound > self.vocab_size
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
-        """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped.
-
-        Raises:
-            ValueError: as `Packing.pieces_of`.
-        """
+        """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped."""
         if type(sample) is Group:
             return cut_group(sample, self.packing)
         length = sample.tokens.size

@@ -89,11 +89,7 @@ class PieceReader:
         self.bad_in_pass = [0] * len(self.bad_in_pass)
 
     def next(self) -> Piece | None:
-        """Return the next piece; None at the end of the epoch. Its ids are checked by the next `check`, or at the end.
-
-        Raises:
-            ValueError: for a bad row, with its place.
-        """
+        """Return the next piece; None at the end of the epoch. The next `check` looks at its ids."""
         while not self.pending:
             if (row := self._read()) is None:
                 self.check()
@@ -113,21 +109,13 @@ class PieceReader:
         return piece
 
     def check(self) -> None:
-        """Check the ids of what was read.
-
-        Raises:
-            ValueError: for an id outside the vocabulary, with the place of its row.
-        """
+        """Check the ids of what was read."""
         if self.unchecked:
             unchecked, self.unchecked = self.unchecked, []
             self.config.check_ids(unchecked)
 
     def restore(self, waiting: Sequence[Address], rows: Iterable[Mapping[str, Any]]) -> None:
-        """Encode and cut rows that waited when a state was taken, so that their pieces come first.
-
-        Raises:
-            ValueError: if a row makes other pieces than it did.
-        """
+        """Encode and cut rows that waited when a state was taken, so that their pieces come first."""
         for address, data in zip(waiting, rows, strict=True):
             row = Row(data, (), address.row_id)
             if pieces := self._pieces_at(address, row) if address.total else self._pieces_of(row):
@@ -168,12 +156,7 @@ class PieceReader:
             self.begin_epoch(self.epoch + 1)
 
     def _pieces_of(self, row: Row, *, counted: bool = False) -> list[Piece]:
-        """Encode a row, cut it to pieces, and count it unless it is ``counted``; none if it is dropped.
-
-        Raises:
-            ValueError: for a row that makes no sample, if bad records are not skipped, and for one that the settings
-                refuse.
-        """
+        """Encode a row, cut it to pieces, and count it unless it is ``counted``; none if it is dropped."""
         config, ledger, row_id = self.config, self.ledger, row.row_id
         if len(self.unchecked) >= CHECKED_AT_ONCE:
             self.check()

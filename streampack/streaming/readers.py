@@ -124,19 +124,11 @@ class Readers:
         return self.begin if newest is None or not newest.over else RunState(epoch=newest.following)
 
     def of_loader(self) -> RunState:
-        """Return where a loader begins that has not read since the newest command.
-
-        Raises:
-            ValueError: if another iteration has begun from a loaded state and has not come to its end.
-        """
+        """Return where a loader begins that has not read since the newest command."""
         return self._not_begun(self._taken)
 
     def start(self, packs: PackDicts, *, shuffled: bool) -> RunState:
-        """Let an iteration of the dataset begin in this process, which may be a worker process; return where it does.
-
-        Raises:
-            ValueError: as `of_loader`, or if a state was loaded after a worker process began.
-        """
+        """Let an iteration of the dataset begin in this process, maybe a worker's; return where it does."""
         before, worker = self.newest, get_worker_info()
         if worker is not None:
             begin = replace(self._of_worker(worker.id, shuffled), partial=worker.num_workers > 1)
@@ -203,11 +195,7 @@ class Readers:
         return get_worker_info() is None and bool(self._shared[WORKER])
 
     def position(self) -> RunState:
-        """Return the state after the last pack that this process was given.
-
-        Raises:
-            ValueError: if a loader or worker processes iterate the dataset, because then only they know it.
-        """
+        """Return the state after the last pack that this process was given."""
         if self.by_loader:
             raise ValueError(
                 "a PackedDataLoader reads this dataset and knows what it has handed out: call its state_dict(), "

@@ -57,11 +57,7 @@ def in_turn(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Ge
 
 
 def _restore(lanes: Sequence[Lane]) -> None:
-    """Restore lanes from their states, with the rows that waited in all of them: those of one file are read at once.
-
-    Raises:
-        ValueError: if one cannot be read again.
-    """
+    """Restore lanes from their states, with the rows that waited in all of them: those of one file are read at once."""
     for lane in lanes[:SOON]:
         lane.prepare()  # what lanes read next is fetched beside the rows that waited
     ids = list(dict.fromkeys(row_id for lane in lanes for row_id in lane.waiting_rows()))

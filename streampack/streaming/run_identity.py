@@ -73,9 +73,6 @@ class RunIdentity:
             names: of the parts to compare; by default all.
             changed: the sources whose files changed, by their names in a mixture, otherwise an empty name. Of those
                 neither files nor rows are compared, so of the encoder only what its ``fingerprint`` returns.
-
-        Raises:
-            ValueError: which names what differs first.
         """
         of_changed = {
             "corpus.names",

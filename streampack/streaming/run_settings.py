@@ -31,9 +31,6 @@ class RunSettings:
     """``num_lanes`` and ``balance_window``: as the user set them, as a state has them, or as the run began with them.
 
     Until then they are None.
-
-    Raises:
-        ValueError: for a number that cannot be.
     """
 
     def __init__(self, *, num_lanes: int | None, balance_window: int | None) -> None:
@@ -43,11 +40,7 @@ class RunSettings:
         self.asked_for = {"num_lanes": self.num_lanes, "balance_window": self.balance_window}
 
     def lanes_for(self, source: Source, consumers: int) -> int:
-        """Return the number of lanes that this many consumers would read; a run that goes on may have fewer than those.
-
-        Raises:
-            ValueError: if fewer were asked for.
-        """
+        """Return the number of lanes that so many consumers would read; a run that goes on may have fewer."""
         lanes = self.num_lanes or default_lanes(source, consumers)
         if lanes < consumers and self.asked_for["num_lanes"]:
             raise ValueError(

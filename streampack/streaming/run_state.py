@@ -71,11 +71,7 @@ def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
 
 
 def checked_state(state: Any) -> RunState:
-    """Parse a state, all but its identity.
-
-    Raises:
-        ValueError: if it is no state, or damaged.
-    """
+    """Parse a state, all but its identity; refuse what is none, or damaged."""
     found = state if isinstance(state, Mapping) else {}
     version = found.get("version")
     if type(version) is not int or version != STATE_VERSION:
@@ -121,11 +117,7 @@ def sealed(values: Mapping[str, Any], *, of: str) -> dict[str, Any]:
 
 
 def unsealed(found: Any, *, of: str) -> dict[str, Any]:
-    """Return the values without their checksum.
-
-    Raises:
-        ValueError: if it is not that of these values.
-    """
+    """Return the values without their checksum; raise if it is not theirs."""
     try:
         values = dict(found)
         checksum = values.pop("checksum")

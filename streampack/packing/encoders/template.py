@@ -54,11 +54,7 @@ class ChatTemplate:
     def __call__(
         self, messages: Messages, trained: Sequence[bool], *, tools: Any = None
     ) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Return token ids, and a mask of those to train: the tokens of the messages that are ``trained``.
-
-        Raises:
-            ValueError: for a conversation that cannot be rendered as a whole, or not told apart.
-        """
+        """Return token ids, and a mask of those to train: the tokens of the messages that are ``trained``."""
         text, spans = self._whole(messages, tools)
         ids, starts = self.tokenize(text)
         mask = np.zeros(len(ids), dtype=bool)
