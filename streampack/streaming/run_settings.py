@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from streampack.packing.settings import Packing
 from streampack.sources.source import Source
 from streampack.streaming.balance import default_window, require_window
 from streampack.streaming.run_state import RunState
 from streampack.validation import require_positive, warn_user
-
-log = logging.getLogger(__name__)
 
 DEFAULT_LANES = 8
 
@@ -55,14 +51,8 @@ class RunSettings:
         return default if self.balance_window is None else self.balance_window
 
     def choose_window(self, packing: Packing, ranks: int) -> int:
-        """Choose ``balance_window`` for this many ranks, unless it is, and log a default other than 0."""
-        window, chosen = self.window_for(packing, ranks), self.balance_window is None
-        self.balance_window = window
-        if chosen and window:
-            log.info(
-                "balance_window=%d: packs are handed out by attention cost, so that %d ranks wait less for each other; "
-                "0 switches it off", window, ranks,
-            )  # fmt: skip
+        """Choose ``balance_window`` for this many ranks, unless it is chosen, and return it."""
+        self.balance_window = window = self.window_for(packing, ranks)
         return window
 
     def keep(self, loaded: RunState) -> None:
