@@ -35,13 +35,8 @@ def require_same_run(
 ) -> None:
     """Collective: raise on all ranks unless every rank has the same data, encoder and settings as rank 0.
 
-    Each rank sends one digest, also of files and of a few rows; they exchange the values only if digests differ.
-
-    Args:
-        dataset: this rank's dataset.
-        rank_sync: the ranks to compare.
-        doing: what this rank is about to do, such as "iterate". It is compared too.
-        settings: returns further values to compare; what it raises is raised on all ranks.
+    Each rank sends one digest, also of files and of a few rows; they exchange the values only if digests differ. What
+    they are ``doing`` is compared too, and what ``settings`` returns; what it raises is raised on all ranks.
     """
     if rank_sync.alone:
         settings()  # may raise

@@ -38,9 +38,6 @@ class RankSync:
         group: the ranks; None: all.
         place: this rank's data rank and the number of data ranks; None: every rank is a data rank of its own.
         shared: use ``group`` itself, which can send CPU tensors.
-
-    Raises:
-        ValueError: for several data ranks without a process group.
     """
 
     def __init__(

@@ -20,10 +20,6 @@ class StepMeter:
     ...     meter.add(1, 7, 8, waited=0.5, costs=costs, ends_step=True)
     >>> meter.metrics()["cost_imbalance"], meter.metrics()["data_wait_mean"]
     (1.6666666666666665, 0.5)
-
-    Args:
-        untrained: the dataset's.
-        warns: whether this process warns: one of all ranks.
     """
 
     def __init__(self, untrained: str | None, *, warns: bool) -> None:
@@ -49,16 +45,7 @@ class StepMeter:
         waited: float = 0.0,
         costs: Sequence[int] = (),
     ) -> None:
-        """Count a batch of all ranks.
-
-        Args:
-            trained: what of it is trained, packs or tokens.
-            tokens: all but padding.
-            capacity: tokens that fit.
-            ends_step: whether it is the last batch of its step.
-            waited: seconds that the trainer waited for it.
-            costs: attention costs of the batch on each rank, as `attention_cost`.
-        """
+        """Count a batch of all ranks: what is trained, tokens, those that fit, seconds waited, each rank's cost."""
         batch = (trained, tokens, capacity, waited, *costs)
         step = [a + b for a, b in zip(self.step, batch, strict=True)] if self.step else batch
         self.step = () if ends_step else step

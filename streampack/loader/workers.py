@@ -55,11 +55,6 @@ class Worker:
     torch's DataLoader raises a worker's death wherever the trainer happens to be; here the next call notices it, and
     starts a new process after the last pack that arrived. An error in the stream is raised here; one that cannot be
     pickled arrives as a RuntimeError with its message. After an exception, make a new worker.
-
-    Args:
-        stream: opens the lanes, in the process; forked, or pickled where processes are spawned.
-        lane_states: where they begin.
-        name: of the worker, for messages.
     """
 
     def __init__(self, stream: OpenStream, lane_states: Mapping[int, LaneState], name: str) -> None:

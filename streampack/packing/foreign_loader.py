@@ -15,15 +15,9 @@ PREPARE = "call prepare_trainer_for_packing(trainer) before it trains or evaluat
 def refuse_foreign_loader(dataset: object, *, way_out: str = PREPARE) -> None:
     """Raise if a loader that accelerate has prepared, as Trainer does, reads a dataset and would spoil its packs.
 
-    Collators of other libraries, and the user's own, pass: they may be made for packs.
-
-    Args:
-        dataset: of packs.
-        way_out: what to do, for collators of transformers and TRL.
-
-    Raises:
-        ValueError: if the loader removes columns, if its collator drops boundaries, or if it dispatches: then it knows
-            no `Batch`, and cuts each tensor of a dict to as many rows as the first one has, ``cu_seq_lens`` too.
+    It spoils them if it removes columns, if its collator drops boundaries, or if it dispatches: then it knows no
+    `Batch`, and cuts each tensor of a dict to as many rows as the first one has, ``cu_seq_lens`` too. Collators of
+    other libraries, and the user's own, pass: they may be made for packs.
     """
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     loader: Any = state().active_dataloader if state is not None else None

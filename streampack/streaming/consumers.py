@@ -28,9 +28,7 @@ def ranks_here() -> int | None:
 def refuse_several_ranks(of_parent: int) -> None:
     """Raise if several ranks would iterate a dataset without a `PackedDataLoader`.
 
-    Args:
-        of_parent: the number of ranks as the process knew it that pickled the dataset for this worker process: a
-            spawned worker has no process group.
+    A spawned worker process has no process group: ``of_parent`` is the number of ranks of whoever pickled the dataset.
     """
     here, in_worker = ranks_here(), get_worker_info() is not None
     size = here or (of_parent if in_worker else 1)

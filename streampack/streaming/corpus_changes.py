@@ -45,16 +45,9 @@ class Resumed(NamedTuple):
 
 
 class CorpusChanges:
-    """Keeps the lists of a run's files, and lets a run go on with others.
+    """Keeps the lists of a run's files in a folder, and lets a run go on with others; see docs/architecture.md.
 
-    The parts of all lanes follow from the list of files. So a run that goes on with another list reads the rest of an
-    epoch by the parts of the old one, less those of files that are gone, and the next epochs by the new list. The
-    epoch in which the new list begins is the one after the latest that any lane has begun: then lanes never divide the
-    rows of an epoch by different lists.
-
-    Args:
-        source: of the run.
-        folder: where the lists are kept; None if they are not, and a run goes on with its own files only.
+    Lanes never divide the rows of an epoch by different lists. Without a ``folder`` a run goes on with its own files.
     """
 
     def __init__(self, source: Source, *, folder: str | os.PathLike[str] | None) -> None:

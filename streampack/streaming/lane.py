@@ -84,11 +84,7 @@ class Lane:
         return [] if state is None else [address.row_id for address in state.begin.waiting]
 
     def restore(self, rows: Rows) -> None:
-        """Go on from the state, if there is one; begin ``first_epoch`` if the lane has ended before.
-
-        Args:
-            rows: at least the `waiting_rows`.
-        """
+        """Go on from the state, if there is one, with the `waiting_rows`; begin ``first_epoch`` if it ended before."""
         state, self.resumes_from = self.resumes_from, None
         if state is not None:
             self._restore(state, [rows[address.row_id] for address in state.begin.waiting])

@@ -55,24 +55,17 @@ class RunIdentity:
         }
 
     def plain(self, *, listed: bool = False) -> dict[str, Any]:
-        """Return the parts as plain values, as a state keeps them.
-
-        Args:
-            listed: leave out what would have to be read from all files; ranks compare the rest when a run begins.
-        """
+        """Return the parts as plain values, as a state keeps them; ``listed``: none for which files must be read."""
         found: dict[str, Any] = plain_identity(self.parts, listed=listed)
         return found
 
     def require(
         self, theirs: Any, *, names: Collection[str] | None = None, changed: Collection[str] = ()
     ) -> None:
-        """Compare the identity in a state.
+        """Compare the identity in a state, by default in all parts.
 
-        Args:
-            theirs: the identity in the state.
-            names: of the parts to compare; by default all.
-            changed: the sources whose files changed, by their names in a mixture, otherwise an empty name. Of those
-                neither files nor rows are compared, so of the encoder only what its ``fingerprint`` returns.
+        Of sources whose files ``changed`` (by their names in a mixture, otherwise an empty one), neither files nor rows
+        are compared, so of the encoder only what its ``fingerprint`` returns.
         """
         of_changed = {
             "corpus.names",

@@ -59,10 +59,7 @@ def read_content(value: Any, column: str, *, ignore: Iterable[str] = ()) -> Cont
     >>> read_content({"from": "gpt", "value": "Yes."}, "chosen")
     [{'role': 'assistant', 'content': 'Yes.'}]
 
-    Args:
-        value: of the column.
-        column: names it in errors.
-        ignore: keys beside ``messages`` that are read elsewhere, or left out on purpose.
+    Keys beside ``messages`` are refused but those to ``ignore``, which are read elsewhere or left out on purpose.
     """
     if isinstance(value, str):
         found = _json_messages(value)
