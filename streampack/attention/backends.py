@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from streampack.attention.flash import why_not_flash
-from streampack.attention.flex import why_not_flex
+from streampack.attention.masks import why_not_flex
 from streampack.attention.varlen import why_not_varlen
 
 
@@ -20,6 +20,11 @@ def auto_backends(device: torch.device) -> tuple[str, ...]:
     return orders.get(device.type, ("dense",))
 
 
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which attention computes with weights of ``dtype``: autocast's, if it is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
 def why_not_backend(
     attention: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None
 ) -> str | None:
@@ -30,7 +35,7 @@ def why_not_backend(
         ImportError: if ``attention="flash"`` and no flash-attn for the device is installed.
     """
     if attention == "flash":
-        return why_not_flash(device=device, dtype=dtype, softcap=softcap)
+        return why_not_flash(device=device, dtype=dtype, head_dim=head_dim, softcap=softcap)
     if device.type != "cuda" or attention == "dense":
         return None
     if attention == "flex":

@@ -1,49 +1,63 @@
-"""Facts about families of Hugging Face models: which can be packed, and with which attention.
+"""Facts about families of Hugging Face models: which can be packed, with which attention, and how long packs may be.
 
 Tests prove these facts with transformers 5.23, and write the table of docs/guides/models.md. A model of a family that
-is not listed here is probed with `find_leaks`.
+is not listed here is tried with the leak probe when its first inputs are made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-PROVEN = frozenset(
-    (
-        *("dbrx", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite"),
-        *("llama", "llama4_text", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi", "phi3"),
-        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
-    )
-)
-"""Families (``config.model_type``) for which a test shows that a packed sample has the logits of the sample alone."""
+import torch
+from torch import nn
 
-IGNORE_POSITIONS = frozenset({"falcon", "gpt_oss", "granitemoehybrid"})
-"""Families that make their masks without ``position_ids``, so that the masks of packs must be made for them."""
+KNOWN = frozenset((
+    "afmoe",
+))  # fmt: skip
+"""Families (``model_type`` of the text's config) for which a test shows that samples in packs are as they are alone."""
 
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
+"""Types of layers that read no mask of pairs of tokens."""
+
+_STATEFUL_LAYERS = RECURRENT_LAYERS | {"hybrid", "hybrid_sliding"}
 _STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
 _NO_PACK = "train it on padded batches, one sample a row"
+_FROM_THE_ROW = {
+    **dict.fromkeys(("bloom", "mpt"), "counts its bias (ALiBi) from the beginning of a row"),
+    **dict.fromkeys(
+        ("deepseek_v4", "minimax_m3_vl_text"), "puts keys into blocks from the beginning of a row"
+    ),
+}
 
-_STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"})
+# Families that make their masks without ``position_ids``, so that only finished ones keep samples apart.
+_IGNORE_POSITIONS = frozenset({"falcon", "gpt_oss", "granitemoehybrid"})
 
-
-# How many keys, or blocks of keys, a query attends to of those before it. In packs shorter than that, the probe sees no
-# difference.
+_NOT_BY_BOUNDARIES = {
+    **dict.fromkeys(("stablelm", "nemotron"), "does not hand boundaries on to its attention"),
+    **dict.fromkeys(("inkling_text", "inkling2_text", "doge"), "adds numbers of its own to its masks"),
+}
+# How many keys, or blocks of keys, a query attends to of those before it.
 _INDEXERS = ("index_topk", "index_topk_blocks", "indexer_budget")
 
 
 def why_not_packable(config: Any, *, stateful: bool = False, split: bool = False) -> str | None:
     """Return why a model with this config cannot be packed at all, and what to do; None if no reason is known.
 
-    ``stateful`` is ``_is_stateful`` of the model's class in transformers; with ``split``, its mixers are known, and run
-    one sequence at a time.
+    ``stateful`` is what transformers says of the model's class; with ``split``, its mixers are known, and run one
+    sequence at a time.
 
     >>> class Config:
     ...     model_type, is_encoder_decoder = "t5", True
     >>> print(why_not_packable(Config()))
     t5 is an encoder-decoder model; a pack has no source and target side; train it on padded batches, one sample a row
     """
-    reason = None
-    if not split and (stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ())):
+    reason = _FROM_THE_ROW.get(config.model_type)
+    if getattr(config, "alibi", False):
+        reason = _FROM_THE_ROW["bloom"]
+    elif not split and (
+        stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ())
+    ):
         reason = _STATE
     elif getattr(config, "is_encoder_decoder", False):
         reason = "is an encoder-decoder model; a pack has no source and target side"
@@ -52,7 +66,7 @@ def why_not_packable(config: Any, *, stateful: bool = False, split: bool = False
     return reason and f"{config.model_type} {reason}; {_NO_PACK}"
 
 
-def why_not_family(config: Any, attention: str) -> str | None:
+def why_not_family(config: Any, attention: str, *, sinks: bool = False) -> str | None:
     """Return why this backend cannot pack a model with this config, or None if it can.
 
     >>> class Config:
@@ -60,27 +74,47 @@ def why_not_family(config: Any, attention: str) -> str | None:
     >>> why_not_family(Config(), "varlen")
     'the model drops out attention weights (0.1), which varlen cannot'
     """
+    kind = config.model_type
     if attention not in ("varlen", "flash"):
+        no_masks = kind in _IGNORE_POSITIONS or any("mrope_section" in rope for rope in _ropes(config))
+        if takes_no_masks(config) and no_masks:
+            return f"{kind} needs packed masks, which its router's loss (output_router_logits) cannot read"
         return None
-    if config.model_type == "gpt_oss":
-        return f"gpt_oss has attention sinks, which {attention} does not compute"
+    if sinks:
+        return f"{kind} has attention sinks, which {attention} does not compute"
     if any(getattr(config, name, None) for name in _INDEXERS):
-        return f"{config.model_type} selects keys under a mask, which {attention} does not read"
+        return f"{kind} selects keys under a mask, which {attention} does not read"
+    if why := _NOT_BY_BOUNDARIES.get(kind):
+        return f"{kind} {why}"
     dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
     if dropout:
         return f"the model drops out attention weights ({dropout}), which {attention} cannot"
     return None
 
 
-def longest_pack(config: Any) -> tuple[int, str] | None:
-    """Return the length of the longest pack that keeps samples apart, and what limits it; None if nothing does.
+def takes_no_masks(config: Any) -> bool:
+    """Return whether a router's loss reads the model's mask as one of padding, so that none of pairs can be given."""
+    return bool(getattr(config, "output_router_logits", False))
 
-    In a longer pack, the logits of a sample would depend on its place in the pack.
-    """
+
+def head_dim_of(config: Any) -> int:
+    """Return the channels of a head's queries and keys; those of multi-head latent attention have two parts."""
+    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if all(parts):
+        return int(sum(parts))  # type: ignore[arg-type]
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def longest_pack(model: nn.Module, config: Any) -> tuple[int, str] | None:
+    """Return the length of the longest pack that a model takes, and what limits it; None if nothing does."""
     if config.model_type == "llama4_text" and config.attn_temperature_tuning and 0 in config.no_rope_layers:
-        why = "layers without RoPE scale queries by their place in the pack (attn_temperature_tuning)"
-        return config.floor_scale - 1, why
-    return None
+        limit = config.floor_scale - 1
+        return limit, (
+            f"but a packed {config.model_type} model with this config keeps samples apart up to {limit}: layers "
+            "without RoPE scale queries by their place in the pack (attn_temperature_tuning)"
+        )
+    table = position_table(model)
+    return None if table is None else (table, f"and this {config.model_type} model has {table} positions")
 
 
 def longest_sample(config: Any, attention: str) -> tuple[int, str] | None:
@@ -89,7 +123,7 @@ def longest_sample(config: Any, attention: str) -> tuple[int, str] | None:
     With a longer one, the logits of others would depend on its length, or its own would be others than alone.
     """
     limits = []
-    for rope in _rope_settings(getattr(config, "rope_parameters", None) or {}):
+    for rope in _ropes(config):
         kind = rope.get("rope_type", "default")
         if kind == "longrope" or "dynamic" in kind:
             length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -100,21 +134,80 @@ def longest_sample(config: Any, attention: str) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
-def _rope_settings(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+def _ropes(config: Any) -> list[dict[str, Any]]:
     """Return the RoPE settings of a config: one set, or one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
 
-def window_of(config: Any, layer: int) -> int | None:
-    """Return how many tokens a query of this layer attends to, its own included; None if to all before it.
+def limits_of(config: Any, kind: str | None) -> tuple[int | None, int | None]:
+    """Return the window and the chunk of a type of layers, in tokens; None is the type of a config that names none.
 
-    Attention functions need it for families such as qwen2_moe, which pass their window to masks only.
+    A window counts the query's own token; a chunk begins anew at multiples of its length.
+    """
+    window: int | None = getattr(config, "sliding_window", None) or None
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    if config.model_type == "moshi":  # it gives its cache a window, and its masks none
+        return None, None
+    if kind is None:
+        return window, chunk if window is None else None
+    if "sliding" in kind or config.model_type == "minimax":  # whose full layers have the window, too
+        return window, None
+    return None, chunk if "chunked" in kind else None
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Return the window of a layer, for families such as qwen2_moe, which pass it to masks only.
 
     >>> class Config:
-    ...     sliding_window, layer_types = 4096, ["sliding_attention", "full_attention"]
+    ...     model_type, sliding_window, layer_types = "", 4096, ["sliding_attention", "full_attention"]
     >>> window_of(Config(), 0), window_of(Config(), 1)
     (4096, None)
     """
-    window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    return window or None if kinds is None or kinds[layer] == "sliding_attention" else None
+    return limits_of(config, None if kinds is None or layer is None else kinds[layer])[0]
+
+
+def position_table(model: nn.Module) -> int | None:
+    """Return how many positions a model's tables hold, learned or precomputed; None if it has no table.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> position_table(GPT2LMHeadModel(GPT2Config(n_positions=128, n_embd=8, n_layer=1, n_head=1, vocab_size=9)))
+    128
+
+    Tables of another modality, such as the patches of an image, do not count.
+    """
+    counts = []
+    for name, module in _text_modules(model):
+        if isinstance(module, nn.Embedding) and (
+            name == "wpe" or ("position" in name and "relative" not in name)
+        ):
+            counts.append(module.num_embeddings - getattr(module, "offset", 0))
+        tables = [getattr(module, "embed_positions", None)]  # as GPT-J calls it
+        if hasattr(module, "rope_init"):  # a rotary embedding of torchtune
+            tables.append(getattr(module, "cache", None))
+        counts += [table.shape[0] for table in tables if torch.is_tensor(table)]
+    return min(counts, default=None)
+
+
+def _text_modules(
+    model: nn.Module, name: str = "", model_type: str | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of a model's parts, leaving out inner models of another modality."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        own = config.get_text_config().model_type
+        if model_type is not None and own != model_type:
+            return
+        model_type = own
+    yield name, model
+    for child, module in model.named_children():
+        yield from _text_modules(module, child, model_type)
+
+
+def media_tokens(model: nn.Module) -> tuple[int, ...]:
+    """Return the token ids that stand for images, video or sound in a Hugging Face model, in ascending order."""
+    names = [f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")]
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    found = {getattr(config, name, None) for config in configs for name in names}
+    return tuple(sorted(token for token in found if type(token) is int and token >= 0))

@@ -1,4 +1,4 @@
-"""Varlen attention with the flash-attn package, of which three generations are in use under different names."""
+"""Varlen attention with the flash-attn package: generation 2 by its own function, 3 and 4 by torch's switch."""
 
 from __future__ import annotations
 
@@ -7,74 +7,62 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl
 
-# The module that has ``flash_attn_varlen_func`` in each generation. An installed flash-attn 2 may contain the folder of
-# generation 4 without its dependencies, so only an import shows whether 4 is installed.
-_MODULE_NAMES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+from streampack.attention.varlen import padded_values, under_autocast, varlen_attention, why_not_varlen
 
-# Generations by the GPU's major compute capability, best first; GPUs above 10 use those of 10. On Hopper (9),
-# generation 4 comes after 3, because it is less mature there.
-_GENERATIONS = {8: (3, 2), 9: (3, 4, 2), 10: (4, 2)}
+# Implementations by the GPU's major compute capability, best first; others have 2 alone. On Hopper (9), 4 comes after
+# 3, because it is less mature there.
+_SUITED = {9: ("FA3", "FA4", "FA2"), 10: ("FA4", "FA2")}
 
-Kernel = Callable[..., Any]
-# The result of the last `find_flash`, kept so that compiled code neither imports a module nor queries the GPU.
-_chosen: tuple[int, Kernel] | None = None
+# flash-attn 2's function, if the last `choose_flash` chose it; else torch's varlen attention calls the chosen kernels.
+_flash2: Callable[..., Any] | None = None
 
 
-def find_flash(device: torch.device) -> tuple[int, Kernel]:
-    """Choose the generation of flash-attn (4, 3 or 2) for a device; return it and its kernel.
+def choose_flash(device: torch.device, *, softcap: float | None = None) -> str:
+    """Let `flash_attention` call the best installed implementation for a device, and return its name.
 
-    `flash_attention` uses the generation that was chosen last.
+    FA3 and FA4 also compute what torch's varlen attention computes in this process, and have no softcap there.
 
     Raises:
         ValueError: if flash-attn does not support the device.
-        ImportError: if no generation for the device is installed.
+        ImportError: if no implementation for the device is installed.
     """
-    global _chosen
+    global _flash2
     if device.type != "cuda":
         raise ValueError(
             f"attention='flash' needs CUDA, the model is on {device.type}; use attention='varlen', which runs anywhere"
         )
     major, minor = torch.cuda.get_device_capability(device)
-    if major < min(_GENERATIONS):
+    if major < 8:
         raise ValueError(
             f"attention='flash' needs a GPU of compute capability 8.0 or more, this one has {major}.{minor}; use "
             "attention='flex' or 'dense'"
         )
-    suited = _GENERATIONS[min(major, max(_GENERATIONS))]
-    for generation in suited:
+    suited = ("FA2",) if softcap is not None else _SUITED.get(major, ("FA2",))
+    for name in suited:
         try:
-            kernel: Kernel = import_module(_MODULE_NAMES[generation]).flash_attn_varlen_func
-        except (ImportError, AttributeError):
+            if name == "FA2":
+                _flash2 = import_module("flash_attn").flash_attn_varlen_func
+            else:
+                activate_flash_attention_impl(name)
+                _flash2 = None
+        except (ImportError, AttributeError, RuntimeError, ValueError):  # not there, or of another version
             continue
-        if generation == 4:
-            # Generation 4 compiles its kernels in Python code that torch.compile cannot trace.
-            kernel = torch.compiler.disable(kernel)  # type: ignore[no-untyped-call]
-        _chosen = generation, kernel
-        return _chosen
+        return name
     raise ImportError(
-        f"attention='flash' needs flash-attn {' or '.join(map(str, suited))} on this GPU, none is installed: "
-        "pip install \"streampack[flash]\"; or use attention='varlen', the default, torch's own flash attention"
+        f"attention='flash' needs flash-attn {' or '.join(name[2:] for name in suited)} for this model on this GPU, "
+        "none is installed: pip install \"streampack[flash]\"; or use attention='varlen', the default, torch's own "
+        "flash attention"
     )
 
 
-def why_not_flash(*, device: torch.device, dtype: torch.dtype, softcap: float | None = None) -> str | None:
-    """Return why the installed flash-attn cannot compute this attention, or None if it can.
-
-    Raises:
-        ValueError: if flash-attn does not support the device.
-        ImportError: if no generation for the device is installed.
-    """
-    return _why_not_generation(find_flash(device)[0], dtype=dtype, softcap=softcap)
-
-
-def _why_not_generation(generation: int, *, dtype: torch.dtype, softcap: float | None) -> str | None:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"flash-attn computes in 16 bits and the model is in {dtype}"
-    if generation == 4 and softcap is not None:
-        # The forward pass of generation 4 has a softcap; its backward pass of varlen attention ignores it.
-        return f"flash-attn 4 has no softcap to train with and the model has one of {softcap}"
-    return None
+def why_not_flash(
+    *, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
+) -> str | None:
+    """Return why the installed flash-attn cannot compute this attention, or None if it can; see `choose_flash`."""
+    choose_flash(device, softcap=softcap)
+    return why_not_varlen(dtype=dtype, head_dim=head_dim)
 
 
 def flash_attention(
@@ -89,37 +77,25 @@ def flash_attention(
     softcap: float | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `varlen_attention` with flash-attn, with the same arguments; a ``softcap`` needs flash-attn 2 or 3.
-
-    Call `find_flash` before compiling code that calls this, because the first call imports the package.
-
-    Raises:
-        ValueError: without a supported GPU, for dtypes other than 16-bit floats, for a ``softcap`` with flash-attn 4.
-        ImportError: if no flash-attn for the GPU is installed.
+    """Compute `varlen_attention` with what `choose_flash` chose, with the same arguments.
 
     Source: Dao et al., FlashAttention, https://github.com/Dao-AILab/flash-attention
     """
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    generation, kernel = _chosen or find_flash(q.device)
-    if why := _why_not_generation(generation, dtype=q.dtype, softcap=softcap):
-        raise ValueError(f"attention='flash': {why}; use attention='flex' or 'dense'")
-    unlimited = None if generation == 4 else -1
-    keys_before = unlimited if window is None else window - 1
-    out = kernel(
+    if _flash2 is None:
+        given = {"window": window, "scale": scale, "softcap": softcap, "cu_seqlens_k": cu_seqlens_k}
+        return varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **given)  # type: ignore[arg-type]
+    q, k, v = under_autocast(q, k, v)
+    out: torch.Tensor = _flash2(
         q,
         k,
-        v,
+        padded_values(k, v),
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         max_seqlen_q=max_seqlen,
         max_seqlen_k=max_seqlen,
         softmax_scale=scale,
         causal=True,
-        window_size=(keys_before, 0),  # how many keys a query attends to before and after its own token
+        window_size=(-1 if window is None else window - 1, 0),
         softcap=softcap or 0.0,
     )
-    # Generation 4, and early versions of 3, return a tuple with the scores' logsumexp.
-    attended: torch.Tensor = out if isinstance(out, torch.Tensor) else out[0]
-    return attended
+    return out[..., : v.shape[-1]]

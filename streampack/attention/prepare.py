@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from streampack.attention.dense import dense_mask
-from streampack.attention.flex import flex_mask
-from streampack.attention.mappings import Packed, as_packed
-from streampack.attention.shared import SharedPrefixes
+from streampack.attention.calls import PREPARED
+from streampack.attention.layout import Packed, SharedPrefixes, as_packed
+from streampack.attention.masks import dense_mask, flex_mask
 from streampack.streaming.consumers import model_parallel_warning
 from streampack.validation import require, warn_user
 
@@ -65,8 +66,10 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     may be prepared again; the last call counts.
 
     Args:
-        model: the model, on the device and in the dtype in which it will train. LoRA, activation checkpointing,
-            ``torch.compile`` and FSDP2 may be applied before or after.
+        model: the model, on the device and in the dtype in which it will train, and under autocast if it trains (or is
+            sharded to compute) in another dtype than that of its weights. LoRA, activation checkpointing,
+            ``torch.compile`` and FSDP2 may be applied before or after. A Hugging Face model of which nothing is known
+            is tried when its first inputs are made.
         attention: ``"dense"``, a boolean mask, works anywhere; time and memory grow with ``max_seq_len ** 2``.
             ``"sdpa"``, torchtune's and transformers' name for it, is the same. ``"flex"`` skips blocks of tokens that
             do not attend to one another; it trains on CUDA only (on a CPU, torch has no backward pass for it).
@@ -85,14 +88,11 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     # Wrappers such as PEFT's hide the model, so the first module of either library decides.
     for module in model.modules():
         roots = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
-        if "torchtune" in roots:
-            from streampack.attention.torchtune import prepare as prepare_torchtune
-
-            return prepare_torchtune(model, attention=attention)
-        if "transformers" in roots:
-            from streampack.attention.transformers import prepare as prepare_transformers
-
-            return prepare_transformers(model, attention=attention)
+        if library := next((name for name in ("torchtune", "transformers") if name in roots), None):
+            inputs: Any = import_module(f"streampack.attention.{library}").prepare(model, attention=attention)
+            settings = {"attention": inputs.attention, "refused": inputs.refused}
+            PREPARED[inputs.model] = partial(type(inputs), **settings)
+            return cast(Inputs, inputs)
     raise ValueError(
         f"{type(model).__name__} is not a torchtune or Hugging Face model, so its attention is unknown; "
         "give it the mask of streampack.make_mask(batch), or call streampack.attention.varlen_attention in it"

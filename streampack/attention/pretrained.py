@@ -1,4 +1,11 @@
-"""Hugging Face models: find them inside wrappers, switch their attention function, keep them from making caches."""
+"""All that is private in transformers and must be used, and no other file uses; public names do the rest.
+
+- ``config._attn_implementation``: which attention function a model calls. There is a public function that sets it
+  (``set_attn_implementation``) and none that reads it.
+- ``_supports_sdpa``, ``_supports_flex_attn``, ``_can_set_attn_implementation``: what can be set. Otherwise only the
+  error, or the silence, of setting it would tell, and the model would be changed by then.
+- ``_is_stateful``: whether layers carry a state from token to token. No config says so for all families.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +24,38 @@ def find_pretrained(model: nn.Module) -> Any:
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 
 
+def current_attention(pretrained: Any) -> str:
+    """Return transformers' name of the attention function that a model calls."""
+    name: str = pretrained.config._attn_implementation
+    return name
+
+
 def stock_attention(pretrained: Any) -> str:
     """Return transformers' name of the masked attention: ``sdpa`` or ``eager``, whichever the model uses."""
-    current: str = pretrained.config._attn_implementation
+    current = current_attention(pretrained)
     return current if current in ("sdpa", "eager") else "sdpa" if pretrained._supports_sdpa else "eager"
+
+
+def why_not_settable(pretrained: Any, *, flex: bool) -> str | None:
+    """Return why a model's attention cannot be set to a function of ours, or to flex attention; None if it can."""
+    kind = pretrained.config.get_text_config().model_type
+    if not pretrained._can_set_attn_implementation():
+        return f"{kind} has its attention written into its layers"
+    return (
+        f"transformers has no flex attention for {kind}"
+        if flex and not pretrained._supports_flex_attn
+        else None
+    )
+
+
+def is_stateful(pretrained: Any) -> bool:
+    """Return whether layers of a model carry a state from token to token."""
+    return bool(pretrained._is_stateful)
 
 
 def set_attention(pretrained: Any, name: str) -> None:
     """Set the attention function, without warnings about sub-configs that have no model of their own (dbrx's)."""
-    if pretrained.config._attn_implementation == name:
+    if current_attention(pretrained) == name:
         return
     from transformers.utils import logging
 
@@ -40,7 +70,7 @@ def set_attention(pretrained: Any, name: str) -> None:
 @contextmanager
 def unprepared(pretrained: Any) -> Iterator[None]:
     """Let a prepared model use transformers' own attention within the block."""
-    prepared = pretrained.config._attn_implementation
+    prepared = current_attention(pretrained)
     set_attention(pretrained, stock_attention(pretrained))
     try:
         yield
@@ -49,7 +79,7 @@ def unprepared(pretrained: Any) -> Iterator[None]:
 
 
 def disable_cache(model: nn.Module) -> None:
-    """Let forward passes make no cache unless asked for one; with a cache, transformers ignores packed positions.
+    """Let forward passes make no cache unless asked for one: a packed pass has no use for it.
 
     ``config.use_cache`` is not changed, because it is saved with the model, and generating would be slow without a
     cache.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from streampack.attention.calls import inputs_of, logits_of, native_call
-from streampack.attention.media import media_tokens
+from streampack.attention.families import media_tokens
 from streampack.attention.probe_pack import (
     PROBE_LENGTH,
     first_pack,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from streampack.attention.positions import position_table
+from streampack.attention.families import position_table
 from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.groups import paths_of
 from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,13 +11,13 @@ from torch import nn
 
 from streampack.attention.families import window_of
 from streampack.attention.flash import flash_attention
-from streampack.attention.shared import unfold_keys
-from streampack.attention.varlen import capped_attention, varlen_attention
+from streampack.attention.varlen import Boundaries, capped_attention, varlen_attention
 
 REGISTERED_NAMES = {"varlen": "streampack_varlen", "flash": "streampack_fa"}
 """Names under which the functions are registered. If one contained "flash", transformers would look for packages."""
 
 
+@cache
 def register_functions() -> None:
     """Register the attention functions of varlen and flash with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -26,6 +27,24 @@ def register_functions() -> None:
         AttentionInterface.register(REGISTERED_NAMES[attention], _make_attention_function(kernel, attention))
         # The mask of calls without boundaries, as in generate.
         AttentionMaskInterface.register(REGISTERED_NAMES[attention], sdpa_mask)
+
+
+def keywords_of(boundaries: Boundaries, tokens: torch.Tensor) -> dict[str, Any]:
+    """Return boundaries by the keywords that transformers has for them, as a model's ``forward`` takes them.
+
+    A mask comes along that hides nothing, or transformers would make one of ``max_seq_len ** 2`` for each row. The loss
+    of a router reads it, too, as one of padding.
+    """
+    batch, max_seq_len = tokens.shape
+    mask = torch.ones((), dtype=torch.bool, device=tokens.device).expand(batch, 1, 1, max_seq_len)
+    keywords = {
+        "attention_mask": mask,
+        "cu_seq_lens_q": boundaries.cu_seqlens_q,
+        "cu_seq_lens_k": boundaries.cu_seqlens_k,
+        "max_length_q": boundaries.max_seqlen,
+        "max_length_k": boundaries.max_seqlen,
+    }
+    return keywords if boundaries.keys is None else keywords | {"key_index": boundaries.keys}
 
 
 def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str) -> Callable[..., Any]:
@@ -43,17 +62,21 @@ def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str
         attention_mask: torch.Tensor | None,
         *,
         cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
+        max_length_k: int = 0,
+        key_index: torch.Tensor | None = None,
         **layer_arguments: Any,
     ) -> tuple[torch.Tensor, None]:
-        # `TransformersInputs` passes cu_seqlens as an int32 mask; real masks are bool or float.
-        if attention_mask is not None and attention_mask.dtype == torch.int32:
-            cu_seq_lens_q = attention_mask
-        softcap = layer_arguments.get("softcap")
-        if cu_seq_lens_q is None and softcap is not None:  # which transformers' sdpa attention does not have
-            scale = layer_arguments.get("scaling")
-            out = capped_attention(query, key, value, attention_mask, scale=scale, softcap=softcap)
-            return out.transpose(1, 2).contiguous(), None
-        if cu_seq_lens_q is None:
+        scale, softcap = layer_arguments.get("scaling"), layer_arguments.get("softcap")
+        if cu_seq_lens_q is None or cu_seq_lens_k is None:
+            if attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[2]:
+                raise ValueError(
+                    f"{type(module).__name__} is not given the boundaries of samples (cu_seq_lens_q); use "
+                    "attention='dense' or 'flex'"
+                )
+            if softcap is not None:  # which transformers' sdpa attention does not have
+                out = capped_attention(query, key, value, attention_mask, scale=scale, softcap=softcap)
+                return out.transpose(1, 2).contiguous(), None
             plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, **layer_arguments
             )
@@ -66,22 +89,7 @@ def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str
             window = layer_arguments["sliding_window"]
         else:
             window = window_of(module.config, module.layer_idx)  # type: ignore[arg-type]
-        batch, heads, max_seq_len, _ = query.shape
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        keys = unfold_keys(cu_seq_lens_q) if cu_seq_lens_q.ndim == 4 else None
-        if keys is not None:
-            k, v = k[keys.index], v[keys.index]
-        out = kernel(
-            q,
-            k,
-            v,
-            cu_seqlens=cu_seq_lens_q.flatten() if keys is None else keys.cu_seqlens_q,
-            cu_seqlens_k=None if keys is None else keys.cu_seqlens_k,
-            max_seqlen=max_seq_len,
-            window=window,
-            scale=layer_arguments.get("scaling"),
-            softcap=softcap,
-        )
-        return out.view(batch, max_seq_len, heads, -1), None
+        boundaries = Boundaries(cu_seq_lens_q, cu_seq_lens_k, max_length_k, key_index)
+        return boundaries.attend(kernel, query, key, value, window=window, scale=scale, softcap=softcap), None
 
     return attend

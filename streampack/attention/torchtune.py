@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
 
-from streampack.attention.backends import auto_backends, why_not_backend
-from streampack.attention.calls import PREPARED
-from streampack.attention.dense import dense_mask
+from streampack.attention.backends import auto_backends, compute_dtype, why_not_backend
 from streampack.attention.flash import flash_attention
-from streampack.attention.flex import flex_attention_of, flex_mask
-from streampack.attention.mappings import as_packed
-from streampack.attention.shared import SharedKeys, SharedPrefixes
-from streampack.attention.varlen import cu_seqlens_of, varlen_attention
+from streampack.attention.layout import SharedPrefixes, as_packed
+from streampack.attention.masks import dense_mask, flex_attention_of, flex_mask
+from streampack.attention.varlen import Boundaries, varlen_attention
 from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
 
-    from streampack.attention.mappings import Packed
+    from streampack.attention.layout import Packed
 
 Attention: TypeAlias = Any  # torchtune's MultiHeadAttention or Gemma2Attention, which are untyped
 
@@ -37,32 +34,23 @@ _WITH_CACHE = (
 class Sequences:
     """The boundaries of a batch's sequences, given to torchtune's attention in place of a mask.
 
-    Holds ``cu_seqlens`` for a kernel that needs no mask, or block masks for flex attention. torchtune passes the object
-    on unchanged, and ``torch.compile`` traces through it. It is a plain class because a NamedTuple made
-    ``torch.compile`` build 10 graphs for 6 packs.
+    torchtune passes the object on unchanged, and ``torch.compile`` traces through it. It is a plain class because a
+    NamedTuple made ``torch.compile`` build 10 graphs for 6 packs.
     """
 
     def __init__(self, batch: Packed, *, attention: str, windows: Iterable[int | None]) -> None:
-        size = batch.tokens.shape[1]
-        self.max_seq_len = size
-        self.keys: SharedKeys | None = None  # with shared prefixes: the keys of each sequence
-        shared = SharedPrefixes.of(batch)
-        # A mask for each window that the model's layers have; None with other backends than flex.
+        # For flex: a mask for each window that the model's layers have.
         self.block_masks = None
         if attention == "flex":
+            shared = SharedPrefixes.of(batch)
             visible = None if shared is None else shared.visible()
+            size, positions = batch.tokens.shape[1], batch.input_pos
             self.block_masks = {
-                w: flex_mask(
-                    batch.seq_lens, max_seq_len=size, window=w, visible=visible, positions=batch.input_pos
-                )
+                w: flex_mask(batch.seq_lens, max_seq_len=size, window=w, visible=visible, positions=positions)
                 for w in windows
             }
         else:
-            if shared is not None:
-                self.keys = shared.keys()
-                self.cu_seqlens = self.keys.cu_seqlens_q
-            else:
-                self.cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
+            self.boundaries = Boundaries.of(batch)
             self.kernel = varlen_attention if attention == "varlen" else flash_attention
 
     def __getitem__(self, _: Any) -> Any:
@@ -84,34 +72,24 @@ class Sequences:
     ) -> torch.Tensor:
         """Compute causal attention within each sequence, ``[batch, heads, max_seq_len, head_dim]``."""
         if self.block_masks is not None:
-            return flex_attention_of(
-                q, k, v, block_mask=self.block_masks[window], scale=scale, softcap=softcap
-            )
-        flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        if self.keys is not None:
-            flat_k, flat_v = flat_k[self.keys.index], flat_v[self.keys.index]
-        out = self.kernel(
-            flat_q,
-            flat_k,
-            flat_v,
-            cu_seqlens=self.cu_seqlens,
-            cu_seqlens_k=None if self.keys is None else self.keys.cu_seqlens_k,
-            max_seqlen=self.max_seq_len,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-        )
-        return out.view(len(q), self.max_seq_len, -1, q.shape[-1]).transpose(1, 2)
+            mask = self.block_masks[window]
+            return flex_attention_of(q, k, v, block_mask=mask, scale=scale, softcap=softcap)
+        settings = {"window": window, "scale": scale, "softcap": softcap}
+        return self.boundaries.attend(self.kernel, q, k, v, **settings).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class TorchtuneInputs:
     """Makes the arguments of ``TransformerDecoder.forward`` for a packed batch."""
 
-    attention: str
-    windows: frozenset[int | None]
     model: TransformerDecoder  # without its wrappers
+    attention: str
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def windows(self) -> frozenset[int | None]:
+        """The sliding windows of the model's layers, in tokens."""
+        return frozenset(getattr(module, "sliding_window_size", None) for module in _attentions(self.model))
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``mask`` and ``input_pos``.
@@ -121,17 +99,17 @@ class TorchtuneInputs:
                 CPU), or it has key-value caches, which would mix batches.
         """
         batch = as_packed(batch)
-        self.require_length(batch.tokens.shape[1])
+        size = batch.tokens.shape[1]
+        self.require_length(size)
         require_token_ids(batch.tokens, self.model.tok_embeddings.num_embeddings)
         if self.model.caches_are_enabled():
             raise ValueError(_WITH_CACHE.format("the model"))
         mask: torch.Tensor | Sequences
         if self.attention == "dense":
-            size, shared = batch.tokens.shape[1], SharedPrefixes.of(batch)
+            shared = SharedPrefixes.of(batch)
             if shared is not None and (why := self.why_not_shared(size)):
                 raise ValueError(f"the batch has shared prefixes, and {why}")
-            visible = None if shared is None else shared.visible()
-            mask = dense_mask(batch.seq_lens, max_seq_len=size, visible=visible)
+            mask = dense_mask(batch.seq_lens, max_seq_len=size, visible=None if shared is None else shared.visible())
         else:
             mask = Sequences(batch, attention=self.attention, windows=self.windows)
         return {"tokens": batch.tokens, "mask": mask, "input_pos": batch.input_pos}
@@ -172,24 +150,17 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
     decoder = _decoder(model)
     attentions = _attentions(decoder)
     parameter = next(model.parameters())
-    why_not = partial(_why_not_backend, attentions=attentions, device=parameter.device, dtype=parameter.dtype)
-    refused = {}
-    if attention == "auto":
-        for attention in auto_backends(parameter.device):
-            if (why := why_not(attention)) is None:
-                break
-            refused[attention] = why
-    elif why := why_not(attention):
-        raise ValueError(f"attention={attention!r} cannot compute this model: {why}; use attention='auto'")
-    for module in attentions:
-        _patch(module)
-    PREPARED[decoder] = partial(_make_inputs, attention, refused)
-    return _make_inputs(attention, refused, decoder)
-
-
-def _make_inputs(attention: str, refused: Mapping[str, str], decoder: TransformerDecoder) -> TorchtuneInputs:
-    windows = frozenset(getattr(module, "sliding_window_size", None) for module in _attentions(decoder))
-    return TorchtuneInputs(attention, windows, decoder, refused)
+    refused: dict[str, str] = {}
+    for backend in auto_backends(parameter.device) if attention == "auto" else (attention,):
+        if why := _why_not_backend(backend, attentions=attentions, parameter=parameter):
+            refused[backend] = why
+            continue
+        for module in attentions:
+            _patch(module)
+        return TorchtuneInputs(decoder, backend, refused)
+    raise ValueError(
+        f"attention={attention!r} cannot compute this model: {refused[attention]}; use attention='auto'"
+    )
 
 
 def _decoder(model: nn.Module) -> TransformerDecoder:
@@ -255,9 +226,7 @@ def _is_known(attention: Attention) -> bool:
     return getattr(attention.forward, "__func__", None) in known
 
 
-def _why_not_backend(
-    attention: str, *, attentions: list[Attention], device: torch.device, dtype: torch.dtype
-) -> str | None:
+def _why_not_backend(attention: str, *, attentions: list[Attention], parameter: torch.Tensor) -> str | None:
     """Return why a backend cannot compute these attentions, or None if it can."""
     if attention == "dense":
         return None
@@ -268,7 +237,11 @@ def _why_not_backend(
     softcaps = [getattr(module, "softcapping", None) for module in attentions]
     softcap = next((cap for cap in softcaps if cap is not None), None)
     return why_not_backend(
-        attention, device=device, dtype=dtype, head_dim=attentions[0].head_dim, softcap=softcap
+        attention,
+        device=parameter.device,
+        dtype=compute_dtype(parameter.device, parameter.dtype),
+        head_dim=attentions[0].head_dim,
+        softcap=softcap,
     )
 
 

@@ -1,11 +1,7 @@
 """Hugging Face models on packed batches: prepare the model once, make the arguments of each forward pass.
 
-Samples are kept apart in one of three ways:
-
-- ``dense`` and ``flex``: transformers makes a packed mask where ``position_ids`` restart, provided that the call has
-  neither a cache nor an ``attention_mask``.
-- ``dense`` and ``flex``, families that ignore ``position_ids``: the inputs hold masks, one for each type of layer.
-- ``varlen`` and ``flash``: an attention function registered with transformers gets the boundaries in place of a mask.
+There is one way for each backend. ``dense`` and ``flex`` get finished masks, one for each type of layer. ``varlen`` and
+``flash`` are attention functions of ours, which get boundaries by transformers' own keywords.
 """
 
 from __future__ import annotations
@@ -13,126 +9,135 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
-from streampack.attention.backends import auto_backends, why_not_backend
-from streampack.attention.calls import PREPARED
-from streampack.attention.families import (
-    IGNORE_POSITIONS,
-    PROVEN,
-    longest_pack,
-    longest_sample,
-    why_not_family,
-    why_not_packable,
-)
-from streampack.attention.mappings import as_packed, labels_of, positions_of
-from streampack.attention.media import media_tokens, position_axes, require_text, require_text_columns
+from streampack.attention import families
+from streampack.attention.backends import auto_backends, compute_dtype, why_not_backend
+from streampack.attention.layout import SharedPrefixes, as_packed, labels_of, positions_of
+from streampack.attention.masks import dense_mask, flex_mask
 from streampack.attention.mixer_tables import find_mixers
 from streampack.attention.mixers import LENGTHS, split_mixers
-from streampack.attention.positions import position_table
-from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
-from streampack.attention.registered import REGISTERED_NAMES, register_functions
-from streampack.attention.shared import SharedPrefixes, fold_keys
-from streampack.attention.shared_masks import shared_masks
+from streampack.attention.pretrained import (
+    current_attention,
+    disable_cache,
+    find_pretrained,
+    is_stateful,
+    set_attention,
+    stock_attention,
+    why_not_settable,
+)
+from streampack.attention.registered import REGISTERED_NAMES, keywords_of, register_functions
 from streampack.attention.tried import why_mixed
-from streampack.attention.varlen import cu_seqlens_of
+from streampack.attention.varlen import Boundaries
 from streampack.packing.batch import Batch
+from streampack.packing.groups import path_starts
 from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
-    from streampack.attention.mappings import Packed
+    from streampack.attention.layout import Packed
 
 BACKENDS = ("dense", "flex", *REGISTERED_NAMES)
 
 KNOWN_LIBRARIES = frozenset(
     {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel"}
 )
-"""Where the modules of a proven family may be from. A module from elsewhere may mix samples, so the model is probed."""
+"""Where the modules of a known family may be from. A module from elsewhere may mix samples, so the model is tried."""
+
+_MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features")
+_TEXT_ONLY = "packs hold text only; leave such samples out, or train on padded batches, one sample a row"
+
+_TRIED: WeakSet[nn.Module] = WeakSet()  # models that were tried with the inputs that they were given first
+
+Mask = torch.Tensor | BlockMask | None
 
 
 @dataclass(frozen=True)
 class TransformersInputs:
     """Makes the forward arguments of a prepared model for a packed batch: ``model(**inputs(batch))``."""
 
-    attention: str  # "dense", "flex", "varlen" or "flash"
     model: Any  # the PreTrainedModel, without its wrappers
-    num_positions: int | None = None  # length of the model's table of positions; None if it has no table
+    attention: str  # "dense", "flex", "varlen" or "flash"
     refused: Mapping[str, str] = field(default_factory=dict)
-    masks: bool = False  # whether the inputs hold masks, because the model makes its own without positions
-    split: bool = False  # whether it has mixers, which must know the lengths of sequences
-    takes_positions: bool = True
-    axes: int | None = (
-        None  # of positions (mRoPE), where transformers makes masks from them; None if a number will do
-    )
-    media: tuple[int, ...] = ()  # token ids that stand for images, video or sound
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.
 
-        Positions are computed from ``seq_lens``, also if a dict has ``position_ids``. transformers finds boundaries
-        where positions do not increase by 1, so it depends on positions that begin at 0 in every sequence: a dict's
-        sequence that begins at position 1 behind one of a single token (position 0) would be taken for its
-        continuation.
-
-        Where transformers makes masks from the positions of a model that has several axes of them (mRoPE), positions
-        are ``[1 + axes, batch, max_seq_len]``, the first row for masks; all rows are equal, as text has them.
+        Positions are computed from ``seq_lens``, also if a dict has ``position_ids``.
 
         Raises:
             ValueError: if packs are too long for the model, the batch has anything but text or, on the CPU, ids that
-                the model does not have, a dict does not say where its samples begin (see `as_packed`), or the model's
-                attention was changed.
+                the model does not have, a dict does not say where its samples begin (see `as_packed`), the model's
+                attention was changed, or a model of which nothing is known mixes samples.
         """
         if isinstance(batch, Mapping):
-            require_text_columns(batch)
+            if found := [name for name in _MEDIA if name in batch]:
+                raise ValueError(f"the batch has {found[0]!r}, and {_TEXT_ONLY}")
             packed = as_packed(batch)
-            labels = labels_of(batch, packed)
-            return self(packed) if labels is None else self(packed) | {"labels": labels}
-        config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
+            return self(packed) | labels_of(batch, packed)
         self._require_prepared()
+        self._try_once()
+        max_seq_len = batch.tokens.shape[1]
         self.require_length(max_seq_len)
-        require_token_ids(batch.tokens, self._count_embeddings(config))
-        if self.media:
-            require_text(batch.tokens, self.media)
+        self.require_tokens(batch.tokens)
         shared = SharedPrefixes.of(batch)
-        positions = batch.input_pos if shared else positions_of(batch.seq_lens, max_seq_len=max_seq_len)
-        if (limit := longest_sample(config, self.attention)) is not None:
-            if (longest := _longest_sample(batch, positions)) > limit[0]:
-                raise ValueError(
-                    f"a sample has {longest} tokens, but a packed {config.model_type} model with this config takes "
-                    f"samples of up to {limit[0]}: {limit[1]}; leave longer ones out, or set max_seq_len={limit[0]}"
-                )
-            positions = positions % limit[0]  # of padding, which may be longer than any sample
-        inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
-        if self.takes_positions:
-            rows = () if self.axes is None else (1 + self.axes,)
-            inputs["position_ids"] = positions.expand(*rows, *positions.shape)
         if shared and (why := self.why_not_shared(max_seq_len)):
             raise ValueError(f"the batch has shared prefixes, and {why}")
-        if self.split:
+        positions = batch.input_pos if shared else positions_of(batch.seq_lens, max_seq_len=max_seq_len)
+        inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
+        if self._takes_positions:
+            inputs["position_ids"] = self._limited(batch, positions)
+        if self._mixers:
             inputs[LENGTHS] = batch.seq_lens
         if self.attention in REGISTERED_NAMES:
-            cu_seqlens = (
-                fold_keys(shared.keys()) if shared else cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
-            )
-            # The loss of a router would take an attention_mask for a mask of tokens, so the boundaries go elsewhere.
-            if getattr(config, "output_router_logits", False):
-                return inputs | {"cu_seq_lens_q": cu_seqlens}
-            # As a tensor of 4 dimensions they look like a finished mask, which every family hands to its attention
-            # function. Some families (stablelm) do not hand on keyword arguments such as cu_seq_lens_q.
-            if shared:
-                return inputs | {"attention_mask": cu_seqlens}
-            cu_seqlens = cu_seqlens[None, None, None]
-            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 3)  # without it, torch.compile makes two graphs
-            return inputs | {"attention_mask": cu_seqlens}
-        if shared:
-            inputs["attention_mask"] = shared_masks(self.model, batch, shared, attention=self.attention)
-        elif self.masks:
-            inputs["attention_mask"] = self._make_masks(config, positions)
+            return inputs | keywords_of(Boundaries.of(batch), batch.tokens)
+        if not families.takes_no_masks(self._config):  # else transformers makes them where positions restart
+            inputs["attention_mask"] = self._masks(batch, positions, shared)
         return inputs
+
+    @property
+    def _config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @cached_property
+    def _takes_positions(self) -> bool:
+        return "position_ids" in inspect.signature(self.model.forward).parameters
+
+    @cached_property
+    def _longest_pack(self) -> tuple[int, str] | None:
+        return families.longest_pack(self.model, self._config)
+
+    @cached_property
+    def _mixers(self) -> list[nn.Module]:
+        return find_mixers(self.model)
+
+    @cached_property
+    def _media_tokens(self) -> tuple[int, ...]:
+        return families.media_tokens(self.model)
+
+    def require_tokens(self, tokens: torch.Tensor) -> None:
+        """Check ids that are on the CPU: a number from another device would hold up the host.
+
+        Raises:
+            ValueError: if the model has no embedding for one, or one stands for an image, video or sound.
+        """
+        try:  # moshi has one more than its config says
+            size = int(max(self._config.vocab_size, self.model.get_input_embeddings().num_embeddings))
+        except (NotImplementedError, AttributeError):  # its embeddings are hidden, or have no such number
+            size = int(self._config.vocab_size)
+        require_token_ids(tokens, size)
+        if self._media_tokens and tokens.device.type == "cpu":
+            found = tokens[torch.isin(tokens, torch.tensor(self._media_tokens))]
+            if len(found):
+                raise ValueError(
+                    f"the batch has the token {int(found[0])}, which stands for an image, video or sound, and "
+                    + _TEXT_ONLY
+                )
 
     def require_length(self, max_seq_len: int) -> None:
         """Check that packs are not longer than the model's table of positions, nor too long to keep samples apart.
@@ -140,25 +145,89 @@ class TransformersInputs:
         Raises:
             ValueError: if they are.
         """
-        config = self.model.config.get_text_config()
-        if self.num_positions is not None and max_seq_len > self.num_positions:
-            raise ValueError(
-                f"max_seq_len is {max_seq_len}, and this {config.model_type} model has {self.num_positions} "
-                f"positions; set max_seq_len={self.num_positions} or less"
-            )
-        limit = longest_pack(config)
+        limit = self._longest_pack
         if limit is not None and max_seq_len > limit[0]:
-            raise ValueError(
-                f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
-                f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
-            )
+            raise ValueError(f"max_seq_len is {max_seq_len}, {limit[1]}; set max_seq_len={limit[0]} or less")
 
-    def _count_embeddings(self, config: Any) -> int:
-        """Return how many ids the model has; moshi has one more than its config says."""
-        try:
-            return int(max(config.vocab_size, self.model.get_input_embeddings().num_embeddings))
-        except (NotImplementedError, AttributeError):  # its embeddings are hidden, or have no such number
-            return int(config.vocab_size)
+    def why_not_shared(self, max_seq_len: int) -> str | None:
+        """Return why the model cannot take packs with shared prefixes, or None if it can."""
+        if self._mixers:
+            return (
+                f"{self._config.model_type} has layers that run one sequence at a time, which cannot share one; set "
+                "share_prefix=False in the encoder"
+            )
+        if self.attention not in REGISTERED_NAMES and families.takes_no_masks(self._config):
+            return (
+                "they need masks that a router's loss (output_router_logits) cannot read; use attention='varlen', or "
+                "share_prefix=False"
+            )
+        return None
+
+    def _limited(self, batch: Packed, positions: torch.Tensor) -> torch.Tensor:
+        """Return positions of which none is beyond the model's longest sample; padding may be longer than that."""
+        limit = families.longest_sample(self._config, self.attention)
+        if limit is None:
+            return positions
+        if isinstance(batch, Batch):
+            parents = [()] * len(batch.fragments) if batch.groups is None else batch.groups.parents
+            longest = 0
+            for fragments, path in zip(batch.fragments, parents, strict=True):
+                lengths = [fragment.length for fragment in fragments]
+                starts = path_starts(lengths, path or [-1] * len(lengths))
+                longest = max(longest, *map(sum, zip(starts, lengths, strict=True)), 0)
+        else:
+            longest = int(positions.max()) + 1
+        if longest > limit[0]:
+            raise ValueError(
+                f"a sample has {longest} tokens, but a packed {self._config.model_type} model with this config takes "
+                f"samples of up to {limit[0]}: {limit[1]}; leave longer ones out, or set max_seq_len={limit[0]}"
+            )
+        return positions % limit[0]
+
+    def _masks(
+        self, batch: Packed, positions: torch.Tensor, shared: SharedPrefixes | None
+    ) -> Mask | dict[str, Mask]:
+        """Return the ``attention_mask`` of the model: a mask, or one for each type of layer if its config names types.
+
+        Windows and chunks are counted by positions, because other answers may lie between a token and its prefix.
+        """
+        seq_lens, size = batch.seq_lens, batch.tokens.shape[1]
+        visible = None if shared is None else shared.visible()
+        made: dict[tuple[int | None, int | None], Mask] = {}
+
+        def mask(kind: str | None) -> Mask:
+            window, chunk = limits = families.limits_of(self._config, kind)
+            if kind in families.RECURRENT_LAYERS:
+                return None
+            if limits not in made:
+                make = flex_mask if self.attention == "flex" else dense_mask
+                allowed = make(
+                    seq_lens,
+                    max_seq_len=size,
+                    window=window,
+                    chunk=chunk,
+                    visible=visible,
+                    positions=positions,
+                )
+                made[limits] = self._as_stock(allowed) if isinstance(allowed, torch.Tensor) else allowed
+            return made[limits]
+
+        kinds = {*(getattr(self._config, "layer_types", None) or ())}
+        if not kinds:
+            return mask(None)
+        if kinds <= families.RECURRENT_LAYERS:
+            return None
+        # Some look for types of their own beside those that their config names.
+        return {kind: mask(kind) for kind in sorted(kinds | {"full_attention", "sliding_attention"})} | (
+            dict.fromkeys(families.RECURRENT_LAYERS)
+        )
+
+    def _as_stock(self, allowed: torch.Tensor) -> torch.Tensor:
+        """Return a boolean mask ``[batch, query, key]`` as sdpa takes it, or as numbers to be added to scores."""
+        if stock_attention(self.model) == "sdpa":
+            return allowed[:, None]
+        added = torch.zeros(allowed.shape, dtype=self.model.dtype, device=allowed.device)
+        return added.masked_fill_(~allowed, torch.finfo(self.model.dtype).min)[:, None]
 
     def _require_prepared(self) -> None:
         """Check that nobody has switched the model's attention since it was prepared.
@@ -166,60 +235,35 @@ class TransformersInputs:
         Raises:
             ValueError: if somebody has.
         """
-        prepared = REGISTERED_NAMES.get(self.attention, "flex_attention")
-        if self.attention == "dense":
-            prepared = stock_attention(self.model)
-        if (now := self.model.config._attn_implementation) != prepared:
+        if (now := current_attention(self.model)) != _implementation_name(self.model, self.attention):
             raise ValueError(
                 f"the model was prepared with attention={self.attention!r}, and its attention was changed to {now!r} "
                 "since; call prepare_model_for_packing again, and use the inputs that it returns"
             )
 
-    def why_not_shared(self, max_seq_len: int) -> str | None:
-        """Return why the model cannot take packs with shared prefixes, or None if it can."""
-        config = self.model.config.get_text_config()
-        if self.split:
-            return (
-                f"{config.model_type} has layers that run one sequence at a time, which cannot share one; set "
-                "share_prefix=False in the encoder"
+    def _try_once(self) -> None:
+        """Try a model of which nothing is known, on the device and in the dtype in which it trains.
+
+        Raises:
+            ValueError: if it mixes samples.
+        """
+        if self.model in _TRIED:
+            return
+        _TRIED.add(self.model)
+        if _is_known(self.model) and not self._mixers:
+            return
+        if why := why_mixed(self.model, self, self._mixers):
+            _TRIED.discard(self.model)
+            raise ValueError(
+                f"nothing is known of {self._config.model_type} with attention={self.attention!r}, and it failed a "
+                f"try: {why}; use another attention, or padded batches, one sample a row"
             )
-        if self.attention in REGISTERED_NAMES:
-            return None
-        if getattr(config, "output_router_logits", False):
-            return (
-                "they need masks that a router's loss (output_router_logits) cannot read; use attention='varlen', or "
-                "share_prefix=False"
-            )
-        if self.attention == "flex" and getattr(config, "attention_chunk_size", None) is not None:
-            return "flex attention cuts no chunks in them; use attention='dense', or share_prefix=False"
-        return None
-
-    def _make_masks(self, config: Any, positions: torch.Tensor) -> Any:
-        """Make the masks that transformers would make if the model passed on its positions."""
-        from transformers.masking_utils import create_masks_for_generate
-
-        # transformers reads only shape, dtype and device of the embeddings.
-        embeddings = torch.empty(*positions.shape, 0, dtype=self.model.dtype, device=positions.device)
-        return create_masks_for_generate(config, embeddings, None, None, positions)
-
-
-def _longest_sample(batch: Packed, positions: torch.Tensor) -> int:
-    """Return the tokens of the longest sample, those that it continues included; padding counts only in dicts.
-
-    One number is copied from the device, as dynamic RoPE does.
-    """
-    if isinstance(batch, Batch):
-        real = [[sum(fragment.length for fragment in pack)] for pack in batch.fragments]
-        size, device = batch.tokens.shape[1], positions.device
-        positions = positions * (torch.arange(size, device=device) < torch.tensor(real, device=device))
-    return int(positions.max()) + 1
 
 
 def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
     """Set the attention of a causal language model, bare or wrapped, and return its inputs.
 
-    The model must have its weights, because a family without a test is probed with `find_leaks`. See
-    `prepare_model_for_packing`.
+    See `prepare_model_for_packing`.
 
     Raises:
         ValueError: if samples would see one another in this model, or it lacks this kind of attention; the message has
@@ -233,108 +277,69 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
         )
     config = inner.config.get_text_config()
     mixers = find_mixers(inner)
-    stateful = bool(inner._is_stateful)
-    if why := why_not_packable(config, stateful=stateful, split=bool(mixers)) or _why_not_with_prompts(model):
+    why = families.why_not_packable(config, stateful=is_stateful(inner), split=bool(mixers))
+    if {module.is_causal for module in inner.modules() if hasattr(module, "is_causal")} == {False}:
+        why = why or (
+            f"{config.model_type} attends to tokens ahead (is_causal=False), and a pack's masks hide them; use padded "
+            "batches, one sample a row"
+        )
+    if why := why or _why_not_with_prompts(model):
         raise ValueError(f"this model cannot be packed: {why}")
-    if mixers:
-        split_mixers(inner, mixers)
-    before = inner.config._attn_implementation
-    reasons: dict[str, str] = {}
-    for backend in auto_backends(inner.device) if attention == "auto" else (attention,):
-        if why := _why_not_backend(inner, backend):
-            reasons[backend] = why
+    wanted = auto_backends(inner.device) if attention == "auto" else (attention,)
+    reasons = {backend: _why_not_backend(inner, backend) for backend in BACKENDS if backend != "flash"}
+    refused = {}
+    for backend in wanted:
+        why = _why_not_backend(inner, backend)
+        if attention == "auto" and backend in REGISTERED_NAMES and not _is_known(inner):
+            why = why or f"nothing is known of {config.model_type}, and masks do for more families"
+        if why is not None:
+            refused[backend] = why
             continue
+        if mixers:
+            split_mixers(inner, mixers)
+        register_functions()
         set_attention(inner, _implementation_name(inner, backend))
-        for masks in _ways(inner, backend):
-            inputs = _make_inputs(backend, reasons, masks, inner)
-            why = None if _is_proven(inner, config) else why_mixed(model, inputs, mixers)
-            if why is None:
-                disable_cache(inner)
-                PREPARED[inner] = partial(_make_inputs, backend, reasons, masks)
-                return inputs
-            reasons.setdefault(
-                backend, f"nothing is known of {config.model_type}, and it failed a try: {why}"
-            )
-        set_attention(inner, before)
-    ahead = {module.is_causal for module in inner.modules() if hasattr(module, "is_causal")} == {False}
-    others = [
-        repr(backend)
-        for backend in ("dense", "flex", "varlen")
-        if backend not in reasons and _why_not_backend(inner, backend) is None and not ahead
-    ]
-    both_ways = (
-        f"{config.model_type} attends to tokens ahead (is_causal=False), and a pack's masks hide them; "
-    )
+        disable_cache(inner)
+        _TRIED.discard(inner)
+        return TransformersInputs(inner, backend, refused)
+    others = [repr(backend) for backend, why in reasons.items() if why is None]
     raise ValueError(
-        both_ways * ahead
-        + "; ".join(f"attention={backend!r} will not do: {why}" for backend, why in reasons.items())
+        "; ".join(f"attention={backend!r} will not do: {why}" for backend, why in refused.items())
         + f"; use {' or '.join(others) or 'padded batches, one sample a row'}"
     )
 
 
-def _is_proven(inner: nn.Module, config: Any) -> bool:
+def _is_known(inner: nn.Module) -> bool:
     """Return whether a test has shown that a model's family can be packed, and it has no modules of somebody else's."""
     roots = {type(module).__module__.partition(".")[0] for module in inner.modules()}
-    return config.model_type in PROVEN and roots <= KNOWN_LIBRARIES and not find_mixers(inner)
-
-
-def _ways(inner: Any, attention: str) -> tuple[bool, ...]:
-    """Return whether masks should be given to a model, best first: most families make them from positions."""
-    config = inner.config.get_text_config()
-    if attention in REGISTERED_NAMES or getattr(config, "alibi", False):
-        return (False,)
-    if config.model_type in IGNORE_POSITIONS:
-        return (True,)
-    return (False,) if _is_proven(inner, config) else (False, True)
-
-
-def _make_inputs(
-    attention: str, refused: Mapping[str, str], masks: bool, inner: nn.Module
-) -> TransformersInputs:
-    return TransformersInputs(
-        attention,
-        inner,
-        num_positions=position_table(inner),
-        refused=refused,
-        masks=masks,
-        split=bool(find_mixers(inner)),
-        takes_positions="position_ids" in inspect.signature(inner.forward).parameters,
-        axes=None if masks or attention in REGISTERED_NAMES else position_axes(inner),
-        media=media_tokens(inner),
-    )
+    kind = inner.config.get_text_config().model_type  # type: ignore[union-attr, operator]
+    return kind in families.KNOWN and roots <= KNOWN_LIBRARIES
 
 
 def _why_not_backend(inner: Any, attention: str) -> str | None:
     """Return why this model cannot use a backend on its device, or None if it can."""
     config = inner.config.get_text_config()
-    routed = getattr(config, "output_router_logits", False)
-    if routed and config.model_type in IGNORE_POSITIONS and attention not in REGISTERED_NAMES:
-        return f"{config.model_type} needs packed masks, which its router's loss (output_router_logits) cannot read"
-    if attention == "dense":
-        return None
-    if not inner._can_set_attn_implementation():
-        return f"{config.model_type} has its attention written into its layers"
-    if attention == "flex" and not inner._supports_flex_attn:
-        return f"transformers has no flex attention for {config.model_type}"
-    if inner.device.type == "cuda" or attention == "flash":
-        why = why_not_backend(
-            attention,
-            device=inner.device,
-            dtype=inner.dtype,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            softcap=getattr(config, "attn_logit_softcapping", None),
-        )
+    if attention != "dense":
+        why = why_not_settable(inner, flex=attention == "flex")
+        if why is None and (inner.device.type == "cuda" or attention == "flash"):
+            why = why_not_backend(
+                attention,
+                device=inner.device,
+                dtype=compute_dtype(inner.device, inner.dtype),
+                head_dim=families.head_dim_of(config),
+                softcap=getattr(config, "attn_logit_softcapping", None),
+            )
         if why:
             return why
-    return why_not_family(config, attention)
+    sinks = any(name.endswith("sinks") for name, _ in inner.named_parameters())
+    return families.why_not_family(config, attention, sinks=sinks)
 
 
 def _implementation_name(inner: Any, attention: str) -> str:
     """Return transformers' name of a backend; for dense sdpa or eager, whichever the model was loaded with."""
-    if attention in REGISTERED_NAMES:
-        register_functions()
-        return REGISTERED_NAMES[attention]
-    return "flex_attention" if attention == "flex" else stock_attention(inner)
+    if attention == "dense":
+        return stock_attention(inner)
+    return REGISTERED_NAMES.get(attention, "flex_attention")
 
 
 def _why_not_with_prompts(model: nn.Module) -> str | None:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
+
+from streampack.attention.layout import Packed, SharedPrefixes
+from streampack.packing.batch import Batch
 
 # On a CPU, attention with a sliding window or a softcap is computed for this many queries at a time. That bounds the
 # memory for scores: 512 queries of 32 heads over 8,192 keys take 0.5 GiB in fp32, and 8,192 queries would take 8 GiB.
@@ -23,14 +28,70 @@ _varlen_kernel: Callable[..., torch.Tensor] = varlen_attn  # type: ignore[assign
 _GQA_ARGUMENT = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def cu_seqlens_of(
-    seq_lens: torch.Tensor, *, max_seq_len: int, max_segments: int | None = None
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Boundaries:
+    """The sequences of a batch, its packs laid end to end, as kernels without a mask take them."""
+
+    cu_seqlens_q: torch.Tensor  # [sequences + 1] int32
+    cu_seqlens_k: (
+        torch.Tensor
+    )  # [sequences + 1] int32: with shared prefixes, a sequence has more keys than queries
+    max_seqlen: int  # no sequence has more keys
+    keys: torch.Tensor | None  # [keys] int32: the tokens that are the keys; None: all tokens
+
+    @classmethod
+    def of(cls, batch: Packed) -> Boundaries:
+        """Return the boundaries of a batch; nothing is copied to the host."""
+        size = batch.tokens.shape[1]
+        if (shared := SharedPrefixes.of(batch)) is not None:
+            queries, keys, index, longest = shared.keys()
+            return cls(queries, keys, _bound(longest, size), index)
+        cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
+        longest = size
+        if isinstance(batch, Batch):  # of a dict, the host knows no lengths
+            packs = [[fragment.length for fragment in pack] for pack in batch.fragments]
+            longest = max(max(*lengths, size - sum(lengths), 0) for lengths in packs)
+        return cls(cu_seqlens, cu_seqlens, _bound(longest, size), None)
+
+    def attend(
+        self,
+        kernel: Callable[..., torch.Tensor],
+        q: torch.Tensor,  # [batch, heads, max_seq_len, head_dim]
+        k: torch.Tensor,  # [batch, kv_heads, max_seq_len, head_dim]
+        v: torch.Tensor,
+        **settings: Any,  # window, scale, softcap
+    ) -> torch.Tensor:
+        """Compute causal attention within each sequence, ``[batch, max_seq_len, heads, head_dim]``."""
+        flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        if self.keys is not None:
+            flat_k, flat_v = flat_k.index_select(0, self.keys), flat_v.index_select(0, self.keys)
+        out = kernel(
+            flat_q,
+            flat_k,
+            flat_v,
+            cu_seqlens=self.cu_seqlens_q,
+            cu_seqlens_k=None if self.keys is None else self.cu_seqlens_k,
+            max_seqlen=self.max_seqlen,
+            **settings,
+        )
+        return out.view(len(q), q.shape[2], *out.shape[1:])
+
+
+def _bound(longest: int, size: int) -> int:
+    """Return the next power of two, of which there are few: compiled code is compiled again for another number.
+
+    Kernels start a block of threads for every 128 tokens up to the bound, in each sequence, and most of them would end
+    at once if it were the length of the pack.
+    """
+    return min(size, 1 << max(longest - 1, 127).bit_length())
+
+
+def cu_seqlens_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
     """Return the cumulative sequence lengths of a batch, all packs laid end to end.
 
-    Every pack has the same number of entries; those that it does not need are empty sequences at its end. The
-    sequences cover all tokens, padding too, because kernels leave the output of other tokens uninitialised. Nothing is
-    copied to the host.
+    Every pack has ``segments + 1`` entries; those that it does not need are empty sequences at its end. The sequences
+    cover all tokens, padding too, because kernels leave the output of other tokens uninitialised. Nothing is copied to
+    the host.
 
     >>> cu_seqlens_of(torch.tensor([[3, 2, 1], [4, 2, 0]]), max_seq_len=6).tolist()
     [0, 3, 5, 6, 6, 10, 12, 12, 12]
@@ -38,30 +99,17 @@ def cu_seqlens_of(
     Args:
         seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be left out.
         max_seq_len: the length of a pack.
-        max_segments: the most segments that a pack can have, padding included (``max_seqs_per_pack + 1``). The result
-            then has the same length for every batch, which CUDA graphs need. With None the length depends on the
-            batch, and it is marked as dynamic so that ``torch.compile`` does not compile again for another length.
 
     Returns:
-        ``[batch * max_segments + 1]`` int32 on the device of ``seq_lens``; with None, ``max_segments`` is
-        ``segments + 1``.
-
-    Raises:
-        ValueError: if ``seq_lens`` has more than ``max_segments`` columns.
+        ``[batch * (segments + 1) + 1]`` int32 on the device of ``seq_lens``, whose length is marked as dynamic, so that
+        ``torch.compile`` does not compile again for another.
     """
     batch, segments = seq_lens.shape
-    if max_segments is not None and segments > max_segments:
-        raise ValueError(
-            f"a pack has {segments} segments, max_segments={max_segments}; raise max_segments, or leave it out"
-        )
-    columns = max_segments or segments + 1
-    ends = torch.full((batch, columns), max_seq_len, dtype=torch.int32, device=seq_lens.device)
-    # The last column stays max_seq_len: seq_lens may leave out the padding's length.
-    known = min(segments, columns - 1)
-    ends[:, :known] = seq_lens[:, :known].cumsum(1)
+    ends = torch.full((batch, segments + 1), max_seq_len, dtype=torch.int32, device=seq_lens.device)
+    ends[:, :segments] = seq_lens.cumsum(1)
     ends += max_seq_len * torch.arange(batch, dtype=torch.int32, device=seq_lens.device)[:, None]
-    cu_seqlens = torch.nn.functional.pad(ends.flatten(), (1, 0))
-    if max_segments is None and not torch.compiler.is_compiling():
+    cu_seqlens = F.pad(ends.flatten(), (1, 0))
+    if not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     return cu_seqlens
 
@@ -91,10 +139,10 @@ def varlen_attention(
     Args:
         q: ``[tokens, heads, head_dim]``.
         k: ``[tokens, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
-        v: as ``k``.
+        v: as ``k``, or of fewer channels, as multi-head latent attention has them.
         cu_seqlens: ``[sequences + 1]`` int32, from 0 to ``tokens``: where each sequence begins. See `cu_seqlens_of`.
-        max_seqlen: an upper bound for the sequences' lengths. Give the pack's ``max_seq_len``: ``torch.compile`` would
-            compile again for each new number.
+        max_seqlen: an upper bound for the sequences' lengths, of which there should be few: ``torch.compile`` compiles
+            again for each new number.
         window: how many tokens a query attends to, its own included; None: all tokens before it.
         scale: factor of the scores; None: ``head_dim ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay as they are. CPU only.
@@ -102,15 +150,13 @@ def varlen_attention(
             queries: its queries are then the last of its keys. None: as ``cu_seqlens``.
 
     Returns:
-        ``[tokens, heads, head_dim]``, in the dtype of ``q``; under autocast, in autocast's dtype.
+        ``[tokens, heads, head_dim of v]``, in the dtype of ``q``; under autocast, in autocast's dtype.
 
     Raises:
         ValueError: on CUDA, for what torch's kernel cannot do: a ``softcap``, other dtypes than 16-bit floats, a
             ``head_dim`` above 256 or no multiple of 8.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = under_autocast(q, k, v)
     if q.device.type != "cuda":
         out: torch.Tensor = _attend_sequences(q, k, v, cu_seqlens, cu_seqlens_k, window, scale, softcap)
         return out
@@ -118,11 +164,25 @@ def varlen_attention(
         raise ValueError(f"attention='varlen' on CUDA: {why}; use attention='flex' or 'dense'")
     # How many keys a query attends to before and after its own token; -1 stands for all.
     window_size = (-1 if window is None else window - 1, 0)
-    return _varlen_kernel(
-        q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, max_seqlen, max_seqlen,
-        scale=scale, window_size=window_size,
+    out = _varlen_kernel(
+        q, k, padded_values(k, v), cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        max_seqlen, max_seqlen, scale=scale, window_size=window_size,
         **(_GQA_ARGUMENT if q.shape[1] != k.shape[1] else {}),
     )  # fmt: skip
+    return out[..., : v.shape[-1]]
+
+
+def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors in autocast's dtype where autocast is on: it does not know these kernels."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def padded_values(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return values with the channels of the keys: flash attention has one size for both."""
+    return F.pad(v, (0, k.shape[-1] - v.shape[-1])) if v.shape[-1] < k.shape[-1] else v
 
 
 def why_not_varlen(*, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> str | None:
@@ -131,14 +191,14 @@ def why_not_varlen(*, dtype: torch.dtype, head_dim: int, softcap: float | None =
     >>> why_not_varlen(dtype=torch.bfloat16, head_dim=128) is None
     True
     >>> why_not_varlen(dtype=torch.float32, head_dim=128)
-    "torch's kernel computes in 16 bits and the model is in torch.float32"
+    'flash attention computes in 16 bits and the model computes in torch.float32'
     """
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"torch's kernel computes in 16 bits and the model is in {dtype}"
+        return f"flash attention computes in 16 bits and the model computes in {dtype}"
     if softcap is not None:
-        return f"torch's kernel has no softcap and the model has one of {softcap}"
+        return f"torch's flash attention has no softcap and the model has one of {softcap}"
     if head_dim % 8 or head_dim > 256:
-        return f"torch's kernel needs a head_dim that is a multiple of 8 and at most 256, the model's is {head_dim}"
+        return f"flash attention needs a head_dim that is a multiple of 8 and at most 256, the model's is {head_dim}"
     return None
 
 

@@ -26,7 +26,7 @@ from streampack.attention import (
 )
 
 # private: block masks of groups with a window are made by prepared models alone, and computed on CUDA alone
-from streampack.attention.shared import SharedPrefixes
+from streampack.attention.layout import SharedPrefixes
 from tests.harness.groups import batch_of
 from tests.oracle.attention import (
     LIMIT,

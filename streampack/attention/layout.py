@@ -1,0 +1,207 @@
+"""Where the sequences of a batch lie, and which of them continue others: what masks and boundaries are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from streampack.packing.batch import Batch
+from streampack.packing.groups import ROOT, paths_of
+from streampack.types import IGNORE_INDEX
+
+BOUNDARY_KEYS = (
+    "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
+)
+
+
+class Packed(Protocol):
+    """The part of a batch that masks are made from. A `Batch` is one."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """``[batch, max_seq_len]``; only the shape and device are used."""
+
+    @property
+    def input_pos(self) -> torch.Tensor:
+        """``[batch, max_seq_len]``: positions, counted from 0 in every sequence."""
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """``[batch, segments]`` int32: lengths of the segments, and zeros at the end of packs with fewer."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A dict's rows as `Packed`."""
+
+    tokens: torch.Tensor  # [batch, max_seq_len]
+    input_pos: torch.Tensor  # [batch, max_seq_len]
+    seq_lens: torch.Tensor  # [batch, sequences] int32, padding included, zeros at the end
+
+
+def document_ids(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
+    """Return the number of each token's sequence in its pack, ``[batch, max_seq_len]`` int64, from 0.
+
+    Padding is a sequence of its own. ``seq_lens`` ``[batch, segments]`` may have zeros at the end of a row, and may
+    leave out the padding's length. Nothing is copied to the host.
+
+    >>> document_ids(torch.tensor([[3, 2, 1], [4, 2, 0]], dtype=torch.int32), max_seq_len=6)
+    tensor([[0, 0, 0, 1, 1, 2],
+            [0, 0, 0, 0, 1, 1]])
+    """
+    ends = seq_lens.cumsum(1)  # [batch, segments]: the index after each segment's last token
+    indices = torch.arange(max_seq_len, device=seq_lens.device).repeat(len(seq_lens), 1)
+    return torch.searchsorted(ends, indices, right=True)  # counts the segments that end before a token
+
+
+def positions_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
+    """Return positions that restart at 0 in every sequence and in the padding: ``[batch, max_seq_len]`` int64.
+
+    >>> positions_of(torch.tensor([[3, 1]]), max_seq_len=6)
+    tensor([[0, 1, 2, 0, 0, 1]])
+    """
+    ids = document_ids(seq_lens, max_seq_len=max_seq_len)
+    starts = nn.functional.pad(seq_lens.cumsum(1), (1, 0)).gather(1, ids)
+    return torch.arange(max_seq_len, device=ids.device) - starts
+
+
+def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
+    """Return a dict as `Packed` by finding its sequences; anything else is returned as it is.
+
+    Boundaries are read from the first of these keys that the dict has: ``seq_lens``, ``cu_seq_lens_q``, ``seq_idx``
+    (where it changes), ``position_ids`` or ``input_pos`` (where they do not increase by one). A change in an
+    ``attention_mask`` of 2 dimensions is a boundary too, beside one of the last three keys or alone.
+
+    >>> flat = {"input_ids": torch.tensor([[7, 8, 9, 4, 5]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    >>> as_packed(flat).seq_lens
+    tensor([[3, 2]], dtype=torch.int32)
+
+    Raises:
+        ValueError: for a dict without token ids, without anything that says where its sequences begin, or
+            with tensors of other shapes than its tokens.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    tokens = batch.get("input_ids", batch.get("tokens"))
+    if not torch.is_tensor(tokens) or tokens.ndim != 2:
+        raise ValueError(
+            "the batch has no tensor of 2 dimensions 'input_ids' (or 'tokens'); give one, [batch, tokens]"
+        )
+    seq_lens = batch.get("seq_lens")
+    if seq_lens is None:
+        ids = _mark_starts(batch, tokens).cumsum(1) - 1
+        seq_lens = torch.zeros(len(ids), int(ids.max()) + 1, dtype=torch.int32, device=ids.device)
+        seq_lens.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
+    elif not torch.is_tensor(seq_lens) or seq_lens.ndim != 2:
+        raise ValueError(
+            "seq_lens must be a tensor of 2 dimensions, [batch, sequences], zeros at the end of each row"
+        )
+    return PackedRows(tokens, positions_of(seq_lens, max_seq_len=tokens.shape[1]), seq_lens)
+
+
+def labels_of(batch: Mapping[str, Any], packed: Packed) -> dict[str, torch.Tensor]:
+    """Return a dict's ``labels`` with -100 at the beginning of every sequence; nothing if it has none."""
+    labels = batch.get("labels")
+    if labels is None:
+        return {}
+    positions = positions_of(packed.seq_lens, max_seq_len=packed.tokens.shape[1])
+    return {"labels": labels.masked_fill(positions == 0, IGNORE_INDEX)}
+
+
+def _mark_starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """Mark the tokens at which a sequence begins: ``[batch, tokens]`` bool."""
+    starts = torch.zeros_like(tokens, dtype=torch.bool)
+    starts[:, :1] = True
+    if (ends := batch.get("cu_seq_lens_q")) is not None:
+        if int(ends[-1]) != tokens.numel():
+            raise ValueError(
+                f"cu_seq_lens_q ends at {int(ends[-1])} and the batch has {tokens.numel()} tokens"
+            )
+        flat = torch.zeros(tokens.numel() + 1, dtype=torch.bool, device=tokens.device)
+        flat[ends.long()] = True
+        return starts | flat[:-1].view_as(starts)
+    within = {"seq_idx": 0, "position_ids": 1, "input_pos": 1}  # how each goes on within a sequence
+    found = [name for name in within if batch.get(name) is not None][:1]
+    if batch.get("attention_mask") is not None:
+        found.append("attention_mask")
+    for name in found:
+        values = batch[name]
+        if values.ndim != 2 or values.shape[1] != tokens.shape[1] or values.shape[0] not in (1, len(tokens)):
+            raise ValueError(
+                f"{name} has the shape {list(values.shape)} and the tokens have {list(tokens.shape)}; give "
+                f"{BOUNDARY_KEYS}"
+            )
+        starts[:, 1:] |= values.long().expand_as(tokens).diff(dim=1) != within.get(name, 0)
+    if not found:
+        raise ValueError(
+            f"nothing in the batch says where its sequences begin (it has {', '.join(map(repr, batch))}); "
+            f"give {BOUNDARY_KEYS} (FlatteningCollator returns position_ids unless told not to)"
+        )
+    return starts
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """The segments of a batch in which some continue others."""
+
+    parents: tuple[tuple[int, ...], ...]  # for each pack and sequence the one that it continues, or -1
+    lengths: tuple[tuple[int, ...], ...]  # of the sequences of each pack
+    batch: Batch
+
+    @classmethod
+    def of(cls, batch: Packed) -> SharedPrefixes | None:
+        """Return the shared prefixes of a batch; None if no sequence of it continues another."""
+        if not isinstance(batch, Batch) or batch.groups is None:
+            return None
+        parents = batch.groups.parents
+        if all(parent == ROOT for pack in parents for parent in pack):
+            return None
+        lengths = tuple(tuple(fragment.length for fragment in pack) for pack in batch.fragments)
+        return cls(parents, lengths, batch)
+
+    def visible(self) -> torch.Tensor:
+        """Return ``[batch, segments + 1, segments + 1]`` bool: whether a segment sees another, as it or its prefix.
+
+        The numbers are those of `document_ids`, which may be as large as ``segments`` for padding.
+        """
+        size = self.batch.seq_lens.shape[1] + 1
+        table = np.zeros((len(self.parents), size, size), np.bool_)
+        table[:, np.arange(size), np.arange(size)] = True
+        for seen, parents in zip(table, self.parents, strict=True):
+            for path in paths_of(parents):
+                seen[path[-1], path] = True
+        return torch.from_numpy(table).to(self.batch.tokens.device, non_blocking=True)
+
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Return the keys of each sequence, those from its root on; padding is a sequence at the end of its pack.
+
+        Returns:
+            ``cu_seqlens`` of the queries and of the keys, each ``[sequences + 1]`` int32, the tokens of the batch, its
+            packs laid end to end, that are the keys, ``[keys]`` int32, and the most keys of a sequence. The last keys
+            of a sequence are its own tokens, and no key belongs to none: kernels would leave its gradient
+            uninitialised, and that would be added to the gradient of a token.
+        """
+        size = self.batch.tokens.shape[1]
+        parts, queries, keys = [], [0], [0]
+        for number, (parents, lengths) in enumerate(zip(self.parents, self.lengths, strict=True)):
+            start, end = number * size, (number + 1) * size
+            bounds = list(pairwise(accumulate(lengths, initial=start)))
+            paths = [[bounds[each] for each in path] for path in paths_of(parents)]  # from the root on
+            if start + sum(lengths) < end:
+                paths.append([(start + sum(lengths), end)])
+            for path in paths:
+                parts += [np.arange(*each, dtype=np.int32) for each in path]
+                queries.append(path[-1][1])
+                keys.append(keys[-1] + sum(stop - start for start, stop in path))
+        arrays = (np.array(queries, np.int32), np.array(keys, np.int32), np.concatenate(parts))
+        device = self.batch.tokens.device
+        ends, key_ends, index = (torch.from_numpy(each).to(device, non_blocking=True) for each in arrays)
+        for tensor in (ends, key_ends, index):  # else torch.compile would compile again for each new length
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return ends, key_ends, index, max(stop - start for start, stop in pairwise(keys))
