@@ -13,7 +13,24 @@ import torch
 from torch import nn
 
 KNOWN = frozenset((
-    "afmoe",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "beam", "biogpt",
+    "bitnet", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "dots3_note_text",
+    "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "exaone4", "exaone_moe", "falcon", "falcon_h1",
+    "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text", "glm_moe_dsa", "glm_ocr_text", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa",
+    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "hy_v3", "hy_v4", "hyperclovax",
+    "inkling2_text", "inkling_text", "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe", "kimi_linear",
+    "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba",
+    "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3",
+    "mistral", "mixtral", "modernbert-decoder", "moshi", "nanochat", "nemotron", "nemotron_h", "olmo",
+    "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "paddleocr_vl_text", "persimmon", "phi", "phi3",
+    "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text", "qwen4_exp_text",
+    "recurrent_gemma", "rwkv", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+    "xglm", "xlstm", "youtu", "zamba", "zamba2", "zaya",
 ))  # fmt: skip
 """Families (``model_type`` of the text's config) for which a test shows that samples in packs are as they are alone."""
 

@@ -98,4 +98,4 @@ def flash_attention(
         window_size=(-1 if window is None else window - 1, 0),
         softcap=softcap or 0.0,
     )
-    return out[..., : v.shape[-1]]
+    return out.narrow(-1, 0, v.shape[-1])

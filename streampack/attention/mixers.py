@@ -153,7 +153,13 @@ def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
     names = list(inspect.signature(forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
-    given.pop("cu_seq_lens_q", None)  # the attention's, where its boundaries go as keyword arguments
+    for name in (
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    ):  # the attention's boundaries
+        given.pop(name, None)
     shape = given[names[0]].shape[:2]  # [batch, max_seq_len]
     device = given[names[0]].device
     select = _selection(names_of(self))

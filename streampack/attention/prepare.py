@@ -43,6 +43,12 @@ class Inputs(Protocol):
     def require_length(self, max_seq_len: int) -> None:
         """Raise a ValueError if the model cannot take packs of ``max_seq_len`` tokens. Every call checks this too."""
 
+    def require_tokens(self, tokens: torch.Tensor) -> None:
+        """Raise a ValueError for ids that the model cannot embed, if they are on the CPU. Every call checks this too.
+
+        A number read back from another device would hold up the host, so give the ids before they are moved there.
+        """
+
     def why_not_shared(self, max_seq_len: int) -> str | None:
         """Return why the model cannot take packs of ``max_seq_len`` tokens with shared prefixes, or None if it can."""
 
@@ -90,8 +96,8 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
         roots = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
         if library := next((name for name in ("torchtune", "transformers") if name in roots), None):
             inputs: Any = import_module(f"streampack.attention.{library}").prepare(model, attention=attention)
-            settings = {"attention": inputs.attention, "refused": inputs.refused}
-            PREPARED[inputs.model] = partial(type(inputs), **settings)
+            again: Callable[..., Any] = type(inputs)
+            PREPARED[inputs.model] = partial(again, attention=inputs.attention, refused=inputs.refused)
             return cast(Inputs, inputs)
     raise ValueError(
         f"{type(model).__name__} is not a torchtune or Hugging Face model, so its attention is unknown; "

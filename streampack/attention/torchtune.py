@@ -101,7 +101,7 @@ class TorchtuneInputs:
         batch = as_packed(batch)
         size = batch.tokens.shape[1]
         self.require_length(size)
-        require_token_ids(batch.tokens, self.model.tok_embeddings.num_embeddings)
+        self.require_tokens(batch.tokens)
         if self.model.caches_are_enabled():
             raise ValueError(_WITH_CACHE.format("the model"))
         mask: torch.Tensor | Sequences
@@ -109,10 +109,16 @@ class TorchtuneInputs:
             shared = SharedPrefixes.of(batch)
             if shared is not None and (why := self.why_not_shared(size)):
                 raise ValueError(f"the batch has shared prefixes, and {why}")
-            mask = dense_mask(batch.seq_lens, max_seq_len=size, visible=None if shared is None else shared.visible())
+            mask = dense_mask(
+                batch.seq_lens, max_seq_len=size, visible=None if shared is None else shared.visible()
+            )
         else:
             mask = Sequences(batch, attention=self.attention, windows=self.windows)
         return {"tokens": batch.tokens, "mask": mask, "input_pos": batch.input_pos}
+
+    def require_tokens(self, tokens: torch.Tensor) -> None:
+        """Raise a ValueError for ids on the CPU that the model does not have."""
+        require_token_ids(tokens, self.model.tok_embeddings.num_embeddings)
 
     def require_length(self, max_seq_len: int) -> None:
         """Check that packs are not longer than the model's ``max_seq_len``.

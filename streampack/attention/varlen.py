@@ -169,7 +169,7 @@ def varlen_attention(
         max_seqlen, max_seqlen, scale=scale, window_size=window_size,
         **(_GQA_ARGUMENT if q.shape[1] != k.shape[1] else {}),
     )  # fmt: skip
-    return out[..., : v.shape[-1]]
+    return out.narrow(-1, 0, v.shape[-1])
 
 
 def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

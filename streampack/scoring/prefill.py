@@ -12,7 +12,6 @@ from torch import nn
 
 from streampack.attention import prepare_model_for_packing
 from streampack.attention.calls import PREPARED
-from streampack.attention.mixer_tables import ALIBI, find_mixers
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.transformers import TransformersInputs
 from streampack.attention.tried import DEVICE_ERRORS
@@ -177,8 +176,6 @@ def _why_not(model: nn.Module, inputs: TransformersInputs) -> str | None:
     inner = inputs.model
     if inner.config.model_type == "moshi":
         return "transformers gives its cache a window and its masks none, so its tokens depend on how a cache is made"
-    if any(cls.__name__ in ALIBI for mixer in find_mixers(inner) for cls in type(mixer).__mro__):
-        return "its attention has ALiBi, and is computed one sequence at a time"
     ids = np.arange(13) % inner.config.get_text_config().vocab_size
     pack = [ids[:5], ids[5:8], ids[8:]]
     try:
@@ -211,8 +208,9 @@ def _run(
     from streampack.scoring.pack_cache import PackCache, record
 
     cache = PackCache(inputs.model.config)
+    given = inputs(_batch(sequences, inputs.model.device))
     with record(inputs.model, cache):
-        output = model(**inputs(_batch(sequences, inputs.model.device)), **arguments)
+        output = model(**given, **arguments)
     return cache.parts([sequence.size for sequence in sequences]), output
 
 

@@ -1,13 +1,12 @@
-"""flash-attn does not run on a CPU: stand-ins have the signatures of its three generations.
+"""flash-attn does not run on a CPU: stand-ins take the place of its function and of torch's switch.
 
-The signatures are from github.com/Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py (2),
-hopper/flash_attn_interface.py (3) and flash_attn/cute/interface.py (4). The stand-ins compute varlen attention.
+The signature of generation 2 is from github.com/Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py. The
+stand-in computes varlen attention.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -17,121 +16,113 @@ import torch
 
 # private: without a GPU, no prepared model calls flash-attn
 from streampack.attention import flash, varlen_attention
-from streampack.attention.flash import find_flash, flash_attention
+from streampack.attention.flash import choose_flash, flash_attention, why_not_flash
 from tests.oracle.attention import tensors
 
 CUDA = torch.device("cuda")
 CUTS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
-NAMES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-QKV = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-PARAMETERS = {
-    2: (*QKV, "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
-        "return_attn_probs", "block_table"),
-    3: (*QKV, "seqused_q", "seqused_k", "softmax_scale", "causal", "qv", "q_descale", "k_descale", "v_descale",
-        "window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa", "deterministic", "sm_margin",
-        "return_attn_probs"),
-    4: (*QKV, "seqused_q", "seqused_k", "page_table", "softmax_scale", "causal", "window_size", "learnable_sink",
-        "softcap", "num_splits", "pack_gqa", "deterministic", "score_mod", "mask_mod", "block_sparse_tensors",
-        "cu_total_m_blocks", "cu_total_n_blocks", "aux_tensors", "return_lse"),
-}  # fmt: skip
+PARAMETERS = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p"),
+    *("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"),
+    *("return_attn_probs", "block_table"),
+)
 
 
-def stand_in(generation: int) -> Callable[..., Any]:
-    """Return varlen attention with the parameters of a generation; 4 calls no limit None, and returns a tuple."""
-
-    def compute(*args: Any, **given: Any) -> Any:
-        given |= zip(PARAMETERS[generation], args, strict=False)
-        assert given.keys() <= set(PARAMETERS[generation])
-        before, behind = given["window_size"]
-        assert given["causal"]
-        assert behind == 0
-        assert torch.equal(given["cu_seqlens_q"], given["cu_seqlens_k"])
-        assert given["max_seqlen_q"] == given["max_seqlen_k"]
-        out = varlen_attention(
-            *(given[name] for name in "qkv"),
-            cu_seqlens=given["cu_seqlens_q"],
-            max_seqlen=given["max_seqlen_q"],
-            window=None if before == (None if generation == 4 else -1) else before + 1,
-            scale=given["softmax_scale"],
-            softcap=given["softcap"] or None,
-        )
-        return (out, None) if generation == 4 else out
-
-    return compute
+def generation_2(*args: Any, **given: Any) -> torch.Tensor:
+    given |= zip(PARAMETERS, args, strict=False)
+    assert given.keys() <= set(PARAMETERS)
+    assert given["v"].shape == given["k"].shape, "it has one number of channels for both"
+    before, behind = given["window_size"]
+    assert given["causal"]
+    assert behind == 0
+    assert given["max_seqlen_q"] == given["max_seqlen_k"]
+    return varlen_attention(
+        *(given[name] for name in "qkv"),
+        cu_seqlens=given["cu_seqlens_q"],
+        cu_seqlens_k=given["cu_seqlens_k"],
+        max_seqlen=given["max_seqlen_q"],
+        window=None if before < 0 else before + 1,
+        scale=given["softmax_scale"],
+        softcap=given["softcap"] or None,
+    )
 
 
-def install(patch: pytest.MonkeyPatch, *generations: int, gpu: tuple[int, int] = (9, 0)) -> None:
-    """Pretend that this GPU and these generations of flash-attn are installed."""
+def install(patch: pytest.MonkeyPatch, *names: str, gpu: tuple[int, int] = (9, 0)) -> list[str]:
+    """Pretend that this GPU and these implementations are installed; return the list of what is switched on."""
+    switched: list[str] = []
+
+    def activate(name: str) -> None:
+        if name not in names:
+            raise ModuleNotFoundError(name)
+        switched.append(name)
+
+    module = ModuleType("flash_attn")
+    module.__dict__["flash_attn_varlen_func"] = generation_2
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu)
-    patch.setattr(flash, "_chosen", None)
-    parent = ModuleType("flash_attn")  # also the folder of 4, so that it is there without 2
-    parent.__path__ = []
-    modules: dict[str, ModuleType | None] = dict.fromkeys(NAMES.values())  # None: cannot be imported
-    for generation in generations:
-        module = parent if generation == 2 else ModuleType(NAMES[generation])
-        module.__dict__["flash_attn_varlen_func"] = stand_in(generation)
-        modules[NAMES[generation]] = module
-    if {2, 4} & set(generations):
-        modules["flash_attn"] = parent
-    for name, entry in modules.items():
-        patch.setitem(sys.modules, name, entry)  # type: ignore[arg-type]
+    patch.setattr(flash, "_flash2", None)
+    patch.setattr(flash, "activate_flash_attention_impl", activate)
+    patch.setitem(sys.modules, "flash_attn", module if "FA2" in names else None)  # type: ignore[arg-type]
+    return switched
 
 
 @pytest.mark.parametrize(
-    ("gpu", "installed", "chosen"),
+    ("gpu", "installed", "softcap", "chosen"),
     [
-        ((8, 0), (2, 3, 4), 3),
-        ((8, 9), (2, 4), 2),
-        ((9, 0), (2, 3, 4), 3),
-        ((9, 0), (2, 4), 4),
-        ((10, 0), (2, 3, 4), 4),
-        ((9, 0), (), None),
-        ((10, 0), (3,), None),
+        ((8, 0), ("FA2", "FA3", "FA4"), None, "FA2"),  # torch's switch for 3 needs a Hopper
+        ((9, 0), ("FA2", "FA3", "FA4"), None, "FA3"),
+        ((9, 0), ("FA2", "FA4"), None, "FA4"),
+        ((9, 0), ("FA2", "FA3", "FA4"), 50.0, "FA2"),  # the only one with a softcap
+        ((10, 0), ("FA2", "FA3", "FA4"), None, "FA4"),
+        ((12, 0), ("FA2", "FA4"), None, "FA2"),  # generation 4 is for data centres' Blackwell
+        ((9, 0), (), None, None),
+        ((10, 0), ("FA3",), None, None),
+        ((9, 0), ("FA3",), 50.0, None),
     ],
 )
-def test_the_generation_depends_on_the_gpu(
-    gpu: tuple[int, int], installed: tuple[int, ...], chosen: int | None, monkeypatch: pytest.MonkeyPatch
+def test_the_implementation_depends_on_the_gpu_and_the_model(
+    gpu: tuple[int, int],
+    installed: tuple[str, ...],
+    softcap: float | None,
+    chosen: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install(monkeypatch, *installed, gpu=gpu)
+    switched = install(monkeypatch, *installed, gpu=gpu)
     message = r'pip install "streampack\[flash\]"(?s:.*)use attention=\'varlen\', the default'
     with nullcontext() if chosen else pytest.raises(ImportError, match=message):
-        assert find_flash(CUDA)[0] == chosen
+        assert choose_flash(CUDA, softcap=softcap) == chosen
+    assert switched == [chosen] * (chosen in ("FA3", "FA4"))
 
 
 def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs CUDA, the model is on cpu; use attention='varlen'"):
-        find_flash(torch.device("cpu"))
-    install(monkeypatch, 2, gpu=(7, 5))
+        choose_flash(torch.device("cpu"))
+    install(monkeypatch, "FA2", gpu=(7, 5))
     with pytest.raises(ValueError, match="needs a GPU of compute capability 8.0 or more, this one has 7.5"):
-        find_flash(CUDA)
+        choose_flash(CUDA)
 
 
-@pytest.mark.parametrize("generation", NAMES)
-@pytest.mark.parametrize(("window", "scale"), [(None, None), (1, 0.7), (4, None)])
-def test_calls_have_the_published_signature(
-    generation: int, window: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["FA2", "FA3"])
+@pytest.mark.parametrize(("window", "scale", "channels"), [(None, None, 8), (1, 0.7, 8), (4, None, 4)])
+def test_it_computes_what_varlen_attention_computes(
+    name: str, window: int | None, scale: float | None, channels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(monkeypatch, generation)
-    assert find_flash(CUDA)[0] == generation
+    """With more keys than queries, and with values of fewer channels, too."""
+    install(monkeypatch, name)
+    assert choose_flash(CUDA) == name
     q, k, v, _ = tensors(20, heads=4, kv_heads=2, dtype=torch.bfloat16)
-    softcap = None if generation == 4 else 5.0
-    settings: dict[str, Any] = {"max_seqlen": 13, "window": window, "scale": scale, "softcap": softcap}
-    ours = flash_attention(q, k, v, cu_seqlens=CUTS, **settings)
-    assert torch.equal(ours, varlen_attention(q, k, v, cu_seqlens=CUTS, **settings))
+    v = v[..., :channels]
+    settings: dict[str, Any] = {"max_seqlen": 13, "window": window, "scale": scale}
+    for ends, key_ends in ((CUTS, None), (torch.tensor([0, 3, 8], dtype=torch.int32), CUTS[[0, 1, 3]])):
+        queries = q[: int(ends[-1])]
+        settings |= {"cu_seqlens": ends, "cu_seqlens_k": key_ends}
+        ours = flash_attention(queries, k, v, **settings)
+        assert torch.equal(ours, varlen_attention(queries, k, v, **settings))
 
 
-@pytest.mark.parametrize(
-    ("generation", "dtype", "softcap", "why"),
-    [
-        (2, torch.float32, None, "flash-attn computes in 16 bits and the model is in torch.float32"),
-        (4, torch.bfloat16, 50.0, "flash-attn 4 has no softcap to train with and the model has one of 50.0"),
-    ],
-)
-def test_limits_of_the_generations(
-    generation: int, dtype: torch.dtype, softcap: Any, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, generation)
-    assert find_flash(CUDA)[0] == generation
-    q, k, v, _ = tensors(20, heads=4, kv_heads=2, dtype=dtype)
-    with pytest.raises(ValueError, match=f"attention='flash': {why}; use attention='flex' or 'dense'"):
-        flash_attention(q, k, v, cu_seqlens=CUTS, max_seqlen=13, softcap=softcap)
+def test_what_it_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "FA2")
+    good: dict[str, Any] = {"device": CUDA, "dtype": torch.bfloat16, "head_dim": 128, "softcap": 50.0}
+    assert why_not_flash(**good) is None
+    why = "flash attention computes in 16 bits and the model computes in torch.float32"
+    assert why_not_flash(**good | {"dtype": torch.float32}) == why
+    assert "at most 256" in str(why_not_flash(**good | {"head_dim": 264}))

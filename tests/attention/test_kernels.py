@@ -19,8 +19,8 @@ from streampack.attention import (
     cu_seqlens_of,
     dense_mask,
     document_ids,
-    flex,
     flex_mask,
+    masks,
     varlen,
     varlen_attention,
 )
@@ -42,13 +42,11 @@ from tests.oracle.attention import (
 # Masks and boundaries.
 
 
-@given(packed(), st.sampled_from([None, 0, 3]))
-@example(([[3, 2, 1], [6], [1, 1, 1, 1, 1, 1]], 6), None)  # zeros behind a full pack
-@example(([[4, 1], [5]], 6), None)  # the padding left out
-@example(([[1]], 1), 0)
-def test_masks_and_boundaries_equal_the_naive_ones(
-    case: tuple[list[list[int]], int], spare: int | None
-) -> None:
+@given(packed())
+@example(([[3, 2, 1], [6], [1, 1, 1, 1, 1, 1]], 6))  # zeros behind a full pack
+@example(([[4, 1], [5]], 6))  # the padding left out
+@example(([[1]], 1))
+def test_masks_and_boundaries_equal_the_naive_ones(case: tuple[list[list[int]], int]) -> None:
     seq_lens, size = case
     ids = document_ids(padded(seq_lens), max_seq_len=size)
     assert ids.dtype == torch.int64
@@ -60,10 +58,9 @@ def test_masks_and_boundaries_equal_the_naive_ones(
     assert dense.tolist() == naive_mask(seq_lens, size)
     assert dense.any(-1).all(), "softmax over a row without a True is NaN"
 
-    max_segments = None if spare is None else max(map(len, seq_lens)) + 1 + spare
-    ends = cu_seqlens_of(padded(seq_lens), max_seq_len=size, max_segments=max_segments)
+    ends = cu_seqlens_of(padded(seq_lens), max_seq_len=size)
     assert ends.dtype == torch.int32
-    assert len(ends) == len(seq_lens) * (max_segments or max(map(len, seq_lens)) + 1) + 1
+    assert len(ends) == len(seq_lens) * (max(map(len, seq_lens)) + 1) + 1
     # Without empty ones: the sequences of each pack, and the rest of it.
     expected = [0]
     for number, lengths in enumerate(seq_lens):
@@ -76,15 +73,6 @@ def test_masks_and_boundaries_equal_the_naive_ones(
 def same(ids: list[int]) -> list[int]:
     """Renumber ids in order of appearance."""
     return [list(dict.fromkeys(ids)).index(number) for number in ids]
-
-
-def test_segments_beyond_max_segments() -> None:
-    """Padding comes last, so without an entry it joins the last sequence, of which no token attends to it."""
-    ends = cu_seqlens_of(torch.tensor([[3, 2], [1, 4]]), max_seq_len=6, max_segments=2)
-    assert ends.tolist() == [0, 3, 6, 7, 12]
-    message = "a pack has 3 segments, max_segments=2; raise max_segments, or leave it out"
-    with pytest.raises(ValueError, match=message):
-        cu_seqlens_of(torch.tensor([[3, 2, 1]]), max_seq_len=6, max_segments=2)
 
 
 def test_no_host_sync() -> None:
@@ -123,7 +111,7 @@ def test_make_mask_follows_the_device() -> None:
 def test_block_masks_equal_torchs(case: tuple[list[list[int]], int], window: int | None, block: int) -> None:
     seq_lens, size = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "BLOCK_SIZE", block)
+        patch.setattr(masks, "BLOCK_SIZE", block)
         ours = flex_mask(padded(seq_lens), max_seq_len=size, window=window)
     theirs = create_block_mask(ours.mask_mod, len(seq_lens), None, size, size, device="cpu", BLOCK_SIZE=block)
     for side in ("kv", "q"):
@@ -213,8 +201,13 @@ def test_varlen_attention_equals_the_naive_one(
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "softcap", "why"),
     [
-        (torch.float32, 64, None, "torch's kernel computes in 16 bits and the model is in torch.float32"),
-        (torch.bfloat16, 64, 50.0, "torch's kernel has no softcap and the model has one of 50.0"),
+        (
+            torch.float32,
+            64,
+            None,
+            "flash attention computes in 16 bits and the model computes in torch.float32",
+        ),
+        (torch.bfloat16, 64, 50.0, "torch's flash attention has no softcap and the model has one of 50.0"),
         (torch.bfloat16, 20, None, "a head_dim that is a multiple of 8 and at most 256, the model's is 20"),
         (torch.bfloat16, 264, None, "a head_dim that is a multiple of 8 and at most 256, the model's is 264"),
         (torch.float16, 256, None, None),
@@ -237,10 +230,31 @@ def test_limits_of_the_cuda_kernel(
                 assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "cuda")
 
 
+def test_values_of_fewer_channels_are_padded_for_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As multi-head latent attention has them; flash attention has one size for keys and values."""
+    got: list[torch.Size] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **_settings: Any) -> torch.Tensor:
+        got.append(v.shape)
+        return q.new_empty(*q.shape[:2], v.shape[-1])
+
+    monkeypatch.setattr(varlen, "_varlen_kernel", kernel)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(40, 4, size, dtype=torch.bfloat16, device="cuda") for size in (24, 24, 16))
+        ends = torch.empty(9, dtype=torch.int32, device="cuda")
+        assert varlen_attention(q, k, v, cu_seqlens=ends, max_seqlen=20).shape == (40, 4, 16)
+    assert got == [(40, 4, 24)]
+
+
 def test_a_window_on_cuda_includes_the_querys_own_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch counts the tokens before and after the query's own; (-1, 0) stands for all before it."""
     got = []
-    monkeypatch.setattr(varlen, "_varlen_kernel", lambda *_, **given: got.append(given["window_size"]))
+
+    def kernel(q: torch.Tensor, *_: Any, **given: Any) -> torch.Tensor:
+        got.append(given["window_size"])
+        return q
+
+    monkeypatch.setattr(varlen, "_varlen_kernel", kernel)
     with FakeTensorMode():
         q = torch.empty(40, 4, 16, dtype=torch.bfloat16, device="cuda")
         ends = torch.empty(9, dtype=torch.int32, device="cuda")

@@ -116,18 +116,21 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
         ("auto",),
         "prompt tuning trains tokens before each row",
     ),
-    "no weights yet": (
-        lambda: build("opt").to("meta"),
-        ("auto",),
-        "it has no weights yet; prepare it when they are loaded",
+    "ALiBi": (
+        lambda: build("falcon", alibi=True),
+        BOTH,
+        "this model cannot be packed: falcon counts its bias (ALiBi) from the beginning of a row; train it on padded",
     ),
-    "a mixer": (averaging, ("auto", "dense", "varlen"), "first in: model.layers.1.mlp (Averages)"),
+    "no boundaries": (
+        lambda: build("nemotron"),
+        ("varlen",),
+        "nemotron does not hand boundaries on to its attention; use 'dense' or 'flex'",
+    ),
     "a leak": (
         lambda: build("bert", is_decoder=False),
         ("auto",),
-        "bert attends to tokens ahead (is_causal=False), and a pack's masks hide them; ... attention='dense' will not "
-        "do: nothing is known of bert, and it failed a try: ... changing sample 1 moved sample 0 by ... a token sees "
-        "what comes after it ... ; use padded batches, one sample a row",
+        "this model cannot be packed: bert attends to tokens ahead (is_causal=False), and a pack's masks hide them; "
+        "use padded batches, one sample a row",
     ),
 }
 
@@ -142,6 +145,38 @@ def test_a_model_is_refused_and_left_as_it_was(name: str, attention: str) -> Non
     with pytest.raises(ValueError, match="(?s:.*)".join(map(re.escape, message.split(" ... ")))):
         prepare_model_for_packing(model, attention=attention)
     assert getattr(getattr(model, "config", None), "_attn_implementation", None) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "attention", "message"),
+    [
+        (
+            lambda: build("roformer"),
+            "auto",
+            "nothing is known of roformer with attention='dense', and it failed a try",
+        ),
+        (
+            lambda: build("roformer").to("meta"),
+            "dense",
+            "it has no weights yet; prepare it when they are loaded",
+        ),
+        (
+            averaging,
+            "dense",
+            "first in: model.layers.1.mlp (Averages) ... use another attention, or padded batches",
+        ),
+        (averaging, "varlen", "first in: model.layers.1.mlp (Averages)"),
+    ],
+)
+def test_a_model_of_which_nothing_is_known_is_tried_on_its_first_batch(
+    make: Any, attention: str, message: str
+) -> None:
+    """And on the next one, if it was refused."""
+    inputs = prepare_model_for_packing(make(), attention=attention)
+    _, batch = stream_and_batch("exact_fit")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="(?s:.*)".join(map(re.escape, message.split(" ... ")))):
+            inputs(batch)
 
 
 # Models that were changed since.

@@ -254,14 +254,32 @@ def test_what_a_kernel_leaves_unwritten_reaches_no_gradient(
 # Families of which nothing is known.
 
 
-@pytest.mark.parametrize(
-    ("family", "attention"), [("cohere2", "varlen"), ("olmoe", "dense"), ("opt", "dense")]
-)
-def test_an_unknown_family_is_tried(family: str, attention: str) -> None:
-    """One that passes also gives the logits and gradients of each sample alone; opt leaks without masks."""
-    model, inputs, alone = prepared(family, attention)
-    assert worst(model, inputs, alone) < 1e-5
-    assert inputs.masks or family != "opt"
+class Foreign(nn.Module):
+    """A module of neither library, of which nobody knows whether it mixes tokens."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return self.inner(hidden_states)
+
+
+@pytest.mark.parametrize(("attention", "chosen"), [("varlen", "varlen"), ("auto", "dense")])
+def test_a_model_of_which_nothing_is_known_is_tried_with_its_first_batch(attention: str, chosen: str) -> None:
+    """And with no other; of itself, only masks are chosen."""
+    model: Any = build("llama")
+    model.model.layers[1].mlp = Foreign(model.model.layers[1].mlp)
+    inputs = prepare_model_for_packing(model, attention=attention)
+    assert inputs.attention == chosen
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    _, batch = stream_and_batch("overlong")
+    inputs(batch)
+    tried = len(passes)
+    inputs(batch)
+    assert len(passes) == tried > 1
+    assert worst(model, inputs, build("llama")) < 1e-5
     assert find_leaks(model).ok, "the inputs are made again in the same way"
 
 

@@ -303,11 +303,11 @@ def test_the_limit_depends_on_the_type() -> None:
     [
         (lambda: hf_models.build("falcon"), "dense"),  # needs more than positions
         (lambda: hf_models.build("llama"), "varlen"),  # needs to have its cache off
-        (lambda: hf_models.build("bloom"), "dense"),  # takes no positions
+        (lambda: hf_models.build("mamba"), "dense"),  # takes no positions
         (lambda: build_vision("qwen2_5_vl"), "dense"),  # takes no tokens of images, which must not be drawn
         (lambda: tiny_torchtune.build("llama3"), "varlen"),  # needs a mask
     ],
-    ids=["falcon", "llama", "bloom", "qwen2_5_vl", "llama3"],
+    ids=["falcon", "llama", "mamba", "qwen2_5_vl", "llama3"],
 )
 def test_models_are_called_as_they_were_prepared(make: Any, attention: str) -> None:
     model = make()
@@ -338,13 +338,26 @@ def without_window(batch: Batch) -> torch.Tensor:
     return dense_mask(batch.seq_lens, max_seq_len=batch.tokens.shape[1])[:, None]
 
 
+# Without masks of ours, transformers makes its own where positions restart, and not with a cache.
+MASKS_OF_POSITIONS: dict[str, Any] = {"attention_mask": None}
+
 # A model, an attention, what is given in place of the inputs' own, and the kind of leak that the probe finds.
 MISTAKES: dict[str, tuple[str, str, Callable[[Batch], dict[str, Any]], str]] = {
-    "a cache": ("mistral", "dense", lambda _: {"use_cache": True}, "sample"),
+    "a cache": ("mistral", "dense", lambda _: MASKS_OF_POSITIONS | {"use_cache": True}, "sample"),
     "a mask": ("mistral", "dense", lambda batch: {"attention_mask": torch.ones_like(batch.tokens)}, "sample"),
-    "positions": ("mistral", "dense", lambda batch: {"position_ids": running_on(batch)}, "sample"),
+    "positions": (
+        "mistral",
+        "dense",
+        lambda batch: MASKS_OF_POSITIONS | {"position_ids": running_on(batch)},
+        "sample",
+    ),
     "a table's positions": ("gpt2", "varlen", lambda batch: {"position_ids": running_on(batch)}, "alone"),
-    "a fragment": ("mistral", "dense", lambda batch: {"position_ids": begun_at_1(batch)}, "sample"),
+    "a fragment": (
+        "mistral",
+        "dense",
+        lambda batch: MASKS_OF_POSITIONS | {"position_ids": begun_at_1(batch)},
+        "sample",
+    ),
     "no window": ("mistral", "dense", lambda batch: {"attention_mask": without_window(batch)}, "alone"),
 }
 

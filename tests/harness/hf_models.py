@@ -15,7 +15,7 @@ from torch import nn
 
 from streampack import prepare_model_for_packing
 from tests.harness.groups import MAX_SEQ_LEN, VOCAB
-from tests.harness.hybrid_models import HYBRIDS
+from tests.harness.hybrid_models import FROM_THE_ROW, HYBRIDS
 
 LAYERS = 2
 SPECIAL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -160,7 +160,8 @@ def sizes_of(family: str) -> dict[str, Any]:
     name = family.partition(",")[0]
     transformers = pytest.importorskip("transformers")
     common = common_sizes(transformers.AutoConfig.for_model(name).to_dict())
-    return common | FAMILIES.get(name, {}) | HYBRIDS.get(family, {}) | OTHERS.get(family, {})
+    others = HYBRIDS | FROM_THE_ROW | OTHERS
+    return common | FAMILIES.get(name, {}) | others.get(family, {})
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
@@ -197,6 +198,7 @@ def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 WITHOUT = {
     ("falcon", "flex"): "falcon has its attention written into its layers",
     ("falcon", "varlen"): "falcon has its attention written into its layers",
+    ("stablelm", "varlen"): "stablelm does not hand boundaries on to its attention",
     ("stablelm", "flex"): "transformers has no flex attention for stablelm",
     ("gpt2", "flex"): "transformers has no flex attention for gpt2",
     ("gpt_oss", "varlen"): "gpt_oss has attention sinks, which varlen does not compute",

@@ -32,19 +32,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 2,
     },
     "bamba": {"attn_layer_indices": [1]},
-    "bloom": {},
-    "deepseek_v4": {
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-        "num_key_value_heads": 1,
-        "qk_rope_head_dim": 2,
-        "o_groups": 2,
-        "o_lora_rank": 8,
-        "index_n_heads": 2,
-        "index_topk": 3,
-    },
-    "falcon, alibi": {"alibi": True},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 8},
     "falcon_mamba": {},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
@@ -70,13 +57,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
     "minimax": LINEAR_FIRST,
-    "minimax_m3_vl_text": {
-        "index_n_heads": 2,
-        "index_block_size": 3,
-        "index_topk_blocks": 2,
-        "layer_types": ["minimax_m3_sparse", "full_attention"],
-    },
-    "mpt": {"n_heads": 4, "n_layers": 2, "max_seq_len": MAX_SEQ_LEN},
     "nemotron_h": {
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
@@ -111,18 +91,34 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 """What each family has beside the common sizes."""
 
+FROM_THE_ROW: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "deepseek_v4": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "num_key_value_heads": 1,
+        "qk_rope_head_dim": 2,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "index_n_heads": 2,
+        "index_topk": 3,
+    },
+    "falcon, alibi": {"alibi": True},
+    "minimax_m3_vl_text": {
+        "index_n_heads": 2,
+        "index_block_size": 3,
+        "index_topk_blocks": 2,
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+    },
+    "mpt": {"n_heads": 4, "n_layers": 2, "max_seq_len": MAX_SEQ_LEN},
+}
+"""Families that count something from the beginning of a row, and are refused."""
+
 # Backends that do not compute a family, and how the refusal begins.
-WRITTEN = "has its attention written into its layers"
-SELECTS = "selects keys under a mask, which varlen does not read"
 OTHERWISE = {
-    ("deepseek_v4", "varlen"): f"deepseek_v4 {SELECTS}",
-    ("minimax_m3_vl_text", "varlen"): f"minimax_m3_vl_text {SELECTS}",
-    ("qwen4_exp_text", "varlen"): f"qwen4_exp_text {SELECTS}",
-    ("bloom", "varlen"): f"bloom {WRITTEN}",
-    ("falcon, alibi", "varlen"): f"falcon {WRITTEN}",
-    ("mpt", "varlen"): f"mpt {WRITTEN}",
-    ("inkling2_text", "varlen"): "nothing is known of inkling2_text, and it failed a try: ",
-    ("inkling_text", "varlen"): "nothing is known of inkling_text, and it failed a try: ",
-    ("rwkv", "varlen"): f"rwkv {WRITTEN}",
-    ("zamba", "varlen"): "nothing is known of zamba, and it failed a try: ",
+    ("qwen4_exp_text", "varlen"): "qwen4_exp_text selects keys under a mask, which varlen does not read",
+    ("inkling2_text", "varlen"): "inkling2_text adds numbers of its own to its masks",
+    ("inkling_text", "varlen"): "inkling_text adds numbers of its own to its masks",
+    ("rwkv", "varlen"): "rwkv has its attention written into its layers",
 }

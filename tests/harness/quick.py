@@ -27,11 +27,7 @@ HYBRID_MECHANISMS = {
     "granitemoehybrid": "masks that the model does not make from positions",
     "rwkv": "a layer that returns a state beside its output",
     "xlstm": "a layer that computes whole chunks, and what is left over token by token",
-    "bloom": "ALiBi as a bias for all packs",
-    "falcon, alibi": "ALiBi in the mask",
-    "mpt": "ALiBi as a bias for one pack",
     "zaya": "a layer of which several outputs have a value for each token",
-    "deepseek_v4": "blocks of keys counted from the beginning of a row",
 }
 """Of `hybrid_models.HYBRIDS`, likewise."""
 

@@ -117,7 +117,8 @@ class Hooks:
                 "PackedDataLoader in a loop of your own"
             )
         if self._inputs is None or self._inputs[1:] != (model, model.device):
-            made = prepare_model_for_packing(self.trainer.model, attention=self.attention)
+            with self.trainer.accelerator.autocast():  # kernels are chosen by the dtype in which they compute
+                made = prepare_model_for_packing(self.trainer.model, attention=self.attention)
             self._inputs = made, model, model.device
         return self._inputs[0]
 
@@ -131,6 +132,7 @@ class Hooks:
         require_unshared(batch)
         model = find_pretrained(self.trainer.model)
         require_token_ids(batch.tokens, model.config.get_text_config().vocab_size)
+        self.inputs.require_tokens(batch.tokens)
         batch = batch.to(self.trainer.args.device)
         return {**self.inputs(batch), "labels": batch.labels}
 
