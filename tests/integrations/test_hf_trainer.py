@@ -292,13 +292,13 @@ def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
 
 @contextmanager
 def leaking_in_training() -> Iterator[None]:
-    """Let llamas ignore positions in training mode; they are a proven family, so preparing does not try them."""
+    """Let llamas ignore boundaries in training mode; they are a proven family, so preparing does not try them."""
     kind = transformers.LlamaForCausalLM
     own = kind.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.training:
-            for name in ("position_ids", "attention_mask"):
+            for name in ("position_ids", "attention_mask", "cu_seq_lens_q"):
                 kwargs.pop(name, None)
         return own(self, *args, **kwargs)
 
