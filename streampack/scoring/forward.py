@@ -18,17 +18,19 @@ from streampack.attention import Inputs
 from streampack.attention.torchtune import TorchtuneInputs
 from streampack.attention.transformers import TransformersInputs
 from streampack.packing.batch import Batch
-from streampack.scoring.pack import RequestPack
+from streampack.packing.groups import ROOT
+from streampack.scoring.prefixes import batch_of
+from streampack.types import IntArray
 
 CHUNK = 256
 """Rows of logits that are converted to fp32 at a time: 128 MiB for a vocabulary of 128k."""
 
 
 class Values(NamedTuple):
-    """The answer to one request."""
+    """Answers to what is asked."""
 
-    logps: npt.NDArray[np.float64]  # [scored]: log-probabilities of the ids asked for, in nats
-    greedy: npt.NDArray[np.bool_]  # [scored]: whether each is the model's most likely one
+    logps: npt.NDArray[np.float64]  # [asked]: log-probabilities of the ids, in nats
+    greedy: npt.NDArray[np.bool_]  # [asked]: whether each is the model's most likely one
 
 
 class ForwardPass:
@@ -44,9 +46,8 @@ class ForwardPass:
         self.device = next(model.parameters()).device
         # The last layer before the output layer of a torchtune model, if only some tokens are to come by it.
         self.norm: nn.Module | None = None
-        self.selects = (
-            False  # whether the model's forward has an argument for the tokens whose logits are wanted
-        )
+        # Whether the model's forward has an argument for the tokens whose logits are wanted.
+        self.selects = False
         self.vocab_size: int | None = None
         if isinstance(inputs, TransformersInputs):
             self.selects = "logits_to_keep" in inspect.signature(inputs.model.forward).parameters
@@ -56,27 +57,31 @@ class ForwardPass:
                 self.norm = inputs.model.norm
             self.vocab_size = inputs.model.tok_embeddings.num_embeddings
 
-    def __call__(self, pack: RequestPack) -> list[Values]:
-        """Return the answers to the requests of a pack, in the order of ``pack.asked``."""
-        places, rows = np.unique(np.concatenate([each.places for each in pack.asked]), return_inverse=True)
-        targets = torch.from_numpy(np.concatenate([each.targets for each in pack.asked]).astype(np.int64))
-        logits = self._logits(pack.batch, torch.from_numpy(places))
-        logps, greedy = _look_up(logits, torch.from_numpy(rows), targets)
-        bounds = np.cumsum([each.places.size for each in pack.asked])[:-1]
-        return [Values(*each) for each in zip(np.split(logps, bounds), np.split(greedy, bounds), strict=True)]
+    def __call__(self, batch: Batch, places: IntArray, targets: IntArray) -> Values:
+        """Return the answers to all that is asked of a batch of one row.
 
-    def take_part(self, batch: Batch) -> None:
+        Args:
+            batch: a pack without padding.
+            places: ``[asked]``, of the tokens behind which an id is asked for; they may repeat.
+            targets: ``[asked]``, the ids.
+        """
+        unique, rows = np.unique(places, return_inverse=True)
+        wanted = torch.from_numpy(np.stack([rows, targets]).astype(np.int64))
+        parts = self._logits(batch, torch.from_numpy(unique))
+        return _look_up(parts, *wanted.to(self.device, non_blocking=True))
+
+    def take_part(self) -> None:
         """Make a forward pass whose result nobody needs, because the other ranks of a sharded model make one."""
-        self._logits(batch, torch.tensor([0]))
+        self._logits(batch_of([np.zeros(1, np.int64)], [ROOT]), torch.tensor([0]))
 
     def _logits(self, batch: Batch, places: torch.Tensor) -> list[torch.Tensor]:
         """Return the logits behind some tokens, in parts, ``[places, vocab]`` in all."""
-        places = places.to(self.device)
+        places = places.to(self.device, non_blocking=True)
         batch = batch.to(self.device)
         with without_training(self.model), self._only_at(places) as arguments:
             output = self.model(**self.inputs(batch), **arguments)
         output = getattr(output, "logits", output)
-        parts = [output] if isinstance(output, torch.Tensor) else list(output)
+        parts = [output] if isinstance(output, torch.Tensor) else [part for part in output if part.shape[1]]
         if sum(part.shape[1] for part in parts) != len(places):  # the model computed the logits of all tokens
             return [torch.cat(parts, 1)[0, places]]
         return [part[0] for part in parts]
@@ -124,28 +129,25 @@ def without_training(model: nn.Module) -> Iterator[None]:
                 module.reshard()  # no backward pass does it here
 
 
-def _look_up(
-    parts: list[torch.Tensor], rows: torch.Tensor, targets: torch.Tensor
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+def _look_up(parts: list[torch.Tensor], rows: torch.Tensor, targets: torch.Tensor) -> Values:
     """Return the log-probability of each target in its row of logits, and whether it is the most likely one.
 
     Args:
         parts: of the logits, ``[rows, vocab]`` in all.
-        rows: ``[targets]``, on the CPU.
-        targets: ``[targets]``, on the CPU.
+        rows: ``[targets]``.
+        targets: ``[targets]``.
     """
-    order = rows.argsort(stable=True)  # targets in the order of the rows
-    found, chosen = [], []
-    begin, done = 0, 0
-    sorted_rows, sorted_targets = rows[order], targets[order]
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    picked = torch.zeros(targets.shape, dtype=dtype, device=targets.device)
+    normalizers, best = [], []
+    begin = 0
     for part in parts:
         for chunk in torch.split(part, CHUNK):
-            end = int(torch.searchsorted(sorted_rows, begin + len(chunk)))
-            local = (sorted_rows[done:end] - begin).to(chunk.device)
-            wanted = sorted_targets[done:end].to(chunk.device)
-            logits = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
-            found.append(logits[local, wanted] - logits.logsumexp(1)[local])
-            chosen.append(logits.argmax(1)[local] == wanted)
-            begin, done = begin + len(chunk), end
-    back = order.argsort()
-    return torch.cat(found).cpu().double()[back].numpy(), torch.cat(chosen).cpu()[back].numpy()
+            normalizers.append(chunk.to(dtype).logsumexp(1))
+            best.append(chunk.argmax(1))
+        inside = (rows >= begin) & (rows < begin + len(part))
+        picked = torch.where(inside, part[torch.where(inside, rows - begin, 0), targets].to(dtype), picked)
+        begin += len(part)
+    logps = picked - torch.cat(normalizers)[rows]
+    greedy = torch.cat(best)[rows] == targets
+    return Values(logps.cpu().double().numpy(), greedy.cpu().numpy())

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.groups import ROOT
 from streampack.scoring.requests import Request
-from streampack.types import IntArray
+from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack, PackGroups
 
 LEAST_SHARED = 16
 """Tokens that two requests must begin with alike to become one tree. A tree is never split, so it is harder to pack."""
@@ -122,20 +124,48 @@ def _common(first: IntArray, second: IntArray) -> int:
     return int(unequal[0]) if unequal.size else length
 
 
-def places_of(predictors: IntArray, end: Node) -> IntArray:
-    """Return where the tokens of a request lie in the pack, for the indices ``predictors``.
+def lay_out(trees: Sequence[Tree], requests: Sequence[Request]) -> tuple[Batch, dict[int, IntArray]]:
+    """Lay the trees of one pack end to end, in a batch of one row without padding.
 
-    Args:
-        predictors: indices of tokens.
-        end: the segment in which the request ends; its `place` and those before it are set.
+    Returns:
+        The batch, and for each request its number and the places of its predictors in the pack.
     """
-    starts, shifts = [end.start], [end.place - end.start]
-    node = end.parent
+    parts: list[IntArray] = []
+    parents: list[int] = []
+    size = 0
+    for tree in trees:
+        numbers: dict[Node | None, int] = {None: ROOT}
+        for node in tree.segments():
+            parents.append(numbers[node.parent])
+            numbers[node] = len(parts)
+            parts.append(node.tokens[node.start : node.stop])
+            node.place = size
+            size += parts[-1].size
+    places = {
+        number: _places(requests[number].predictors, end) for tree in trees for number, end in tree.requests
+    }
+    return batch_of(parts, parents), places
+
+
+def batch_of(segments: Sequence[IntArray], parents: Sequence[int]) -> Batch:
+    """Make a batch of one row, in which nothing is trained."""
+    lengths, groups = tuple(segment.size for segment in segments), None
+    if any(parent != ROOT for parent in parents):
+        groups = PackGroups(tuple(parents), (IGNORE_INDEX,) * len(lengths), {}, {})
+    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
+    tokens = np.concatenate(segments)
+    return stack_packs([Pack(tokens, np.full(tokens.size, IGNORE_INDEX), lengths, fragments, groups=groups)])
+
+
+def _places(predictors: IntArray, end: Node) -> IntArray:
+    """Return where tokens of a request, which ends in the segment ``end``, lie in the pack."""
+    starts, shifts = [], []
+    node: Node | None = end
     while node is not None:
         starts.append(node.start)
         shifts.append(node.place - node.start)
         node = node.parent
-    starts.reverse()
-    shifts.reverse()
-    found: IntArray = predictors + np.array(shifts)[np.searchsorted(starts, predictors, side="right") - 1]
+    found: IntArray = (
+        predictors + np.array(shifts[::-1])[np.searchsorted(starts[::-1], predictors, side="right") - 1]
+    )
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from streampack.attention.calls import inputs_of
 from streampack.attention.torchtune import TorchtuneInputs
 from streampack.attention.transformers import TransformersInputs
 from streampack.distributed.rank_sync import RankSync, shared_sync
+from streampack.packing.planner import plan_packs
 from streampack.scoring.forward import ForwardPass, Values
-from streampack.scoring.pack import lay_out, null_batch, plan_requests
+from streampack.scoring.prefixes import Tree, lay_out, share_prefixes
 from streampack.scoring.requests import OVERLONG, Request, fit, read_request
 from streampack.streaming.consumers import model_parallel_warning
 from streampack.validation import require, require_positive
@@ -126,59 +128,28 @@ def score(
         share=share,
         look_ahead=look_ahead,
     )
-    if not shared_work:
-        return _scores(
-            scorer.alone(iter(samples)), per_token=per_token, total=_count(samples), shown=progress
-        )
-    sync = shared_sync(timeout=timedelta(seconds=timeout))
-    values, shown = scorer.on_ranks(iter(samples), sync), progress and sync.rank == 0
-    return _scores(values, per_token=per_token, total=_count(samples), shown=shown)
+    total, rank = len(samples) if isinstance(samples, Sized) else None, 0
+    if shared_work:
+        sync = shared_sync(timeout=timedelta(seconds=timeout))
+        values, rank = scorer.on_ranks(iter(samples), sync), sync.rank
+    else:
+        values = scorer.alone(iter(samples))
+    return _scores(values, per_token=per_token, total=total, shown=progress and rank == 0)
 
 
 def _scores(values: Iterator[Values], *, per_token: bool, total: int | None, shown: bool) -> Iterator[Score]:
     with progress_bar(total, shown=shown) as advance:
         for logps, greedy in values:
-            yield Score(
-                float(logps.sum()), logps.size, bool(greedy.all()), token_logps=logps if per_token else None
-            )
+            token_logps = logps if per_token else None
+            yield Score(float(logps.sum()), logps.size, bool(greedy.all()), token_logps=token_logps)
             advance(1)
 
 
-class _Plan:
-    """The packs of a window of samples, and where their answers belong.
-
-    Args:
-        window: for each sample the requests that answer it.
-        max_seq_len: of a pack.
-        share: whether several requests may continue one prefix.
-    """
-
-    def __init__(self, window: Sequence[Sequence[Request]], *, max_seq_len: int, share: bool) -> None:
-        self.samples = window
-        self.owners = [number for number, requests in enumerate(window) for _ in requests]
-        self.requests = [request for requests in window for request in requests]
-        self.packs = plan_requests(self.requests, max_seq_len=max_seq_len, share=share)
-
-    def answers(self, forward: ForwardPass) -> Iterator[Values]:
-        """Yield the values of each sample, as soon as those of all before it are known."""
-        found: list[Values | None] = [None] * len(self.requests)
-        missing = [len(requests) for requests in self.samples]
-        sample = request = 0  # the next ones to yield
-        for pack in [None, *self.packs]:
-            if pack is not None:
-                laid = lay_out(pack, self.requests)
-                for asked, values in zip(laid.asked, forward(laid), strict=True):
-                    found[asked.number] = values
-                    missing[self.owners[asked.number]] -= 1
-            while sample < len(missing) and not missing[sample]:
-                end = request + len(self.samples[sample])
-                yield _joined([values for values in found[request:end] if values is not None])
-                found[request:end] = [None] * (end - request)
-                sample, request = sample + 1, end
+Window = list[list[Request]]  # of samples: for each the requests that answer it
 
 
 class _Scorer:
-    """Reads samples in windows and scores them.
+    """Reads samples in windows, plans their packs, and scores them.
 
     Args:
         forward: makes the forward passes.
@@ -198,27 +169,30 @@ class _Scorer:
     def alone(self, samples: Iterator[Any]) -> Iterator[Values]:
         """Yield the values of each sample."""
         while window := self._read(samples):
-            yield from self._plan(window).answers(self.forward)
+            yield from self._answers(window, self._plan(window))
 
     def on_ranks(self, samples: Iterator[Any], sync: RankSync) -> Iterator[Values]:
-        """Collective: yield the values of each sample; in each round, each rank scores a window."""
+        """Collective: yield the values of each sample; of each round of windows, each rank scores its own."""
         # The ranks of a sharded model make each forward pass together.
         sharded = any(isinstance(each, DTensor) for each in self.forward.model.parameters())
-        plan = self._plan([])
+        window: Window = []
+        plan: list[list[Tree]] = []
 
         def read() -> tuple[int, int, int]:
-            nonlocal plan
+            nonlocal window, plan
             windows = [self._read(samples) for _ in range(sync.world_size)]
-            plan = self._plan(windows[sync.rank])
-            return sum(map(len, windows)), _digest(windows), len(plan.packs)
+            window = windows[sync.rank]
+            plan = self._plan(window)
+            return sum(map(len, windows)), _digest(windows), len(plan)
 
         def answer() -> list[Values]:
-            values = list(plan.answers(self.forward))
-            for _ in range(most - len(plan.packs) if sharded else 0):
-                self.forward.take_part(null_batch())
+            values = list(self._answers(window, plan))
+            for _ in range(most - len(plan) if sharded else 0):
+                self.forward.take_part()
             return values
 
         while True:
+            # Before any of them computes, so that an error of one does not leave the others in a collective of FSDP.
             counts, digests, packs = zip(*sync.gather_results(read, doing="reading samples"), strict=True)
             if len({*digests}) > 1:
                 raise ValueError(
@@ -231,11 +205,7 @@ class _Scorer:
             for values in sync.gather_results(answer, doing="scoring"):
                 yield from values
 
-    def _plan(self, window: Sequence[Sequence[Request]]) -> _Plan:
-        return _Plan(window, max_seq_len=self.max_seq_len, share=self.share)
-
-    def _read(self, samples: Iterator[Any]) -> list[list[Request]]:
-        """Read the next samples, each as the requests that answer it."""
+    def _read(self, samples: Iterator[Any]) -> Window:
         window = []
         for given in islice(samples, self.look_ahead):
             try:
@@ -246,30 +216,45 @@ class _Scorer:
             self.read += 1
         return window
 
+    def _plan(self, window: Window) -> list[list[Tree]]:
+        trees = share_prefixes(_flat(window), limit=self.max_seq_len, branch=self.share)
+        plan = plan_packs([tree.size for tree in trees], self.max_seq_len, strategy="exact_fit")
+        return [[trees[span.index] for span in pack] for pack in plan]
 
-def _joined(parts: Sequence[Values]) -> Values:
-    """Return the values of a sample from those of its requests; none if nothing of it is scored."""
-    if len(parts) == 1:
-        return parts[0]
-    logps = [part.logps for part in parts]
-    greedy = [part.greedy for part in parts]
-    return Values(np.concatenate([np.empty(0), *logps]), np.concatenate([np.empty(0, np.bool_), *greedy]))
+    def _answers(self, window: Window, plan: list[list[Tree]]) -> Iterator[Values]:
+        """Yield the values of each sample, as soon as those of all before it are known."""
+        requests, known = _flat(window), dict[int, Values]()
+        ends = accumulate(map(len, window), initial=0)
+        waiting = deque(range(*bounds) for bounds in pairwise(ends))  # the requests of each sample
+        for pack in [[], *plan]:  # before any pack, there may be samples without requests
+            if pack:
+                known |= self._compute(pack, requests)
+            while waiting and all(number in known for number in waiting[0]):
+                parts = [known.pop(number) for number in waiting.popleft()]
+                logps, greedy = ([part[i] for part in parts] for i in range(2))
+                yield Values(
+                    np.concatenate([np.empty(0), *logps]), np.concatenate([np.empty(0, np.bool_), *greedy])
+                )
+
+    def _compute(self, pack: list[Tree], requests: Sequence[Request]) -> dict[int, Values]:
+        """Return the values of each request of a pack."""
+        batch, places = lay_out(pack, requests)
+        targets = np.concatenate([requests[number].targets for number in places])
+        found = self.forward(batch, np.concatenate([*places.values()]), targets)
+        bounds = np.cumsum([each.size for each in places.values()])[:-1]
+        return dict(zip(places, map(Values, *(np.split(each, bounds) for each in found)), strict=True))
 
 
-def _digest(windows: Iterable[Sequence[Sequence[Request]]]) -> int:
+def _flat(window: Window) -> list[Request]:
+    return [request for requests in window for request in requests]
+
+
+def _digest(windows: Iterable[Window]) -> int:
     """Return a number that other samples are unlikely to have."""
-    crc = 0
-    for window in windows:
-        for requests in window:
-            crc = zlib.crc32(b"sample", crc)
-            for request in requests:
-                for array in (request.tokens, request.predictors, request.targets):
-                    crc = zlib.crc32(array.astype(np.int64).tobytes(), crc)
-    return crc
-
-
-def _count(samples: Any) -> int | None:
-    return len(samples) if isinstance(samples, Sized) else None
+    requests = [request for window in windows for request in _flat(window)]
+    parts = [part for each in requests for part in (each.tokens, each.predictors, each.targets)]
+    sizes = np.array([part.size for part in parts], np.int64)
+    return zlib.crc32(np.concatenate([sizes, *parts], dtype=np.int64, casting="unsafe").tobytes())
 
 
 @contextmanager
