@@ -158,18 +158,16 @@ def weights_after(block: str) -> list[list[float]]:
     config = transformers.LlamaConfig(vocab_size=100, num_attention_heads=2, pad_token_id=0, **sizes)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
-    rows = [{"input_ids": [n % 50 + 1] * (n % 90 + 2)} for n in range(100)]
-    names: dict[str, Any] = {"__name__": "page", "model": model, "rows": rows}
-    names |= {name: getattr(streampack, name) for name in ("IterablePackedDataset", "PackedDataLoader")}
+    names: dict[str, Any] = {"__name__": "page", "model": model}
     exec(block, names)
     return [weight.flatten().tolist() for weight in model.state_dict().values()]
 
 
 def test_plain_ddp_gives_the_same_weights_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """The last block of "Coming from Trainer and TRL"."""
+    """The block of "In a loop of your own"."""
     pytest.importorskip("transformers")
-    page = ROOT / "docs" / "guides" / "coming_from_trainer.md"
-    [block] = [block for block in blocks(page) if "DistributedDataParallel" in block]
+    page = ROOT / "docs" / "guides" / "several_devices.md"
+    [block] = blocks(page)
     [alone] = run_forked(weights_after, 1, block)
     for weights in run_forked(weights_after, 2, block):
         assert weights != []
@@ -198,9 +196,6 @@ def test_every_key_of_a_run_and_every_public_name_is_described() -> None:
     text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
     found = re.findall(r"^\.\. auto\w+:: streampack\.(\w+)$", text, re.MULTILINE)
     assert sorted(found) == sorted(streampack.__all__)
-    # Hints are for keys of other tools, so their tables name none that a config has.
-    hinted = "".join(table for (page, _), table in tables().items() if "coming_from" in page)
-    assert not set(keys) & set(re.findall(r"^\| `(\w+)`", hinted, re.MULTILINE))
 
 
 LOADED = re.compile(

@@ -203,7 +203,10 @@ def test_secrets_reach_no_file_and_no_screen(
     assert "'api_key': '${oc.env:KEY}'" in found[tmp_path / "uploaded.txt"]
     with pytest.raises(ValueError, match=r"^storage is a str; give a Storage") as raised:
         train(
-            OmegaConf.merge(config, {"output_dir": "other", "data": {"source": {"storage": "${oc.env:KEY}"}}})
+            OmegaConf.merge(
+                config,
+                {"output_dir": str(tmp_path / "other"), "data": {"source": {"storage": "${oc.env:KEY}"}}},
+            )
         )
     assert "key-of-the-environment" not in str(raised.value)
 
