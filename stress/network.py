@@ -6,6 +6,7 @@ A slow server takes 50 ms to answer a request. A round is a request that came on
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -20,6 +21,7 @@ import pytest
 
 from streampack import PackedDataLoader
 from stress.corpus import Files, digests_of, global_steps, record_packs, run_apart, run_rank
+from stress.growth import private_memory
 from stress.job import Run, job
 from stress.kills import check_log, last_logged_step, saved_step, train_and_save, wait_until
 from stress.servers import Nginx, Pace, moto_server, nginx_server
@@ -37,6 +39,7 @@ BUCKET = "bucket"
 DELAY = 0.05  # seconds a request
 BATCH_SIZE = 8
 LANE_BYTES = 75_000  # of read_ahead for each lane; a row group has 16 KB in the columns that are read
+MOST_MEMORY = 90 << 10  # KiB that a process may take for 240 lanes
 FIRST_ROUNDS = 60  # to the first batch: 3 s, of 50 ms each, of the 5 s that it may take
 MOST_REQUESTS = 800  # of 8 lanes, each of which fetches up to 32 blocks ahead, and footers
 
@@ -192,6 +195,8 @@ class Read(NamedTuple):
 
     packs: list[str]  # digests
     seconds: float
+    memory: int
+    """KiB that the process had more of at the end."""
     requests: int
     rounds: int
     """The most requests of which each came only after the one before was answered: they cannot be faster together."""
@@ -205,13 +210,14 @@ def read(files: Files, web: Web, batches: int) -> Read:
     return Read(*found, len(web.requests), pace.answered)
 
 
-def read_batches(files: Files, batches: int) -> tuple[list[str], float]:
-    """Return the packs of the first batches, and the seconds that they took. Called in a process of its own."""
-    begun = time.perf_counter()
+def read_batches(files: Files, batches: int) -> tuple[list[str], float, int]:
+    """Return what `Read` holds of the first batches. Called in a process of its own."""
+    begun, before = time.perf_counter(), private_memory(os.getpid())
     loader = PackedDataLoader(files.dataset(), batch_size=BATCH_SIZE)
     steps = [record_packs(batch) for batch in islice(loader, batches)]
     assert len(steps) == batches, "the data ended"
-    return [pack.digest for step in steps for pack in step], time.perf_counter() - begun
+    seconds, memory = time.perf_counter() - begun, private_memory(os.getpid()) - before
+    return [pack.digest for step in steps for pack in step], seconds, memory
 
 
 @job(
@@ -241,14 +247,16 @@ def many_lanes(run: Run) -> str:
         assert made <= most, f"{made} requests before the first batch, not {most}"
         check_rounds(first, 1)
         check_rounds(many, batches)
+        assert many.memory <= MOST_MEMORY, f"{many.memory} KiB, not {MOST_MEMORY}"
         alone = read(remote(0), web, 8)
         if not run.quick:  # few lanes need few rounds in any case
             with pytest.raises(AssertionError, match="rounds of requests"):
                 check_rounds(alone, 8)
     return (
         f"{lanes} lanes and files: the first batch after {first.seconds:.1f} s, {first.requests} requests in "
-        f"{first.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.rounds} rounds, packs "
-        f"as of local files; without read-ahead {alone.rounds} rounds for 8 batches, which the check refuses"
+        f"{first.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.rounds} rounds and "
+        f"{many.memory >> 10} MiB, packs as of local "
+        f"files; without read-ahead {alone.rounds} rounds for 8 batches, which the check refuses"
     )
 
 

@@ -172,7 +172,7 @@ def _rows_of(
 
     first, last = starts_of(footer)[group : group + 2]
     try:
-        source.needed = _ranges(footer, group, wanted, size=source.file.size)
+        source.hold(_ranges(footer, group, wanted, size=source.file.size))
         table = parquet.ParquetFile(
             source,
             metadata=footer,
@@ -180,9 +180,10 @@ def _rows_of(
             page_checksum_verification=True,
         )
         at = first
-        for batch in table.iter_batches(
+        batches = table.iter_batches(
             _rows_at_once(footer, group), row_groups=[group], columns=wanted, use_threads=False
-        ):
+        )
+        while (batch := source.fetcher.read_ahead.decode(partial(next, batches, None))) is not None:
             found = zip(batch.schema.names, batch.columns, strict=True)
             # "a.b" is the name of a column here; to pyarrow it may also be a field within a column "a".
             columns = {name: column for name, column in found if wanted is None or name in wanted}
@@ -223,17 +224,13 @@ def _ranges(footer: Any, group: int, wanted: Sequence[str] | None, *, size: int)
 
 
 class RangeFile(io.RawIOBase):
-    """A file for pyarrow, which reads ranges of it. Where any are read ahead, those that it needs are read at once.
-
-    ``error`` is that of the storage, if a read failed.
-    """
+    """A file for pyarrow, which reads ranges of it. ``error`` is that of the storage, if a read failed."""
 
     def __init__(self, fetcher: Fetcher, file: File) -> None:
         self.fetcher = fetcher
         self.file = file
         self.at = 0
         self.error: Exception | None = None
-        self.needed: list[tuple[int, int]] = []  # ranges that were not read yet
         self.held: list[tuple[int, bytes]] = []  # (first byte, bytes)
 
     @override
@@ -258,21 +255,25 @@ class RangeFile(io.RawIOBase):
         stop = self.file.size if size < 0 else self.at + size
         if not 0 <= self.at <= stop <= self.file.size:
             raise ValueError(OUTSIDE)
+        for start, held in self.held:
+            if start <= self.at and stop <= start + len(held):
+                data = held[self.at - start : stop - start]
+                break
+        else:
+            data = self._noting(self.fetcher.take, (self.file, self.at, stop))
+        self.at = stop
+        return data
+
+    def hold(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Read the ranges that will be needed: side by side, where any are read ahead."""
+        self.held = self._noting(self.fetcher.together, self.file, ranges)
+
+    def _noting(self, fetch: Callable[..., Any], *where: Any) -> Any:
         try:
-            if self.needed:
-                self.held = self.fetcher.together(self.file, self.needed)
-                self.needed = []
-            for start, held in self.held:
-                if start <= self.at and stop <= start + len(held):
-                    data = held[self.at - start : stop - start]
-                    break
-            else:
-                data = self.fetcher.take((self.file, self.at, stop))
+            return fetch(*where)
         except Exception as error:
             self.error = error
             raise
-        self.at = stop
-        return data
 
 
 def _rows_at_once(footer: Any, group: int) -> int:

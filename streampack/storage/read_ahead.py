@@ -16,6 +16,8 @@ REQUESTS = 64
 """The most requests of a process at a time. With blocks of 256 KiB and 50 ms a request that is 320 MB/s; more threads
 would wait for one another, and a slow line would answer the last of them too late."""
 PARTS = 64  # the most parts that threads of a process read records of at a time
+DECODERS = 4
+"""The threads of a process in which pyarrow decodes: its allocator keeps freed memory for each that ever did."""
 SOON = 16
 """A process prepares for the turns of so many lanes. A lane's first rows may take three requests, one after another."""
 LONGEST_SHARE = 8 << 20  # bytes; with 50 ms a request, a lane that is read alone gets 160 MB/s
@@ -122,6 +124,7 @@ class ReadAhead:
     share: int
     requests: Threads = field(default_factory=lambda: Threads(REQUESTS), compare=False)
     parts: Threads = field(default_factory=lambda: Threads(PARTS), compare=False)
+    decoders: Threads = field(default_factory=lambda: Threads(DECODERS), compare=False)
 
     @classmethod
     def for_lanes(cls, budget: int, lanes: int) -> ReadAhead:
@@ -131,6 +134,13 @@ class ReadAhead:
     def part(self, fraction: float) -> ReadAhead:
         """Return what one source of a mixture may read ahead, if the lane reads this fraction of its rows from it."""
         return replace(self, share=int(fraction * self.share))
+
+    def decode(self, call: Callable[[], Result]) -> Result:
+        """Call a function that decodes: if anything is read ahead, in one of few threads."""
+        if not self.share:
+            return call()
+        future = self.decoders.submit(call)
+        return future.result() if self.decoders.running else result_of(future, call)
 
     def block(self, most: int) -> int:
         """Return the number of bytes for one request: two are within the share, if that is possible."""
