@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -12,13 +11,12 @@ from torch import nn
 
 from streampack.attention import prepare_model_for_packing
 from streampack.attention.calls import PREPARED
+from streampack.attention.mixer_tables import find_mixers
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.transformers import TransformersInputs
-from streampack.attention.tried import DEVICE_ERRORS
 from streampack.packing.planner import plan_packs
 from streampack.packing.samples import check_ids, sample_from_pair
 from streampack.scoring.forward import without_training
-from streampack.scoring.padded_rows import Name, PaddedRows
 from streampack.types import IntArray
 from streampack.validation import require, require_positive
 
@@ -82,9 +80,8 @@ def prefill(
         raise ValueError(
             f"{type(model).__name__} holds no Hugging Face model, and prefill fills caches of Hugging Face models only"
         )
-    sequences = _read_prompts(
-        prompts, vocab_size=inner.config.get_text_config().vocab_size, limit=max_seq_len
-    )
+    vocab_size = inner.config.get_text_config().vocab_size
+    sequences = _read_prompts(prompts, vocab_size=vocab_size, limit=max_seq_len)
     inputs = _prepare(model, inner)
     inputs.require_length(max_seq_len)
     cache = DynamicCache(config=inner.config) if cache is None else cache
@@ -96,23 +93,39 @@ def prefill(
             "padding_side='right' will not do for a model with sliding windows, because transformers counts windows in "
             "the rows of a cache, padding included; use padding_side='left'"
         )
-    lengths = [sequence.size - 1 for sequence in sequences]  # of what is cached
-    rows = PaddedRows(lengths, right=right)
-    begun = [number for number, length in enumerate(lengths) if length]
+    width = max(sequence.size for sequence in sequences)
+    # Where the tokens of each prompt lie in its row.
+    spans = [slice(0, each.size) if right else slice(width - each.size, width) for each in sequences]
+    begun = [number for number, sequence in enumerate(sequences) if sequence.size > 1]
     only_last = {"logits_to_keep": 1} if inner._supports_logits_to_keep() else {}
+    # Keys and values, each [prompts, kv_heads, width - 1, head_dim].
+    layers: dict[int, tuple[torch.Tensor, ...]] = {}
     with without_training(model):
-        for plan in plan_packs([lengths[number] for number in begun], max_seq_len):
+        for plan in plan_packs([sequences[number].size - 1 for number in begun], max_seq_len):
             numbers = [begun[span.index] for span in plan]
-            parts, _ = _run(model, inputs, [sequences[number][:-1] for number in numbers], **only_last)
-            rows.add(numbers, parts)
-        rows.move_to(cache)
-    pad = _padding_token(inner) if pad_token_id is None else pad_token_id
-    ids = torch.full((len(sequences), max(lengths) + 1), pad)
+            packed = [sequences[number][:-1] for number in numbers]
+            seen = (
+                DynamicCache()
+            )  # without the config, it has no windows, which are the last tokens of a pack
+            given = inputs(_batch(packed, inner.device)) | {"past_key_values": seen, "use_cache": True}
+            model(**given, **only_last)
+            for layer, parts in enumerate((each.keys, each.values) for each in seen.layers):
+                if parts[0] is None:  # it uses those of an earlier layer
+                    continue
+                if layer not in layers:
+                    shapes = [(len(sequences), part.shape[1], width - 1, part.shape[3]) for part in parts]
+                    layers[layer] = tuple(map(torch.Tensor.new_zeros, parts, shapes))
+                for rows, part in zip(layers[layer], parts, strict=True):
+                    pieces = torch.split(part[0], [each.size for each in packed], dim=1)
+                    for number, piece in zip(numbers, pieces, strict=True):
+                        rows[number, :, spans[number].start : spans[number].stop - 1] = piece
+    for layer in sorted(layers):
+        cache.update(*layers.pop(layer), layer)  # so that no more than one layer is held twice
+    ids = torch.full((len(sequences), width), _padding_token(inner) if pad_token_id is None else pad_token_id)
     mask = torch.zeros_like(ids)
     for number, sequence in enumerate(sequences):
-        row = slice(sequence.size) if right else slice(-sequence.size, None)
-        ids[number, row] = torch.from_numpy(sequence)
-        mask[number, row] = 1
+        ids[number, spans[number]] = torch.from_numpy(sequence)
+        mask[number, spans[number]] = 1
     return {
         "input_ids": ids.to(inner.device),
         "attention_mask": mask.to(inner.device),
@@ -145,53 +158,33 @@ def _read_prompts(prompts: Iterable[Any], *, vocab_size: int, limit: int) -> lis
     return sequences
 
 
-_TRIED: WeakSet[nn.Module] = WeakSet()  # models whose caches were seen to be cut right
+PLAIN = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+"""Layers of caches that hold keys and values only, or nothing because an earlier layer's are used."""
 
 
 def _prepare(model: nn.Module, inner: Any) -> TransformersInputs:
-    """Return the inputs of a model, which is prepared for packing unless it is already, and tried once.
+    """Return the inputs of a model, which is prepared for packing unless it is already.
 
     Raises:
-        ValueError: if it cannot be packed, or its cache cannot be cut.
+        ValueError: if it cannot be packed, or its cache has more than keys and values.
     """
+    from transformers import DynamicCache
+
+    family = inner.config.model_type
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=inner.config).layers}.difference(PLAIN)
+    kinds |= {type(mixer).__name__ for mixer in find_mixers(inner)}
+    if family == "moshi":  # its tokens depend on how a cache is made
+        kinds |= {"DynamicSlidingWindowLayer, and its masks no window"}
+    if kinds:
+        raise ValueError(
+            f"prefill fills caches of keys and values, and {family} has {', '.join(sorted(kinds))}; use model.generate "
+            "on padded batches of prompts"
+        )
     if inner not in PREPARED:
         prepare_model_for_packing(model)
     inputs = PREPARED[inner](inner)
     assert isinstance(inputs, TransformersInputs)
-    if inner not in _TRIED:
-        if why := _why_not(model, inputs):
-            raise ValueError(
-                f"prefill cannot cut the caches of {inner.config.model_type} at the ends of prompts: {why}; use "
-                "model.generate on padded batches of prompts"
-            )
-        _TRIED.add(inner)
     return inputs
-
-
-def _why_not(model: nn.Module, inputs: TransformersInputs) -> str | None:
-    """Return why the caches of a model cannot be cut, or None if a small pack shows that they can.
-
-    With a cache and without, the pack must have the same logits.
-    """
-    inner = inputs.model
-    if inner.config.model_type == "moshi":
-        return "transformers gives its cache a window and its masks none, so its tokens depend on how a cache is made"
-    ids = np.arange(13) % inner.config.get_text_config().vocab_size
-    pack = [ids[:5], ids[5:8], ids[8:]]
-    try:
-        with without_training(model):
-            _, cached = _run(model, inputs, pack)
-            plain = model(**inputs(_batch(pack, inner.device)))
-    except DEVICE_ERRORS:
-        raise
-    except Exception as error:  # third-party code may raise anything
-        return str(error).removesuffix(".")
-    difference = float((cached.logits - plain.logits).abs().max() / plain.logits.abs().max())
-    return (
-        None
-        if difference < 1e-2
-        else f"with a cache its logits are others, by {difference:.1%} of the largest"
-    )
 
 
 def _batch(sequences: Sequence[IntArray], device: torch.device) -> dict[str, torch.Tensor]:
@@ -199,19 +192,6 @@ def _batch(sequences: Sequence[IntArray], device: torch.device) -> dict[str, tor
     tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))[None]
     lengths = torch.tensor([[sequence.size for sequence in sequences]], dtype=torch.int32)
     return {"input_ids": tokens.to(device), "seq_lens": lengths.to(device)}
-
-
-def _run(
-    model: nn.Module, inputs: TransformersInputs, sequences: Sequence[IntArray], **arguments: Any
-) -> tuple[list[dict[Name, torch.Tensor]], Any]:
-    """Compute a pack of sequences; return what each layer keeps of it, and the model's output."""
-    from streampack.scoring.pack_cache import PackCache, record
-
-    cache = PackCache(inputs.model.config)
-    given = inputs(_batch(sequences, inputs.model.device))
-    with record(inputs.model, cache):
-        output = model(**given, **arguments)
-    return cache.parts([sequence.size for sequence in sequences]), output
 
 
 def _padding_token(inner: Any) -> int:
