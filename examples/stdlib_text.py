@@ -1,42 +1,17 @@
 """Questions and answers about the standard library, a tokenizer and a small llama, without a download."""
 
-import importlib
-import inspect
-from collections.abc import Iterator
-
+from streampack_recipes.stdlib_corpus import docstring_pairs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-MODULES = (
-    "argparse", "ast", "asyncio", "collections", "configparser", "csv", "datetime", "decimal", "difflib",
-    "email.message", "fractions", "functools", "heapq", "http.client", "inspect", "itertools", "json", "logging", "os",
-    "pathlib", "pickle", "random", "re", "shutil", "socket", "sqlite3", "statistics", "string", "subprocess", "tarfile",
-    "textwrap", "threading", "unittest", "urllib.parse", "xml.etree.ElementTree", "zipfile",
-)  # fmt: skip
-
 
 def pairs() -> list[dict[str, str]]:
-    """Return about 2,000 rows ``{"prompt": "What does json.dumps do?", "completion": ...}``, each answer once."""
-    rows = {answer: name for module in MODULES for name, answer in _documented(module)}
-    return [
-        {"prompt": f"What does {name} do?\n", "completion": answer} for answer, name in sorted(rows.items())
-    ]
-
-
-def _documented(module: str) -> Iterator[tuple[str, str]]:
-    for name, thing in inspect.getmembers(importlib.import_module(module)):
-        if name.startswith("_") or not (inspect.isclass(thing) or inspect.isroutine(thing)):
-            continue
-        yield f"{module}.{name}", inspect.getdoc(thing) or ""
-        for method, function in (
-            inspect.getmembers(thing, inspect.isroutine) if inspect.isclass(thing) else ()
-        ):
-            if not method.startswith("_"):
-                yield f"{module}.{name}.{method}", inspect.getdoc(function) or ""
+    r"""Return about 6,700 rows ``{"prompt": "What does `json.dumps` do?\n", "completion": ...}``."""
+    return [{"prompt": f"{row['input']}\n", "completion": row["output"]} for row in docstring_pairs()]
 
 
 def train_tokenizer(rows: list[dict[str, str]]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of 2,048 tokens, in a second."""
+    """Train a byte-level BPE of 2,048 tokens, in some seconds."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -9,7 +9,6 @@ padded mini-batches of the same samples would have had.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import sys
@@ -19,10 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from streampack_recipes import stdlib_corpus
-
-from streampack.types import Pack
-
-DRAWN_PACKS = 4
 
 NEXT = """
 What to try next:
@@ -36,42 +31,26 @@ What to try next:
 
 def main(argv: Sequence[str]) -> int:
     """Train. ``argv``: overrides of the config, and ``--traceback`` to see where an error was raised."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # at import it warns of missing C++ extensions
     # On a busy machine, threads that spin while they wait make a step of two threads several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from streampack.training.errors import shown_errors
-
-    overrides = [word for word in argv if word != "--traceback"]
-    with shown_errors(tracebacks="--traceback" in argv):
-        config, result = _train(overrides)
-        print(packed_and_padded(config, steps=result["step"]))
-    print(NEXT.format(report=Path(config.output_dir, "report.html")))
-    return 0
-
-
-def _train(overrides: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     stdlib_corpus.prepare()
 
     import streampack_configs
     from omegaconf import OmegaConf
     from streampack_recipes.full_finetune import train
 
+    from streampack.training.errors import shown_errors
     from streampack.training.overrides import with_overrides
-    from streampack.training.run_folder import Interrupted
 
-    written = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
-    config = with_overrides(written, overrides)
-    chosen = any(word.startswith("output_dir=") for word in overrides)
-    if not chosen:
-        config.output_dir, config.resume = _run_folder(Path(config.output_dir))
-    try:
-        return config, train(config)
-    except Interrupted as error:
-        if chosen or error.step is None:
-            raise
-        message = f"interrupted; the same command goes on from step {error.step}"
-        text = f"{config.output_dir}: {message}"
-        raise Interrupted(text, step=error.step, number=error.number) from None
+    overrides = [word for word in argv if word != "--traceback"]
+    with shown_errors(tracebacks="--traceback" in argv):
+        written = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
+        config = with_overrides(written, overrides)
+        if not any(word.startswith("output_dir=") for word in overrides):
+            config.output_dir, config.resume = _run_folder(Path(config.output_dir))
+        print(packed_and_padded(config, steps=train(config)["step"]))
+    print(NEXT.format(report=Path(config.output_dir, "report.html")))
+    return 0
 
 
 def _run_folder(base: Path) -> tuple[str, bool]:
@@ -100,20 +79,17 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     from streampack.training.world import World
 
     cfg = read_config(config)
-    datasets = build_datasets(cfg, tokenizer=build(cfg.tokenizer), vocab_size=None, world=World())
-    loader = build_loader(cfg, datasets.train, device=torch.device("cpu"))
-    lengths: list[int] = []
-    packed, batches = 0, 0
-    packs: list[Pack] = []
-    for batch in islice(loader, steps * loader.batches_per_step):
-        packed, batches = packed + batch.tokens.numel(), batches + 1
-        if len(packs) < DRAWN_PACKS:
-            packs += unstack_packs(batch)
-        lengths += [each.stop - each.start for fragments in batch.fragments for each in fragments]
+    train = build_datasets(cfg, tokenizer=build(cfg.tokenizer), vocab_size=None, world=World()).train
+    loader = build_loader(cfg, train, device=torch.device("cpu"))
+    packs = [
+        pack for batch in islice(loader, steps * loader.batches_per_step) for pack in unstack_packs(batch)
+    ]
+    lengths = [each.stop - each.start for pack in packs for each in pack.fragments]
     random.Random(0).shuffle(lengths)
-    like_packed = round(len(lengths) / max(1, batches))
-    views = [view(pack, datasets.train.lane_config) for pack in packs[:DRAWN_PACKS]]
+    packed = len(packs) * cfg.data["max_seq_len"]
+    like_packed = max(1, round(len(lengths) * cfg.batch_size / max(1, len(packs))))
     small, large = (padded_tokens(lengths, batch_size=size) for size in (cfg.batch_size, like_packed))
+    views = [view(pack, train.lane_config) for pack in packs[:4]]
     return (
         f"\nTokens through the model for the {len(lengths):,} samples trained, {sum(lengths):,} of them real:\n"
         f"  packed                              {packed:>12,}\n"

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import sentencepiece
-
 VOCAB_SIZE = 2048  # a third of the quickstart model's parameters; 32,000 tokens would make it nine tenths
 
 # Tests hold fixtures rather than prose, `encodings` and `pydoc_data` are generated tables, many distributions leave
@@ -46,27 +44,18 @@ class Paths(NamedTuple):
 
 
 def source_files() -> Iterator[dict[str, str]]:
-    """Yield the sources of the standard library, in a fixed order: {"path": "json/decoder.py", "text": ...}.
-
-    Leaves out files that are not valid Python.
+    """Yield the sources of the standard library that are valid Python, in a fixed order.
 
     >>> next(source_files())["path"]
     '__future__.py'
     """
     root = Path(sysconfig.get_path("stdlib"))
-    paths = list(_walk(root))
-    if not paths:
-        raise FileNotFoundError(
-            f"no .py files under {root}: this Python comes without the sources of its standard library;"
-            " use one from python.org, your distribution, conda or uv"
-        )
-    for path in paths:
+    for path in _walk(root):
         try:
             with tokenize.open(path) as file:  # reads a file's `coding:` line
-                text = file.read()
+                yield {"path": path.relative_to(root).as_posix(), "text": file.read()}
         except (SyntaxError, UnicodeDecodeError):
             continue
-        yield {"path": path.relative_to(root).as_posix(), "text": text}
 
 
 def docstring_pairs() -> Iterator[dict[str, str]]:
@@ -116,19 +105,17 @@ def preference_pairs() -> Iterator[dict[str, str]]:
 
 
 def prepare(cache_dir: Path | None = None) -> Paths:
-    """Write `pairs.jsonl`, `sources.jsonl`, `tokenizer.model` and `preferences.jsonl` where they are missing.
+    """Write the files of `Paths` where they are missing, and return them.
 
-    Returns their paths.
-
-    They go to `cache_dir`, by default $STREAMPACK_CACHE or ~/.cache/streampack, in a folder named after the Python
-    version and a hash of everything that determines their content. Files appear complete or not at all, so several
-    processes may prepare at once, and a killed one leaves no half-written file.
+    They go to `cache_dir`, by default $STREAMPACK_CACHE or ~/.cache/streampack, in a folder named after Python, its
+    library and this file. Files appear complete or not at all, so several processes may prepare at once.
 
     The tokenizer loads in `torchtune.models.llama2.llama2_tokenizer`. It has 2,048 tokens: 0 is unknown, which no text
     becomes and torchtune pads with, 1 is bos, 2 is eos.
     """
     base = cache_dir or os.environ.get("STREAMPACK_CACHE") or Path.home() / ".cache" / "streampack"
-    folder = Path(base) / f"stdlib-py{sys.version_info.major}.{sys.version_info.minor}-{_fingerprint()}"
+    of = f"{sys.version} {sysconfig.get_path('stdlib')} {Path(__file__).read_text(encoding='utf-8')}"
+    folder = Path(base) / f"stdlib-py{sys.version_info.major}.{sys.version_info.minor}-{_digest(of)}"
     names = ("pairs.jsonl", "sources.jsonl", "tokenizer.model", "preferences.jsonl")
     paths = Paths(folder, *(folder / name for name in names))
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,16 +125,19 @@ def prepare(cache_dir: Path | None = None) -> Paths:
     if not paths.sources.exists():
         _write(paths.sources, _lines(source_files()))
     if not paths.tokenizer.exists():
-        lines = paths.pairs.read_text(encoding="utf-8").split("\n")[:-1]
-        texts = [text for line in lines for text in json.loads(line).values()]
         print(f"training a tokenizer of {VOCAB_SIZE:,} tokens on them, some seconds", file=sys.stderr)
-        _write(paths.tokenizer, _train_tokenizer(texts))
+        _write(paths.tokenizer, _train_tokenizer(text for row in docstring_pairs() for text in row.values()))
     if not paths.preferences.exists():
         _write(paths.preferences, _lines(preference_pairs()))
     return paths
 
 
 def _walk(root: Path) -> Iterator[Path]:
+    if not (root / "ast.py").exists():
+        raise FileNotFoundError(
+            f"no ast.py in {root}: this Python comes without the sources of its standard library; use one from "
+            "python.org, your distribution, conda or uv"
+        )
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(
             name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("config-")
@@ -174,6 +164,8 @@ def _train_tokenizer(texts: Iterable[str]) -> bytes:
     It is trained on lines, so no token contains a newline and another character, as in Llama 2: torchtune's tokenizers
     split messages at newlines. Newlines and rare characters become byte tokens.
     """
+    import sentencepiece
+
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in texts for line in text.splitlines() if line),
@@ -194,14 +186,8 @@ def _train_tokenizer(texts: Iterable[str]) -> bytes:
     return model.getvalue()
 
 
-def _fingerprint() -> str:
-    digest = hashlib.sha256(f"{sys.version_info[:3]} {sentencepiece.__version__}".encode())
-    digest.update(Path(__file__).read_bytes())
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in _walk(root):
-        digest.update(f"\0{path.relative_to(root).as_posix()}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _lines(rows: Iterable[dict[str, str]]) -> bytes:
@@ -209,15 +195,9 @@ def _lines(rows: Iterable[dict[str, str]]) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    part.write_bytes(data)
+    part.replace(path)
 
 
 if __name__ == "__main__":

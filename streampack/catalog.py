@@ -9,10 +9,10 @@ from pathlib import Path
 from streampack.validation import did_you_mean
 
 RECIPES: dict[str, tuple[str, ...]] = {
-    "full_finetune": ("quickstart", "llama3_2/1B_full_streamed"),
+    "full_finetune": ("quickstart",),
     "lora_finetune": ("lora_quickstart", "llama3_2/1B_lora_streamed"),
     "dpo": ("dpo_quickstart", "llama3_2/1B_lora_dpo"),
-    "pretrain": ("pretrain_quickstart", "llama3_2/1B_continued_fineweb_edu", "llama3_2/1B_pretrain_bucket"),
+    "pretrain": ("pretrain_quickstart", "llama3_2/1B_pretrain_bucket"),
 }
 """Every recipe, and the configs made for it. The table is written by hand, because finding them would mean importing
 recipes; `tests/test_cli.py` compares it with the folders."""

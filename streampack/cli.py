@@ -42,7 +42,6 @@ CONFIG = (
     Word("overrides", "KEY=VALUE", "replaces a value of the config; ~KEY removes it", nargs="*"),
     TRUST,
 )
-ORDERS = ("excess", "share", "mean")
 NAME = Word("name", "NAME", "that `streampack ls` lists")
 
 
@@ -308,7 +307,6 @@ def unpack(options: Options) -> None:
         *CONFIG,
         Word("--step", "N", "of the run in the config's output_dir", int),
         Word("--top", "N", "how many steps or rows to show (10)", positive, 10),
-        Word("--by", "ORDER", "of rows: excess, share or mean (excess)", None, "excess", choices=ORDERS),
     ],
 )
 def trace(options: Options) -> None:
@@ -318,7 +316,7 @@ def trace(options: Options) -> None:
     if options.step is None:
         lines = worst_steps(config, top=options.top)
     else:
-        lines = rows_of_step(config, options.step, top=options.top, by=options.by)
+        lines = rows_of_step(config, options.step, top=options.top)
     print("\n".join(lines))
 
 

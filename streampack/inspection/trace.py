@@ -23,19 +23,19 @@ def worst_steps(config: Any, *, top: int) -> list[str]:
     return lines + [f"{step:>8} {losses[step]:>8.3f}" for step in worst]
 
 
-def rows_of_step(config: Any, step: int, *, top: int, by: str) -> list[str]:
-    """Return lines of the rows of a step, in the order of ``by``, one of `ORDERS`."""
+def rows_of_step(config: Any, step: int, *, top: int) -> list[str]:
+    """Return lines of the rows of a step, those first that add most to its loss for their length."""
     cfg = read_config(config)
     rows = read_step(Path(cfg.output_dir, ROWS_FOLDER), step)
     dataset = training_data(cfg)
     loss = rows[0].step_loss / rows[0].step_weight if rows[0].step_weight else 0.0
     lines = [
         f"step {step}: loss {loss:.3f}, {len(rows):,} sequences",
-        f"{'excess':>8} {'share':>7} {'loss':>7} {'tokens':>7}  row",
+        f"{'excess':>8} {'loss':>7} {'tokens':>7}  row",
     ]
-    for row in ranked(rows, by=by)[:top]:
+    for row in ranked(rows)[:top]:
         tokens = row.fragment.stop - row.fragment.start
-        figures = f"{row.excess:>+8.2%} {row.share:>7.2%} {row.mean:>7.3f} {tokens:>7,}"
+        figures = f"{row.excess:>+8.2%} {row.mean:>7.3f} {tokens:>7,}"
         lines.append(f"{figures}  {_described(dataset, row)}")
     return lines
 

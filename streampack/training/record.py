@@ -30,15 +30,7 @@ class MetricRecord:
 
     def __init__(self, path: Path, *, resumed: int | None = None) -> None:
         self.path = path
-        if not path.exists():
-            return
-        if resumed is None:
-            path.unlink()
-            return
-        part = path.with_suffix(".part")
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(_dumps(line) for line in _lines(path) if line["step"] <= resumed)
-        part.replace(path)
+        keep_until(path, resumed)
 
     def write(self, values: Mapping[str, Any], *, step: int) -> None:
         """Append the numbers of a step."""
@@ -48,13 +40,24 @@ class MetricRecord:
             file.write(_dumps({"step": step, **numbers}))
 
 
+def keep_until(path: Path, step: int | None) -> None:
+    """Remove the lines of later steps from a file of JSON lines, if there is one; all of it if ``step`` is None."""
+    if step is None:
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        part = path.with_suffix(".part")
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(_dumps(line) for line in read_lines(path) if line["step"] <= step)
+        part.replace(path)
+
+
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Return the numbers of each step by name, in order; of a name that a step has twice, the last one. Null is NaN.
 
     Returns an empty dict if there is no file.
     """
     steps: dict[int, dict[str, float]] = {}
-    for line in _lines(path) if path.exists() else ():
+    for line in read_lines(path) if path.exists() else ():
         step = line.pop("step")
         numbers = {name: math.nan if value is None else value for name, value in line.items()}
         steps.setdefault(step, {}).update(numbers)
@@ -71,7 +74,7 @@ def _dumps(line: Mapping[str, Any]) -> str:
     return json.dumps(line, separators=(",", ":")) + "\n"
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file; not its last one if that is cut off, because the run was killed."""
     with path.open(encoding="utf-8") as file:
         for line in file:

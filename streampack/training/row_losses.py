@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,30 +14,33 @@ import torch.nn.functional as F
 
 from streampack.packing.batch import Batch
 from streampack.training.config import RunConfig
+from streampack.training.record import keep_until, read_lines
 from streampack.training.world import World
 from streampack.types import Fragment
-from streampack.validation import require
 
 ROWS_FOLDER = "rows"
 """The folder in ``output_dir`` where the log is kept."""
 
-FILE_NAME = re.compile(r"attempt_(\d+)_rank_(\d+)\.jsonl")
-ORDERS = ("excess", "share", "mean")
 Fragments = tuple[tuple[Fragment, ...], ...]  # of each pack of a batch
 
 
 class RowLosses:
     """Log the loss of every sequence that is trained, with ``log_rows: true``; otherwise do nothing.
 
-    Each rank writes JSON lines to a file of its own, ``rows/attempt_00001_rank_00000.jsonl``: one line a step, which
-    lists its sequences as ``[row_id, start, stop, loss, weight, checksum]``, with the sum of the losses of a sequence's
-    tokens, in nats, the sum of its labels' weights, and the sum of its tokens' `hashes`. About 50 bytes a sequence.
-    Each start of a run is an attempt. Sums stay on the device until `write`, so that the loop does not wait for a GPU.
+    Each rank writes JSON lines to a file of its own, ``rows/rank_00000.jsonl``: one line a step, which lists its
+    sequences as ``[row_id, start, stop, loss, weight, checksum]``, with the sum of the losses of a sequence's tokens,
+    in nats, the sum of its labels' weights, and the sum of its tokens' `hashes`. About 50 bytes a sequence. Sums stay
+    on the device until `write`, so that the loop does not wait for a GPU.
 
     Making it is a collective.
+
+    Args:
+        config: the run's.
+        world: the ranks.
+        resumed: the step from which the run goes on, None for a new run. Lines of later steps are removed.
     """
 
-    def __init__(self, config: RunConfig, *, world: World) -> None:
+    def __init__(self, config: RunConfig, *, world: World, resumed: int | None = None) -> None:
         self.path: Path | None = None
         # The sequences of each batch, and the sums of their losses, weights and hashes, until they are written; and how
         # many of the batches each step had.
@@ -46,8 +48,12 @@ class RowLosses:
         self._steps: list[tuple[int, int]] = []
         if config.log_rows:
             folder = Path(config.output_dir, ROWS_FOLDER)
-            attempt = world.run_on_main(lambda: _newest_attempt(folder) + 1, of=str(folder))
-            self.path = folder / f"attempt_{attempt:05d}_rank_{world.rank:05d}.jsonl"
+            with world.raise_on_all():
+                for path in (
+                    _files(folder) if world.is_main else ()
+                ):  # of other ranks, too: there may be fewer now
+                    keep_until(path, resumed)
+            self.path = folder / f"rank_{world.rank:05d}.jsonl"
 
     def add(self, batch: Batch, losses: torch.Tensor, weights: torch.Tensor) -> None:
         """Take one batch of this rank: its `token_losses`, ``[batch, max_seq_len]``, and its labels' weights."""
@@ -123,8 +129,8 @@ class RowLoss:
 
     >>> fragment = Fragment((0, 7), 0, 10, None)
     >>> row = RowLoss(fragment, step_loss=80.0, step_weight=40.0, loss=40.0, weight=10.0, checksum=0)
-    >>> row.share, row.mean, row.excess
-    (0.5, 4.0, 0.25)
+    >>> row.mean, row.excess
+    (4.0, 0.25)
     """
 
     fragment: Fragment
@@ -135,11 +141,6 @@ class RowLoss:
     checksum: int  # the sum of its tokens' `hashes`
 
     @property
-    def share(self) -> float:
-        """Its part of the step's loss, from 0 to 1."""
-        return self.loss / self.step_loss if self.step_loss else 0.0
-
-    @property
     def mean(self) -> float:
         """Its loss a trained token; with ``loss_norm: sample``, of its sample."""
         return self.loss / self.weight if self.weight else 0.0
@@ -148,93 +149,68 @@ class RowLoss:
     def excess(self) -> float:
         """By how much its part of the step's loss is above its part of the step's trained tokens.
 
-        By the share alone, a long row of ordinary text comes before a short row of garbage.
+        By its part of the loss alone, a long row of ordinary text comes before a short row of garbage.
         """
-        return self.share - (self.weight / self.step_weight if self.step_weight else 0.0)
+        part = self.loss / self.step_loss if self.step_loss else 0.0
+        return part - (self.weight / self.step_weight if self.step_weight else 0.0)
 
 
 def read_step(folder: Path, step: int) -> list[RowLoss]:
     """Return the sequences of a step from the log in a folder.
 
-    Where a run was resumed from before the step, the last attempt counts.
-
     Raises:
         ValueError: if the log does not have the step.
     """
-    for attempt in sorted(set(map(_attempt, _files(folder))), reverse=True):
-        paths = sorted(path for path in _files(folder) if _attempt(path) == attempt)
-        lines = [line for path in paths for line in _lines(path) if line["step"] == step]
-        if rows := [row for line in lines for row in line["rows"]]:
-            loss, weight = sum(row[3] for row in rows), sum(row[4] for row in rows)
-            return [
-                RowLoss(Fragment(tuple(row_id), start, stop, None), loss, weight, *own)
-                for row_id, start, stop, *own in rows
-            ]
-    raise ValueError(f"{folder} has no rows of step {step}{_what_there_is(folder)}")
+    rows = [
+        row
+        for path in _files(folder)
+        for line in read_lines(path)
+        if line["step"] == step
+        for row in line["rows"]
+    ]
+    if not rows:
+        raise ValueError(f"{folder} has no rows of step {step}{_what_there_is(folder)}")
+    loss, weight = sum(row[3] for row in rows), sum(row[4] for row in rows)
+    return [
+        RowLoss(Fragment(tuple(row_id), start, stop, None), loss, weight, *own)
+        for row_id, start, stop, *own in rows
+    ]
 
 
 def step_losses(folder: Path) -> dict[int, float]:
-    """Return the mean loss of each step in the log, by step; of the last attempt that has it.
+    """Return the mean loss of each step in the log, by step.
 
     Raises:
         ValueError: if there is no log.
     """
     sums: dict[int, list[float]] = {}
-    latest: dict[int, int] = {}
-    for path in sorted(_files(folder)):  # by attempt
-        for line in _lines(path):
-            step = line["step"]
-            if latest.get(step) != (attempt := _attempt(path)):
-                latest[step], sums[step] = attempt, [0.0, 0.0]
+    for path in _files(folder):
+        for line in read_lines(path):
+            step = sums.setdefault(line["step"], [0.0, 0.0])
             for row in line["rows"]:
-                sums[step][0] += row[3]
-                sums[step][1] += row[4]
+                step[0] += row[3]
+                step[1] += row[4]
     if not sums:
         raise ValueError(f"{folder} has no rows{_what_there_is(folder)}")
     return {step: loss / weight if weight else 0.0 for step, (loss, weight) in sorted(sums.items())}
 
 
-def ranked(rows: Iterable[RowLoss], *, by: str = "excess") -> list[RowLoss]:
-    """Return sequences in the order of how much of a step's loss came from them, the most first.
-
-    A loss that is not finite comes before all others.
-
-    Raises:
-        ValueError: for an unknown ``by``.
-    """
-    require(by, "by", ORDERS)
+def ranked(rows: Iterable[RowLoss]) -> list[RowLoss]:
+    """Return sequences by their `RowLoss.excess`, the largest first; before all others those of no finite loss."""
 
     def key(row: RowLoss) -> tuple[bool, float]:
         finite = abs(row.loss) < float("inf")
-        return finite, -getattr(row, by) if finite else 0.0
+        return finite, -row.excess if finite else 0.0
 
     return sorted(rows, key=key)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file; not its last one if that is cut off, because the run was killed."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
 def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*.jsonl") if FILE_NAME.fullmatch(path.name)]
-
-
-def _attempt(path: Path) -> int:
-    match = FILE_NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
-
-
-def _newest_attempt(folder: Path) -> int:
-    return max(map(_attempt, _files(folder)), default=0)
+    return sorted(folder.glob("rank_*.jsonl"))
 
 
 def _what_there_is(folder: Path) -> str:
-    steps = [line["step"] for path in _files(folder) for line in _lines(path)]
+    steps = [line["step"] for path in _files(folder) for line in read_lines(path)]
     if steps:
         return f"; it has steps {min(steps)} to {max(steps)}"
     return "; a run keeps them with log_rows: true in its config"

@@ -267,7 +267,7 @@ class Run:
         self.profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
         self.meter = StepMeter(world, self.device)
         self.by_source = SourceMeter(self.loader, world, self.device)
-        self.by_row = RowLosses(cfg, world=world)
+        self.by_row = RowLosses(cfg, world=world, resumed=self.saved_step)
         self.started = time.perf_counter()
 
     def steps(self) -> Iterator[Step]:

@@ -41,12 +41,12 @@ def test_trace_shows_the_rows_of_a_step(run: Path, capsys: pytest.CaptureFixture
     title, header, *lines = text.splitlines()
     rows = ranked(read_step(run / "out" / ROWS_FOLDER, 3))
     assert title == f"step 3: loss {rows[0].step_loss / rows[0].step_weight:.3f}, {len(rows)} sequences"
-    assert header.split() == ["excess", "share", "loss", "tokens", "row"]
+    assert header.split() == ["excess", "loss", "tokens", "row"]
     assert len(lines) == 4
     texts = [json.loads(line)["text"] for line in (run / "rows.jsonl").read_text().splitlines()]
     for line, row in zip(lines, rows, strict=False):
-        excess, share, mean, tokens, place, text = line.split(maxsplit=5)
-        assert (excess, share) == (f"{row.excess:+.2%}", f"{row.share:.2%}")
+        excess, mean, tokens, place, text = line.split(maxsplit=4)
+        assert excess == f"{row.excess:+.2%}"
         assert float(mean) == pytest.approx(row.mean, abs=1e-3)
         assert int(tokens) == row.fragment.stop - row.fragment.start
         assert text == texts[int(place.rstrip(":").rpartition(":")[2]) - 1]
@@ -142,7 +142,6 @@ def test_unpack_shows_the_first_packs(run: Path, capsys: pytest.CaptureFixture[s
     [
         ("trace --step 99", 1, "rows has no rows of step 99; it has steps 1 to 12"),
         ("trace output_dir=nowhere", 1, "nowhere/rows has no rows; a run keeps them with log_rows: true"),
-        ("trace --by size", 2, "invalid choice: 'size' (choose from"),
         ("trace --top 0", 2, "argument --top: '0' is no whole number from 1 on"),
         ("unpack --packs 0", 2, "argument --packs: '0' is no whole number from 1 on"),
         ("unpack --step 0", 1, "step 0 cannot be: steps are counted from 1"),

@@ -35,9 +35,9 @@ ROWS = [
 ]
 
 
-def log_of(folder: Path, *, log_rows: bool = True) -> RowLosses:
-    config: Any = SimpleNamespace(output_dir=str(folder), log_rows=log_rows)
-    return RowLosses(config, world=World())
+def log_of(folder: Path, *, resumed: int | None = None) -> RowLosses:
+    config: Any = SimpleNamespace(output_dir=str(folder), log_rows=True)
+    return RowLosses(config, world=World(), resumed=resumed)
 
 
 def batches(**settings: Any) -> PackedDataLoader:
@@ -76,46 +76,47 @@ def test_sums_are_those_of_each_sequence(tmp_path: Path, norm: str, settings: An
         for each, (_, loss, weight, checksum) in zip(found, rows, strict=True):
             assert (each.loss, each.weight) == pytest.approx((loss, weight), rel=1e-4)
             assert each.checksum == checksum
-        assert sum(each.share for each in found) == pytest.approx(1)
         assert sum(each.excess for each in found) == pytest.approx(0, abs=1e-9)
         mean = sum(row[1] for row in rows) / sum(row[2] for row in rows)
         assert step_losses(tmp_path / ROWS_FOLDER)[number] == pytest.approx(mean, rel=1e-4)
 
 
-def test_the_last_attempt_counts_and_ranks_are_joined(tmp_path: Path) -> None:
+def test_ranks_are_joined_and_steps_made_again_take_the_place_of_the_former(tmp_path: Path) -> None:
+    """Also where fewer ranks go on."""
+
     def line(step: int, loss: float) -> str:
         return json.dumps({"step": step, "rows": [[[0, step], 0, 4, loss, 2.0, 1]]}) + "\n"
 
     folder = tmp_path / ROWS_FOLDER
     folder.mkdir()
-    (folder / "attempt_00001_rank_00000.jsonl").write_text(line(1, 2) + line(2, 4) + line(3, 6))
-    (folder / "attempt_00001_rank_00001.jsonl").write_text(line(1, 2) + line(2, 4) + '{"step": 3, "ro')
-    (folder / "attempt_00002_rank_00000.jsonl").write_text(line(2, 40) + line(3, 60))
+    (folder / "rank_00000.jsonl").write_text(line(1, 2) + line(2, 4) + line(3, 6))
+    (folder / "rank_00001.jsonl").write_text(line(1, 2) + line(2, 4) + '{"step": 3, "ro')
     (folder / "notes.txt").write_text("")
-    assert step_losses(folder) == {1: 1.0, 2: 20.0, 3: 30.0}
+    assert step_losses(folder) == {1: 1.0, 2: 2.0, 3: 3.0}
+    log = log_of(tmp_path, resumed=1)
+    assert step_losses(folder) == {1: 1.0}
+    batch = next(iter(batches()))
+    log.add(batch, torch.ones(batch.tokens.shape), torch.ones(batch.tokens.shape))
+    log.end_step(2)
+    log.write()
     assert [row.loss for row in read_step(folder, 1)] == [2, 2]
-    assert [row.loss for row in read_step(folder, 2)] == [40]
-    with pytest.raises(ValueError, match=r"has no rows of step 9; it has steps 1 to 3$"):
+    assert step_losses(folder) == {1: 1.0, 2: 1.0}
+    with pytest.raises(ValueError, match=r"has no rows of step 9; it has steps 1 to 2$"):
         read_step(folder, 9)
-    assert log_of(tmp_path).path == folder / "attempt_00003_rank_00000.jsonl"
+    log_of(tmp_path)
+    with pytest.raises(ValueError, match="has no rows; a run keeps them with log_rows"):
+        step_losses(folder)
 
 
 def test_rows_are_ranked_by_what_they_add_to_the_loss(tmp_path: Path) -> None:
     folder = tmp_path / ROWS_FOLDER
     folder.mkdir()
     rows = [[[0, 0], 0, 90, 90.0, 90, 0], [[0, 1], 0, 10, 60.0, 10, 0], [[0, 2], 0, 2, 14.0, 2, 0]]
-    (folder / "attempt_00001_rank_00000.jsonl").write_text(json.dumps({"step": 1, "rows": rows}) + "\n")
-    order = {
-        by: [row.fragment.row_id[1] for row in ranked(read_step(folder, 1), by=by)]
-        for by in ("share", "mean")
-    }
-    assert order == {"share": [0, 1, 2], "mean": [2, 1, 0]}
+    (folder / "rank_00000.jsonl").write_text(json.dumps({"step": 1, "rows": rows}) + "\n")
     assert [row.fragment.row_id[1] for row in ranked(read_step(folder, 1))] == [1, 2, 0]
     rows.append([[0, 3], 0, 1, float("nan"), 1, 0])
-    (folder / "attempt_00001_rank_00000.jsonl").write_text(json.dumps({"step": 1, "rows": rows}) + "\n")
+    (folder / "rank_00000.jsonl").write_text(json.dumps({"step": 1, "rows": rows}) + "\n")
     assert ranked(read_step(folder, 1))[0].fragment.row_id == (0, 3)
-    with pytest.raises(ValueError, match="by="):
-        ranked([], by="size")
 
 
 def plant(path: Path, numbers: list[int]) -> set[int]:
@@ -147,10 +148,6 @@ def test_a_run_keeps_the_rows_of_its_steps(tmp_path: Path) -> None:
     config.max_steps, config.resume = 60, True
     train(config)
     folder = tmp_path / "out" / ROWS_FOLDER
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "attempt_00001_rank_00000.jsonl",
-        "attempt_00002_rank_00000.jsonl",
-    ]
     logged = {step: float(loss) for step, loss in losses(tmp_path).items()}
     assert {step: pytest.approx(loss, rel=1e-3) for step, loss in step_losses(folder).items()} == logged
     assert sorted(logged) == list(range(1, 61))
