@@ -36,19 +36,15 @@ class PackedDataLoader:
     ends before the others' fills up with null packs, which train nothing; an error on one rank is raised on all.
 
     An optimizer step takes ``packs_per_step`` packs over all ranks, the next ones of the stream: the same ones on every
-    number of ranks that divides the lanes. Where ranks cannot divide the packs evenly, null packs fill up as well. The
-    order does not depend on ``num_workers``: each worker makes the packs of some lanes, and they are merged into the
-    order of a single process. A worker that dies is started again and nothing is lost; if it dies four times
-    without a pack between, that is an error.
+    number of ranks that divides the lanes, whatever ``num_workers`` is. A worker that dies is started again and nothing
+    is lost; if it dies four times without a pack between, that is an error.
 
     Iterating again goes on behind what an iteration gave that was left before its end, and else is the next epoch;
     after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it was. ``dataset.set_epoch`` chooses
-    one.
+    one. A state is that of the batches handed out, and can be loaded on any number of ranks and workers.
 
     With a process group, construct the loader and iterate it on all ranks. It keeps connections between all ranks until
-    the process group is destroyed: make one for each dataset, and iterate it again for each evaluation. A state is that
-    of the batches handed out; what workers had made beyond that is made again after a resume, on any number of ranks
-    and workers.
+    the process group is destroyed: make one for each dataset, and iterate it again for each evaluation.
 
     Args:
         dataset: where packs come from; its settings decide all but the batching.

@@ -65,9 +65,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     every sequence is -100, positions restart at 0.
 
     Args:
-        source: what is read: a `Source`; or a path or glob of JSONL files; or any map-style dataset of
+        source: a `Source`, several as a `Mix`; or a path or glob of JSONL files; or any map-style dataset of
             ``{"tokens", "labels"}`` or ``{"input_ids"}``; or columns of such, a pandas frame too; or any deterministic
-            iterable of rows. Several sources, with weights, are a `Mix`.
+            iterable of rows.
         encoder: makes a `Sample` of a row; rows of ready tokens need none, sources of a `Mix` may have their own.
         vocab_size: if given, token ids must be below it.
 
@@ -76,46 +76,40 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         split_across_pack: for pretraining: packs are always full, and the sample that crosses a pack's end continues
             in the next; no strategy is used.
         buffer_size: how many samples may wait, per lane; none waits for more packs than that.
-        max_seqs_per_pack: the most sequences in a pack; a pack that reaches it is padded. It gives `cu_seqlens` a fixed
-            length, for static shapes. Set it well above the typical number.
-        pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
-            parallelism over n ranks. It is charged when packs are planned.
+        max_seqs_per_pack: the most sequences in a pack, well above the typical number; a pack that reaches it is
+            padded. It gives `cu_seqlens` a fixed length, for static shapes.
+        pad_seqs_to: pad every sequence to a multiple of this many tokens: 2 x n for context parallelism over n ranks.
         padding_idx: the token that fills a pack's end.
 
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
             end is cut off, but for the EOS of the encoder), ``"truncate_left"`` (its beginning is) or ``"split"``.
             Default ``"error"``, with ``split_across_pack`` ``"split"``.
-        max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
-            that its lane gives for many packs. Default: no limit.
-        untrained: what to do with a sample of which no token is trained, because its labels are masked or
-            ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
-            counted in the ledger, with a warning at the first; a step of such samples alone is an error in the recipes
-            and under `prepare_trainer_for_packing`, and a warning elsewhere, unless ``"keep"`` is given.
-        skip_bad: whether to leave out and count records that cannot be read or encoded or have no token. Each part of a
-            file that is empty, gone or of another kind is one bad record. By default they are errors. ``True`` skips up
-            to 1 % of the rows that a lane has read, or 100 if that is more. A number is another limit: from 1 on the
-            most bad records of a lane in one pass, below 1 a fraction. A folder is where they are listed. A
-            `Quarantine`, or a mapping of its ``folder`` and ``limit``, says both.
-        read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
-            fetches ahead of need, for all of its lanes together. Besides, a lane holds two shuffle windows at most.
-        corpus_lists: a folder where the lists of the files are kept. With it, a resume goes on where files, or sources
-            of a mixture, were added, removed or changed since the state was made; without, it is refused. See
-            `CorpusChanges`.
+        max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Default: no limit.
+        untrained: what to do with a sample of which no token is trained: ``"keep"``, ``"drop"`` or ``"error"``. By
+            default they are kept with a warning at the first, and a step of such samples alone is an error in recipes
+            and under Trainer, otherwise a warning.
+        skip_bad: whether to leave out, count and list records that cannot be read or encoded or have no token; a part
+            of a file that cannot be read is one. By default they are errors. ``True`` skips up to 1 % of the rows that
+            a lane has read, or 100 if that is more; a number is another limit, below 1 a fraction; a folder is where
+            they are listed; a `Quarantine`, or a mapping of its ``folder`` and ``limit``, says both.
+        read_ahead: of files behind URLs, the most bytes that each process which reads fetches ahead of need, for all
+            of its lanes together, beside two shuffle windows a lane.
+        corpus_lists: a folder where the lists of the files are kept, with which a resume goes on where files, or
+            sources of a mixture, were added, removed or changed; without, that is refused.
 
-        shuffle: whether to read in a shuffled order, which is a function of (seed, epoch, lane). The parts of files are
-            shuffled, and rows within windows: of 2048 rows, or of as many as are given in place of True. Map-style data
-            are shuffled entirely.
+        shuffle: whether to read in a shuffled order, a function of (seed, epoch, lane): parts of files are shuffled,
+            and rows within windows of 2048, or of as many as are given in place of True. Map-style data are shuffled
+            entirely.
         seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
-            number of ranks, without null packs where it divides the lanes. Default: the smallest multiple of the
-            consumers (ranks x workers) that is at least 8, or 4, 2 or 1 on data so small that the part-empty last packs
-            of 8 lanes would be more than about 2 % padding (below some 4,000 rows or 2 MiB). With fewer lanes than
-            ranks only a `PackedDataLoader` can go on: it hands out null packs.
-        balance_window: packs that each lane plans ahead and hands out by attention cost, in an order that all lanes
-            share, so that the ranks of a step have about the same work; 0 is off. A lane then holds the samples of as
-            many packs, and a sample waits for at most ``buffer_size + 2 * balance_window`` packs. Default: 64 for
-            several ranks and ``max_seq_len`` from 8,192 on, otherwise 0. It is fixed for the life of a run.
+            number of ranks that divides it. Default: the smallest multiple of the consumers (ranks x workers) that is
+            at least 8, or 4, 2 or 1 on data so small that part-empty last packs would be more than about 2 % padding.
+            With fewer lanes than ranks only a `PackedDataLoader` can go on: it hands out null packs.
+        balance_window: packs that each lane plans ahead and hands out by attention cost, so that the ranks of a step
+            have about the same work; 0 is off. A sample then waits for at most ``buffer_size + 2 * balance_window``
+            packs. Default: 64 for several ranks and ``max_seq_len`` from 8,192 on, otherwise 0. Fixed for the life of
+            a run.
 
     Raises:
         ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
