@@ -95,11 +95,6 @@ class PackedDataLoader:
         self._meter = StepMeter(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
-    def __repr__(self) -> str:
-        step = "" if self._packs_per_step is None else f", {self._packs_per_step} packs a step"
-        workers = f"{self.num_workers} worker(s)"
-        return f"<{type(self).__name__}: batches of {self.batch_size}{step}, {workers}, of {self.dataset}>"
-
     def __iter__(self) -> Iteration:
         """Collective: iterate from the loaded state on, or behind what an iteration gave that was left before its end.
 

@@ -16,8 +16,6 @@ MODEL_PARALLEL_DIMS = {
     *(f"{kind}_parallel" for kind in ("tensor", "context", "sequence", "pipeline", "model", "tensor_model")),
 }
 """Names of mesh dimensions along which all ranks must get the same batch."""
-DATA_PARALLEL_NAME_PARTS = ("dp", "data", "replicate", "shard", "fsdp", "batch", "ep", "expert")
-"""Words in the name of a mesh dimension that show that batches differ along it."""
 
 
 def ranks_here() -> int | None:
@@ -44,25 +42,13 @@ def refuse_several_ranks(of_parent: int) -> None:
 def require_data_parallel(what: str) -> None:
     """Raise if ranks of one tensor-, context- or pipeline-parallel group would get different data.
 
-    Such groups are known by the process group that a `DeviceMesh` makes for each of its dimensions. A mesh of one
-    dimension over all ranks makes none (see `model_parallel_warning`). If a dimension has no name, or one that tells
-    nothing, a warning asks the user to say which it is. ``what`` says in messages who gives each rank its own data.
+    They are known by the names of the process groups that a `DeviceMesh` makes for its dimensions. A mesh of one
+    dimension over all ranks makes none (see `model_parallel_warning`). ``what`` says who gives each rank its own data.
     """
-    sizes = {
-        group.group_desc.removeprefix("mesh_"): group.size()
-        for group in dist.distributed_c10d._world.pg_map
-        if group.group_desc.startswith("mesh_") and group.size() > 1
-    }
-    for name, size in sizes.items():
-        if name in MODEL_PARALLEL_DIMS:
-            raise ValueError(_message_of_same_batches(name, size, what))
-    for name, size in sizes.items():
-        if not any(part in name for part in DATA_PARALLEL_NAME_PARTS):
-            warn_user(
-                f"there is a device mesh with a dimension {name!r} of {size} ranks, and {what}: if they must be given "
-                "the same batches, say so with PackedDataLoader(..., data_ranks=mesh[...]), with the dimensions along "
-                "which batches differ; if not, it is one of these, too"
-            )
+    for group in dist.distributed_c10d._world.pg_map:
+        prefix, _, name = group.group_desc.partition("_")
+        if prefix == "mesh" and name in MODEL_PARALLEL_DIMS and group.size() > 1:
+            raise ValueError(_message_of_same_batches(name, group.size(), what))
 
 
 def model_parallel_warning(model: nn.Module) -> str | None:

@@ -188,16 +188,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._changes = CorpusChanges(source, folder=corpus_lists)
         self._estimates: dict[tuple[int, int], Estimate] = {}
 
-    def __repr__(self) -> str:
-        config, mix = self.lane_config, self.mix
-        source = type(config.source).__name__ if mix is None else f"Mix of {', '.join(mix.names)}"
-        shuffled = f"shuffled by seed {config.seed}" if config.shuffle_window else "in order"
-        epochs = "for ever" if self.epochs is None else f"{self.epochs} epoch(s)"
-        return (
-            f"<{type(self).__name__}: packs of {config.packing.max_seq_len} tokens from {source}, "
-            f"{config.packing.filled_by}, {shuffled}, {epochs}>"
-        )
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return PackDicts(self._start, untrained=self._untrained)
 

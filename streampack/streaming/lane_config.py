@@ -81,7 +81,9 @@ class LaneConfig:
             if type(data) is ArrowRow:
                 if type(encode) is not TokensEncoder:
                     data = dict(data)  # functions of users may change it, or add to its lists
-                elif (ids := encode.checked_in(data.batch)) is not None and not self.must_check(ids.below):
+                elif (ids := encode.checked_in(data.batch)) is not None and (
+                    self.vocab_size is None or ids.below <= self.vocab_size
+                ):
                     sample = ids.sample(data.index)
             if sample is None:
                 sample = encode(data)
@@ -117,10 +119,6 @@ class LaneConfig:
                 raise ValueError(f"{self.source.locate(unchecked[0][0])}: {error}") from None
             for each in unchecked:
                 self.check_ids([each])
-
-    def must_check(self, bound: int) -> bool:
-        """Return whether ids that are below ``bound`` may be outside the vocabulary."""
-        return self.vocab_size is not None and bound > self.vocab_size
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
         """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped."""
