@@ -11,17 +11,17 @@ from typing import NamedTuple
 from streampack.inspection.reading import (
     Counts,
     Progress,
-    SampledSource,
     Tally,
     lane_rows,
     read_lanes,
-    sample_source,
 )
 from streampack.inspection.report import SourceShare
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import permutation
 from streampack.sources.source import Source
 from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.sampling import SampledSource, Seen, sample_source
+from streampack.types import RowId
 
 FIRST_LOOK = 256
 """Rows from which the number of rows of files is estimated, to see whether all of them are few enough."""
@@ -64,7 +64,7 @@ def read_epoch(
     if config.mix is not None:
         return _sample_mixture(config, config.mix, num_lanes, rows, tally, progress)
     try:
-        sampled = sample_source(config, config.source, (), rows, tally, progress=progress)
+        sampled = _sample(config, config.source, (), rows, tally, progress)
     except ValueError:  # a stream that does not know its length
         return _first_rows(config, num_lanes, rows, tally, progress), tally, []
     kept = _ordered(sampled.kept, config)
@@ -78,6 +78,16 @@ def read_epoch(
         sampled.error,
     )
     return epoch, tally, []
+
+
+def _sample(
+    config: LaneConfig, source: Source, prefix: RowId, rows: int, tally: Tally, progress: Progress
+) -> SampledSource:
+    def see(seen: Seen) -> None:
+        tally.add(seen)
+        progress(tally.rows)
+
+    return sample_source(config, source, prefix, rows, see=see)
 
 
 def _has_at_most(config: LaneConfig, rows: int) -> bool:
@@ -125,7 +135,7 @@ def _sample_mixture(
     sampled, passes = {}, {}
     for number in read:
         source = mix.entries[number].source
-        each = sample_source(config, source, (number,), max(1, rows // len(read)), tally, progress=progress)
+        each = _sample(config, source, (number,), max(1, rows // len(read)), tally, progress)
         if not sum(each.trained):
             name = mix.entries[number].name
             raise ValueError(
@@ -169,8 +179,8 @@ def _sample_mixture(
 def _mixed(sampled: Mapping[int, SampledSource], weights: Mapping[int, float], *, seed: int) -> array[int]:
     """Draw as many rows as were sampled, each from the source that is furthest behind its weight; return their lengths.
 
-    >>> short = SampledSource(array("i", [2]), array("i", [2]), 1.0, 0.0)
-    >>> long = SampledSource(array("i", [6]), array("i", [6]), 1.0, 0.0)
+    >>> short = SampledSource(array("i", [2]), array("i", [2]), 2, 1.0, 0.0)
+    >>> long = SampledSource(array("i", [6]), array("i", [6]), 6, 1.0, 0.0)
     >>> _mixed({0: short, 1: long}, {0: 0.25, 1: 0.75}, seed=0).tolist()
     [2, 6]
     """

@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import heapq
-import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from streampack.accounting import trained_tokens
-from streampack.sources.bad_records import Quarantine, kind_of
+from streampack.sources.bad_records import kind_of
 from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.source import Source
-from streampack.streaming.estimate import relative_error
 from streampack.streaming.lane_config import LaneConfig
-from streampack.types import Row, RowId, Sample
+from streampack.streaming.sampling import Seen, look
+from streampack.types import RowId
 
 EXAMPLES_OF_A_LOSS = 3
 LONGEST = 5
 Progress = Callable[[int], None]
 """Called with the number of rows read so far."""
-
-
-class Seen(NamedTuple):
-    """The result of reading one row: its lengths and trained tokens, or why it was dropped."""
-
-    row_id: RowId
-    length: int  # tokens of the whole sample
-    trained: int
-    kept: int  # tokens of its pieces
-    kept_trained: int
-    reason: str | None  # one of DROP_REASONS
-    detail: str
-
-
-def tolerant(config: LaneConfig) -> LaneConfig:
-    """Return a configuration that drops what would stop the run, so that it can be counted."""
-    packing = config.packing
-    return replace(
-        config,
-        endless=False,
-        untrained="drop" if config.untrained == "error" else config.untrained,
-        packing=replace(packing, overlong="drop") if packing.overlong == "error" else packing,
-        quarantine=Quarantine(limit=sys.maxsize, quiet=True),
-    )
 
 
 def stops(config: LaneConfig) -> set[str]:
@@ -59,26 +32,6 @@ def stops(config: LaneConfig) -> set[str]:
         )
         if error
     }
-
-
-def look(config: LaneConfig, row: Row) -> tuple[Seen, list[Sample]]:
-    """Encode and cut a row as a lane of a `tolerant` configuration does; return its counts and its pieces."""
-    sample = config.sample(row)
-    if isinstance(sample, str):
-        return Seen(row.row_id, 0, 0, 0, 0, "bad", sample), []
-    length = sample.tokens.size
-    trained = trained_tokens(sample)
-    pieces = [piece for _, piece in config.cut(sample)]
-    kept = sum(piece.tokens.size for piece in pieces)
-    kept_trained = sum(map(trained_tokens, pieces)) if kept < length or len(pieces) > 1 else trained
-    reason, detail = None, ""
-    if pieces and not kept_trained and config.untrained == "drop":
-        pieces, kept, reason, detail = [], 0, "untrained", "no token is trained"
-    elif not pieces:
-        reason, detail = "overlong", f"{length:,} tokens"
-    elif kept < length:
-        reason, detail = "truncated", f"{length:,} tokens, {trained - kept_trained:,} trained ones cut off"
-    return Seen(row.row_id, length, trained, kept, kept_trained, reason, detail), pieces
 
 
 def lane_rows(config: LaneConfig, *, lane: int, num_lanes: int) -> Iterator[Seen]:
@@ -191,40 +144,3 @@ def read_lanes(config: LaneConfig, num_lanes: int, tally: Tally, *, progress: Pr
                 kept.append(seen.kept)
         lanes.append(kept)
     return lanes
-
-
-class SampledSource(NamedTuple):
-    """A sample of a source's rows."""
-
-    kept: array[int]  # tokens that each row keeps, 0 if it is dropped
-    trained: array[int]  # of those
-    scale: float  # how many times as large the source is
-    error: float  # relative standard error of its tokens
-
-
-def sample_source(
-    config: LaneConfig, source: Source, prefix: RowId, rows: int, tally: Tally, *, progress: Progress
-) -> SampledSource:
-    """Read about ``rows`` rows from all over a source, whose row ids begin with ``prefix`` in a mixture.
-
-    Raises:
-        ValueError: if the source cannot tell its size.
-    """
-    found, scale = source.sample(rows)
-    kept, trained, sizes = array("i"), array("i"), array("i")
-    for example in found:
-        row_id = (*prefix, *example.row_id)
-        if example.data is None:
-            seen = Seen(row_id, 0, 0, 0, 0, "bad", "it cannot be read")
-        else:
-            seen, _ = look(config, Row(example.data, (), row_id))
-        tally.add(seen)
-        progress(tally.rows)
-        kept.append(seen.kept)
-        trained.append(seen.kept_trained)
-        sizes.append(_stored(example.data) if source.probed_by_bytes else 1)
-    return SampledSource(kept, trained, scale, relative_error(kept, sizes, scale))
-
-
-def _stored(data: Mapping[str, Any] | None) -> int:
-    return len(str(dict(data or {})))

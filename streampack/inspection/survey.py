@@ -14,7 +14,7 @@ from streampack.inspection.epoch import Epoch, read_epoch
 from streampack.inspection.outcomes import plan_outcomes
 from streampack.inspection.packs import first_packs
 from streampack.inspection.plans import Plan, Totals
-from streampack.inspection.reading import Progress, Tally, stops, tolerant
+from streampack.inspection.reading import Progress, Tally, stops
 from streampack.inspection.report import (
     Attention,
     Coverage,
@@ -32,6 +32,7 @@ from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.run_settings import default_lanes
+from streampack.streaming.sampling import tolerant
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
 BINS = 24

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streampack.inspection.packs import first_packs
-from streampack.inspection.reading import tolerant
 from streampack.inspection.report_writer import PACKS, REPORT_FILE
 from streampack.inspection.run_page import RunReport, write_page
 from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
+from streampack.streaming.sampling import tolerant
 
 if TYPE_CHECKING:
     from transformers import Trainer
