@@ -24,20 +24,13 @@ def share(
         num_lanes: how many lanes.
         rest: bytes of other parts, which can be cut, and fill lanes, too.
     """
-    turns = [1] * len(parts)
-    largest = [(-size, index) for index, (_, size) in enumerate(parts)]  # a heap of bytes of a lane, negative
-    heapq.heapify(largest)
-    lanes_of_rest = 0
+    sizes = [rest, *(size for _, size in parts)]
+    lanes = [1] * len(sizes)
     for _ in range(num_lanes - len(parts)):
-        if not largest or rest / (lanes_of_rest + 1) >= -largest[0][0]:
-            lanes_of_rest += 1
-            continue
-        index = largest[0][1]
-        turns[index] += 1
-        heapq.heapreplace(largest, (-parts[index][1] / turns[index], index))
+        lanes[max(range(len(sizes)), key=lambda i: sizes[i] / lanes[i])] += 1
     return [
         (part._replace(turn=turn, turns=count), size / count)
-        for (part, size), count in zip(parts, turns, strict=True)
+        for (part, size), count in zip(parts, lanes[1:], strict=True)
         for turn in range(count)
     ]
 

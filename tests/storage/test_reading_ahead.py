@@ -154,6 +154,29 @@ def test_rows_that_are_large_are_read_ahead_by_their_bytes(network: Network, kin
     assert sum(size for _, size in network.requests) <= 7 << 20
 
 
+@pytest.mark.parametrize(("rows", "least", "most"), [([1] * 60, 16, 60), ([1, *[200] * 30], 1, 6)])
+def test_as_many_parts_are_read_at_once_as_hold_the_records_that_are_wanted(
+    network: Network, rows: list[int], least: int, most: int
+) -> None:
+    """Many where each of several has had few; that of the first tells nothing of the others."""
+    files = Versioned(skip_instance_cache=True)
+    for number, count in enumerate(rows):
+        files.pipe_file(f"/bucket/c/{number:03}.jsonl", b'{"text": "%s"}\n' % (b"x" * 100) * count)
+    data = source("jsonl", "versioned://bucket/c/*.jsonl")
+    under_way, at_once = [], []
+
+    def fault(path: str, start: int, stop: int) -> None:
+        under_way.append(path)
+        at_once.append(len(under_way))
+        time.sleep(0.02)
+        under_way.remove(path)
+
+    Versioned.fault = staticmethod(fault)  # type: ignore[assignment]
+    reader = data.read(Reading(read_ahead=ReadAhead.for_lanes(8 << 20, 1)))
+    assert len([next(reader) for _ in range(50)]) == 50
+    assert least <= max(at_once) <= most
+
+
 def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
     """A file of a later lane is fetched long before, in vain; the packs before its own come, and those after it."""
     data = filled("jsonl")
