@@ -22,7 +22,7 @@ from streampack.attention.prepare import prepare_model_for_packing
 from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import label_weights, loss_terms
-from streampack.map_style.flatten import join_documents
+from streampack.training.data import join_documents
 from streampack.training.evaluation import evaluate
 from streampack.training.overrides import parse
 from streampack.training.run import Result, Run

@@ -37,7 +37,7 @@ EXTRAS = [
     "torchtitan", "tyro",
 ]  # fmt: skip
 # Modules of subclasses of an extra's classes; others import them within functions.
-SUBCLASSES = ("integrations/lm_eval", "integrations/torchtitan")
+SUBCLASSES = ("map_style/of_torchtune.py", "integrations/lm_eval", "integrations/torchtitan")
 
 
 def name_of(path: Path) -> str:

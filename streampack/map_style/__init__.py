@@ -3,8 +3,7 @@
 from streampack.map_style.builder import packed_dataset
 from streampack.map_style.collators import FlatteningCollator, PaddedCollator
 from streampack.map_style.dataset import PackedDataset
-from streampack.map_style.flatten import flatten_batch, join_documents
-from streampack.map_style.method_loader import method_loader
+from streampack.map_style.methods import method_loader
 from streampack.map_style.samplers import MultipackBatchSampler
 
 __all__ = [
@@ -12,8 +11,6 @@ __all__ = [
     "MultipackBatchSampler",
     "PackedDataset",
     "PaddedCollator",
-    "flatten_batch",
-    "join_documents",
     "method_loader",
     "packed_dataset",
 ]

@@ -44,6 +44,8 @@ def packed_dataset(
     Raises:
         ValueError: for a node with which a stock recipe would train wrongly, and whatever `PackedDataset` refuses.
     """
+    from streampack.map_style.of_torchtune import TunePackedDataset
+
     if packed is not True:
         raise ValueError(
             f"packed={packed!r}: write `packed: True` beside `_component_: streampack.packed_dataset`. The recipe "
@@ -61,8 +63,8 @@ def packed_dataset(
                 f"{name}={dataset[name]!r} in the inner dataset node: packing is the outer node's, where it "
                 f"takes {name} too; remove it from the inner one"
             )
-    if max_seq_len is None:
-        max_seq_len = getattr(tokenizer, "max_seq_len", None)
+    longest = getattr(tokenizer, "max_seq_len", None)
+    max_seq_len = longest if max_seq_len is None else max_seq_len
     if max_seq_len is None:
         raise ValueError(
             "max_seq_len is None here and in the tokenizer; set max_seq_len, the tokens of a pack, in this node"
@@ -74,12 +76,11 @@ def packed_dataset(
             f"the tokenizer ({type(tokenizer).__name__}) has no pad_id; set padding_idx in this node"
         )
     if not parity:
-        if settings.get("overlong") is None and not settings.get("split_across_pack"):
-            cuts = getattr(tokenizer, "max_seq_len", None) is not None
-            settings["overlong"] = "truncate" if cuts else None
-        settings["eos_id"] = settings.get("eos_id", eos_of(tokenizer))
-    return PackedDataset(
-        build(dataset, tokenizer if parity else check_tokenizer(tokenizer)),
+        tokenizer, eos_id = check_tokenizer(tokenizer), eos_of(tokenizer)
+        cuts = longest is not None and not settings.get("split_across_pack")
+        settings = {"eos_id": eos_id, "overlong": "truncate" if cuts else None, **settings}
+    return TunePackedDataset(
+        build(dataset, tokenizer),
         max_seq_len=max_seq_len,
         padding_idx=padding_idx,
         parity=parity,

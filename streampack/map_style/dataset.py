@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
-import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from streampack.accounting import Ledger, trains_nothing
-from streampack.map_style.parity import assemble as parity_assemble
-from streampack.map_style.parity import plan as parity_plan
-from streampack.map_style.parity import require_defaults
-from streampack.map_style.read_sample import read_sample
-from streampack.map_style.samplers import range_with_progress
+from streampack.map_style import parity as torchtune
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
 from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos_of
 from streampack.packing.foreign_loader import refuse_foreign_loader
 from streampack.packing.planner import plan_samples
+from streampack.packing.samples import read_sample
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import refusing_nulls
@@ -42,10 +38,10 @@ FLATTEN = "give the Trainer data_collator=FlatteningCollator() and set remove_un
 class PackedDataset(Dataset[dict[str, Any]]):
     """Packs of a map-style dataset, planned at construction and assembled when asked for.
 
-    Has the arguments of ``torchtune.datasets.PackedDataset`` and is an instance of it. It reads the dataset once for
-    the lengths and keeps only the plan, 32 bytes a sample; ``self[i]`` reads the samples of pack i again. So the
-    dataset must give the same sample each time, and a sample in n packs is read n times: for long documents
-    `IterablePackedDataset`, which reads each once, is faster.
+    Has the arguments of ``torchtune.datasets.PackedDataset``. It reads the dataset once for the lengths and keeps only
+    the plan, 32 bytes a sample; ``self[i]`` reads the samples of pack i again. So the dataset must give the same sample
+    each time, and a sample in n packs is read n times: for long documents `IterablePackedDataset`, which reads each
+    once, is faster.
 
     >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3, 4])]
     >>> packs = PackedDataset(rows, max_seq_len=8)
@@ -77,8 +73,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         untrained: what to do with a sample without a trained token: ``"keep"``, ``"drop"`` or ``"error"``.
             By default it is kept and counted in the ledger, and a warning tells how many there are.
         vocab_size: if given, token ids must be below it.
-        parity: ``"torchtune"`` makes torchtune's packs instead, token for token, with its labels,
-            positions and errors; the settings after ``split_across_pack`` then keep their defaults.
+        parity: ``"torchtune"`` makes torchtune's packs instead, token for token, with its labels and positions; see
+            `streampack.map_style.parity`.
 
     Raises:
         ValueError: for a bad setting, or a bad sample or one without a token, with its number, at construction;
@@ -110,23 +106,19 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 f"a {type(ds).__name__} has no samples by number (it needs __len__ and __getitem__); "
                 "pack a stream with IterablePackedDataset"
             )
+        if len(ds) == 0:
+            raise ValueError(f"the dataset ({type(ds).__name__}) is empty; it must have at least one sample")
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
         if parity is not None:
             require(parity, "parity", ("torchtune",))
-            settings = strategy, buffer_size, overlong, max_seqs_per_pack, pad_seqs_to
-            require_defaults((*settings, eos_id, untrained))
+            strategy = torchtune.strategy_of(strategy, pad_seqs_to=pad_seqs_to)
         if vocab_size is not None:
             vocab_size = require_positive(vocab_size, "vocab_size")
-        padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
         if eos_id is not None:
             eos_id = require_token_id(eos_id, "eos_id", vocab_size=vocab_size)
-        if max_packs is not None and (type(max_packs) is not int or max_packs < 0):
-            raise ValueError(
-                f"max_packs={max_packs!r} is no number of packs; give at least 0, or None for all"
-            )
-        if len(ds) == 0 and not parity:
-            raise ValueError(f"the dataset ({type(ds).__name__}) is empty; it must have at least one sample")
+        if max_packs is not None:
+            require_positive(max_packs, "max_packs", least=0)
         self.packing = Packing(
             max_seq_len,
             strategy=strategy,
@@ -136,32 +128,24 @@ class PackedDataset(Dataset[dict[str, Any]]):
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
         )
-        self.ds = ds if parity else refusing_nulls(ds)
+        self.ds = refusing_nulls(ds)
         self.max_seq_len = max_seq_len
-        self.padding_idx = padding_idx
-        self.max_packs = max_packs
-        self.split_across_pack = self.packing.split_across_pack
+        self.padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
         self.eos_id = eos_id
         self.untrained = untrained
         self.vocab_size = vocab_size
         self.parity = parity
         self._ledger = Ledger()
-        self._plan()
+        self._plan(max_packs)
 
-    def _plan(self) -> None:
+    def _plan(self, max_packs: int | None) -> None:
         """Read the lengths, no further than ``max_packs`` needs, and store the plan in arrays.
 
         Arrays take a tenth of the memory of lists. Forked workers share their memory with the main process, because
         reading an array changes no reference counts.
         """
         lengths, spans, ends = array("q"), array("q"), array("q", [0])
-        samples, split, limit = self._read_lengths(lengths), self.packing.split_across_pack, self.max_packs
-        if self.parity:
-            numbers = (length for _, length in samples)
-            packs = parity_plan(numbers, self.max_seq_len, split_across_pack=split, max_packs=limit)
-        else:
-            packs = islice(plan_samples(samples, self.packing), limit)
-        for pack in packs:
+        for pack in islice(plan_samples(self._kept(lengths), self.packing), max_packs):
             for span in pack:
                 spans.extend(span)
                 self._ledger.packed += span.stop - span.start
@@ -170,54 +154,49 @@ class PackedDataset(Dataset[dict[str, Any]]):
         # [sequences, 3]: sample, start and stop of each sequence. Those of pack i are spans[ends[i] : ends[i + 1]].
         self._spans = np.array(spans, np.int64).reshape(-1, 3)
         self._ends = np.array(ends, np.int64)  # [packs + 1]
-        if not len(self) and not self.parity and self.max_packs != 0:
+        if not len(self) and max_packs != 0:
             log.warning("%s", nothing_to_pack(self._ledger))
         self._ledger.packs = len(self)
         self._ledger.capacity = len(self) * self.max_seq_len
         UntrainedWarning(wanted=self.untrained is None, max_seq_len=self.max_seq_len).look_at(self._ledger)
         log.info("%r", self)
 
-    def _read_lengths(self, lengths: array[int]) -> Iterator[tuple[int, int]]:
+    def _kept(self, lengths: array[int]) -> Iterator[tuple[int, int]]:
         """Yield (number, length) of every sample to be packed; append every length to ``lengths``, and count drops."""
-        for index in range_with_progress(len(self.ds)):
+        ledger = self._ledger
+        for index in _with_progress(len(self.ds)):
             sample = read_sample(self.ds, index, vocab_size=self.vocab_size)
             length = sample.tokens.size
-            kept, untrained = (length, False) if self.parity else self._count_kept(index, sample)
+            try:
+                bounds = self.packing.pieces_of(length)
+                # With parity, the first label of a sequence is trained, too.
+                untrained = (
+                    not self.parity
+                    and bool(bounds)
+                    and all(trains_nothing(sample.cut(start, stop)) for start, stop in bounds)
+                )
+                if untrained and self.untrained == "error":
+                    raise untrained_error(length, self.packing)
+            except ValueError as error:
+                raise ValueError(f"sample {index} {error}") from None
             lengths.append(length)
-            self._ledger.samples += 1
-            self._ledger.untrained += untrained
-            self._ledger.tokens_in += length
+            ledger.samples += 1
+            ledger.untrained += untrained
+            ledger.tokens_in += length
+            kept = sum(stop - start for start, stop in bounds)
+            if untrained and self.untrained == "drop":
+                ledger.drop("untrained", length)
+                continue
             if kept < length:
-                dropped = "untrained" if untrained else "overlong"
-                self._ledger.drop("truncated" if kept else dropped, length - kept)
-            if kept or self.parity:
+                ledger.drop("truncated" if kept else "overlong", length - kept)
+            if kept:
                 yield index, length
 
-    def _count_kept(self, index: int, sample: Sample) -> tuple[int, bool]:
-        """Return how many of a sample's tokens the settings keep, and whether none of them is trained."""
-        length = sample.tokens.size
-        try:
-            bounds = self.packing.pieces_of(length)
-            untrained = bool(bounds) and all(
-                trains_nothing(sample.cut(start, stop)) for start, stop in bounds
-            )
-            if untrained and self.untrained == "error":
-                raise untrained_error(length, self.packing)
-        except ValueError as error:
-            raise ValueError(f"sample {index} {error}") from None
-        if untrained and self.untrained == "drop":
-            return 0, True
-        return sum(stop - start for start, stop in bounds), untrained
-
     def _read_again(self, index: int) -> Sample:
-        """Read a planned sample, and raise if its length has changed. A truncated one gets its EOS."""
-        sample, planned = read_sample(self.ds, index, vocab_size=self.vocab_size), self._lengths[index]
-        if sample.tokens.size != planned:
-            raise ValueError(
-                f"sample {index} has {sample.tokens.size} tokens and had {planned} when the packs were planned; "
-                "make the dataset give the same sample each time (no random transforms, no file that changes)"
-            )
-        if self.packing.overlong == "truncate" and planned > self.max_seq_len:
+        """Read a planned sample; a truncated one gets its EOS."""
+        length = int(self._lengths[index])
+        sample = read_sample(self.ds, index, vocab_size=self.vocab_size, planned=length)
+        if self.packing.overlong == "truncate" and length > self.max_seq_len:
             return with_eos_of(sample, sample.cut(0, self.max_seq_len), {self.eos_id})
         return sample
 
@@ -236,8 +215,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         sizes = {"max_seq_len": self.max_seq_len, "padding_idx": self.padding_idx}
         input_pos = None
         if self.parity:
-            starts = [start for _, start, _ in spans]
-            tokens, labels, input_pos = parity_assemble(sequences, starts, **sizes)
+            tokens, labels, input_pos = torchtune.assemble(
+                sequences, [start for _, start, _ in spans], **sizes
+            )
         else:
             tokens, labels = assemble(sequences, **sizes, pad_seqs_to=self.packing.pad_seqs_to)
         trained = partial(trained_if_split, packing=self.packing, isolated=not self.parity)
@@ -273,22 +253,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
             f"{self.parity or self.packing.filled_by}>"
         )
 
-    # `isinstance` also looks at an object's `__class__`, which here is a subclass of torchtune's class as soon as the
-    # program has imported torchtune. This module does not import it, because that takes nine seconds.
-    @property  # type: ignore[misc]  # object's can be assigned to
-    def __class__(self) -> type:
-        ours: type = type(self)
-        theirs = getattr(sys.modules.get("torchtune.datasets"), "PackedDataset", None)
-        return ours if theirs is None else _subclass(ours, theirs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # By default, pickle would look up the subclass that __class__ returns by its name.
-        return object.__new__, (type(self),), self.__dict__
-
-
-@functools.cache
-def _subclass(ours: type, theirs: type) -> type:
-    if issubclass(ours, theirs):
-        return ours
-    names = {"__module__": ours.__module__, "__qualname__": ours.__qualname__, "__doc__": ours.__doc__}
-    return type(ours.__name__, (ours, theirs), names)
+def _with_progress(count: int) -> Iterable[int]:
+    """Return ``range(count)``, with tqdm's bar on rank 0 if it takes more than a second."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return range(count)
+    others = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    bar: Iterable[int] = tqdm(
+        range(count), desc="Planning packs", unit=" samples", dynamic_ncols=True, delay=1, disable=others
+    )
+    return bar

@@ -1,4 +1,4 @@
-"""The methods of batching that the literature compares, by name: lengths in, rows of samples out.
+"""The methods of batching that the literature compares, by name: lengths in, batches of rows out, and a loader of them.
 
 Eight are from Table 1 of Kundu et al., "Enhancing Training Efficiency Using Packing with Flash Attention" (2024,
 arXiv 2407.09105); ``exact_fit`` is this project's own. They differ only in which samples share a row, and which rows
@@ -8,20 +8,33 @@ share a batch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from streampack.map_style.multipack import plan_steps, resolve_packs_per_step
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from streampack.map_style.multipack import plan_steps
+from streampack.map_style.samplers import PlannedSampler, resolve_rank
+from streampack.packing.assemble import assemble
+from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.cut_samples import trained_if_split
 from streampack.packing.planner import Span, plan_samples
+from streampack.packing.samples import read_sample
 from streampack.packing.settings import Packing
 from streampack.sources.reading import permutation
-from streampack.validation import require, require_positive
+from streampack.sources.torchtune_rows import refusing_nulls
+from streampack.types import Fragment, Pack, Sample
+from streampack.validation import require, require_multiple, require_positive, require_token_id, warn_user
 
 Row = list[Span]
 """Sequences that lie end to end in a row. An empty row is all padding; it fills up batches."""
 
 T = TypeVar("T")
+LENGTH = operator.attrgetter("length")
 
 
 class Shape(NamedTuple):
@@ -48,9 +61,154 @@ class Method(NamedTuple):
     isolated: bool = True
     """Whether the samples of a row do not see one another."""
 
-    def packing(self, *, max_seq_len: int, overlong: str | None) -> Packing:
-        """Return the settings that decide how long samples are cut or dropped."""
-        return Packing(max_seq_len, split_across_pack=self.cuts, overlong=overlong)
+
+def method_loader(
+    ds: Any,
+    *,
+    method: str,
+    max_seq_len: int,
+    batch_size: int,
+    lengths: Sequence[int] | None = None,
+    packs_per_step: int | None = None,
+    overlong: str | None = None,
+    padding_idx: int = 0,
+    pad_pack_to: int = 1,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+) -> DataLoader[Batch]:
+    """Load this rank's batches of a map-style dataset, made by the named method.
+
+    >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3])]
+    >>> for method in ("random_padding", "minibatch_packing", "exact_fit"):
+    ...     loader = method_loader(rows, method=method, max_seq_len=8, batch_size=2)
+    ...     print(method, [tuple(batch.tokens.shape) for batch in loader])
+    random_padding [(2, 5), (2, 4)]
+    minibatch_packing [(1, 7), (1, 7)]
+    exact_fit [(2, 8)]
+
+    `streampack.map_style.methods.plan_batches` describes the methods. The batches of each go through
+    ``prepare_model_for_packing`` and the same loop. All methods but ``fixed_length`` keep samples apart; that one is
+    there to be compared with, and warns. A row of ``minibatch_packing`` may have ``batch_size * max_seq_len`` tokens,
+    so a torchtune model needs a ``max_seq_len`` of its own as high.
+
+    Iterating again is the next epoch; ``loader.sampler.set_epoch(epoch, done=...)`` sets another one, and how many of
+    its batches all ranks together have trained already.
+
+    Args:
+        ds: samples by number, with ``tokens`` and ``labels``, or ``input_ids`` and optional ``labels``.
+        method: one of `streampack.map_style.methods.METHODS`.
+        max_seq_len: see `plan_batches`, as for ``batch_size``, ``packs_per_step``, ``overlong`` and ``seed``.
+        batch_size: rows of a batch; for ``minibatch_packing``, samples.
+        lengths: tokens of each sample. By default every sample is read once to find out.
+        packs_per_step: rows of an optimizer step over all ranks.
+        overlong: what to do with a sample longer than ``max_seq_len``.
+        padding_idx: the token that fills a row's end.
+        pad_pack_to: a number of which the length of every row is a multiple. ``max_seq_len`` must be one, and other
+            rows are padded to one.
+        vocab_size: if given, token ids must be below it.
+        seed: seed of the random order, with the epoch.
+        num_workers: processes that read samples and make batches.
+        pin_memory: put batches into page-locked memory, for faster copies to a GPU.
+        num_replicas: number of ranks. Default: the process group's size, 1 without one.
+        rank: this rank. Default: its rank in the process group.
+
+    Raises:
+        ValueError: for a bad setting, data without numbers or without lengths, or a bad sample.
+    """
+    require(method, "method", METHODS)
+    if not (hasattr(ds, "__len__") and hasattr(ds, "__getitem__")):
+        raise ValueError(
+            f"method={method!r} must know all lengths, and a {type(ds).__name__} has no samples by number (it needs "
+            "__len__ and __getitem__); stream it with IterablePackedDataset, whose strategy 'exact_fit' needs none"
+        )
+    ds = refusing_nulls(ds)
+    if vocab_size is not None:
+        vocab_size = require_positive(vocab_size, "vocab_size")
+    if lengths is None:
+        lengths = [read_sample(ds, index, vocab_size=vocab_size).tokens.size for index in range(len(ds))]
+    elif len(lengths) != len(ds):
+        raise ValueError(f"there are {len(lengths)} lengths and {len(ds)} samples; give one for each")
+    if not METHODS[method].isolated:
+        warn_user(
+            f"method={method!r} lets the samples of a row see one another, which makes a worse model; it is there "
+            f"to be compared with. Train with {method + '_posid'!r}, or a method that cuts no sample",
+        )
+    require_multiple(max_seq_len, "max_seq_len", require_positive(pad_pack_to, "pad_pack_to"), "pad_pack_to")
+    rows = Rows(
+        ds,
+        METHODS[method],
+        _packing(method, max_seq_len, overlong),
+        lengths,
+        pad_pack_to=pad_pack_to,
+        padding_idx=require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size),
+        vocab_size=vocab_size,
+    )
+    num_replicas, rank = resolve_rank(num_replicas, rank)
+    plan = partial(
+        plan_batches,
+        method,
+        lengths,
+        max_seq_len=max_seq_len,
+        batch_size=batch_size,
+        num_replicas=num_replicas,
+        packs_per_step=packs_per_step,
+        overlong=overlong,
+        seed=seed,
+    )
+    sampler = PlannedSampler(lambda epoch: plan(epoch=epoch), num_replicas=num_replicas, rank=rank)
+    len(sampler)  # plans the first epoch, so that what cannot be planned is refused here
+    return DataLoader(
+        rows,
+        batch_size=None,  # the sampler's items are whole batches
+        sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(seed),  # by default it would draw from the global one
+    )
+
+
+@dataclass(eq=False)
+class Rows(Dataset[Batch]):
+    """Turns the planned rows of a batch into a `Batch`."""
+
+    ds: Any
+    method: Method
+    packing: Packing
+    lengths: Sequence[int]
+    pad_pack_to: int
+    padding_idx: int
+    vocab_size: int | None
+
+    def __getitem__(self, batch: list[Row]) -> Batch:
+        width = self.packing.max_seq_len
+        if not self.method.packed:
+            longest = max(1, *(sum(map(LENGTH, row)) for row in batch))
+            width = longest + -longest % self.pad_pack_to
+        samples = {
+            index: read_sample(self.ds, index, vocab_size=self.vocab_size, planned=self.lengths[index])
+            for index in {span.index for row in batch for span in row}
+        }
+        return stack_packs([self._pack(row, samples, width) for row in batch])
+
+    def _pack(self, row: Row, samples: dict[int, Sample], width: int) -> Pack:
+        sequences = [samples[index].cut(start, stop) for index, start, stop in row]
+        trained = partial(trained_if_split, packing=self.packing, isolated=self.method.isolated)
+        fragments = [
+            Fragment((index,), start, stop, trained(samples[index], start, stop))
+            for index, start, stop in row
+        ]
+        if not self.method.isolated and row:
+            tokens, labels = zip(*sequences, strict=True)
+            sequences = [Sample(np.concatenate(tokens), np.concatenate(labels))]
+        return Pack(
+            *assemble(sequences, max_seq_len=width, padding_idx=self.padding_idx),
+            seq_lens=tuple(sequence.tokens.size for sequence in sequences),
+            fragments=tuple(fragments),
+        )
 
 
 def plan_batches(
@@ -101,7 +259,10 @@ def plan_batches(
     chosen = METHODS[method]
     require_positive(batch_size, "batch_size")
     require_positive(num_replicas, "num_replicas")
-    packing = chosen.packing(max_seq_len=max_seq_len, overlong=overlong)
+    at_once = batch_size * num_replicas
+    per_step = at_once if packs_per_step is None else require_positive(packs_per_step, "packs_per_step")
+    require_multiple(per_step, "packs_per_step", at_once, "batch_size x num_replicas")
+    packing = _packing(method, max_seq_len, overlong)
     pieces = []
     for index, length in enumerate(lengths):
         try:
@@ -113,7 +274,6 @@ def plan_batches(
         pieces += [Span(index, start, stop) for start, stop in bounds]
     if not pieces:
         raise ValueError("there is no sample to make batches of; give at least one that is not dropped")
-    per_step = resolve_packs_per_step(packs_per_step, batch_size * num_replicas)
     shape = Shape(packing.max_seq_len, batch_size, num_replicas, per_step)
     batches = chosen.plan([pieces[i] for i in permutation(len(pieces), seed, epoch)], shape)
     filler: list[Row] = [[] for _ in range(batch_size if chosen.packed else 1)]
@@ -127,8 +287,8 @@ def _random_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
 def _group_by_length_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
     """Sort groups of 50 batches by length, the longest first, as transformers does; a quarter of the data if less."""
     size = max(1, min(len(pieces) // (shape.batch_size * 4), 50)) * shape.batch_size
-    groups = [sorted(group, key=_length, reverse=True) for group in _groups(pieces, size)]
-    longest = max(groups, key=lambda group: _length(group[0]))
+    groups = [sorted(group, key=LENGTH, reverse=True) for group in _groups(pieces, size)]
+    longest = max(groups, key=lambda group: group[0].length)
     groups[0][0], longest[0] = longest[0], groups[0][0]
     return _random_padding([piece for group in groups for piece in group], shape)
 
@@ -142,7 +302,7 @@ def _packed(
 ) -> list[list[Row]]:
     """Pack the pieces in their order as a stream does, and fill up the last batch with empty rows."""
     packing = Packing(shape.max_seq_len, strategy, split_across_pack=split_across_pack)
-    packs = plan_samples(enumerate(map(_length, pieces)), packing)
+    packs = plan_samples(enumerate(piece.length for piece in pieces), packing)
     rows = [
         [Span(pieces[i].index, pieces[i].start + start, pieces[i].start + stop) for i, start, stop in pack]
         for pack in packs
@@ -151,16 +311,12 @@ def _packed(
 
 
 def _sorted_packing(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    return _packed(sorted(pieces, key=_length, reverse=True), shape, strategy="next_fit")
+    return _packed(sorted(pieces, key=LENGTH, reverse=True), shape, strategy="next_fit")
 
 
 def _multipack(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    steps = plan_steps(
-        map(_length, pieces),
-        max_tokens=shape.max_seq_len,
-        packs_per_step=shape.packs_per_step,
-        allow_empty=True,
-    )
+    lengths = [piece.length for piece in pieces]
+    steps = plan_steps(lengths, max_tokens=shape.max_seq_len, packs_per_step=shape.packs_per_step)
     ranks = shape.num_replicas
     return [
         # Rows are ordered by cost: dealt out in turn, they make batches of even cost.
@@ -184,9 +340,10 @@ METHODS = {
 }
 
 
-def _length(piece: Span) -> int:
-    return piece.stop - piece.start
-
-
 def _groups(items: list[T], size: int) -> list[list[T]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _packing(method: str, max_seq_len: int, overlong: str | None) -> Packing:
+    """Return the settings that decide how long samples are cut or dropped."""
+    return Packing(max_seq_len, split_across_pack=METHODS[method].cuts, overlong=overlong)

@@ -7,14 +7,12 @@ this way until no sample fits. Here the last 1.5 % of the room is filled by `exa
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapreplace
 from itertools import chain
 
 from streampack.packing.planner import plan_packs
 from streampack.packing.strategies import exact_fit
-from streampack.validation import require, require_positive
 
 Step = list[list[int]]
 """The packs of a global step, ``packs_per_step`` of them; each is a list of the numbers of its samples."""
@@ -34,88 +32,38 @@ EXACT_FIT_WINDOW = 128
 
 
 def plan_steps(
-    lengths: Iterable[int],
+    lengths: Sequence[int],
     *,
     max_tokens: int,
     packs_per_step: int,
     objective: str = "quadratic",
     drop_last: bool = False,
-    allow_empty: bool = False,
 ) -> list[Step]:
     """Pack every sample once, in steps of ``packs_per_step`` packs of at most ``max_tokens``.
 
-    Samples are taken in the given order, so shuffle them first. ``"quadratic"`` evens out the attention cost of packs,
-    the sum of squared lengths. ``"linear"`` only fills packs as full as possible: for models whose cost depends
-    on the number of tokens alone, and for packs of only a few samples, which cannot be both full and even. The last
-    step holds the remaining samples, spread evenly; with ``drop_last`` they are left out.
-
-    Within a step, packs are ordered from the highest cost to the lowest. Without ``allow_empty``, a pack that would be
-    empty gets a sample of another pack then.
+    Samples are taken in the given order, so shuffle them first; their lengths are Python integers from 1 to
+    ``max_tokens``. The last step holds the remaining samples, spread evenly, and may have empty packs; with
+    ``drop_last`` they are left out. Within a step, packs are ordered from the highest cost to the lowest.
 
     >>> plan_steps([5, 4, 2, 3, 4, 6, 1], max_tokens=8, packs_per_step=2)
     [[[0, 3], [1, 4]], [[5], [2, 6]]]
-
-    Raises:
-        ValueError: for a length below 1 or above ``max_tokens``, if there is no step, or if a pack would be empty.
     """
-    require(objective, "objective", OBJECTIVES)
-    require_positive(max_tokens, "max_tokens")
-    require_positive(packs_per_step, "packs_per_step")
-    whole = checked_lengths(lengths, max_tokens)
     steps: list[Step] = []
-    rest: Iterable[int] = range(len(whole))
-    if objective == "linear":
-        packs = [[span.index for span in pack] for pack in plan_packs(whole, max_tokens)]
+    rest: Iterable[int] = range(len(lengths))
+    costs = lengths
+    if objective == "quadratic":
+        costs = [length * length for length in lengths]
+    else:
+        packs = [[span.index for span in pack] for pack in plan_packs(lengths, max_tokens)]
         full = len(packs) // packs_per_step * packs_per_step
         for i in range(0, full, packs_per_step):
             step = packs[i : i + packs_per_step]
-            steps.append(sorted(step, key=lambda pack: sum(whole[number] for number in pack), reverse=True))
+            steps.append(sorted(step, key=lambda pack: sum(lengths[number] for number in pack), reverse=True))
         rest = chain.from_iterable(packs[full:])
-    costs = [length * length for length in whole] if objective == "quadratic" else whole
-    steps += _plan_by_cost(rest, whole, costs, max_tokens, packs_per_step, drop_last=drop_last)
-    if not steps:
-        raise ValueError(
-            f"{len(whole)} samples of {sum(whole)} tokens make no step of {packs_per_step} packs of {max_tokens}; "
-            "lower packs_per_step or max_tokens, or leave drop_last out"
-        )
-    if not allow_empty:
-        _leave_none_empty(steps)
-    return steps
+    return steps + list(_by_cost(rest, lengths, costs, max_tokens, packs_per_step, drop_last=drop_last))
 
 
-def resolve_packs_per_step(packs_per_step: int | None, at_once: int) -> int:
-    """Return ``packs_per_step``, checked to be a multiple of ``at_once``, the packs that all ranks take at once.
-
-    It is ``at_once`` by default.
-    """
-    if packs_per_step is None:
-        return at_once
-    if require_positive(packs_per_step, "packs_per_step") % at_once:
-        raise ValueError(
-            f"packs_per_step={packs_per_step} is no multiple of {at_once}, the packs that all ranks take at once; "
-            "make it one, so that every rank gets as many"
-        )
-    return packs_per_step
-
-
-def checked_lengths(lengths: Iterable[int], max_tokens: int) -> list[int]:
-    """Return ``lengths`` as Python integers; raise for the first that is not from 1 to ``max_tokens``."""
-    try:  # a numpy integer would overflow when `exact_fit` shifts by it
-        whole = [operator.index(length) for length in lengths]
-    except TypeError as error:
-        raise ValueError(f"lengths must be whole numbers of tokens: {error}") from None
-    for number, length in enumerate(whole):
-        if length < 1:
-            raise ValueError(f"sample {number} has {length} tokens; remove it")
-        if length > max_tokens:
-            raise ValueError(
-                f"sample {number} has {length} tokens, max_tokens is {max_tokens}; "
-                "truncate or remove it, or raise max_tokens"
-            )
-    return whole
-
-
-def _plan_by_cost(
+def _by_cost(
     numbers: Iterable[int],
     lengths: Sequence[int],
     costs: Sequence[int],
@@ -187,18 +135,3 @@ def _fill_step(
                 put(left.pop(place), pack)
         by_cost.sort(key=spent.__getitem__)
     return [packs[pack] for pack in reversed(by_cost)], left
-
-
-def _leave_none_empty(steps: list[Step]) -> None:
-    """Move a sample from the pack with the most into each empty pack, because a rank without a batch would deadlock."""
-    packs = list(chain.from_iterable(steps))
-    for pack in packs:
-        if not pack:
-            donor = max(packs, key=len)
-            if len(donor) < 2:
-                samples = sum(map(len, packs))
-                raise ValueError(
-                    f"{samples} samples do not fill {len(packs)} packs, that is {len(steps)} steps of {len(steps[0])}: "
-                    "some pack would be empty; lower packs_per_step, or set drop_last=True"
-                )
-            pack.append(donor.pop())

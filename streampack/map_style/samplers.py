@@ -1,20 +1,21 @@
-"""Samplers that plan a whole epoch, share its batches among the ranks, and resume at any batch."""
+"""Samplers of planned epochs: lists of batches, shared out among the ranks."""
 
 from __future__ import annotations
 
-import hashlib
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from streampack.map_style.multipack import checked_lengths, plan_steps, resolve_packs_per_step
+from streampack.map_style.multipack import OBJECTIVES, plan_steps
 from streampack.sources.reading import permutation
-from streampack.streaming.consumers import require_data_parallel, require_not_sharded
-from streampack.validation import require_multiple, require_positive
+from streampack.streaming.consumers import require_data_parallel
+from streampack.validation import require, require_multiple, require_positive
 
 T = TypeVar("T")
 
@@ -22,105 +23,50 @@ T = TypeVar("T")
 class PlannedSampler(Sampler[T]):
     """Yields this rank's batches of a planned epoch: batch i goes to rank ``i % num_replicas``.
 
-    ``plan(epoch)`` returns the batches of all ranks, and must return the same on every rank. An epoch is planned when
-    it is first used. A state is refused if it was made with other ``settings``.
+    ``plan(epoch)`` returns the batches of all ranks, whose number is a multiple of ``num_replicas``, and must return
+    the same on every rank. Behind the end of an epoch, the next iteration is over the next one.
 
-    >>> sampler = PlannedSampler(lambda epoch: [[0], [1], [2], [3]], settings={}, num_replicas=2, rank=1)
+    >>> sampler = PlannedSampler(lambda epoch: [[0], [1], [2], [3]], num_replicas=2, rank=1)
     >>> list(sampler), len(sampler)
     ([[1], [3]], 2)
-
-    Args:
-        plan: function from the number of an epoch to its batches, whose number is a multiple of ``num_replicas``.
-        settings: all that the plan depends on, as plain values by name.
-        num_replicas: number of ranks. Default: the process group's size, 1 without one.
-        rank: this rank. Default: its rank in the process group.
+    >>> sampler.set_epoch(0, done=2)
+    >>> list(sampler)
+    [[3]]
     """
 
-    def __init__(
-        self,
-        plan: Callable[[int], Sequence[T]],
-        *,
-        settings: Mapping[str, Any],
-        num_replicas: int | None = None,
-        rank: int | None = None,
-    ) -> None:
-        self.num_replicas, self.rank = resolve_rank(num_replicas, rank)
-        self.settings = dict(settings)
+    def __init__(self, plan: Callable[[int], Sequence[T]], *, num_replicas: int, rank: int) -> None:
+        self.num_replicas, self.rank = num_replicas, rank
         self.epoch = 0
         self._plan = plan
-        # The batches of this epoch for all ranks; None until they are planned.
         self._batches: Sequence[T] | None = None
-        # Two numbers in that list: where the next iteration begins, and the first batch that was not handed out yet.
-        self._start = 0
-        self._dealt = 0
-        # Whether an iteration over this epoch has begun, so that the next iteration is over the next epoch.
-        self._iterated = False
+        self._done = 0
 
     @property
     def batches(self) -> Sequence[T]:
         """The batches of this epoch for all ranks, planned when they are first asked for."""
         if self._batches is None:
             self._batches = self._plan(self.epoch)
-            assert len(self._batches) % self.num_replicas == 0, (
-                "ranks would differ in their number of batches"
-            )
         return self._batches
 
     def __len__(self) -> int:
-        """Return the number of batches of this epoch on this rank, which is the same on every rank."""
+        """Return the number of batches of this epoch on each rank."""
         return len(self.batches) // self.num_replicas
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over this rank's batches, beginning where a loaded state says; iterating again is the next epoch."""
-        if self._iterated:
-            self.set_epoch(self.epoch + 1)
-        self._iterated = True
-        self._dealt, self._start = self._start, 0
-        for first in range(self._dealt, len(self.batches), self.num_replicas):
-            self._dealt = first + self.num_replicas
-            yield self.batches[first + self.rank]
+        done, self._done = self._done, 0
+        yield from self.batches[done + self.rank :: self.num_replicas]
+        self.set_epoch(self.epoch + 1)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. A loaded state is kept if it is of the same epoch."""
-        self._iterated = False
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._batches = None
-            self._start = self._dealt = 0
-
-    def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
-        """Return the state, from which any number of ranks can resume: plain values, the same on every rank.
-
-        ``consumed`` is how many batches of this epoch each rank has trained on, by default the number that this sampler
-        has handed out. Give it under a DataLoader with workers, which fetches batches ahead.
-        """
-        dealt = self._dealt if consumed is None else consumed * self.num_replicas
-        return {"epoch": self.epoch, "dealt": dealt, **self.settings}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set where the next iteration begins: after the batch at which ``state`` was taken.
+    def set_epoch(self, epoch: int, *, done: int = 0) -> None:
+        """Let the next iteration begin in this epoch, behind the batches that all ranks together have ``done`` of it.
 
         Raises:
-            ValueError: for a state made with other settings, or a number of batches that the ranks cannot share.
+            ValueError: if this number of ranks cannot have done them together.
         """
-        if set(state) != {"epoch", "dealt", *self.settings}:
-            raise ValueError(
-                f"the state holds {sorted(state)}; this sampler's holds {sorted(self.state_dict())}"
-            )
-        for name, value in self.settings.items():
-            if state[name] != value:
-                raise ValueError(
-                    f"the state was made with {name}={state[name]!r}, this sampler has {name}={value!r}; "
-                    "go on with what the run began with, or start anew without the state"
-                )
-        dealt = state["dealt"]
-        if dealt % self.num_replicas:
-            raise ValueError(
-                f"the state stands after {dealt} batches of all ranks, which {self.num_replicas} ranks cannot share; "
-                "save at the end of a step, or go on with a number of ranks that divides it"
-            )
-        self.set_epoch(state["epoch"])
-        self._start = self._dealt = dealt
+        require_multiple(done, "done", self.num_replicas, "num_replicas")
+        if epoch != self.epoch:
+            self._batches = None
+        self.epoch, self._done = epoch, done
 
 
 class MultipackBatchSampler(Sampler[list[int]]):
@@ -136,8 +82,9 @@ class MultipackBatchSampler(Sampler[list[int]]):
     [[5, 1, 2]]
 
     The steps depend on ``packs_per_step``, not on the number of ranks: 8 ranks with one batch each and 2 ranks with
-    four (gradient accumulation) train on the same steps, and either can resume from the other's state. Iterating again
-    is the next epoch; ``set_epoch`` sets another one. The number of batches may differ by a step between epochs.
+    four (gradient accumulation) train on the same steps. So a run resumes on either, with the same arguments and
+    ``set_epoch(epoch, done=steps * packs_per_step)``; torchdata's loader and Trainer skip batches by themselves. Behind
+    the end of an epoch the next iteration is over the next one, which may have a step more or less.
 
     If a framework shards batches itself, as accelerate does with ``even_batches=False``, set ``num_replicas=1`` and
     ``packs_per_step``; each rank then gets the same batches as here. If it calls ``dataloader.sampler.set_epoch``, as
@@ -153,8 +100,9 @@ class MultipackBatchSampler(Sampler[list[int]]):
             ``pad_seqs_to`` pads. ``max_tokens`` must be a multiple, too.
         packs_per_step: batches of a global step, over all ranks and accumulated gradients; a multiple of
             ``num_replicas``, which is the default.
-        objective: ``"quadratic"`` evens out the sum of squared lengths; ``"linear"`` only fills batches, for models
-            whose cost depends on the number of tokens alone, and for batches of a few samples.
+        objective: ``"quadratic"`` evens out the sum of squared lengths, the cost of attention; ``"linear"`` only fills
+            batches, for models whose cost depends on the number of tokens alone, and for batches of a few samples,
+            which cannot be both full and even.
         shuffle: shuffle the samples in each epoch.
         seed: seed of the shuffling, with the epoch.
         drop_last: leave out the samples of the last, part-empty step; ``dropped`` is their number.
@@ -180,54 +128,70 @@ class MultipackBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
     ) -> None:
         num_replicas, rank = resolve_rank(num_replicas, rank)
-        self.packs_per_step = resolve_packs_per_step(packs_per_step, num_replicas)
-        self.max_tokens = max_tokens
+        self.packs_per_step = num_replicas if packs_per_step is None else packs_per_step
+        require_positive(self.packs_per_step, "packs_per_step")
+        require_multiple(self.packs_per_step, "packs_per_step", num_replicas, "num_replicas")
+        self.max_tokens = require_positive(max_tokens, "max_tokens")
         self.objective = objective
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        max_tokens = require_positive(max_tokens, "max_tokens")
-        require_multiple(
-            max_tokens, "max_tokens", require_positive(pad_seqs_to, "pad_seqs_to"), "pad_seqs_to"
-        )
-        self._lengths = np.array(checked_lengths(lengths, max_tokens))
+        require(objective, "objective", OBJECTIVES)
+        require_positive(pad_seqs_to, "pad_seqs_to")
+        require_multiple(self.max_tokens, "max_tokens", pad_seqs_to, "pad_seqs_to")
+        try:
+            self._lengths = np.array([operator.index(length) for length in lengths], np.int64)
+        except TypeError as error:
+            raise ValueError(f"lengths must be whole numbers of tokens: {error}") from None
+        for number in np.flatnonzero((self._lengths < 1) | (self._lengths > self.max_tokens))[:1]:
+            raise ValueError(
+                f"sample {number} has {self._lengths[number]} tokens, max_tokens is {max_tokens}; truncate or remove "
+                "it, or raise max_tokens"
+            )
         self._lengths += -self._lengths % pad_seqs_to
-        settings = {
-            "lengths": digest_lengths(self._lengths),
-            "max_tokens": max_tokens,
-            "packs_per_step": self.packs_per_step,
-            "objective": objective,
-            "shuffle": shuffle,
-            "seed": seed,
-            "drop_last": drop_last,
-        }
         # It is called `sampler` as in torch's BatchSampler: accelerate, when it shards batches, calls its set_epoch.
-        self.sampler = PlannedSampler(self._plan, settings=settings, num_replicas=num_replicas, rank=rank)
+        self.sampler = PlannedSampler(self._plan, num_replicas=num_replicas, rank=rank)
 
     def _plan(self, epoch: int) -> list[list[int]]:
         count = len(self._lengths)
         order = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
         steps = plan_steps(
-            self._lengths[order].tolist(),
+            self._lengths[order].tolist(),  # numpy's integers would overflow where `exact_fit` shifts by them
             max_tokens=self.max_tokens,
             packs_per_step=self.packs_per_step,
             objective=self.objective,
             drop_last=self.drop_last,
         )
-        return [order[pack].tolist() for step in steps for pack in step]
+        packs = list(chain.from_iterable(steps))
+        for (
+            pack
+        ) in packs:  # a rank without a batch would deadlock: it gets a sample of the pack that has most
+            if not pack and len(donor := max(packs, key=len)) > 1:
+                pack.append(donor.pop())
+        if not packs or not all(packs):
+            raise ValueError(
+                f"{count} samples of {self._lengths.sum()} tokens do not fill {max(1, len(steps))} steps of "
+                f"{self.packs_per_step} packs of {self.max_tokens}: some pack would be empty; lower packs_per_step or "
+                f"max_tokens, or {'leave drop_last out' if self.drop_last else 'set drop_last=True'}"
+            )
+        return [order[pack].tolist() for pack in packs]
 
     def __len__(self) -> int:
-        """Return the number of batches of this epoch on this rank, which is the same on every rank."""
+        """Return the number of batches of this epoch on each rank."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Iterate as `PlannedSampler.__iter__` does.
+        """Iterate over this rank's batches.
 
         Raises:
-            ValueError: if accelerate would shard them among the ranks once more.
+            ValueError: if accelerate would share them out once more.
         """
-        if self.sampler.num_replicas > 1:
-            require_not_sharded(sys._getframe(1).f_locals.get("self"), num_replicas=self.sampler.num_replicas)
+        if self.sampler.num_replicas > 1 and _shared_out(self):
+            raise ValueError(
+                f"accelerate shares out batches that num_replicas={self.sampler.num_replicas} has shared out already, "
+                "so that most of the data would never be read; set num_replicas=1 (and packs_per_step), or do not "
+                "prepare this loader"
+            )
         return iter(self.sampler)
 
     @property
@@ -235,17 +199,16 @@ class MultipackBatchSampler(Sampler[list[int]]):
         """Number of samples that ``drop_last`` leaves out of this epoch."""
         return len(self._lengths) - sum(map(len, self.sampler.batches))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. A loaded state is kept if it is of the same epoch."""
-        self.sampler.set_epoch(epoch)
+    def set_epoch(self, epoch: int, *, done: int = 0) -> None:
+        """See `PlannedSampler.set_epoch`."""
+        self.sampler.set_epoch(epoch, done=done)
 
-    def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
-        """See `PlannedSampler.state_dict`."""
-        return self.sampler.state_dict(consumed=consumed)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `PlannedSampler.load_state_dict`."""
-        self.sampler.load_state_dict(state)
+def _shared_out(sampler: object) -> bool:
+    """Return whether the loader that accelerate is iterating takes only some of a sampler's batches for each rank."""
+    state: Any = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    shard = getattr(state and state().active_dataloader, "batch_sampler", None)
+    return getattr(shard, "batch_sampler", None) is sampler and getattr(shard, "num_processes", 1) > 1
 
 
 def resolve_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -265,21 +228,3 @@ def resolve_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if not 0 <= rank < num_replicas:
         raise ValueError(f"rank={rank} is not among the num_replicas={num_replicas}, which count from 0")
     return num_replicas, rank
-
-
-def digest_lengths(lengths: np.ndarray[Any, np.dtype[Any]]) -> str:
-    """Return a digest of lengths: 16 hex digits."""
-    return hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
-
-
-def range_with_progress(count: int) -> Iterable[int]:
-    """Return ``range(count)``, with tqdm's progress bar on rank 0 if it takes more than a second."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return range(count)
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    bar: Iterable[int] = tqdm(
-        range(count), desc="Planning packs", unit=" samples", dynamic_ncols=True, delay=1, disable=rank != 0
-    )
-    return bar

@@ -231,3 +231,29 @@ def missing_column(row: Any, column: str, *, option: str | None = None) -> Value
 
 def _is_scalar(value: Any) -> bool:
     return not isinstance(value, list | tuple) and (isinstance(value, str | bytes) or np.ndim(value) == 0)
+
+
+def read_sample(ds: Any, index: int, *, vocab_size: int | None, planned: int | None = None) -> Sample:
+    """Read sample ``index`` of a map-style dataset and check it; ``planned`` is the length that it must still have.
+
+    Raises:
+        ValueError: for a row that is not one sample, an id outside the vocabulary, or another length, naming the index.
+    """
+    try:
+        row = ds[index]
+    except Exception as error:
+        error.add_note(f"while reading sample {index}")
+        raise
+    try:
+        if isinstance(row, Group):
+            raise ValueError("is a group of segments; only IterablePackedDataset packs those")
+        sample = sample_from_row(row)
+        check_ids([sample], vocab_size)
+    except ValueError as error:
+        raise ValueError(f"sample {index}: {error}") from None
+    if planned is not None and sample.tokens.size != planned:
+        raise ValueError(
+            f"sample {index} has {sample.tokens.size} tokens and had {planned} when the packs were planned; make the "
+            "dataset give the same sample each time (no random transforms, no file that changes)"
+        )
+    return sample

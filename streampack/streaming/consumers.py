@@ -87,15 +87,6 @@ def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
         require_data_parallel("a PackedDataLoader gives each rank its own")
 
 
-def require_not_sharded(caller: object, *, num_replicas: int) -> None:
-    """Raise if accelerate's `BatchSamplerShard` is the ``caller``: it would take one rank's batches for all ranks'."""
-    if type(caller).__name__ == "BatchSamplerShard" and getattr(caller, "num_processes", 1) > 1:
-        raise ValueError(
-            f"accelerate shares out batches that num_replicas={num_replicas} has shared out already, so that most of "
-            "the data would never be read; set num_replicas=1 (and packs_per_step), or do not prepare this loader"
-        )
-
-
 def warn_of_missing_group() -> None:
     """Warn if this process was launched as one of several and there is no process group."""
     size = os.environ.get("WORLD_SIZE", "1")

@@ -14,7 +14,6 @@ import torch
 
 from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
-from streampack.map_style.flatten import join_documents
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
@@ -138,6 +137,38 @@ def _batches_of_rank(
         stack_packs(mine[first : first + batch_size], segments=config.packing.max_segments)
         for first in range(0, len(mine), batch_size)
     ]
+
+
+def join_documents(batch: Batch) -> Batch:
+    """Join each row's samples to one sequence, without document masking. Call it before `Batch.to`.
+
+    Every token attends to all before it in the row, and positions continue from sample to sample, as was common in
+    pretraining. Labels and ``fragments`` stay as they are, so the first token of a document is still not trained.
+    Padding remains a segment of its own.
+
+    >>> from streampack import IterablePackedDataset, collate_packed
+    >>> rows = [{"tokens": [i] * 3, "labels": [i] * 3} for i in (7, 8)]
+    >>> batch = join_documents(collate_packed(list(IterablePackedDataset(rows, max_seq_len=7))))
+    >>> batch.seq_lens.tolist(), batch.input_pos.tolist(), batch.labels.tolist()
+    ([[6, 1]], [[0, 1, 2, 3, 4, 5, 0]], [[-100, 7, 7, -100, 8, 8, -100]])
+
+    Raises:
+        ValueError: for a batch of sequences that are padded (``pad_seqs_to``): samples after it would attend to it.
+    """
+    if any(fragment.padding for row in batch.fragments for fragment in row):
+        raise ValueError(
+            "the sequences of the batch are padded to a multiple, and without document masking the samples after "
+            "them would attend to that padding; leave pad_seqs_to out, or keep document_masking"
+        )
+    size = batch.tokens.shape[1]
+    real = torch.tensor([[sum(f.stop - f.start for f in row)] for row in batch.fragments])  # [batch, 1]
+    places = torch.arange(size).expand(batch.tokens.shape)
+    return replace(
+        batch,
+        input_pos=torch.where(places < real, places, places - real),
+        # A full row has no padding and a null pack only padding; zeros stand after the last segment.
+        seq_lens=torch.where(real > 0, torch.cat([real, size - real], 1), torch.tensor([size, 0])).int(),
+    )
 
 
 def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int) -> list[Pack]:

@@ -17,7 +17,6 @@ from streampack import (
 )
 
 # private: the warning needs a process in which no other model is alive, and was not warned of before
-from streampack.map_style import collators
 from tests.harness import tiny_torchtune
 from tests.harness.hf_trainers import model as trainers_model
 from tests.harness.hf_trainers import samples, truth
@@ -53,7 +52,7 @@ def of_trl() -> dict[str, Any]:
 
 BATCHES = {
     "flat": flat,
-    "flat, static": lambda: flat(max_tokens=96, max_seqs=7, return_flash_attn_kwargs=True),
+    "flat, static": lambda: flat(pad_to_multiple_of=96, return_flash_attn_kwargs=True),
     "flat, by lengths alone": lambda: flat(return_position_ids=False, return_flash_attn_kwargs=True),
     "flat, by numbers alone": lambda: flat(return_position_ids=False, return_seq_idx=True),
     "flat, from 2": lambda: flat(position_ids_start=2),
@@ -109,22 +108,6 @@ def test_torchtune_models_take_dicts_too() -> None:
     inputs = prepare_model_for_packing(decoder)
     [pack] = IterablePackedDataset(ROWS, max_seq_len=96)
     batch = collate_packed([pack])
-    logits = decoder(**inputs(FlatteningCollator(max_tokens=96)([pack])))
+    logits = decoder(**inputs(FlatteningCollator(pad_to_multiple_of=96)([pack])))
     assert torch.equal(logits, decoder(**inputs(batch)))
-    assert torch.equal(make_mask(flat(max_tokens=96)), make_mask(collate_packed([pack])))
-
-
-def test_the_collator_warns_of_a_model_with_its_cache_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainers_model()
-    monkeypatch.setattr(collators.gc, "get_objects", lambda: [made, made.config, FEATURES])
-    made.config.use_cache = True
-    for prepared_first in (False, True):
-        monkeypatch.setattr(collators, "_checked_caches", False)
-        if prepared_first:
-            prepare_model_for_packing(made)
-            flat()
-            continue
-        with pytest.warns(
-            UserWarning, match=r"a LlamaForCausalLM in this process has its cache on, .*inputs = prep"
-        ):
-            flat()
+    assert torch.equal(make_mask(flat(pad_to_multiple_of=96)), make_mask(collate_packed([pack])))

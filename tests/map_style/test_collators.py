@@ -1,4 +1,4 @@
-"""Rows of samples and of packs: `FlatteningCollator`, `PaddedCollator`, `flatten_batch` and `join_documents`."""
+"""Rows of samples and of packs: `FlatteningCollator` and `PaddedCollator`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ from hypothesis import strategies as st
 from streampack import (
     IGNORE_INDEX,
     FlatteningCollator,
-    Group,
     IterablePackedDataset,
     PackedDataset,
     PaddedCollator,
-    collate_packed,
 )
-from streampack.map_style import flatten_batch, join_documents
-from streampack.packing.batch import null_pack, to_torchtune
 
 lengths_of = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 VARLEN: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
@@ -77,23 +73,19 @@ def test_equals_transformers_collator() -> None:
                 sample["labels"] = columns(labels)
         theirs = transformers.DataCollatorWithFlattening(**chosen)(batch)
         assert_same(FlatteningCollator(**chosen)(batch), theirs)
-    # Options of a single call.
-    theirs = transformers.DataCollatorWithFlattening()(batch, return_tensors="np", separator_id=5)
-    assert_same(FlatteningCollator()(batch, return_tensors="np", separator_id=5), theirs)
-
-
-SIZES: list[dict[str, int]] = [
-    {}, {"pad_to_multiple_of": 8}, {"max_tokens": 72}, {"max_tokens": 72, "max_seqs": 6}
-]  # fmt: skip
 
 
 @given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 4]), st.sampled_from(SIZES)
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([None, 8, 72]),
 )
-def test_sequences_and_rows_are_padded(lengths: list[int], multiple: int, sizes: dict[str, int]) -> None:
+def test_sequences_and_rows_are_padded(lengths: list[int], multiple: int, whole: int | None) -> None:
     """Each sequence has its own padding, with positions that go on; the row's padding is a sequence of its own."""
     samples = samples_of(lengths)
-    batch = FlatteningCollator(**VARLEN, **sizes, padding_idx=9, pad_seqs_to=multiple)(samples)
+    batch = FlatteningCollator(**VARLEN, pad_to_multiple_of=whole, padding_idx=9, pad_seqs_to=multiple)(
+        samples
+    )
     tokens, labels, positions, numbers, ends = [], [], [], [], [0]
     for number, sample in enumerate(samples):
         ids = list(sample["input_ids"])
@@ -103,8 +95,7 @@ def test_sequences_and_rows_are_padded(lengths: list[int], multiple: int, sizes:
         positions += range(len(ids) + filler)
         numbers += [number] * (len(ids) + filler)
         ends.append(len(tokens))
-    whole = sizes.get("pad_to_multiple_of", 1)
-    size = sizes.get("max_tokens") or -(-len(tokens) // whole) * whole
+    size = len(tokens) + -len(tokens) % (whole or 1)
     rest = size - len(tokens)
     assert batch["input_ids"].tolist() == [tokens + [9] * rest]
     assert batch["labels"].tolist() == [labels + [IGNORE_INDEX] * rest]
@@ -112,9 +103,6 @@ def test_sequences_and_rows_are_padded(lengths: list[int], multiple: int, sizes:
     assert batch["seq_idx"].tolist() == [numbers + [len(lengths)] * rest]
     ends += [size] * (rest > 0)
     longest = max(np.diff(ends))
-    if "max_seqs" in sizes:
-        ends += [size] * (6 + 2 - len(ends))
-        longest = size
     for side in ("q", "k"):
         assert batch[f"cu_seq_lens_{side}"].tolist() == ends
         assert batch[f"cu_seq_lens_{side}"].dtype == torch.int32
@@ -155,61 +143,10 @@ def test_padded_rows(lengths: list[int], multiple: int | None) -> None:
     assert (batch["labels"] != IGNORE_INDEX).sum() == (flat["labels"] != IGNORE_INDEX).sum()
 
 
-# Batches, not rows: padding left out, and documents joined.
-
-
-@given(lengths_of, st.integers(1, 3), st.sampled_from([{}, {"pad_pack_to": 8}]), st.sampled_from([1, 4]))
-def test_a_flat_batch_is_what_the_collator_makes(
-    lengths: list[int], size: int, padded: dict[str, int], multiple: int
-) -> None:
-    packs = packs_of(lengths, pad_seqs_to=multiple)[:size]
-    whole = collate_packed(packs)
-    flat = flatten_batch(whole, padding_idx=9, **padded)
-    expected = FlatteningCollator(
-        pad_to_multiple_of=padded.get("pad_pack_to"), padding_idx=9, return_flash_attn_kwargs=True
-    )(packs)
-    assert flat.labels.tolist() == expected["labels"].tolist()
-    assert flat.input_pos.tolist() == expected["position_ids"].tolist()
-    assert flat.seq_lens.cumsum(1).tolist() == [expected["cu_seq_lens_q"].tolist()[1:]]
-    assert flat.seq_lens.dtype == torch.int32
-    assert flat.tokens.tolist() == expected["input_ids"].tolist()
-    assert (flat.num_tokens, flat.num_seqs) == (whole.num_tokens, whole.num_seqs)
-    assert flat.num_trained == whole.num_trained
-    assert padded or flat.unpadded_lens.sum() == flat.num_tokens
-
-
-def test_a_batch_of_padding_becomes_one_token() -> None:
-    nothing = collate_packed([to_torchtune(null_pack(6)), to_torchtune(null_pack(6))])
-    flat = flatten_batch(nothing, padding_idx=9)
-    assert (flat.tokens.tolist(), flat.labels.tolist()) == ([[9]], [[IGNORE_INDEX]])
-    assert flat.seq_lens.tolist() == [[1]]
-    assert flatten_batch(nothing, pad_pack_to=4).tokens.shape == (1, 4)
-
-
-@given(lengths_of, st.integers(1, 3), st.booleans())
-def test_joined_documents_are_one_sequence(lengths: list[int], size: int, null: bool) -> None:
-    packs = packs_of(lengths)[:size]
-    apart = collate_packed([*packs, *[to_torchtune(null_pack(16))] * null])
-    joined = join_documents(apart)
-    for row, pack in enumerate(packs):
-        used = sum(pack["seq_lens"].tolist()[: pack["num_seqs"]])
-        assert joined.seq_lens[row].tolist() == [used, 16 - used]
-        assert joined.input_pos[row].tolist() == [*range(used), *range(16 - used)]
-    if null:
-        assert (joined.seq_lens[-1].tolist(), joined.input_pos[-1].tolist()) == ([16, 0], [*range(16)])
-    assert joined.seq_lens.dtype == torch.int32
-    assert joined.fragments == apart.fragments
-    assert torch.equal(joined.tokens, apart.tokens)
-    assert torch.equal(joined.labels, apart.labels)
-
-
 # What is refused.
 
 
 PACK = packs_of([1])[0]
-PAIR = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
-ONLY = "a batch holds packs of streampack.PackedDataset or IterablePackedDataset only, or samples only"
-SAME = "give all samples the same columns"
 
 
 @pytest.mark.parametrize("collate", [FlatteningCollator(), PaddedCollator()])
@@ -219,10 +156,9 @@ SAME = "give all samples the same columns"
         ([], "the batch is empty; give at least one sample"),
         ([{"tokens": [1], "input_ids": [1], "labels": [1]}],
          "sample 0 of the batch: there are both 'tokens' and 'input_ids'; remove the one that is not to be"),
-        ([{"input_ids": [1]}, {"tokens": [1], "labels": [1]}],
-         f"sample 1 of the batch has 'tokens' and the first does not agree; {SAME}"),
-        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
-         f"sample 1 of the batch lacks 'labels' and the first does not agree; {SAME}"),
+        ([{"input_ids": [1]}, {"labels": [1]}],
+         "sample 1 of the batch has no 'tokens' and no 'input_ids'; its columns are 'labels'. A Trainer removes"),
+        ([{"input_ids": []}], "sample 0 of the batch has 0 tokens; remove it"),
         ([{"tokens": [1]}], "sample 0 of the batch: column 'labels' is missing; the row's columns are 'tokens'"),
         ([{"input_ids": [1, 2], "labels": [1]}],
          "sample 0 of the batch: 'input_ids' has 2 entries and 'labels' has 1; labels are unshifted, one per token"),
@@ -241,21 +177,12 @@ def flat(*features: Any, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (flat(PACK, {"input_ids": [1]}), f"feature 1 has no 'labels', 'num_seqs', 'seq_lens', 'tokens'; {ONLY}"),
+        (flat({name: PACK[name] for name in ("tokens", "labels", "seq_lens")}), "column 'seq_lens': it is a pack al"),
         (flat({**PACK, "num_seqs": 0}), "the packs of this batch hold no sequence; give at least one that does"),
         (lambda: PaddedCollator()([PACK]), "a pack came where a sample was expected: an attention_mask of rows does"),
-        (flat({"input_ids": [1, 2, 3]}, max_tokens=2), "the batch has 3 tokens, max_tokens is 2; raise max_tokens"),
-        (flat({"input_ids": [1]}, {"input_ids": [2]}, max_tokens=8, max_seqs=1),
-         "the batch has 2 sequences, max_seqs is 1; raise max_seqs, or give batches of fewer samples"),
-        (flat(max_tokens=8, pad_to_multiple_of=4), "pad_to_multiple_of=4 and max_tokens=8: give one of the two"),
-        (flat(max_seqs=8), "max_seqs=8 without max_tokens: the row's length would still vary; give both"),
         (flat(return_tensors="tf"), "return_tensors='tf' is unknown; choose one of 'pt', 'np'"),
-        (flat(pad_seqs_to=4, max_tokens=10), "max_tokens=10 is no multiple of pad_seqs_to=4; set max_tokens to 12, or"),
+        (flat(pad_seqs_to=4, pad_to_multiple_of=10), "pad_to_multiple_of=10 is no multiple of pad_seqs_to=4; set pad"),
         (lambda: PaddedCollator(pad_to_multiple_of=0), "pad_to_multiple_of=0 is below 1; give at least 1"),
-        (lambda: join_documents(collate_packed(packs_of([3, 2], pad_seqs_to=4))),
-         "would attend to that padding; leave pad_seqs_to out"),
-        (lambda: flatten_batch(collate_packed(list(
-            IterablePackedDataset([0], encoder=lambda _: PAIR, max_seq_len=8)))), "the batch has groups, and flatten"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(make: Any, message: str) -> None:

@@ -90,7 +90,7 @@ def test_linear_steps_are_the_fewest_there_can_be(chats: list[int]) -> None:
             assert costs == sorted(costs, reverse=True)
 
 
-# Ranks, epochs and states.
+# Ranks, epochs and resumes.
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 400).tolist()
 SETTINGS: dict[str, Any] = {"max_tokens": 64, "packs_per_step": 12, "seed": 3}
@@ -109,8 +109,8 @@ def test_ranks_share_the_same_steps(ranks: int, objective: str) -> None:
     assert max(sum(LENGTHS[i] for i in batch) for batch in batches) <= 64
     for rank in range(ranks):
         sampler = sampler_of(ranks, rank, objective=objective)
-        assert list(sampler) == batches[rank::ranks], "as accelerate shards the batches of one rank"
         assert (len(sampler), sampler.dropped) == (len(batches) // ranks, 0)
+        assert list(sampler) == batches[rank::ranks], "as accelerate shards the batches of one rank"
 
 
 def test_an_epoch_depends_on_its_number_and_the_seed_alone() -> None:
@@ -141,57 +141,28 @@ def test_batches_of_padded_samples_keep_to_the_budget() -> None:
 
 def test_drop_last_is_counted() -> None:
     kept = sampler_of(drop_last=True)
-    samples = list(chain.from_iterable(kept))
-    assert kept.dropped == len(LENGTHS) - len(set(samples)) > 0
-    assert len(kept) == len(sampler_of()) - 12
-
-
-WHOLE = len(sampler_of())
-RESUMES = st.tuples(st.integers(0, 40), st.sampled_from(RANKS), st.sampled_from(RANKS)).map(
-    lambda drawn: (min(drawn[0], WHOLE // drawn[1]), *drawn[1:])
-)
-
-
-def states_after(stop: int, ranks: int, *, epoch: int = 0) -> list[dict[str, Any]]:
-    """The state that each rank saves after so many batches."""
-    states = []
-    for rank in range(ranks):
-        sampler = sampler_of(ranks, rank)
-        sampler.set_epoch(epoch)
-        batches = iter(sampler)
-        for _ in range(stop):
-            next(batches)
-        states.append(sampler.state_dict())
-    return states
+    dropped, batches = kept.dropped, list(kept)
+    assert dropped == len(LENGTHS) - len(set(chain.from_iterable(batches))) > 0
+    assert len(batches) == len(sampler_of()) - 12
 
 
 @settings(max_examples=40)
-@given(RESUMES.filter(lambda drawn: drawn[0] * drawn[1] % drawn[2] == 0), st.integers(0, 2))
-def test_a_resume_goes_on_at_the_next_batch(drawn: tuple[int, int, int], epoch: int) -> None:
+@given(st.integers(0, 40), st.sampled_from(RANKS), st.integers(0, 2))
+def test_a_resume_goes_on_at_the_next_batch(done: int, ranks: int, epoch: int) -> None:
     """On any number of ranks that divides the batches so far."""
-    stop, before, after = drawn
-    whole = sampler_of()
+    whole, new = sampler_of(), [sampler_of(ranks, rank) for rank in range(ranks)]
     whole.set_epoch(epoch)
-    states = states_after(stop, before, epoch=epoch)
-    assert all(state == states[0] for state in states), "every rank saves the same"
-    new = [sampler_of(after, rank) for rank in range(after)]
+    if done % ranks:
+        with pytest.raises(
+            ValueError, match=f"done={done} is no multiple of num_replicas={ranks}; set done to"
+        ):
+            new[0].set_epoch(epoch, done=done)
+        return
     for sampler in new:
-        sampler.load_state_dict(states[0])
-        sampler.set_epoch(epoch)  # recipes do so at the start of every epoch, the resumed one too
+        sampler.set_epoch(epoch, done=done)
     dealt = [batch for at_once in zip(*map(list, new), strict=True) for batch in at_once]
-    assert dealt == list(whole)[stop * before :]
-    for sampler in (whole, *new):
-        sampler.set_epoch(epoch + 1)
-    assert [next(iter(sampler)) for sampler in new] == list(whole)[:after], "the next one begins at its start"
-
-
-@settings(max_examples=10)
-@given(RESUMES.filter(lambda drawn: drawn[0] * drawn[1] % drawn[2]))
-def test_a_resume_in_the_midst_of_a_step_of_all_ranks_is_refused(drawn: tuple[int, int, int]) -> None:
-    stop, before, after = drawn
-    message = f"stands after {stop * before} batches of all ranks, which {after} ranks cannot share; save"
-    with pytest.raises(ValueError, match=message):
-        sampler_of(after, 0).load_state_dict(states_after(stop, before)[0])
+    assert dealt == list(whole)[done:]
+    assert [next(iter(sampler)) for sampler in new] == list(whole)[:ranks], "the next one begins at its start"
 
 
 # In loaders.
@@ -206,21 +177,6 @@ class Rows(Dataset[Any]):
             if isinstance(number, list)
             else {"input_ids": [number] * LENGTHS[number]}
         )
-
-
-def test_a_state_of_consumed_batches() -> None:
-    """A DataLoader's workers ask for batches ahead of the loop."""
-    sampler = sampler_of()
-    loader: DataLoader[Any] = DataLoader(
-        Rows(), batch_sampler=sampler, collate_fn=FlatteningCollator(), num_workers=1, prefetch_factor=4
-    )
-    batches = iter(loader)
-    seen = [sorted(set(next(batches)["input_ids"][0].tolist())) for _ in range(3)]
-    ahead, state = sampler.state_dict(), sampler.state_dict(consumed=3)
-    assert ahead["dealt"] > state["dealt"] == 3
-    new = sampler_of()
-    new.load_state_dict(state)
-    assert seen + [sorted(batch) for batch in new] == [sorted(batch) for batch in sampler_of()]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -251,6 +207,23 @@ def test_with_torchdatas_stateful_loader(kind: str) -> None:
     assert [batch["input_ids"].tolist() for batch in resumed] == expected[5:]
 
 
+def test_a_loader_of_accelerate_shares_out_the_batches_once() -> None:
+    """Its ``BatchSamplerShard`` takes every second batch, which is all of one rank's or half of them."""
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+
+    def batches(sampler: MultipackBatchSampler, rank: int) -> list[list[int]]:
+        loader: DataLoader[Any] = DataLoader(Rows(), batch_sampler=sampler, collate_fn=FlatteningCollator())
+        prepared = prepare(loader, num_processes=2, process_index=rank, even_batches=False)
+        return [sorted(set(batch["input_ids"][0].tolist())) for batch in prepared]
+
+    whole = [sorted(batch) for batch in sampler_of()]
+    assert [batches(sampler_of(), rank) for rank in range(2)] == [whole[rank::2] for rank in range(2)]
+    with pytest.raises(
+        ValueError, match="accelerate shares out batches that num_replicas=2 has shared out already"
+    ):
+        batches(sampler_of(2, 0), 0)
+
+
 def test_ranks_come_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def batches(**ranks: int) -> list[list[int]]:
         return list(MultipackBatchSampler(LENGTHS, **SETTINGS, **ranks))
@@ -265,20 +238,6 @@ def test_ranks_come_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> N
 
 # What is refused.
 
-OTHERS: dict[str, Any] = {
-    "max_tokens": 65, "seed": 4, "packs_per_step": 6, "objective": "linear", "shuffle": False, "drop_last": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_state_of_other_settings_is_refused(name: str) -> None:
-    value, state = OTHERS[name], sampler_of().state_dict()
-    with pytest.raises(ValueError) as error:
-        sampler_of(**{name: value}).load_state_dict(state)
-    assert str(error.value).startswith(
-        f"the state was made with {name}={state[name]!r}, this sampler has {name}={value!r}; go on with what"
-    )
-
 
 def planned(lengths: list[Any], **changes: Any) -> Any:
     return lambda: plan(lengths, **changes)
@@ -289,14 +248,13 @@ def planned(lengths: list[Any], **changes: Any) -> Any:
     [
         (planned([3, 9]), "sample 1 has 9 tokens, max_tokens is 8; truncate or remove it, or raise max_tokens"),
         (planned([3, 2.5]), "lengths must be whole numbers of tokens: 'float' object cannot be interpreted as an"),
-        (planned([]), "0 samples of 0 tokens make no step of 2 packs of 8; lower packs_per_step or max_tokens, or"),
-        (planned([3, 4], drop_last=True), "2 samples of 7 tokens make no step of 2 packs of 8; lower packs_per_step"),
-        (planned([8, 8, 8]), "3 samples do not fill 4 packs, that is 2 steps of 2: some pack would be empty; lower"),
+        (planned([]), "0 samples of 0 tokens do not fill 1 steps of 2 packs of 8: some pack would be empty; lower"),
+        (planned([3, 4], drop_last=True), "2 samples of 7 tokens do not fill 1 steps of 2 packs of 8: some pack w"),
+        (planned([8, 8, 8]), "3 samples of 24 tokens do not fill 2 steps of 2 packs of 8: some pack would be"),
         (planned([3], objective="cubic"), "objective='cubic' is unknown; choose one of 'quadratic', 'linear'"),
         (planned([3], max_tokens=0), "max_tokens=0 is below 1; give at least 1"),
-        (lambda: sampler_of(5, 0), "packs_per_step=12 is no multiple of 5, the packs that all ranks take at once"),
+        (lambda: sampler_of(5, 0), "packs_per_step=12 is no multiple of num_replicas=5; set packs_per_step to 15, or"),
         (lambda: sampler_of(2, 2), "rank=2 is not among the num_replicas=2, which count from 0"),
-        (lambda: sampler_of().load_state_dict({"epoch": 0}), "the state holds ['epoch']; this sampler's holds"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(make: Any, message: str) -> None:

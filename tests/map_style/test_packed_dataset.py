@@ -131,29 +131,10 @@ def test_pickles_and_copies() -> None:
             assert ours["fragments"] == theirs["fragments"]
 
 
-def test_is_a_torchtune_packed_dataset() -> None:
-    packed = PackedDataset(rows_of([3, 4]), max_seq_len=8)
-    assert isinstance(packed, torchtune_datasets.PackedDataset)
-    assert isinstance(packed, PackedDataset)
-    assert not isinstance(packed, torchtune_datasets.ConcatDataset)
-    assert isinstance(pickle.loads(pickle.dumps(packed)), torchtune_datasets.PackedDataset)
-    assert repr(packed) == "<PackedDataset: 1 packs of 8 tokens from 2 samples, 12.5% padding, exact_fit>"
-
-
-def test_a_list_of_datasets_is_packed() -> None:
-    ours = [PackedDataset(rows_of(lengths), max_seq_len=8) for lengths in ([5, 4], [8, 3, 6])]
-    both = torchtune_datasets.ConcatDataset(ours)
-    assert both.packed
-    assert len(both) == len(ours[0]) + len(ours[1]) == 5
-    assert torch.equal(both[2]["tokens"], ours[1][0]["tokens"])
-    theirs = torchtune_datasets.PackedDataset(rows_of([3]), max_seq_len=8)
-    assert torchtune_datasets.ConcatDataset([*ours, theirs]).packed
-
-
 # What is refused.
 
 GOOD: Any = {"tokens": [1, 2], "labels": [1, 2]}
-PARITY = "parity='torchtune' packs as torchtune does, so strategy, "
+PARITY = "parity='torchtune' packs as torchtune does, in order"
 
 
 @pytest.mark.parametrize(
@@ -165,9 +146,9 @@ PARITY = "parity='torchtune' packs as torchtune does, so strategy, "
         ([{"tokens": [100], "labels": [1]}], {}, "sample 0: token id 100 is outside the vocabulary of 100 ids"),
         ([GOOD, {"tokens": [1] * 9, "labels": [1] * 9}], {}, "sample 1 has 9 tokens, max_seq_len is 8; set overlong"),
         ([GOOD, {"tokens": [], "labels": []}], {}, "sample 1 has 0 tokens; remove it"),
-        ([GOOD], {"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
+        ([GOOD], {"max_packs": -1}, "max_packs=-1 is below 0; give at least 0"),
         ([GOOD], {"parity": "torchtune", "strategy": "best_fit"}, PARITY),
-        ([GOOD], {"parity": "torchtune", "untrained": "drop"}, PARITY),
+        ([GOOD], {"parity": "torchtune", "pad_seqs_to": 2}, PARITY),
     ],
 )  # fmt: skip
 def test_bad_rows_and_settings_are_refused_at_once(rows: Any, settings: Any, message: str) -> None:
@@ -193,9 +174,6 @@ def test_an_error_of_the_dataset_names_the_sample() -> None:
     assert caught.value.__notes__ == ["while reading sample 1"]
 
 
-# The progress bar
-
-
 # As torchtune packs.
 
 BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))]
@@ -211,29 +189,13 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtune.datasets._packed.tqdm", Silent)
 
 
-class Reads(list[Any]):
-    """A dataset that remembers how far it was read."""
-
-    furthest = -1
-
-    def __getitem__(self, index: Any) -> Any:
-        row = super().__getitem__(index)
-        self.furthest = max(self.furthest, index)
-        return row
-
-    def __iter__(self) -> Any:
-        return (self[i] for i in range(len(self)))
-
-
-def outcome(make: Any, rows: list[Any], **settings: Any) -> tuple[Any, str, int]:
-    """(packs, error, how far it read) of one packing."""
-    reads = Reads(rows)
+def outcome(make: Any, rows: list[Any], **settings: Any) -> tuple[Any, str]:
+    """(packs, error) of one packing."""
     try:
-        packed = make(reads, **settings)
+        packed = make(rows, **settings)
     except ValueError as error:
-        return None, str(error), reads.furthest
-    furthest = reads.furthest
-    return [packed[i] for i in range(len(packed))], "", furthest
+        return None, str(error)
+    return [packed[i] for i in range(len(packed))], ""
 
 
 def torchtunes_packs(ds: Any, **settings: Any) -> PackedDataset:
@@ -241,13 +203,15 @@ def torchtunes_packs(ds: Any, **settings: Any) -> PackedDataset:
 
 
 def check_parity(rows: list[Any], seen: Counter[str], make: Any = torchtunes_packs, **settings: Any) -> None:
-    theirs, their_error, they_read = outcome(torchtune_datasets.PackedDataset, rows, **settings)
-    ours, our_error, we_read = outcome(make, rows, **settings)
-    assert we_read == they_read
+    theirs, their_error = outcome(torchtune_datasets.PackedDataset, rows, **settings)
+    ours, our_error = outcome(make, rows, **settings)
     seen["error"] += bool(their_error)
+    if their_error and not our_error:  # torchtune reads a sample behind the last pack, which may be too long
+        assert len(ours) == settings["max_packs"]
+        return
     if their_error:
         length, limit = re.findall(r"\d+", their_error)
-        assert our_error.startswith(f"sample {they_read} has {length} tokens, max_seq_len is {limit}; ")
+        assert f" has {length} tokens, max_seq_len is {limit}; " in our_error
         return
     assert not our_error
     assert len(ours) == len(theirs)
@@ -256,22 +220,21 @@ def check_parity(rows: list[Any], seen: Counter[str], make: Any = torchtunes_pac
         for key in KEYS:
             assert our[key].dtype == their[key].dtype == torch.int64
             assert our[key].tolist() == their[key].tolist(), key
-        seen["empty sample kept"] += 0 in their["seq_lens"]
         seen["continues at a position above 0"] += bool(their["input_pos"][0])
         seen["padding's positions clamped"] += (
             their["input_pos"].tolist().count(settings["max_seq_len"] - 1) > 1
         )
         seen["full to the last token"] += int(their["tokens"][-1]) >= 1000
     seen["packs"] += len(theirs)
-    seen["stopped early"] += 0 <= they_read < len(rows) - 1
+    seen["stopped early"] += len(theirs) == settings.get("max_packs") > 0
     seen["no packs"] += not theirs
 
 
 def generated(rng: np.random.Generator) -> tuple[list[int], int]:
-    """Lengths of one data set and ``max_seq_len``: short ones, exact fits, empty ones, many packs long ones."""
+    """Lengths of one data set and ``max_seq_len``: short ones, exact fits, many packs long ones."""
     max_seq_len = int(rng.integers(1, 17))
     longest = int(rng.choice([max(1, max_seq_len // 2), max_seq_len, max_seq_len + 1, 4 * max_seq_len]))
-    lengths = rng.integers(rng.integers(0, 2), longest + 1, int(rng.integers(0, 25)))
+    lengths = rng.integers(1, longest + 1, int(rng.integers(1, 25)))
     exact = rng.random(lengths.size) < 0.1
     return np.where(exact, max_seq_len, lengths).tolist(), max_seq_len
 
@@ -296,7 +259,7 @@ def test_generated_data_sets_give_the_same_packs(block: int) -> None:
     # Every block covers all cases.
     assert seen["packs"] > 2000
     assert min(seen.values()) > 20, seen
-    assert len(seen) == 8, seen
+    assert len(seen) == 7, seen
 
 
 @pytest.mark.usefixtures("silent")
@@ -304,15 +267,14 @@ def test_generated_data_sets_give_the_same_packs(block: int) -> None:
 def test_packs_without_parity_differ(lengths: list[int]) -> None:
     with pytest.raises(AssertionError):
         check_parity(rows_of(lengths), Counter(), PackedDataset, max_seq_len=8)
-    check_parity([], Counter(), max_seq_len=8)
 
 
 def test_the_ledger_counts_under_parity_too() -> None:
-    packed = PackedDataset(rows_of([5, 0, 6, 7]), max_seq_len=8, max_packs=1, parity="torchtune")
+    packed = PackedDataset(rows_of([5, 6, 7]), max_seq_len=8, max_packs=1, parity="torchtune")
     ledger = packed.ledger()
-    # The third sample closes the pack of the first two, and waits; the fourth is never read.
-    assert (ledger.samples, ledger.tokens_in, ledger.packed, ledger.buffered) == (3, 11, 5, 6)
-    assert repr(packed) == ("<PackedDataset: 1 packs of 8 tokens from 3 samples, 37.5% padding, torchtune>")
+    # The second sample closes the pack of the first, and waits; the third is never read.
+    assert (ledger.samples, ledger.tokens_in, ledger.packed, ledger.buffered) == (2, 11, 5, 6)
+    assert repr(packed) == ("<PackedDataset: 1 packs of 8 tokens from 2 samples, 37.5% padding, torchtune>")
 
 
 # The builder.
@@ -419,3 +381,15 @@ def test_an_inner_dataset_that_packs_by_itself_is_refused(monkeypatch: pytest.Mo
     provide(monkeypatch, lambda _: PackedDataset(rows_of([3, 4]), max_seq_len=8))
     with pytest.raises(ValueError, match=r"^sample 0: there is a column 'seq_lens': it is a pack already"):
         make({"_component_": "my_data.build"})
+
+
+def test_a_list_of_nodes_is_packed(node: Any) -> None:
+    """A recipe makes a ``ConcatDataset`` of them, which is packed only if each is of torchtune's own class."""
+    ours = [make(node), make(node, packed=True, overlong="drop")]
+    both = torchtune_datasets.ConcatDataset(ours)
+    assert both.packed
+    assert len(both) == len(ours[0]) + len(ours[1]) == 3
+    assert torch.equal(both[2]["tokens"], ours[1][0]["tokens"])
+    theirs = torchtune_datasets.PackedDataset(rows_of([3]), max_seq_len=8)
+    assert torchtune_datasets.ConcatDataset([*ours, theirs]).packed
+    assert torchtune_datasets.ConcatDataset([pickle.loads(pickle.dumps(ours[0]))]).packed

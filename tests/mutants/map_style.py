@@ -16,7 +16,7 @@ def longest_sequence_without_the_padding(good, self, features, **settings):
     """``max_length_q`` is that of the samples, also where the row's padding is a longer sequence."""
     batch = good(self, features, **settings)
     if "max_length_q" in batch:
-        bare = replace(self, pad_to_multiple_of=None, max_tokens=None, max_seqs=None)
+        bare = replace(self, pad_to_multiple_of=None)
         batch["max_length_q"] = batch["max_length_k"] = good(bare, features)["max_length_q"]
     return batch
 
@@ -40,10 +40,10 @@ def each_rank_shuffles_by_itself(good, self, lengths, *, seed=0, rank=None, **se
     good(self, lengths, seed=seed + (rank or 0), rank=rank, **settings)
 
 
-@replaces(MultipackBatchSampler, "state_dict")
-def prefetched_batches_in_the_state(good, self, *, consumed=None):
-    """A sampler's state counts the batches that workers have fetched ahead as trained."""
-    return good(self)
+@replaces(MultipackBatchSampler, "set_epoch")
+def resumed_behind_what_one_rank_did(good, self, epoch, *, done=0):
+    """A resumed sampler takes the batches that all ranks have done for those of each: some are never trained."""
+    return good(self, epoch, done=done * self.sampler.num_replicas)
 
 
 @replaces(PackedDataset, "__getitem__")
@@ -56,7 +56,7 @@ def first_label_of_a_second_part_trained(good, self, index):
 
 
 # Not method_loader itself: warnings name the caller's file, so any patch of it would be seen.
-@replaces(import_module("streampack.map_style.method_loader"), "plan_batches")
+@replaces(import_module("streampack.map_style.methods"), "plan_batches")
 def epochs_in_the_order_of_the_first(good, *args, epoch=0, **settings):
     """Each epoch of ``method_loader`` has the batches of the first one."""
     return good(*args, **settings)

@@ -261,7 +261,7 @@ def test_a_pack_or_an_image_is_refused(door: str, column: str) -> None:
 
 
 @pytest.mark.parametrize("columns", SEVERAL)
-@pytest.mark.parametrize("kwargs", [{}, {"return_flash_attn_kwargs": True, "max_tokens": 12, "max_seqs": 4}])
+@pytest.mark.parametrize("kwargs", [{}, {"return_flash_attn_kwargs": True, "pad_to_multiple_of": 12}])
 def test_the_flattening_collator_keeps_the_sequences_of_a_row_apart(columns: Row, kwargs: Row) -> None:
     collate = FlatteningCollator(**kwargs)
     expected, found = collate([*WHOLE, WHOLE[0]]), collate([ROW | columns, WHOLE[0]])

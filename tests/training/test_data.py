@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.packing.batch import Batch
+from streampack import IterablePackedDataset, PackedDataLoader, collate_packed
+from streampack.packing.batch import Batch, null_pack, to_torchtune
 from streampack.training.config import read_config
-from streampack.training.data import build_data
+from streampack.training.data import build_data, join_documents
 from streampack.training.estimate import opening
 from streampack.training.world import World
 from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
@@ -125,3 +127,24 @@ def test_the_opening_expects_the_padding_that_packs_have(
         pass
     assert 100 * loader.ledger().padding == pytest.approx(expected, abs=2)
     assert (expected > 5) == (settings.get("strategy") == "next_fit")
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 3), st.booleans())
+def test_joined_documents_are_one_sequence(lengths: list[int], size: int, null: bool) -> None:
+    rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate(lengths, 1)]
+    packs = list(IterablePackedDataset(rows, max_seq_len=16, num_lanes=1))[:size]
+    apart = collate_packed([*packs, *[to_torchtune(null_pack(16))] * null])
+    joined = join_documents(apart)
+    for row, pack in enumerate(packs):
+        used = sum(pack["seq_lens"].tolist()[: pack["num_seqs"]])
+        assert joined.seq_lens[row].tolist() == [used, 16 - used]
+        assert joined.input_pos[row].tolist() == [*range(used), *range(16 - used)]
+    if null:
+        assert (joined.seq_lens[-1].tolist(), joined.input_pos[-1].tolist()) == ([16, 0], [*range(16)])
+    assert joined.seq_lens.dtype == torch.int32
+    assert joined.fragments == apart.fragments
+    assert torch.equal(joined.tokens, apart.tokens)
+    assert torch.equal(joined.labels, apart.labels)
+    padded = IterablePackedDataset(rows, max_seq_len=16, num_lanes=1, pad_seqs_to=16)
+    with pytest.raises(ValueError, match="would attend to that padding; leave pad_seqs_to out"):
+        join_documents(collate_packed(list(padded)))

@@ -17,9 +17,8 @@ from streampack_recipes.full_finetune import train
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.instantiate import build
 from streampack.losses import label_weights
-from streampack.map_style.flatten import join_documents
 from streampack.training.config import read_config
-from streampack.training.data import build_datasets
+from streampack.training.data import build_datasets, join_documents
 
 # private: `streampack unpack --step` prints these packs, cut to the width of a screen.
 from streampack.training.past_steps import packs_of_step
