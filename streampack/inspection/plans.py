@@ -1,24 +1,26 @@
-"""Plans of an epoch by each way to make batches, and their packs, padding, steps and attention pairs."""
+"""An epoch by every way to make batches, each strategy, padding and mini-batches: packs, padding, steps, attention."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from streampack.inspection.epoch import Epoch
+from streampack.inspection.report import Outcome
+from streampack.inspection.shape import RunShape
 from streampack.loader.batching import Batching
 from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import STRATEGIES
 from streampack.sources.reading import permutation
+from streampack.streaming.lane_config import LaneConfig
 
 BLOCKS = 10
 """Consecutive stretches of a sample's packs, from whose differences the standard error is taken."""
@@ -36,16 +38,130 @@ class Plan:
     held: Ints  # [rows] tokens of each, padding left out
     pairs: Ints  # [rows] cost of the attention
     lanes: tuple[int, ...]  # rows of each lane
-    last: int  # padding in the last row of each lane
+    last: int = 0  # padding in the last row of each lane
     ends: int = 0  # padding at the ends of sequences
-    steps: float | None = None  # of an epoch, where rows do not say so
 
 
-def packings(packing: Packing) -> dict[str, Packing]:
-    """Return the settings of each strategy, and of ``split_across_pack``, which are otherwise those given."""
+@dataclass(frozen=True)
+class Totals:
+    """Numbers of an epoch, counted or scaled up from a sample."""
+
+    rows: float
+    tokens: float  # padding included
+    padding: float  # fraction
+    error: float  # standard error of the padding
+    last: float  # fraction of the tokens that is padding of last packs
+    ends: float  # fraction of the tokens that is padding at the ends of sequences
+    pairs: float
+    steps: float
+
+
+def plan_outcomes(
+    config: LaneConfig, epoch: Epoch, shape: RunShape, *, chosen: str
+) -> tuple[list[Outcome], Plan, Totals]:
+    """Return the outcome of every way to make batches, and the plan and the numbers of the ``chosen`` one."""
+    found: dict[str, Totals] = {}
+    for name, plan, each in _planned(config, epoch, shape):
+        found[name] = each
+        if name == chosen:
+            own = plan
+    padding, model, outcomes = found["padding"], shape.model, []
+    for name, each in found.items():
+        flops = None
+        if model is not None:
+            flops = model.of(padding.tokens, padding.pairs) / model.of(each.tokens, each.pairs)
+        outcomes.append(
+            Outcome(
+                name=name,
+                chosen=name == chosen,
+                packs=each.rows,
+                padding=each.padding,
+                error=each.error,
+                steps=each.steps,
+                samples_per_step=epoch.samples / max(1.0, each.steps),
+                tokens=each.tokens,
+                speedup=padding.tokens / each.tokens,
+                flops_speedup=flops,
+                last_packs=each.last,
+                sequence_ends=each.ends,
+            )
+        )
+    return outcomes, own, found[chosen]
+
+
+def _planned(config: LaneConfig, epoch: Epoch, shape: RunShape) -> Iterator[tuple[str, Plan, Totals]]:
+    batching, packing = shape.batching(shape.ranks[0]), config.packing
     plain = replace(packing, split_across_pack=False)
-    found = {name: replace(plain, strategy=name) for name in STRATEGIES}
-    return found | {"split_across_pack": replace(packing, split_across_pack=True)}
+    for name in (*STRATEGIES, "split_across_pack"):
+        own = (
+            replace(plain, strategy=name) if name in STRATEGIES else replace(packing, split_across_pack=True)
+        )
+        yield name, *plan_packs(epoch, own, batching)
+    for name, batch in (("padding", shape.padded_batch), ("mini-batches", 1)):
+        at_once = batch * batching.world_size
+        step = -(-batching.packs_per_step // at_once) * at_once
+        plan = plan_padding(epoch.lanes, packing, batch=batch, seed=config.seed)
+        starts = np.linspace(0, len(plan.held), min(BLOCKS, len(plan.held)) + 1).astype(np.int64).tolist()
+        error = _error(plan, [slice(*bounds) for bounds in pairwise(starts)])
+        scale = epoch.tokens / int(plan.held.sum())
+        steps = -(-len(plan.held) // step) * scale
+        yield (
+            name,
+            plan,
+            _scaled(plan, scale, 0.0 if epoch.exact else error, steps if epoch.exact else max(1.0, steps)),
+        )
+
+
+def plan_packs(epoch: Epoch, packing: Packing, batching: Batching) -> tuple[Plan, Totals]:
+    """Plan the packs of an epoch, or those of a sample, from which its numbers are scaled up."""
+    if epoch.exact:
+        plan = plan_lanes(epoch.lanes, packing)
+        return plan, _scaled(plan, 1.0, 0.0, steps_of(plan.lanes, batching))
+    # A sample: stretches of it that are as long as a lane, if it has so many lengths; or else one that is so long that
+    # its beginning and its end do not count, and a last pack for each lane that is half empty.
+    [lengths] = epoch.lanes
+    of_lane = math.ceil(epoch.samples / epoch.num_lanes)
+    whole = 0 < of_lane <= len(lengths)
+    starts = range(0, len(lengths) - of_lane + 1, of_lane)
+    times = max(1, math.ceil(ENOUGH_PACKS * packing.max_seq_len / max(1, sum(lengths))))
+    plan = plan_lanes(
+        [lengths[start : start + of_lane] for start in starts] if whole else [lengths * times], packing
+    )
+    # The last pack of each block is left out. How full those of an epoch's lanes are is chance.
+    each = -(-len(lengths) // BLOCKS) if len(lengths) >= 2 * BLOCKS else len(lengths)
+    blocks = plan_lanes([lengths[start : start + each] for start in range(0, len(lengths), each)], packing)
+    bounds = np.cumsum([0, *blocks.lanes]).tolist()
+    error = _error(blocks, [slice(start, stop - 1) for start, stop in pairwise(bounds)])
+    scale, width = epoch.tokens / int(plan.held.sum()), packing.max_seq_len
+    found = _scaled(plan, scale, 0.0, 0.0)
+    if not whole:
+        last = epoch.num_lanes * width / 2
+        tokens = scale * (len(plan.held) * width - plan.last) + last
+        found = replace(
+            found,
+            rows=tokens / width,
+            tokens=tokens,
+            padding=1 - epoch.tokens / tokens,
+            last=last / tokens,
+            ends=scale * plan.ends / tokens,
+        )
+    error = math.hypot(error, math.sqrt(epoch.num_lanes / 12) / found.rows)
+    return plan, replace(found, error=error, steps=max(1.0, found.rows / batching.packs_per_step))
+
+
+def _scaled(plan: Plan, scale: float, error: float, steps: float) -> Totals:
+    """Return the numbers of ``scale`` times as many rows."""
+    width, held = int(plan.widths.sum()), int(plan.held.sum())
+    return Totals(
+        rows=len(plan.held) * scale,
+        tokens=width * scale,
+        padding=1 - held / width,
+        error=error,
+        last=plan.last / width,
+        ends=plan.ends / width,
+        pairs=float(plan.pairs.sum()) * scale,
+        steps=steps,
+    )
 
 
 def plan_lanes(lanes: Iterable[Sequence[int]], packing: Packing) -> Plan:
@@ -75,14 +191,13 @@ def plan_padding(
     packing: Packing,
     *,
     batch: int,
-    rows_per_step: int,
     seed: int,
 ) -> Plan:
     """Plan batches of ``batch`` random samples, padded to the longest; with 1, mini-batches without padding.
 
-    >>> plan = plan_padding([[5, 4, 2, 3]], Packing(8), batch=2, rows_per_step=2, seed=0)
-    >>> plan.held.tolist(), plan.widths.tolist(), plan.steps
-    ([2, 5, 4, 3], [5, 5, 4, 4], 2)
+    >>> plan = plan_padding([[5, 4, 2, 3]], Packing(8), batch=2, seed=0)
+    >>> plan.held.tolist(), plan.widths.tolist()
+    ([2, 5, 4, 3], [5, 5, 4, 4])
     """
     lengths = _pieces(lanes, packing)
     lengths = lengths[permutation(len(lengths), seed, 0)]
@@ -90,7 +205,7 @@ def plan_padding(
     longest = np.maximum.reduceat(lengths, starts) if len(lengths) else lengths
     widths = np.repeat(longest, batch)[: len(lengths)]
     pairs = widths * (widths + 1) // 2  # the `attention_cost` of each
-    return Plan(widths, lengths, pairs, (len(lengths),), 0, steps=-(-len(lengths) // rows_per_step))
+    return Plan(widths, lengths, pairs, (len(lengths),))
 
 
 def _pieces(lanes: Iterable[Sequence[int]], packing: Packing) -> Ints:
@@ -123,86 +238,6 @@ def steps_of(packs: Sequence[int], batching: Batching) -> int:
             number += 1
         most = max(most, number)
     return -(-most // batching.batches_per_step)
-
-
-class Stretches(NamedTuple):
-    """The lengths to plan."""
-
-    lanes: Sequence[Sequence[int]]
-    whole: bool  # each list is as long as a lane
-    groups: Sequence[Sequence[int]]  # the same lengths in several parts, whose packs differ by chance
-
-
-def stretches(epoch: Epoch, packing: Packing) -> Stretches:
-    """Return the lanes of an epoch, or stretches of a sample that are as long as a lane, if it has so many lengths."""
-    if epoch.exact:
-        return Stretches(epoch.lanes, True, [])
-    [lengths] = epoch.lanes
-    of_lane = math.ceil(epoch.samples / epoch.num_lanes)
-    each = -(-len(lengths) // BLOCKS) if len(lengths) >= 2 * BLOCKS else len(lengths)
-    groups = [lengths[start : start + each] for start in range(0, len(lengths), each)]
-    if 0 < of_lane <= len(lengths):
-        starts = range(0, len(lengths) - of_lane + 1, of_lane)
-        return Stretches([lengths[start : start + of_lane] for start in starts], True, groups)
-    packs = sum(lengths) / packing.max_seq_len
-    times = math.ceil(ENOUGH_PACKS / packs) if packs else 1
-    return Stretches([lengths * times], False, groups)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Numbers of an epoch, counted or scaled up from a sample."""
-
-    rows: float
-    tokens: float  # padding included
-    padding: float  # fraction
-    error: float  # standard error of the padding
-    last: float  # fraction of the tokens that is padding of last packs
-    ends: float  # fraction of the tokens that is padding at the ends of sequences
-    pairs: float
-    steps: float
-
-
-def totals(
-    plan: Plan, epoch: Epoch, batching: Batching, *, whole_lanes: bool = True, groups: Plan | None = None
-) -> Totals:
-    """Return an epoch's numbers.
-
-    Args:
-        plan: of the whole epoch, or of a sample.
-        epoch: which of the two it is, and how large an epoch is.
-        batching: how packs are divided into steps, where the plan does not say.
-        whole_lanes: whether the plan has a last pack for as many samples as a lane has.
-        groups: of a sample's packs: a plan of parts of the sample, from whose differences the standard error is taken.
-            None for rows that are no packs, of which no last one is part-empty.
-    """
-    rows, width, held = len(plan.held), int(plan.widths.sum()), int(plan.held.sum())
-    if not rows:
-        return Totals(0, 0, 0, 0, 0, 0, 0, 0)
-    pairs, last, ends = float(plan.pairs.sum()), plan.last / width, plan.ends / width
-    if epoch.exact:
-        steps = steps_of(plan.lanes, batching) if plan.steps is None else plan.steps
-        return Totals(rows, width, 1 - held / width, 0.0, last, ends, pairs, steps)
-    scale = epoch.tokens / held
-    tokens, planned = scale * width, scale * rows
-    if not whole_lanes:
-        # The plan is a stretch of a lane. Its own last pack is left out, and each lane has one that is half empty.
-        mean = width / rows
-        last_tokens = epoch.num_lanes * mean / 2
-        tokens = scale * (width - plan.last) + last_tokens
-        planned, last, ends = tokens / mean, last_tokens / tokens, scale * plan.ends / tokens
-    if groups is None:
-        starts = np.linspace(0, rows, min(BLOCKS, rows) + 1).astype(np.int64).tolist()
-        error = _error(plan, [slice(*bounds) for bounds in pairwise(starts)])
-    else:
-        ends_of_groups = np.cumsum([0, *groups.lanes]).tolist()
-        # The last pack of each group is left out. How full those of an epoch's lanes are is chance.
-        error = _error(groups, [slice(start, stop - 1) for start, stop in pairwise(ends_of_groups)])
-        error = math.hypot(error, math.sqrt(epoch.num_lanes / 12) / planned)
-    steps = planned / batching.packs_per_step if plan.steps is None else plan.steps * scale
-    return Totals(
-        planned, tokens, 1 - epoch.tokens / tokens, error, last, ends, pairs * scale, max(1.0, steps)
-    )
 
 
 def _error(plan: Plan, blocks: Sequence[slice]) -> float:

@@ -11,9 +11,8 @@ import numpy as np
 from streampack.inspection.advice import advise
 from streampack.inspection.costs import slowest_over_mean
 from streampack.inspection.epoch import Epoch, read_epoch
-from streampack.inspection.outcomes import plan_outcomes
 from streampack.inspection.packs import first_packs
-from streampack.inspection.plans import Plan, Totals
+from streampack.inspection.plans import Plan, Totals, plan_outcomes
 from streampack.inspection.reading import Progress, Tally, stops
 from streampack.inspection.report import (
     Attention,
