@@ -360,9 +360,10 @@ ON_CUDA = [
     *(("torchtune", family, word, False, torch.float32)
       for family in TABLES["torchtune"] for word in ("dense", "flex")),
     *(("transformers", family, word, True, torch.bfloat16)
-      for family in ("llama", "mistral", "gemma3_text") for word in WORDS),
+      for family in ("llama", "mistral", "gemma3_text", "deepseek_v3") for word in WORDS),
     *(("transformers", family, word, False, torch.bfloat16 if word == "varlen" else torch.float32)
-      for family in ("llama", "mistral", "qwen3", "gemma2", "gpt_oss") for word in ("dense", "flex", "varlen")
+      for family in ("llama", "mistral", "qwen3", "gemma2", "gpt_oss", "deepseek_v3")
+      for word in ("dense", "flex", "varlen")
       if (family, word) not in {*WITHOUT, *ON_A_CPU}),
 ]  # fmt: skip
 

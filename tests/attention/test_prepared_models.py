@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from streampack import Batch, find_leaks, prepare_model_for_packing
+from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
 from streampack.attention import varlen
 from tests.harness import tiny_torchtune
 from tests.harness.groups import batch_of, trees
@@ -33,6 +34,7 @@ from tests.harness.isolation import (
     worst,
 )
 from tests.harness.processes import run_forked
+from tests.harness.vision_models import build_vision
 from tests.oracle.attention import attend, random_packs
 
 pytest.importorskip("transformers")
@@ -111,12 +113,48 @@ def test_padded_batches_and_generating_still_work(family: str, attention: str) -
 # Compiled, checkpointed, sharded and wrapped.
 
 
-def test_a_router_loss() -> None:
-    """It reads a mask of tokens, so boundaries must not take the mask's place."""
+@pytest.mark.parametrize("attention", ["varlen", "dense"])
+def test_a_router_loss(attention: str) -> None:
+    """It reads a mask of tokens, not of pairs; varlen makes none of pairs for nothing."""
     _, batch = stream_and_batch("overlong")
-    model, inputs, alone = prepared("mixtral", "varlen", output_router_logits=True)
+    model, inputs, alone = prepared("mixtral", attention, output_router_logits=True)
+    masks: list[torch.Tensor] = []
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.register_forward_pre_hook(
+            lambda _layer, _args, given: masks.append(given["attention_mask"]), with_kwargs=True
+        )
     assert model(**inputs(batch)).aux_loss > 0
+    assert {mask.shape[-2] for mask in masks} == ({1} if attention == "varlen" else {MAX_SEQ_LEN})
     assert worst(model, inputs, alone) < 1e-5
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        *product(("mistral", "llama4_text"), ("dense", "flex", "varlen")),
+        *product(("qwen2_5_vl",), ("dense", "varlen")),
+    ],
+)
+def test_inputs_are_made_without_reading_a_number_from_the_device(
+    family: str, attention: str, grouped: bool
+) -> None:
+    """On the meta device, reading a value raises."""
+    batch = batch_of(trees()) if grouped else stream_and_batch("overlong")[1]
+    changes = {"attention_chunk_size": MAX_SEQ_LEN} if family == "llama4_text" else {}
+    model = build_vision(family) if family == "qwen2_5_vl" else build(family, **changes)
+    given = prepare_model_for_packing(model, attention=attention)(batch.to("meta"))
+    assert given["input_ids"].is_meta
+    assert given["position_ids"].is_meta
+
+
+def test_kernels_are_told_how_long_sequences_are_not_packs() -> None:
+    """By powers of two, for which compiled code is compiled again; they start blocks of threads up to the bound."""
+    rows = [{"tokens": [7] * length, "labels": [7] * length} for length in (300, 200, 129, 100, 100, 100)]
+    for size, longest in ((1024, 512), (4096, 4096), (400, 400)):
+        batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=size, num_lanes=1)))
+        given = prepare_model_for_packing(build("llama"), attention="varlen")(batch)
+        assert given["max_length_q"] == given["max_length_k"] == longest
 
 
 def test_checkpointed_layers_and_a_wrapped_model() -> None:
@@ -311,20 +349,47 @@ def test_the_dropout_of_the_attention_is_kept() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("attention", ["dense", "flex", "varlen"])
-def test_models_read_no_number_from_the_device(attention: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "family"), [(tiny_torchtune.build, "llama3"), (build, "llama"), (build, "mistral")]
+)
+def test_models_read_no_number_from_the_device(make: Any, family: str, attention: str, grouped: bool) -> None:
     """Neither making masks nor the passes do: torch would raise."""
-    _, batch = stream_and_batch("overlong")
-    batch = batch.to("cuda")
-    model = tiny_torchtune.build("llama3", dtype=torch.bfloat16).cuda()
+    batch = (batch_of(trees()) if grouped else stream_and_batch("overlong")[1]).to("cuda")
+    model = make(family, dtype=torch.bfloat16).cuda()
     inputs = prepare_model_for_packing(model, attention=attention)
-    model(**inputs(batch)).sum().backward()  # what is compiled, is compiled by now
+    whole(model(**inputs(batch))).sum().backward()  # what is compiled, is compiled by now
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(**inputs(batch)).sum().backward()
+        whole(model(**inputs(batch))).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("make", "family"), [(tiny_torchtune.build, "llama3"), (build, "llama")])
+def test_weights_of_32_bits_compute_in_16_under_autocast(make: Any, family: str) -> None:
+    model = make(family).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        inputs = prepare_model_for_packing(model)
+        assert inputs.attention == "varlen"
+        assert torch.isfinite(whole(model(**inputs(stream_and_batch("overlong")[1].to("cuda"))))).all()
+
+
+@pytest.mark.gpu
+def test_flex_attention_is_not_compiled_for_each_length() -> None:
+    """As scoring makes them; after eight graphs torch would compute all scores of a pack."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_torchtune.build("llama3", dtype=torch.bfloat16, max_seq_len=2048).cuda()
+    inputs = prepare_model_for_packing(model, attention="flex")
+    for size in range(256, 1536, 128):
+        rows = [{"tokens": [7] * length, "labels": [7] * length} for length in (100, size - 100)]
+        packs = list(IterablePackedDataset(rows, max_seq_len=size, num_lanes=1))
+        whole(model(**inputs(collate_packed(packs).to("cuda"))))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
 @pytest.mark.gpu
