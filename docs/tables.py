@@ -15,7 +15,7 @@ import streampack
 from streampack.training.config import RunConfig, Validation
 
 DOCS = Path(__file__).resolve().parent
-PASSED_BY_RECIPES = {"self", "source", "encoder", "tokenizer", "once", "epochs", "vocab_size", "padding_idx"}
+PASSED_BY_RECIPES = {"self", "source", "encoder", "tokenizer", "epochs", "vocab_size", "padding_idx"}
 WORDS = {
     "text": ("str", "Name"),
     "whole number": ("int",),

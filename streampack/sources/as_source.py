@@ -19,7 +19,7 @@ from streampack.sources.parquet import PARQUET, ParquetSource
 from streampack.sources.source import Source
 from streampack.sources.token_files import FORMAT
 from streampack.sources.token_shards import TokenShardSource
-from streampack.storage.listing import Once, alone, in_folder
+from streampack.storage.listing import in_folder
 
 
 def by_rows(data: Any) -> Any:
@@ -53,12 +53,11 @@ def by_rows(data: Any) -> Any:
     return data
 
 
-def as_source(data: Any, *, once: Once = alone) -> Source:
+def as_source(data: Any) -> Source:
     """Make a `Source` of a source, a path or glob, a map-style dataset, columns, or an iterable.
 
     Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines. A folder with an index holds token
-    shards or MosaicML's; of other folders, the Parquet or JSON lines files in it are read, at any depth. ``once``: see
-    `JSONLSource`.
+    shards or MosaicML's; of other folders, the Parquet or JSON lines files in it are read, at any depth.
 
     >>> type(as_source([{"tokens": [1], "labels": [1]}])).__name__
     'MapSource'
@@ -73,11 +72,11 @@ def as_source(data: Any, *, once: Once = alone) -> Source:
             "of the two"
         )
     if isinstance(data, str | os.PathLike):
-        return _of_path(os.fspath(data), once)
+        return _of_path(os.fspath(data))
     if _are_paths(data):
         files = [os.fspath(path) for path in data]
         kind = ParquetSource if all(path.endswith(".parquet") for path in files) else JSONLSource
-        return kind(files, once=once)
+        return kind(files)
     if type(data).__module__ == "datasets.dataset_dict":
         splits = ", ".join(map(repr, data))
         raise ValueError(
@@ -106,16 +105,16 @@ def _are_paths(data: Any) -> bool:
     return isinstance(first, os.PathLike) or "://" in first or bool(glob(first))
 
 
-def _of_path(path: str, once: Once) -> Source:
+def _of_path(path: str) -> Source:
     folder = Path(path).expanduser()
     if not path or not folder.is_dir():
         kind = ParquetSource if path.endswith(".parquet") else JSONLSource
-        return kind(path, once=once)
+        return kind(path)
     if (folder / INDEX).is_file():
         made_here = json.loads((folder / INDEX).read_text()).get("format") == FORMAT
-        return TokenShardSource(folder, once=once) if made_here else MDSSource(folder, once=once)
+        return TokenShardSource(folder) if made_here else MDSSource(folder)
     if not in_folder(str(folder), PARQUET):
-        return JSONLSource(folder, once=once)
+        return JSONLSource(folder)
     if in_folder(str(folder), JSON_LINES):
         raise ValueError(f"{path} holds Parquet and JSON lines; name those to read, such as {path}/*.parquet")
-    return ParquetSource(folder, once=once)
+    return ParquetSource(folder)

@@ -24,7 +24,7 @@ from streampack.sources.documents import DocumentSource, Layout, Mask
 from streampack.sources.indexed import Offsets
 from streampack.sources.parts import Part
 from streampack.storage.base import File
-from streampack.storage.listing import Corpus, Name, Once, alone, find_files
+from streampack.storage.listing import Corpus, Name, find_files
 from streampack.storage.look_ups import companion, look_at_each
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.retries import Storage
@@ -53,7 +53,6 @@ class DatatroveSource(DocumentSource):
         loss: whether labels are -100 where a ``.ds.loss`` file says so, if there are such files. If False, every token
             is trained on.
         storage: see `JSONLSource`.
-        once: how ranks share the listing of files behind URLs and the reading of their indexes.
 
     Raises:
         ValueError: if nothing matches or no file can be read: it has no index, or one that does not describe a file of
@@ -66,12 +65,11 @@ class DatatroveSource(DocumentSource):
         *,
         loss: bool = True,
         storage: Storage | Mapping[str, Any] | None = None,
-        once: Once = alone,
     ) -> None:
         corpus = find_files(
-            paths, endings=(".ds",), storage=storage, once=once,
+            paths, endings=(".ds",), storage=storage,
         )  # fmt: skip
-        found = look_at_each(corpus, partial(_layout, loss=loss), once=once)
+        found = look_at_each(corpus, partial(_layout, loss=loss))
         if any(isinstance(each, Layout) and each.mask is not None for each in found):
             found = [_with_mask(file, each) for file, each in zip(corpus.files, found, strict=True)]
         super().__init__(corpus, found)

@@ -21,7 +21,7 @@ from streampack.sources.files import places
 from streampack.sources.lines import KINDS
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, map_in_threads
-from streampack.storage.listing import Corpus, Name, Once, alone, find_files
+from streampack.storage.listing import Corpus, Name, find_files
 from streampack.storage.look_ups import look_at_each
 from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 from streampack.storage.retries import Storage
@@ -74,7 +74,6 @@ class FlatTokensSource(DocumentSource):
         max_document_tokens: tokens of the longest document. A longer one is a bad record, of which no more than that is
             held in memory.
         storage: see `JSONLSource`.
-        once: how ranks share the listing of files behind URLs and the reading of their headers.
 
     Raises:
         ValueError: if nothing matches or no file can be read; if there is nothing by which to find documents, or too
@@ -95,7 +94,6 @@ class FlatTokensSource(DocumentSource):
         dtype: str | None = None,
         max_document_tokens: int = LONGEST_DOCUMENT,
         storage: Storage | Mapping[str, Any] | None = None,
-        once: Once = alone,
     ) -> None:
         by_token = eos_token_id is not None or bos_token_id is not None
         if by_token == (document_length is not None):
@@ -113,9 +111,9 @@ class FlatTokensSource(DocumentSource):
         self.dtype = dtype
         self.max_document_tokens = require_positive(max_document_tokens, "max_document_tokens")
         corpus = find_files(
-            paths, endings=(".npy", ".bin"), storage=storage, once=once,
+            paths, endings=(".npy", ".bin"), storage=storage,
         )  # fmt: skip
-        super().__init__(corpus, look_at_each(corpus, partial(layout_of, dtype=dtype), once=once))
+        super().__init__(corpus, look_at_each(corpus, partial(layout_of, dtype=dtype)))
         for name, token in (("eos_token_id", eos_token_id), ("bos_token_id", bos_token_id)):
             for layout in self.layouts if token is not None else ():
                 limits = np.iinfo(layout.dtype)

@@ -28,7 +28,7 @@ from streampack.storage.base import (
     redact,
     split_url,
 )
-from streampack.storage.listing import Corpus, Name, Once, inode_of, require_distinct, require_some
+from streampack.storage.listing import Corpus, Name, inode_of, once, require_distinct, require_some
 from streampack.storage.manifest import placed
 from streampack.storage.ranges import Fetcher
 from streampack.storage.remote import Listed, RemoteStorage, scheme_of
@@ -95,7 +95,6 @@ def read_indexes(
     describe: Callable[[Mapping[str, Any], Mapping[str, Any]], Described[Shard]],
     *,
     storage: Storage | Mapping[str, Any] | None,
-    once: Once,
 ) -> tuple[Corpus, list[Shard]]:
     """Return the shards that the indexes of folders name, in their order, and what the indexes say of them.
 
@@ -106,7 +105,6 @@ def read_indexes(
         folders: in one place: on this machine, or behind URLs.
         describe: checks an index and its entry of a shard, and returns what that says. It raises ValueError.
         storage: how files behind URLs are read.
-        once: how ranks share the reading of an index behind a URL.
 
     Raises:
         ValueError: if there is no index or it is none of such shards, a name leads out of its folder, a shard is named
@@ -121,7 +119,7 @@ def read_indexes(
     held = LocalStorage(settings) if scheme is None else RemoteStorage(scheme, settings)
     found: list[tuple[Listed, File, Shard]] = []
     for folder in folders:
-        path, text = _read(os.fspath(folder), held, once)
+        path, text = _read(os.fspath(folder), held)
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -145,7 +143,7 @@ def read_indexes(
     return corpus, [shard for _, _, shard in found]
 
 
-def _read(folder: str, storage: LocalStorage | RemoteStorage, once: Once) -> tuple[str, bytes]:
+def _read(folder: str, storage: LocalStorage | RemoteStorage) -> tuple[str, bytes]:
     """Return the path of a folder's index, pinned to a version if the storage has any, and its content."""
     if isinstance(storage, LocalStorage):
         once(lambda: None, of="a folder of each machine")  # raises an error if another rank was given a URL

@@ -16,7 +16,7 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
 from streampack.storage.compression import COMPRESSED, DAMAGED, content
-from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
+from streampack.storage.listing import Corpus, Name, find_files, require_some
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 from streampack.types import RowId
@@ -61,7 +61,6 @@ class JSONLSource(FileSource):
             URLs, ``timeout`` of a request, and ``max_outage``, the minutes for which a read that fails is tried again.
         max_line_bytes: bytes of the longest line, decompressed. A longer line is a broken record, of which no more than
             that is held in memory.
-        once: how ranks share the listing of remote files; by default each lists for itself. Recipes pass it.
 
     Raises:
         ValueError: if nothing matches, no file can be read, or one is named twice. When rows are read, with file and
@@ -80,11 +79,10 @@ class JSONLSource(FileSource):
         manifest: Name | None = None,
         storage: Storage | Mapping[str, Any] | None = None,
         max_line_bytes: int = LONGEST_LINE,
-        once: Once = alone,
     ) -> None:
         self.max_line_bytes = require_positive(max_line_bytes, "max_line_bytes")
         corpus = find_files(
-            paths, manifest=manifest, endings=JSON_LINES, storage=storage, once=once,
+            paths, manifest=manifest, endings=JSON_LINES, storage=storage,
         )  # fmt: skip
         problems = {
             file.path: reason

@@ -24,7 +24,7 @@ from streampack.sources.indexed import IndexedSource, Offsets, read_indexes, req
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content
-from streampack.storage.listing import Name, Once, alone
+from streampack.storage.listing import Name
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 
@@ -66,7 +66,6 @@ class MDSSource(IndexedSource):
         folder: the folder that holds ``index.json``, on this machine or behind a URL.
         columns: the columns to keep; None for all.
         storage: see `JSONLSource`.
-        once: how ranks share the reading of the index.
 
     Raises:
         ValueError: for an index that is missing, has another format, or names files outside of the folder; for a shard,
@@ -84,10 +83,9 @@ class MDSSource(IndexedSource):
         *,
         columns: list[str] | None = None,
         storage: Storage | Mapping[str, Any] | None = None,
-        once: Once = alone,
     ) -> None:
         describe = partial(_described, columns=columns)
-        corpus, self.shards = read_indexes([folder], describe, storage=storage, once=once)
+        corpus, self.shards = read_indexes([folder], describe, storage=storage)
         super().__init__(corpus, [shard.samples for shard in self.shards])
         self._packed = frozenset(number for number, shard in enumerate(self.shards) if shard.suffix)
 

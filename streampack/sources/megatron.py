@@ -34,7 +34,7 @@ from streampack.sources.documents import DocumentSource, Layout
 from streampack.sources.indexed import Offsets
 from streampack.sources.parts import Damage, Part
 from streampack.storage.base import File, split_url
-from streampack.storage.listing import MAGIC, Corpus, Name, Once, alone, find_files
+from streampack.storage.listing import MAGIC, Corpus, Name, find_files
 from streampack.storage.look_ups import companion, look_at_each
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.retries import Storage
@@ -69,7 +69,6 @@ class MegatronSource(DocumentSource):
         paths: prefixes of pairs of files as Megatron takes them, or the names of ``.bin`` files, folders that hold
             some, or globs; of this machine, or URLs. An index lies beside its file.
         storage: see `JSONLSource`.
-        once: how ranks share the listing of files behind URLs and the reading of their indexes.
 
     Raises:
         ValueError: if nothing matches or no file can be read: its index is missing, has another format or version, has
@@ -81,14 +80,13 @@ class MegatronSource(DocumentSource):
         paths: Name | Iterable[Name],
         *,
         storage: Storage | Mapping[str, Any] | None = None,
-        once: Once = alone,
     ) -> None:
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         corpus = find_files(
             [_data_file(os.fspath(path)) for path in given], endings=(".bin",),
-            storage=storage, once=once,
+            storage=storage,
         )  # fmt: skip
-        super().__init__(corpus, look_at_each(corpus, _layout, once=once))
+        super().__init__(corpus, look_at_each(corpus, _layout))
 
     @override
     def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:

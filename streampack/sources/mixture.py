@@ -21,7 +21,6 @@ from streampack.sources.mixture_reader import (
 )
 from streampack.sources.reading import Reading
 from streampack.sources.source import Source
-from streampack.storage.listing import Once, alone
 from streampack.types import Cursor, RowId
 from streampack.validation import require
 
@@ -74,7 +73,6 @@ class Mix(Source):
             than the run's,
             ``encoder``. A mixture's `entries` are taken, too.
         stop: when an epoch ends.
-        once: see `JSONLSource`.
 
     Raises:
         ValueError: for a name that is missing, used twice or holds a slash, a weight below 0, only weights of 0, an
@@ -87,11 +85,10 @@ class Mix(Source):
         sources: Sequence[Mapping[str, Any] | Entry],
         *,
         stop: str = "all_exhausted",
-        once: Once = alone,
     ) -> None:
         self.stop = stop
         require(stop, "stop", STOPS)
-        given = [entry_of(entry, once) for entry in sources]
+        given = [entry_of(entry) for entry in sources]
         if not given:
             raise ValueError("a mixture of no sources has no rows; name at least one")
         seen: set[str] = set()
@@ -241,7 +238,7 @@ class Mix(Source):
         return rows, total / max(1, len(rows))
 
 
-def entry_of(given: Mapping[str, Any] | Entry, once: Once) -> Entry:
+def entry_of(given: Mapping[str, Any] | Entry) -> Entry:
     """Check the settings of a source: an `Entry`, or a mapping of its fields."""
     keys = [field.name for field in fields(Entry)]
     # A name with a slash is that of a mixture within another one. Only `_flattened` makes such names.
@@ -265,4 +262,4 @@ def entry_of(given: Mapping[str, Any] | Entry, once: Once) -> Entry:
         raise ValueError(
             f"source {name!r} has weight={weight!r}; give its fraction of the trained tokens, 0 to leave it out"
         )
-    return Entry(name, as_source(given["source"], once=once), float(weight), given.get("encoder"))
+    return Entry(name, as_source(given["source"]), float(weight), given.get("encoder"))

@@ -21,7 +21,7 @@ from streampack.sources.row_groups import (
 )
 from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
-from streampack.storage.listing import Corpus, Name, Once, alone, find_files
+from streampack.storage.listing import Corpus, Name, find_files
 from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
 from streampack.types import RowId
@@ -59,7 +59,6 @@ class ParquetSource(FileSource):
             values: numbers, texts, bytes, structs, or lists of these.
         manifest: see `JSONLSource`.
         storage: see `JSONLSource`.
-        once: how ranks share the listing of remote files.
 
     Raises:
         ValueError: if nothing matches, no file can be read, or one is named twice; for a named column that
@@ -76,7 +75,6 @@ class ParquetSource(FileSource):
         columns: Sequence[str] | None = None,
         manifest: Name | None = None,
         storage: Storage | Mapping[str, Any] | None = None,
-        once: Once = alone,
     ) -> None:
         try:
             import pyarrow.parquet  # noqa: F401 - it is used later; if it is missing, that is an error now
@@ -86,7 +84,7 @@ class ParquetSource(FileSource):
             raise ValueError(f"columns={columns!r} is no list of columns; give their names, or None for all")
         self.columns = None if columns is None else list(columns)
         corpus = find_files(
-            paths, manifest=manifest, endings=PARQUET, storage=storage, once=once,
+            paths, manifest=manifest, endings=PARQUET, storage=storage,
         )  # fmt: skip
         super().__init__(corpus)
 

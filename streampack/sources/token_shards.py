@@ -18,7 +18,7 @@ from streampack.sources.indexed import Offsets, read_indexes
 from streampack.sources.parts import Damage, Part
 from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, shard_of
 from streampack.storage.base import File
-from streampack.storage.listing import Name, Once, alone
+from streampack.storage.listing import Name
 from streampack.storage.ranges import Block
 from streampack.storage.read_ahead import Shared
 from streampack.storage.retries import Storage
@@ -46,7 +46,6 @@ class TokenShardSource(DocumentSource):
             which are one corpus. Folders that were added are an addition to the corpus:
             with ``corpus_lists``, a run goes on with them in its next epoch.
         storage: see `JSONLSource`.
-        once: how ranks share the reading of the index.
 
     Raises:
         ValueError: for an index that is missing, has another format, or names files outside of the folder; for folders
@@ -63,10 +62,9 @@ class TokenShardSource(DocumentSource):
         folder: Name | Iterable[Name],
         *,
         storage: Storage | Mapping[str, Any] | None = None,
-        once: Once = alone,
     ) -> None:
         folders = [folder] if isinstance(folder, str | os.PathLike) else list(folder)
-        corpus, self.shards = read_indexes(folders, _described, storage=storage, once=once)
+        corpus, self.shards = read_indexes(folders, _described, storage=storage)
         known: dict[Shard, File] = {}
         for file, shard in zip(corpus.files, self.shards, strict=True):
             if (twin := known.setdefault(shard, file)) is not file:

@@ -10,7 +10,9 @@ import posixpath
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,20 +46,34 @@ Result = TypeVar("Result")
 
 
 class Once(Protocol):
-    """A function that does some work in one process and returns its result in all: a collective.
-
-    It is used to list files behind URLs. If each of a thousand ranks listed them, the storage would get a thousand
-    requests for the same 100,000 names, and ranks would get different ones while files are added. Files on this machine
-    are listed by each process, as machines may have different files.
-    """
+    """A function that does some work in one process and returns its result in all: a collective."""
 
     def __call__(self, work: Callable[[], Result], /, *, of: str) -> Result:
         """Return the result of ``work``; ``of`` describes it without secrets, and must be equal in all processes."""
 
 
-def alone(work: Callable[[], Result], /, *, of: str) -> Result:
-    """Return the result of ``work``: the `Once` of a process that lists for itself."""
-    return work()
+_shared: ContextVar[Once | None] = ContextVar("_shared", default=None)
+
+
+@contextmanager
+def listed_by(share: Once) -> Iterator[None]:
+    """Let all ranks make their sources in this ``with`` block, and one of them look at the files behind URLs.
+
+    If each of a thousand ranks listed them, the storage would get a thousand requests for the same 100,000 names, and
+    ranks would get different ones while files are added. Files on this machine are listed by each process, as machines
+    may have different files.
+    """
+    before = _shared.set(share)
+    try:
+        yield
+    finally:
+        _shared.reset(before)
+
+
+def once(work: Callable[[], Result], *, of: str) -> Result:
+    """Return the result of ``work``, which one rank does for all within `listed_by`, and otherwise this process."""
+    share = _shared.get()
+    return work() if share is None else share(work, of=of)
 
 
 @dataclass
@@ -150,7 +166,6 @@ def find_files(
     manifest: Name | None = None,
     endings: Sequence[str],
     storage: Storage | Mapping[str, Any] | None = None,
-    once: Once = alone,
 ) -> Corpus:
     """Return the files that paths, folders, globs or a manifest name, sorted; of a folder, those with ``endings``.
 

@@ -10,7 +10,7 @@ from urllib.parse import urlunsplit
 
 from streampack.fingerprint import digest
 from streampack.storage.base import File, map_in_threads, split_url
-from streampack.storage.listing import Corpus, Once
+from streampack.storage.listing import Corpus, once
 from streampack.storage.remote import RemoteStorage
 
 Found = TypeVar("Found")
@@ -49,12 +49,10 @@ def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File 
     return File(path, name, found.size or 0, found.tag)
 
 
-def look_at_each(
-    corpus: Corpus, describe: Callable[[Corpus, File], Found], *, once: Once
-) -> list[Found | str]:
+def look_at_each(corpus: Corpus, describe: Callable[[Corpus, File], Found]) -> list[Found | str]:
     """Return for each file of a corpus what ``describe`` returns, or why the file cannot be read.
 
-    ``describe`` raises ValueError with that reason. Files behind URLs are looked at by one of the ranks, by ``once``.
+    ``describe`` raises ValueError with that reason. Files behind URLs are looked at by one of the ranks, see `once`.
 
     Raises:
         OSError: if a storage does not answer, or refuses to.

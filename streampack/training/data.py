@@ -23,6 +23,7 @@ from streampack.sources.mixture import Mix
 from streampack.sources.mixture_reader import Entry
 from streampack.sources.reading import Reading
 from streampack.sources.source import Source
+from streampack.storage.listing import listed_by
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
@@ -76,9 +77,10 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         ValueError: for a data or validation section that does not fit.
     """
     tokenizer = check_tokenizer(tokenizer)
-    inject = {"tokenizer": tokenizer, "model_transform": tokenizer, "once": world.run_on_main}
+    inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
     settings = dict(config.data)
-    source = as_source(build(settings.pop("source"), inject=inject), once=world.run_on_main)
+    with listed_by(world.run_on_main):
+        source = as_source(build(settings.pop("source"), inject=inject))
     encoder = build(settings.pop("encoder", None), inject=inject)
     kept = quarantine_for(settings.get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER))
     settings["skip_bad"] = kept
@@ -90,7 +92,8 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     }
     held_out = None
     if config.validation is not None and config.validation.source is not None:
-        held_out = as_source(build(config.validation.source, inject=inject), once=world.run_on_main)
+        with listed_by(world.run_on_main):
+            held_out = as_source(build(config.validation.source, inject=inject))
     elif config.validation is not None:
         source, held_out = hold_out(source, fraction=config.validation.fraction)
     train = IterablePackedDataset(source, encoder=encoder, epochs=config.epochs, **common)

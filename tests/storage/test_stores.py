@@ -33,6 +33,7 @@ from streampack import (
 )
 from streampack.sources import Reading
 from streampack.sources.corpus_identity import fingerprint_of
+from streampack.storage.listing import listed_by
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_resume_everywhere, lists
 from tests.harness.corpus import plain, read_all
@@ -208,6 +209,32 @@ def test_little_more_than_the_ranges_is_read_while_requests_fail(
     web.fault = random_faults(1, 0.03)
     assert lists(read_all(indexed(kind, place, web, timeout=0.3), **reading)) == expected
     assert len(set(web.faults)) >= 3, web.faults
+
+
+@pytest.mark.parametrize("kind", ["tokens", "megatron", "datatrove", "flat"])
+def test_one_rank_looks_at_files_behind_urls_for_all(web: Web, tmp_path: Path, kind: str) -> None:
+    written(kind, tmp_path, 30)
+    web.files = published(tmp_path)
+    told: list[tuple[str, Any]] = []
+
+    def first(work: Any, /, *, of: str) -> Any:
+        told.append((of, work()))
+        return told[-1][1]
+
+    def another(work: Any, /, *, of: str) -> Any:
+        known, found = told.pop(0)
+        assert known == of
+        return found
+
+    with listed_by(first):
+        files = indexed(kind, "http", web).files
+    web.requests.clear()
+    with listed_by(another):
+        assert indexed(kind, "http", web).files == files
+    assert not web.requests
+    assert not told
+    assert indexed(kind, "http", web).files == files
+    assert web.requests, "outside of it, each process looks for itself"
 
 
 # Secrets, and what is not read.

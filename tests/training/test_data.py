@@ -6,7 +6,7 @@ import re
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +25,13 @@ INPUTS: Any = SimpleNamespace(attention="varlen", refused={})
 
 
 class OneOfTwo(World):
-    """One of two ranks that exchange equal values."""
+    """One of two ranks that exchange equal values. ``asked`` says what one of them did for both."""
+
+    asked: ClassVar[list[str]] = []
+
+    def run_on_main(self, work: Any, *, of: str) -> Any:
+        self.asked.append(of)
+        return work()
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * 2
@@ -58,7 +64,9 @@ def test_held_out_packs_of_each_source_are_divided_over_the_ranks(tmp_path: Path
         config.validation = {"fraction": 0.2, "max_packs": max_packs}
         alone = held_out_of(config, World())
         assert list(alone) == names
+        OneOfTwo.asked.clear()
         ranks = [held_out_of(config, OneOfTwo(rank=rank, size=2)) for rank in range(2)]
+        assert OneOfTwo.asked == ["files of each machine"] * 2 * len(names)
         for name in names:
             whole = rows_of(alone[name])
             assert len(whole) == max_packs
