@@ -7,7 +7,7 @@ from typing import Any
 
 from streampack.instantiate import COMPONENT, build
 from streampack.map_style.dataset import PackedDataset
-from streampack.packing.encoders import check_tokenizer, eos_of
+from streampack.packing.encoders import check_tokenizer, eos_of, padding_id
 
 
 def packed_dataset(
@@ -70,11 +70,7 @@ def packed_dataset(
             "max_seq_len is None here and in the tokenizer; set max_seq_len, the tokens of a pack, in this node"
         )
     if padding_idx is None:
-        padding_idx = 0 if parity else getattr(tokenizer, "pad_id", None)
-    if padding_idx is None:
-        raise ValueError(
-            f"the tokenizer ({type(tokenizer).__name__}) has no pad_id; set padding_idx in this node"
-        )
+        padding_idx = 0 if parity else padding_id(tokenizer)
     if not parity:
         tokenizer, eos_id = check_tokenizer(tokenizer), eos_of(tokenizer)
         cuts = longest is not None and not settings.get("split_across_pack")

@@ -58,21 +58,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         max_seq_len: tokens in a pack.
         padding_idx: the token that fills a pack's end.
         max_packs: stop at this many packs; the ledger counts what was read and not packed as buffered.
-        split_across_pack: fill every pack; a sample that crosses a pack's end continues in the next. For
-            pretraining; no strategy is used.
-        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
-        buffer_size: how many samples the planner chooses from.
-        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
-            end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"``. Default ``"error"``, with
-            ``split_across_pack`` ``"split"``.
-        max_seqs_per_pack: at most this many sequences in a pack; the rest is padding. It makes `cu_seqlens` as long for
-            every batch, for static shapes. Leave room, or short samples will not fill a pack.
-        pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
-            parallelism over n ranks.
+        split_across_pack: see `IterablePackedDataset`, as for ``strategy``, ``buffer_size``, ``overlong``,
+            ``max_seqs_per_pack``, ``pad_seqs_to``, ``untrained`` and ``vocab_size``.
         eos_id: the token that ends samples. One that ended with it and is cut by ``"truncate"`` ends with it again.
-        untrained: what to do with a sample without a trained token: ``"keep"``, ``"drop"`` or ``"error"``.
-            By default it is kept and counted in the ledger, and a warning tells how many there are.
-        vocab_size: if given, token ids must be below it.
         parity: ``"torchtune"`` makes torchtune's packs instead, token for token, with its labels and positions; see
             `streampack.map_style.parity`.
 

@@ -101,11 +101,14 @@ def method_loader(
     Args:
         ds: samples by number, with ``tokens`` and ``labels``, or ``input_ids`` and optional ``labels``.
         method: one of `streampack.map_style.methods.METHODS`.
-        max_seq_len: see `plan_batches`, as for ``batch_size``, ``packs_per_step``, ``overlong`` and ``seed``.
+        max_seq_len: the length of a packed row; for the others, the longest that a sample may be.
         batch_size: rows of a batch; for ``minibatch_packing``, samples.
         lengths: tokens of each sample. By default every sample is read once to find out.
-        packs_per_step: rows of an optimizer step over all ranks.
-        overlong: what to do with a sample longer than ``max_seq_len``.
+        packs_per_step: rows of an optimizer step (for ``minibatch_packing``, samples), over all ranks and accumulated
+            gradients: a multiple of ``batch_size * num_replicas``, which is the default. Batches of padding fill up
+            the epoch's last step. ``multipack`` plans the rows of a step together.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"``,
+            ``"truncate_left"`` or ``"split"``. Default ``"error"``, or ``"split"`` if the method cuts samples.
         padding_idx: the token that fills a row's end.
         pad_pack_to: a number of which the length of every row is a multiple. ``max_seq_len`` must be one, and other
             rows are padded to one.
@@ -238,19 +241,7 @@ def plan_batches(
     >>> plan_batches("minibatch_packing", [5, 4, 2, 3], max_seq_len=8, batch_size=2)
     [[[Span(index=2, start=0, stop=2), Span(index=0, start=0, stop=5)]], ...
 
-    Args:
-        method: one of `METHODS`.
-        lengths: tokens of each sample.
-        max_seq_len: the length of a packed row; for the others, the longest that a sample may be.
-        batch_size: rows of a batch; for ``minibatch_packing``, samples.
-        num_replicas: ranks.
-        packs_per_step: rows of an optimizer step (for ``minibatch_packing``, samples), over all ranks and accumulated
-            gradients: a multiple of ``batch_size * num_replicas``, which is the default. Batches of padding fill up
-            the epoch's last step. ``multipack`` plans the rows of a step together.
-        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"``,
-            ``"truncate_left"`` or ``"split"``. Default ``"error"``, or ``"split"`` if the method cuts samples.
-        seed: seed of the random order, with the epoch.
-        epoch: number of the epoch, from 0.
+    The arguments are those of `method_loader`.
 
     Raises:
         ValueError: for a bad setting, or a sample that is empty or too long.
