@@ -121,8 +121,9 @@ def _histogram(report: Report) -> Table:
         (f"{start:,} - {stop - 1:,}", Bar(count / most, start > limit), f"{count:,}")
         for start, stop, count in bins
     ]
-    note = f"In another colour: longer than max_seq_len={limit:,}."
-    return Table("", ("tokens", "samples", "number"), rows, notes=[note])
+    longer = any(start > limit and count for start, _, count in bins)
+    notes = [f"In another colour: longer than max_seq_len={limit:,}."] if longer else []
+    return Table("", ("tokens", "samples", "number"), rows, notes=notes)
 
 
 def _longest(report: Report) -> Table:

@@ -63,8 +63,7 @@ def _table(table: Table) -> Iterator[RenderableType]:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    if table.title:
-        yield Text(f"\n{table.title}", style="bold")
+    yield Text(f"\n{table.title}" if table.title else "", style="bold")
     for note in table.notes:
         yield Text(note, style="dim")
     if not table.rows:
