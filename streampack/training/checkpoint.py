@@ -6,14 +6,13 @@ A checkpoint directory is trusted input: DCP's metadata is a pickle. The small f
 from __future__ import annotations
 
 import io
-import logging
 import os
 import pickle
 import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -32,17 +32,35 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.optim.lr_scheduler import LRScheduler
 
-from streampack.training.checkpoint_errors import CheckpointError, plain_errors
 from streampack.training.world import World
-
-log = logging.getLogger(__name__)
 
 RUN_FILE = "run.pt"
 STEP_NAME = re.compile(r"step_(\d+)")
-LEFTOVER_NAME = re.compile(r"step_\d+\.(part|old|replaced)")
+LEFTOVER_NAME = re.compile(r"step_\d+\.(part|old)")
 WITHOUT_FROZEN = StateDictOptions(ignore_frozen_params=True)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which and why."""
+
+
+@contextmanager
+def plain_errors(what: str) -> Iterator[None]:
+    """Turn errors into `CheckpointError`. DCP's `CheckpointException` is a BaseException."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"{what}: rank {rank}: {_reason(cause)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
 
 
 class Checkpoints:
@@ -82,17 +100,12 @@ class Checkpoints:
 
     def newest(self) -> int | None:
         """Return the last of rank 0's `steps`, or None, on all ranks."""
-        with self.world.raise_on_all(), plain_errors(f"the checkpoints in {self.folder} could not be read"):
-            if self.world.is_main:
-                self._put_back()
         return self.world.broadcast(max(self.steps(), default=None))
 
     def save(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
     ) -> Path:
         """Write a checkpoint and return its path; ``run`` holds plain values, of which rank 0's are saved.
-
-        It takes the place of one of the same step, which a run that went back to an earlier step finds.
 
         Raises:
             CheckpointError: on all ranks, if one cannot write. The checkpoints that were complete stay so.
@@ -155,19 +168,14 @@ class Checkpoints:
 
     def _publish(self, part: Path, final: Path, *, written: Callable[[], Any]) -> None:
         """Rename a checkpoint that all ranks have written, and remove surplus ones."""
-        replaced = final.with_suffix(".replaced")
         with self._removed_on_error(final):
             written()
             if not self.world.is_main:
                 return
             _sync_folder(part)
-            if final.exists():
-                final.rename(replaced)  # `_put_back` undoes it after a kill at this point
             part.rename(final)
             _sync_folder(self.folder)
         with plain_errors(f"checkpoint {final} is complete, but an older one could not be removed"):
-            if replaced.exists():
-                shutil.rmtree(replaced)
             for old in self.steps()[: -self.keep]:
                 path = self.path(old)
                 gone = path.with_suffix(".old")
@@ -185,7 +193,6 @@ class Checkpoints:
             with suppress(OSError):
                 if self.world.is_main:
                     shutil.rmtree(final.with_suffix(".part"), ignore_errors=True)  # frees a full disk
-                    self._put_back()
                 complete = self.steps()
             if complete:
                 raise CheckpointError(
@@ -193,15 +200,8 @@ class Checkpoints:
                 ) from error
             raise
 
-    def _put_back(self) -> None:
-        """Give a checkpoint its name back that was to be replaced when the run was killed."""
-        for replaced in self.folder.glob("step_*.replaced"):
-            if not replaced.with_suffix("").exists():
-                replaced.rename(replaced.with_suffix(""))
-
     def _clean(self) -> None:
         """Remove the unfinished directories of a killed run."""
-        self._put_back()
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if LEFTOVER_NAME.fullmatch(path.name):
                 shutil.rmtree(path)
@@ -300,31 +300,3 @@ def _read(path: Path) -> dict[str, Any]:
 def _silence_dcp() -> None:
     """Silence DCP's warning about a single process, for good: a context does not reach its threads."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-
-
-def step_schedule(scheduler: LRScheduler | None, *, step: int, steps: int) -> None:
-    """Go on in a schedule that was made for ``steps``, after the step number ``step`` from 0; then stay at its end.
-
-    The steps of a stream are estimated, and behind its end torchtune's cosine rises again.
-    """
-    if scheduler is None:
-        return
-    if step < steps:
-        scheduler.step()
-    elif step == steps:
-        log.warning(
-            "the data go on behind the %d steps that the schedule of the learning rate was made for: the rate stays at "
-            "%s; to train on with another, set more max_steps or epochs",
-            steps, scheduler.get_last_lr(),
-        )  # fmt: skip
-
-
-def restore_schedule(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Load the state of a learning-rate schedule, and set the optimizer's rate.
-
-    Building a scheduler sets the rate of step 0, and torch's ``load_state_dict`` does not undo that: the first step
-    after a resume would use it.
-    """
-    scheduler.load_state_dict(dict(state))
-    for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,24 +32,39 @@ def evaluate(
     device: torch.device,
     world: World,
 ) -> dict[str, float]:
-    """Collective: return the losses over the packs of all ranks, with labels weighted as in training.
+    """Collective: return the losses over the packs of all ranks, with labels weighted as in training."""
 
-    ``validation_loss`` is the mean of the sources' losses, weighted by their fractions of the trained tokens; a
-    mixture has ``validation_loss_<name>`` too.
+    def measure(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = label_weights(batch, loss_norm=loss_norm)
+        batch = batch.to(device)
+        loss = summed_cross_entropy(model(**inputs(batch)), batch.labels, weights=weights.to(device))
+        return loss, weights.sum()
+
+    return mean_losses(model, held_out, measure, device=device, world=world)
+
+
+def mean_losses(
+    model: nn.Module,
+    held_out: Mapping[str, HeldOut],
+    measure: Callable[[Batch], tuple[torch.Tensor, torch.Tensor | int]],
+    *,
+    device: torch.device,
+    world: World,
+) -> dict[str, float]:
+    """Collective: return ``validation_loss``, and of a mixture ``validation_loss_<name>`` too.
+
+    The first is the mean of the sources' losses, weighted by their fractions of the trained tokens. ``measure`` returns
+    the summed loss of a batch, and what it is to be divided by.
     """
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)
     with evaluating(model):
         for total, (batches, _) in zip(totals, held_out.values(), strict=True):
-            for batch in batches:
-                weights = label_weights(batch, loss_norm=loss_norm)
-                batch = batch.to(device)
-                logits = model(**inputs(batch))
-                total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
-                total[1] += weights.sum()
+            for loss, weight in map(measure, batches):
+                total[0] += loss
+                total[1] += weight
     losses = [loss / weight if weight else 0.0 for loss, weight in world.all_reduce(totals).tolist()]
     fractions = [source.weight for source in held_out.values()]
-    mean = math.fsum(weight * loss for weight, loss in zip(fractions, losses, strict=True)) / math.fsum(
-        fractions
-    )
+    weighted = (weight * loss for weight, loss in zip(fractions, losses, strict=True))
+    mean = math.fsum(weighted) / math.fsum(fractions)
     by_source = zip(held_out, losses, strict=True)
     return {"validation_loss": mean} | {f"validation_loss_{name}": loss for name, loss in by_source if name}

@@ -41,7 +41,7 @@ def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
     depend on ``seed`` alone, not on the number of ranks or the device.
 
     Raises:
-        ValueError: if the model has no adapters.
+        ValueError: if the model has no adapters, or DoRA's in a layer with a bias.
     """
     adapters = peft.get_adapter_params(model)
     if not adapters:
@@ -49,6 +49,12 @@ def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
             f"{type(model).__name__} has no adapters to train; name one of torchtune's lora_ or qlora_ models in "
             "the config, or use the full_finetune recipe"
         )
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft.DoRALinear) and getattr(layer, "bias", None) is not None:
+            raise ValueError(
+                f"{name} has a bias, which DoRA scales in torchtune, and neither when its weights are merged nor in "
+                "PEFT; set use_dora to False"
+            )
     peft.set_trainable_params(model, adapters)
     generator = torch.Generator().manual_seed(seed)
     weights = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in adapters.items()}
@@ -86,14 +92,6 @@ def split_and_merge(
     Changes ``weights``: the merged weights are computed in place.
     """
     adapters = peft.get_adapter_state_dict(weights)
-    for name in [name for name in weights if name.endswith(".magnitude")]:
-        layer = name.removesuffix(".magnitude")
-        # torchtune's DoRA layers scale the bias too, and torchtune's merge does not.
-        if f"{layer}.bias" in weights:
-            delta = weights[f"{layer}.lora_b.weight"] @ weights[f"{layer}.lora_a.weight"]
-            whole = weights[f"{layer}.weight"] + config["lora_alpha"] / config["r"] * delta
-            scale = weights[name] / torch.linalg.norm(whole, dim=1)
-            weights[f"{layer}.bias"] = weights[f"{layer}.bias"] * scale.to(whole.dtype)
     merged = peft.get_merged_lora_ckpt(weights, rank=config["r"], alpha=config["lora_alpha"])
     return merged, adapters
 
@@ -160,13 +158,6 @@ def peft_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> dict[
     for name, value in weights.items():
         part = next(part for part in PARTS if name.endswith(f".{part}"))
         layer, _, target = name.removesuffix(f".{part}").rpartition(".")
-        if (
-            part == "magnitude"
-            and getattr(model.get_submodule(f"{layer}.{target}"), "bias", None) is not None
-        ):
-            raise ValueError(
-                f"DoRA scales the bias of {target} in torchtune and not in PEFT; use the merged weights, or LoRA"
-            )
         if rotary in NEIGHBOURS and target in ("q_proj", "k_proj") and part != "lora_a.weight":
             value = (
                 value.reshape(-1, heads.head_dim // 2, 2, *value.shape[1:])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.training.checkpoint import STEP_NAME, Checkpoints
@@ -58,11 +56,3 @@ def begin_phase(
     if config.continue_data:
         loader.continue_from(run["stream"])
     return step
-
-
-def advance(scheduler: LRScheduler, steps: int) -> None:
-    """Bring a new schedule to where it is after so many steps."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
-        for _ in range(steps):
-            scheduler.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from streampack.packing.batch import Batch
 from streampack.packing.encoders import AnswersEncoder, MessagesEncoder
 from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig
-from streampack.training.evaluation import HeldOut
-from streampack.training.model import build_model, evaluating
+from streampack.training.evaluation import HeldOut, mean_losses
+from streampack.training.model import build_model
 from streampack.training.world import World
 
 REFERENCE_FIELD = "ref_logps"
@@ -52,6 +51,11 @@ def require_preferences(config: RunConfig) -> None:
         raise ValueError(
             "loss is missing; name one that compares pairs, such as loss: {_component_: torchtune.rlhf.loss.DPOLoss, "
             "beta: 0.1}"
+        )
+    if config.loss["_component_"].startswith("torchtune.modules.loss."):
+        raise ValueError(
+            f"loss: {config.loss['_component_']} compares no pairs, and the loss of other recipes is cross-entropy in "
+            "any case; name torchtune.rlhf.loss.DPOLoss, or run full_finetune without the key"
         )
     for key, plain in (("loss_norm", "token"), ("z_loss", 0), ("document_masking", True)):
         if (value := getattr(config, key)) != plain:
@@ -237,28 +241,15 @@ class PairMeter:
 def evaluate_pairs(
     compare: Comparison, held_out: Mapping[str, HeldOut], *, device: torch.device, world: World
 ) -> dict[str, float]:
-    """Collective: return the mean loss and the mean rewards of the held-out pairs of all ranks.
-
-    ``validation_loss`` is the mean of the sources' losses, weighted by their fractions of the trained tokens; a
-    mixture has ``validation_loss_<name>`` too. The rewards are means over all pairs.
-    """
-    totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)
+    """Collective: return the losses of the held-out pairs of all ranks (`mean_losses`), and their mean rewards."""
     meter = PairMeter(world, device)
-    with evaluating(compare.model):
-        for total, (batches, _) in zip(totals, held_out.values(), strict=True):
-            for batch in batches:
-                compared = compare(batch, pair_of(batch))
-                meter.add(compared)
-                total += torch.stack(
-                    [compared.losses.sum(), compared.losses.new_tensor(len(compared.losses))]
-                )
-    losses = [loss / pairs if pairs else 0.0 for loss, pairs in world.all_reduce(totals).tolist()]
-    fractions = [source.weight for source in held_out.values()]
-    mean = math.fsum(weight * loss for weight, loss in zip(fractions, losses, strict=True)) / math.fsum(
-        fractions
-    )
-    found = {"validation_loss": mean}
-    found |= {f"validation_loss_{name}": loss for name, loss in zip(held_out, losses, strict=True) if name}
+
+    def measure(batch: Batch) -> tuple[torch.Tensor, int]:
+        compared = compare(batch, pair_of(batch))
+        meter.add(compared)
+        return compared.losses.sum(), len(compared.losses)
+
+    found = mean_losses(compare.model, held_out, measure, device=device, world=world)
     return found | {f"validation_{name}": value for name, value in meter.metrics().items()}
 
 

@@ -15,7 +15,6 @@ from torchtune import training
 from streampack.attention import Inputs
 from streampack.instantiate import build
 from streampack.packing.batch import Batch
-from streampack.training.checkpoint import restore_schedule, step_schedule
 from streampack.training.config import RunConfig, read_config, shown
 from streampack.training.data import build_data, build_loader
 from streampack.training.devices import pick_device
@@ -33,7 +32,7 @@ from streampack.training.model import (
     require_model,
     seed_step,
 )
-from streampack.training.phase import advance, begin_phase
+from streampack.training.phase import begin_phase
 from streampack.training.preferences import refuse_preferences, require_preferences, shares_prefixes
 from streampack.training.progress import MetricLogger, aligned, bar, postfix, summary
 from streampack.training.row_losses import RowLosses
@@ -46,7 +45,9 @@ from streampack.training.run_folder import (
     record_end,
     warn_of_unheeded,
 )
+from streampack.training.schedule import build_schedule, step_schedule
 from streampack.training.signals import stop_on_signals
+from streampack.training.validate import training_problems
 from streampack.training.world import World, join_world
 
 Result = dict[str, Any]
@@ -148,7 +149,8 @@ class Run:
         self.raw, self.cfg, self.device, self.world = raw, cfg, device, world
         self.adapters_only = has_adapters(cfg) if adapters is None else adapters
         self._new_report, self._pairs, self._closing = report, pairs, closing
-        self.over = finished(cfg, world=world)
+        end = finished(cfg, world=world)
+        self.over: Result | None = None if end is None else {"step": end}
         self.saved_step: int | None = None
         if self.over is None:
             self.checkpoints, self.saved_step = open_checkpoints(cfg, world=world)
@@ -183,6 +185,8 @@ class Run:
                 "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"
             )
         require_model(cfg, adapters=adapters)
+        if problems := training_problems(cfg):
+            raise ValueError(problems[0])
         device = pick_device(cfg.device)
         with (
             join_world(device, timeout=cfg.collective_timeout) as world,
@@ -249,13 +253,9 @@ class Run:
             )
         self.before, self.step, self.held_out = run, run["step"], run["held_out"]
         self.num_steps, self.by_epochs = total_steps(cfg, self.loader, world=world, run=run)
-        inject = {"optimizer": optimizer, "num_training_steps": self.num_steps}
-        self.scheduler = build(cfg.lr_scheduler, inject=inject)
-        if self.saved_step is not None and self.scheduler is not None:
-            restore_schedule(self.scheduler, run["scheduler"])
-        elif self.scheduler is not None:
-            advance(self.scheduler, self.step)
-
+        self.scheduler = build_schedule(
+            cfg, optimizer, steps=self.num_steps, step=self.step, state=run.get("scheduler")
+        )
         in_effect = opening(cfg, self.loader, inputs=inputs, world=world, done=self.step)
         if world.is_main:
             print(aligned(in_effect), flush=True)  # noqa: T201
@@ -337,7 +337,7 @@ class Run:
                 adapters_only=self.adapters_only,
             )
             self.logger.close()
-            record_end(cfg, result, saved=saved.values())
+            record_end(cfg, step=self.step)
             self.report.write(step=self.step, ledger=result["ledger"])
             written = aligned(
                 {**{name: str(path) for name, path in saved.items()}, "report": str(self.report.path)}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from streampack.accounting import Ledger
 from streampack.fingerprint import digest, plain
 from streampack.instantiate import COMPONENT
 from streampack.storage.folders import lock_folder
@@ -150,62 +148,43 @@ def weights_folders(config: RunConfig) -> list[str]:
     ]
 
 
-def finished(config: RunConfig, *, world: World) -> dict[str, Any] | None:
-    """Return the result of a run that is over, if the config resumes it, and print so; else None. A collective.
+def finished(config: RunConfig, *, world: World) -> int | None:
+    """Collective: return the last step of a run that is over, if the config resumes it, and print so; else None.
 
     A run is over when its weights are written and it has made the steps, or read the epochs, that the config asks for.
     """
-    result = world.broadcast(_finished(config) if config.resume and world.is_main else None)
-    if result is None:
-        return None
-    saved = " and ".join(result.pop("saved"))
-    if world.is_main:
+    step = world.broadcast(_finished(config) if config.resume and world.is_main else None)
+    if step is not None and world.is_main:
         print(  # noqa: T201
-            f"{config.output_dir} holds a run that is over: step {result['step']}, weights in {saved}. "
-            "Nothing was changed; give it more max_steps or epochs to train on"
+            f"{config.output_dir} holds a run that is over: step {step}, weights in "
+            f"{' and '.join(weights_folders(config))}. Nothing was changed; give it more max_steps or epochs to train "
+            "on"
         )
-    return result
+    return step
 
 
-def record_end(config: RunConfig, result: dict[str, Any], *, saved: Iterable[Path]) -> None:
-    """Write the file that marks a run as over; rank 0 calls this when the weights are written.
-
-    Args:
-        config: the run's.
-        result: what the recipe returns.
-        saved: folders of the final weights.
-    """
-    by_steps = config.max_steps is not None and result["step"] >= config.max_steps
-    values = {
-        **result,
-        "ledger": result["ledger"].numbers(),
-        "epochs": None if by_steps else config.epochs,  # read to their end
-        "data": _data_digest(config),
-        "saved": [os.path.relpath(path, config.output_dir) for path in saved],
-    }
+def record_end(config: RunConfig, *, step: int) -> None:
+    """Write the file that marks a run as over; rank 0 calls this when the weights are written."""
+    by_steps = config.max_steps is not None and step >= config.max_steps
+    epochs = None if by_steps else config.epochs  # read to their end
     path = Path(config.output_dir, OVER)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(values, indent=1))
+    part.write_text(json.dumps({"step": step, "epochs": epochs, "data": _data_digest(config)}))
     part.replace(path)
 
 
-def _finished(config: RunConfig) -> dict[str, Any] | None:
+def _finished(config: RunConfig) -> int | None:
     path = Path(config.output_dir, OVER)
-    if not path.is_file():
+    if not path.is_file() or not weights_folders(config):
         return None
-    result: dict[str, Any] = json.loads(path.read_text())
-    newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
-    if result.pop("data") != _data_digest(config):
-        return None  # the checkpoint refuses what does not fit it
-    result["saved"] = [os.path.normpath(Path(config.output_dir, path)) for path in result["saved"]]
-    if newest not in (None, result["step"]) or not all(Path(path).is_dir() for path in result["saved"]):
-        return None  # of an earlier run in this folder, or the weights were removed
-    by_steps = config.max_steps is not None and result["step"] >= config.max_steps
-    read = result.pop("epochs")
-    if not by_steps and (read is None or config.epochs is None or config.epochs > read):
-        return None
-    held_out = [(step, loss) for step, loss in result["held_out"]]
-    return result | {"ledger": Ledger.from_numbers(result["ledger"]), "held_out": held_out}
+    end = json.loads(path.read_text())
+    step: int = end["step"]
+    newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=step)
+    if newest != step or end["data"] != _data_digest(config):
+        return None  # of an earlier run in this folder, or of other data, which the checkpoint refuses
+    by_steps = config.max_steps is not None and step >= config.max_steps
+    by_epochs = end["epochs"] is not None and config.epochs is not None and config.epochs <= end["epochs"]
+    return step if by_steps or by_epochs else None
 
 
 def _data_digest(config: RunConfig) -> str:

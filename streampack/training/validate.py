@@ -41,7 +41,7 @@ def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> l
         cfg = read_config(config)
     except ValueError as error:
         return [str(error)]
-    problems = _training_problems(cfg) + _recipe_problems(cfg, recipe)
+    problems = training_problems(cfg) + _recipe_problems(cfg, recipe)
     return problems + (_file_problems(cfg) if files else [])
 
 
@@ -65,8 +65,11 @@ def _collect_errors(problems: list[str], where: str) -> Iterator[None]:
         problems.append(text if has_key else f"{where}: {text}")
 
 
-def _training_problems(cfg: RunConfig) -> list[str]:
-    """Return the problems of device, optimizer and schedule, by building them for a model of one parameter."""
+def training_problems(cfg: RunConfig) -> list[str]:
+    """Return the problems of device, optimizer and schedule, by building them for a model of one parameter.
+
+    A run asks, too, before it reads weights.
+    """
     problems: list[str] = []
     optimizer = None
     if cfg.device != "auto":

@@ -33,13 +33,11 @@ class Run:
         """Copy the run; with ``newest``, as a kill behind that checkpoint leaves it, and without its log."""
         shutil.copytree(self.folder, folder, dirs_exist_ok=True)
         out = folder / "out"
-        note = out / "finished.json"
-        note.write_text(note.read_text().replace(str(self.folder), str(folder)))
         if newest is not None:
             for path in (out / "logs", out / "epoch_0", *sorted((out / "checkpoints").iterdir())):
                 if path.parent == out or int(path.name[5:]) > newest:
                     shutil.rmtree(path)
-            note.unlink()
+            (out / "finished.json").unlink()
         return folder
 
 

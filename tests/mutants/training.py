@@ -31,7 +31,7 @@ def moments_forgotten_by_a_resume(good, self, step, *, model, optimizer):
     return run
 
 
-@replaces("streampack.training.checkpoint:restore_schedule")
+@replaces("streampack.training.schedule:restore_schedule")
 def rate_of_the_first_step_after_a_resume(good, scheduler, state):
     """After a resume the first step has the learning rate of step 0: the schedule knows its step, the optimizer not."""
     return scheduler.load_state_dict(dict(state))

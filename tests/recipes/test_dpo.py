@@ -251,8 +251,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reference": "base"}, "reference='base' is unknown; choose one of 'model', 'data'"),
     ({"reference": "data"}, "reference=data, and a pair has no ref_logps: one number for each answer"),
     (
-        {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}},
-        "loss: torchtune.modules.loss.LinearCrossEntropyLoss compares no pairs, and the loss of other recipes is",
+        {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}},
+        "loss: torchtune.modules.loss.CEWithChunkedOutputLoss compares no pairs, and the loss of other recipes is",
     ),
     (
         {"reference": "data", "ref_checkpointer": CHECKPOINTER},

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
-from streampack.training.checkpoint import Checkpoints, step_schedule
+from streampack.training.checkpoint import Checkpoints
+from streampack.training.schedule import step_schedule
 from streampack.training.world import join_world
 from tests.harness.processes import run_ranks
 from tests.harness.runs import die_at
@@ -37,29 +38,12 @@ def step(model, optimizer):
     optimizer.step()
 
 
-@pytest.mark.parametrize(("settings", "kept"), [
-    ({"keep": 2}, [60, 70]),
-])  # fmt: skip
-def test_the_newest_checkpoints_are_kept_and_those_of_every_nth_step(tmp_path, settings, kept):
-    checkpoints = Checkpoints(tmp_path, **settings)
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
     model, optimizer = trained(1)
-    for number in (10, 20, 30, 37, 40, 50, 60, 70):
+    for number in (10, 20, 30, 37):
         checkpoints.save(number, model=model, optimizer=optimizer, run={})
-    assert checkpoints.steps() == kept
-
-
-def test_a_run_that_went_back_replaces_the_checkpoint_of_the_same_step(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    model, optimizer = trained(1)
-    checkpoints.save(5, model=model, optimizer=optimizer, run={"of": "first"})
-    checkpoints.save(10, model=model, optimizer=optimizer, run={"of": "first"})
-    checkpoints.load(5, model=model, optimizer=optimizer)
-    step(model, optimizer)
-    checkpoints.save(10, model=model, optimizer=optimizer, run={"of": "second"})
-    other, other_optimizer = trained(2)
-    assert checkpoints.load(10, model=other, optimizer=other_optimizer) == {"of": "second"}
-    assert torch.equal(other[0].weight, model[0].weight)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005", "step_00000010"]
+    assert checkpoints.steps() == [30, 37]
 
 
 @pytest.mark.parametrize("run", [{}, {"much": "x" * 100_000}])
@@ -289,9 +273,9 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path, in_background):
     left = "; the newest complete checkpoint is that of step 3"
     for messages, steps in run_ranks(fail_on_rank_1, 2, tmp_path, in_background):
         assert messages == [
-            f"{what}No space left on device; free some space there, or keep fewer checkpoints{left}",
-            f"{what}Disk quota exceeded; free some space there, ask for more, or keep fewer checkpoints{left}",
-            f"{what}Permission denied; make the folder writable for this user{left}",
+            f"{what}No space left on device{left}",
+            f"{what}Disk quota exceeded{left}",
+            f"{what}Permission denied{left}",
         ]
         assert steps == [3, 6]
 

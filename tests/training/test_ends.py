@@ -112,7 +112,6 @@ ONE_LINE: list[tuple[Callable[[], Any], str]] = [
     (lambda: fail(ValueError("lr is 3")), "lr is 3"),
     (lambda: fail(ImportError("no trl")), "no trl"),
     (lambda: fail(ConnectionRefusedError("gone")), "gone"),
-    (lambda: fail(torch.OutOfMemoryError("CUDA out of memory")), "CUDA out of memory"),
     (lambda: fail(InterpolationKeyError("key\nfull_key: a")), "key"),
     (lambda: fail(yaml.YAMLError("line\n  3")), "line"),
     (lambda: fail(ValueError()), "ValueError"),
@@ -159,50 +158,32 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err == f"{line}\n"
 
 
-# Errors of several ranks of a machine; torchrun gives each a folder.
+# Errors of several ranks; torchrun gives each a file, and shows the first one at its end.
 
 
-@pytest.fixture
-def as_rank(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(errors, "PATIENCE", 0.0)
-
-    def fail_on(rank, error, *, status=1):
-        folder = tmp_path / "attempt_0" / str(rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-        with ends(status), shown_errors():
-            fail(error)
-        return capsys.readouterr().err
-
-    return fail_on
-
-
-def test_ranks_that_fail_alike_print_one_line(as_rank, tmp_path):
-    assert as_rank(1, ValueError("no file")) == "error (rank 1): no file (--traceback shows where)\n"
-    assert as_rank(0, ValueError("no file")) == ""
-    assert as_rank(2, ValueError("disk full")).startswith("error (rank 2): disk full")
-    told = json.loads((tmp_path / "attempt_0" / "1" / "error.json").read_text())
-    assert "no file" in told["message"]["extraInfo"]["py_callstack"]
-    assert not (tmp_path / "attempt_0" / "0" / "error.json").exists()
-
-
-FOLLOWING = [
-    errors.OtherRankFailed("rank 1 failed: ValueError: no file"),
-    RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer"),
-    torch.distributed.DistBackendError("NCCL communicator was aborted"),
-]
-
-
-@pytest.mark.parametrize("following", FOLLOWING)
-@pytest.mark.parametrize("cause", [True, False])
-def test_a_following_error_is_printed_if_no_cause_was(
-    as_rank: Any, following: Exception, cause: bool
+@pytest.mark.parametrize("error", [ValueError("no file"), errors.CheckpointError("disk full")])
+def test_a_rank_says_which_one_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    if cause:
-        as_rank(1, ValueError("no file"))
-    assert (str(following) in as_rank(0, following)) != cause
-    assert as_rank(2, following) == ""
+    for rank, said in ("0", f"error: {error} (--traceback"), ("2", f"error (rank 2): {error} (--traceback"):
+        monkeypatch.setenv("RANK", rank)
+        with ends(1), shown_errors():
+            fail(error)
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(said)
+
+
+@pytest.mark.parametrize("tracebacks", [False, True])
+def test_torchrun_is_told_an_error_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracebacks: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:552] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="Connection closed"), shown_errors(tracebacks=tracebacks):
+        exec("raise lost", {"__name__": "torch.distributed", "lost": lost})
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["message"] == f"RuntimeError: {lost}"
+    assert "Traceback (most recent call last)" in told["extraInfo"]["py_callstack"]
 
 
 # Signals: the running step, its checkpoint, and out.

@@ -32,7 +32,8 @@ DEVICE = torch.device("cpu")
 def config(**changes: Any) -> RunConfig:
     nodes = ("tokenizer", "model", "checkpointer", "optimizer", "metric_logger")
     model = {"_component_": "torchtune.models.llama3.lora_llama3", **BASE, **ADAPTERS}
-    given: dict[str, Any] = {name: {} for name in nodes} | {"model": model, "data": {"max_seq_len": 32}}
+    given: dict[str, Any] = {name: {"_component_": "any"} for name in nodes}
+    given |= {"model": model, "data": {"source": [], "max_seq_len": 32}}
     return RunConfig(output_dir="", max_steps=1, **given | changes)
 
 

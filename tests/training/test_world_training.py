@@ -73,9 +73,17 @@ def packed_gradients(dtype, loss_norm, only_main, empty=False):
     """Return gradients by name, sharded, packed and accumulated as in a recipe, and the logged metrics."""
     with join_world(CPU) as world, no_single_precision() if dtype == "fp64" else nullcontext():
         node = {"_component_": "torchtune.models.llama3.llama3", **MODEL}
-        others = {name: {} for name in ("tokenizer", "checkpointer", "optimizer", "metric_logger")}
+        others = {
+            name: {"_component_": "any"}
+            for name in ("tokenizer", "checkpointer", "optimizer", "metric_logger")
+        }
         config = RunConfig(
-            output_dir="", model=node, dtype=dtype, data={"max_seq_len": 12}, max_steps=1, **others
+            output_dir="",
+            model=node,
+            dtype=dtype,
+            data={"source": [], "max_seq_len": 12},
+            max_steps=1,
+            **others,
         )
         model = build_model(config, weights=initial_weights(), device=CPU, world=world)
         meter = StepMeter(world, CPU)
