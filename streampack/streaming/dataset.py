@@ -149,6 +149,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if value is not None:
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
+        window = SHUFFLE_WINDOW * shuffle if isinstance(shuffle, bool) else shuffle
         padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
         packing = Packing(
             max_seq_len,
@@ -168,7 +169,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             encode=encode,
             packing=packing,
             seed=seed,
-            shuffle_window=_shuffle_window(shuffle),
+            shuffle_window=require_positive(window, "shuffle", least=0),
             endless=epochs is None,
             untrained=untrained,
             max_document_tokens=max_document_tokens,
@@ -474,13 +475,3 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if key not in self._estimates:
             self._estimates[key] = estimate(self.lane_config, rows=rows, num_lanes=key[1])
         return self._estimates[key]
-
-
-def _shuffle_window(shuffle: bool | int) -> int:
-    """Return how many rows a shuffle window has; 0 for the order of the source."""
-    if isinstance(shuffle, bool):
-        return SHUFFLE_WINDOW if shuffle else 0
-    try:
-        return require_positive(shuffle, "shuffle")
-    except ValueError as error:
-        raise ValueError(f"{error}, the rows of a window, or True or False") from None

@@ -213,7 +213,7 @@ def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
             for name in ("max_seq_len", "num_lanes", "epochs")
         ),
         *(({name: 1.5}, f"{name}=1.5 is not a whole number") for name in ("vocab_size", "shuffle")),
-        ({"shuffle": 0}, "shuffle=0 is below 1; give at least 1, the rows of a window, or True or False"),
+        ({"shuffle": -1}, "shuffle=-1 is below 0; give at least 0"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": None}, "seed=None"),
         ({"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of 'next_fit'"),
