@@ -29,10 +29,9 @@ RowId = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """A row of a source: its data and place, and the cursor from which reading begins with this row again."""
+    """A row of a source: its data and place."""
 
     data: Mapping[str, Any]
-    cursor: Cursor
     row_id: RowId
 
 

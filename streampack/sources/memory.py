@@ -150,7 +150,7 @@ class _Rows(Reader):
             if isinstance(error, StopIteration):  # raised again by the lane, it would end the stream silently
                 error = RuntimeError(f"sample {number}: the dataset raised StopIteration")
             raise BadRecord(reason_of(error), row_id=(number,), locate=self.source.locate) from error
-        row = Row(data, (self.index,), (number,))
+        row = Row(data, (number,))
         self.index += 1
         return row
 

@@ -199,7 +199,7 @@ class MixtureReader(Reader):
                 break
             self._restart(current)
         self.awaits_charge = True
-        return Row(row.data, self.cursor, (current, *row.row_id))
+        return Row(row.data, (current, *row.row_id))
 
     @override
     def skip(self) -> None:

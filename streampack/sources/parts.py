@@ -128,7 +128,7 @@ class InOrder(Reader):
             self.cursor = (*self.position, 0)  # behind the last part
             raise StopIteration
         self.found = found  # until the row is returned: decoding may fail
-        row = self.row_of(found, self.cursor)
+        row = self.row_of(found)
         # This is `skip`, written out: as a call, it would make reading of JSON lines 4 % slower.
         self.found, self.cursor = None, (self.part_index, self.offset, 0)
         return row
@@ -142,8 +142,8 @@ class InOrder(Reader):
         if self.prepare_at is not None:
             self.prepare_at(*self.position)
 
-    def row_of(self, found: FoundRecord, cursor: Cursor) -> Row:
-        """Decode a record that `find` returned, as the row whose cursor is ``cursor``.
+    def row_of(self, found: FoundRecord) -> Row:
+        """Decode a record that `find` returned.
 
         Raises:
             BadRecord: if the record is damaged or cannot be decoded.
@@ -153,7 +153,7 @@ class InOrder(Reader):
         row_id = (part.file, offset)
         try:
             if not isinstance(raw, Damage):
-                return Row(self.decode(part, offset, raw), cursor, row_id)
+                return Row(self.decode(part, offset, raw), row_id)
         except ValueError as error:
             raise BadRecord(str(error), row_id=row_id, locate=self.locate) from None
         raise BadRecord(str(raw), row_id=row_id, locate=self.locate) from raw.__cause__

@@ -68,7 +68,7 @@ class WindowReader(Reader):
             if found[2] is not REMOVED:
                 break
             self._go_to(self.index + 1)
-        row = self.ordered.row_of(found, self.cursor)
+        row = self.ordered.row_of(found)
         self._go_to(self.index + 1)
         return row
 

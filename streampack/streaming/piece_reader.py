@@ -117,7 +117,7 @@ class PieceReader:
     def restore(self, waiting: Sequence[Address], rows: Iterable[Mapping[str, Any]]) -> None:
         """Encode and cut rows that waited when a state was taken, so that their pieces come first."""
         for address, data in zip(waiting, rows, strict=True):
-            row = Row(data, (), address.row_id)
+            row = Row(data, address.row_id)
             if pieces := self._pieces_at(address, row) if address.total else self._pieces_of(row):
                 self.pending.append(deque(pieces))
 

@@ -96,7 +96,7 @@ def sample_source(
         if example.data is None:
             seen = Seen(row_id, 0, 0, 0, 0, "bad", "it cannot be read")
         else:
-            seen, _ = look(config, Row(example.data, (), row_id))
+            seen, _ = look(config, Row(example.data, row_id))
         see(seen)
         read += seen.length
         kept.append(seen.kept)

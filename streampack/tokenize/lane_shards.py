@@ -113,7 +113,7 @@ def _write_rest(job: Job, progress: Progress, report: Report) -> Progress:
     try:
         for count, (row, sample) in enumerate(samples, 1):
             if writer is not None and writer.tokens >= job.plan["shard_tokens"]:
-                shards.append(writer.close({**notes, "next": row.cursor, **samples.skipped}))
+                shards.append(writer.close({**notes, "next": samples.cursor, **samples.skipped}))
                 writer = None
             if writer is None:
                 writer = ShardWriter(job.folder, shard_name(lane, len(shards)), dtype=job.plan["dtype"])
@@ -146,6 +146,7 @@ class _Samples:
 
     def __iter__(self) -> Iterator[tuple[Row, Sample]]:
         while True:
+            self.cursor = self.reader.cursor  # from which reading begins with the next row again
             try:
                 row = next(self.reader, None)
             except BadRecord as error:

@@ -13,7 +13,7 @@ import numpy as np
 from streampack import IterablePackedDataset, Ledger, PackedDataLoader
 from streampack.accounting import trains_nothing
 from streampack.packing.planner import Planner
-from streampack.sources import memory, parts
+from streampack.sources import memory, shuffling
 from streampack.sources.reading import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
@@ -38,11 +38,12 @@ def cursor_off_by_one(good, self):
     return (self.index + 1,)
 
 
-@replaces(parts.InOrder, "row_of")
-def cursor_behind_the_row(good, self, found, cursor):
-    """Each row of a file in a shuffle window has the next one's cursor."""
-    part, offset, index, *counts = cursor
-    return good(self, found, (part, offset, index + (index > 0), *counts))
+@replaces(shuffling.WindowReader, "_go_to")
+def cursor_behind_the_row(good, self, index):
+    """Within a shuffle window, the cursor is behind the next row, not before it."""
+    good(self, index)
+    part, offset, at, *counts = self.cursor
+    self.cursor = (part, offset, at + (at > 0), *counts)
 
 
 @replaces(permutation)

@@ -30,7 +30,7 @@ from streampack import (
 from streampack.sources import Reading
 from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize
-from tests.harness.conformance import lists
+from tests.harness.conformance import lists, read_with_cursors
 from tests.harness.corpus import in_memory, read_all
 from tests.harness.files import (
     small_pieces,
@@ -278,10 +278,10 @@ def test_each_flat_document_is_in_one_lane_wherever_files_are_cut(
         patch.setattr("streampack.sources.flat_tokens.CHUNK", chunk)  # private: see `small_pieces`
         found: list[list[int]] = []
         for lane in range(num_lanes):
-            rows = list(source.read(Reading(lane, num_lanes=num_lanes)))
+            rows, cursors = read_with_cursors(source.read(Reading(lane, num_lanes=num_lanes)))
             own = [row.data["tokens"].tolist() for row in rows]
-            for k, row in enumerate(rows):
-                again = source.read(Reading(lane, num_lanes=num_lanes, start=row.cursor))
+            for k, cursor in enumerate(cursors):
+                again = source.read(Reading(lane, num_lanes=num_lanes, start=cursor))
                 assert [each.data["tokens"].tolist() for each in again] == own[k:]
             found += own
     assert sorted(found) == sorted(document for document, _ in naive_flat(tokens, rule))

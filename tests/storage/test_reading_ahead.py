@@ -145,7 +145,9 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
 def test_rows_that_are_large_are_read_ahead_by_their_bytes(network: Network, kind: str, rows: int) -> None:
     """Of 48 MB in parts of up to 6 MB, no further row or row group of 3 MB is asked for than those that come next."""
     data = filled(kind, 4, per_shard=60, text=200_000)
-    at_row = list(islice(data.read(Reading(read_ahead=NO_READ_AHEAD)), rows + 1))[rows].cursor
+    first = data.read(Reading(read_ahead=NO_READ_AHEAD))
+    assert len(list(islice(first, rows))) == rows
+    at_row = first.cursor
     network.requests.clear()
     reader = data.read(Reading(start=at_row, read_ahead=ReadAhead.for_lanes(1 << 20, 1)))
     for _ in range(3):
