@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
@@ -230,16 +229,9 @@ def test_a_state_from_before_the_first_pack_leaves_the_number_of_lanes_open() ->
 @pytest.mark.parametrize(("count", "ranks", "lanes"), [
     (40, 1, 1), (40, 3, 3), (2600, 1, 4), (2600, 3, 3), (3600, 2, 4), (5000, 1, 8), (10_000, 3, 9), (10_000, 5, 10)
 ])  # fmt: skip
-def test_the_default_number_of_lanes_divides_evenly_and_is_said_if_small(
-    count: int, ranks: int, lanes: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_default_number_of_lanes_divides_evenly(count: int, ranks: int, lanes: int) -> None:
     """2,600 rows made 5 lanes, which 2 ranks do not divide."""
-    data = make([{"i": 0, "n": 4}] * count)
-    assert data.lanes_for(ranks) == lanes
-    if ranks == 1:
-        with caplog.at_level(logging.INFO, logger="streampack"):
-            next(iter(data))
-        assert (f"num_lanes={lanes}, few" in caplog.text) == (lanes < 8)
+    assert make([{"i": 0, "n": 4}] * count).lanes_for(ranks) == lanes
 
 
 # What is refused.
