@@ -100,16 +100,8 @@ def branch_terms(
 
     All are computed from the same chunks, so that the gradient of the logits is made once.
 
-    Args:
-        logits: as in `summed_cross_entropy`.
-        labels: as in `summed_cross_entropy`.
-        weights: as in `summed_cross_entropy`.
-        branches: the index of the token that predicts each target, and the target's id or -100, both
-            ``[batch, targets]``. A token may predict several.
-        chunk_size: how many tokens are computed at a time.
-
-    Raises:
-        ValueError: as `summed_cross_entropy`.
+    ``branches`` are the index of the token that predicts each target, and the target's id or -100, both
+    ``[batch, targets]``. A token may predict several.
     """
     require_positive(chunk_size, "chunk_size")
     parts = [logits] if isinstance(logits, torch.Tensor) else [part for part in logits if part.shape[1]]

@@ -125,16 +125,7 @@ def sequence_logps(
     >>> sums, counts
     (tensor([[ 0.0000, -4.6052, -2.3026,  0.0000]]), tensor([[0, 2, 1, 0]]))
 
-    Args:
-        logits: ``[batch, max_seq_len, vocab]``, or a list of chunks along ``max_seq_len``.
-        batch: on the device of the logits.
-        chunk_size: how many tokens are computed at a time.
-
-    Returns:
-        Sums in fp32 (in fp64 for fp64 logits), in nats; counts in int64.
-
-    Raises:
-        ValueError: if logits and batch differ in shape.
+    The arguments are those of `token_logps`; the sums are in its type, in nats, and the counts int64.
     """
     logps = token_logps(logits, batch, chunk_size=chunk_size)
     return _along_paths(logps, batch).to(logps.dtype), _along_paths(trained_tokens(batch), batch).long()
