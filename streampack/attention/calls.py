@@ -82,7 +82,7 @@ def logits_of(output: Any, *, tokens: int) -> torch.Tensor:
             f"[1, {tokens}, vocab]"
         )
     stride = max(1, shape[2] // COMPARED_COLUMNS)
-    logits = torch.cat([chunk[0, :, ::stride].detach() for chunk in chunks])
+    logits = torch.cat([chunk[0, :, ::stride] for chunk in chunks])
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

@@ -72,8 +72,10 @@ def why_not_packable(config: Any, *, stateful: bool = False, split: bool = False
     reason = _FROM_THE_ROW.get(config.model_type)
     if getattr(config, "alibi", False):
         reason = _FROM_THE_ROW["bloom"]
-    elif not split and (
-        stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ())
+    elif (
+        not reason
+        and not split
+        and (stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ()))
     ):
         reason = _STATE
     elif getattr(config, "is_encoder_decoder", False):

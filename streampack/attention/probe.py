@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from streampack.attention.calls import inputs_of, logits_of, native_call
-from streampack.attention.families import media_tokens
-from streampack.attention.probe_pack import (
-    PROBE_LENGTH,
-    first_pack,
-    make_pack,
-    pack_alone,
-    probe_length,
-    sample_paths,
-    sample_slices,
-)
+from streampack.attention.families import media_tokens, position_table
 from streampack.attention.report import Kind, Leak, LeakReport
-from streampack.attention.trace_leak import leaking_module
-from streampack.attention.undisturbed import seed_all, train_without_dropout, undisturbed
-from streampack.packing.batch import Batch
+from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.groups import paths_of
+from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups
 
-NUM_CHANGED = 4
-"""How many times a sample of the pack is changed, and compared with itself alone."""
+PROBE_LENGTH = 256
+"""Tokens of the pack for a model without windows: two blocks of a block mask."""
+MIN_PROBE_LENGTH = 8
+MAX_PROBE_LENGTH = 1 << 14
+"""Windows that need a longer pack are not probed."""
+SAMPLE_FRACTIONS = (0.3, 0.0, 0.4, 0.2)
+"""Lengths of the samples as fractions of 256 tokens; 0 is a sample of one token. The rest is padding."""
+GROUP_FRACTIONS, GROUP_PARENTS = (0.3, 0.2, 0.1, 0.15, 0.1), (-1, 0, 0, 2, -1)
+"""A pack with a group: a prompt, two answers, a third that continues the second; then a sample of its own."""
+WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
+"""Attributes of models and configs that hold the length of a window or chunk, in tokens."""
 
 # Relative changes of logits that rounding may cause. In tiny models of the 25 proven families they were up to 8e-7 in
 # fp32, 1.2e-3 in fp16 and 1.6e-2 in bf16; deeper models round more often. The leaks that the tests plant change fp32
@@ -35,26 +43,31 @@ LIMIT = 1e-4
 LIMIT_TF32 = 1e-2
 LIMIT_16_BIT = {torch.float16: 0.02, torch.bfloat16: 0.1}
 
+ROUTED = 0.25
+"""The fraction of a sample's tokens that may move in a model with experts. Other tokens change how many an expert has,
+so rounding, and so maybe a token's expert; a leak moves most tokens."""
+
+TRIED: WeakSet[nn.Module] = WeakSet()
+"""Modules of the models in which the probe found no leak, or is looking for one."""
+
 
 def find_leaks(
     model: Callable[..., Any],
-    batch: Batch | None = None,
     *,
     inputs: Callable[[Batch], dict[str, Any]] | None = None,
     max_seq_len: int | None = None,
     vocab_size: int | None = None,
     limit: float | None = None,
-    seed: int = 0,
     groups: bool = False,
 ) -> LeakReport:
     """Look for samples of a pack that attend to one another or to padding, and for wrong positions.
 
-    The tokens of the padding and of four samples are changed in turn, and the logits of all other samples must stay the
-    same. Each of the four samples is also given to the model alone, and must get the logits that it has in the pack.
-    The changes are repeated in training mode, with dropout layers off, because some models compute attention in another
-    way then. A module makes 19 forward passes of one pack without gradients (4,864 tokens for a model without a
-    window), any other callable 12. Afterwards the model's mode, its buffers and the random generators of Python, numpy
-    and torch are as before.
+    The tokens of the padding and of each of four samples are changed in turn, and the logits of all other samples must
+    stay the same. Each of the four samples is also given to the model alone, and must get the logits that it has in the
+    pack. Then, in training mode with dropout layers off, the gradients of one sample's logits must be 0 at all other
+    tokens, because some models and kernels compute in another way then. That makes 11 forward passes of one pack (4,864
+    tokens in all for a model without a window) without gradients, and one with a backward pass. Afterwards the model's
+    mode, its buffers and the random generators of Python, numpy and torch are as before.
 
     >>> def leaky(batch):  # the logits of a token depend on all tokens before it, of other samples too
     ...     return batch.tokens.cumsum(1)[..., None].double()
@@ -64,52 +77,49 @@ def find_leaks(
 
     Args:
         model: a module that is called as ``model(**inputs(batch))``. Without ``inputs``, a torchtune or Hugging Face
-            model, or any callable from a batch to logits ``[batch, max_seq_len, vocab]``. If the model is sharded,
-            this is a collective.
-        batch: a batch on the model's device, whose first pack is used; None: a pack of random tokens is made.
+            model, or any callable from a batch to logits ``[batch, max_seq_len, vocab]``, which has no training mode.
+            If the model is sharded, this is a collective.
         inputs: the result of `prepare_model_for_packing`; None: the last result for this model. A model that was never
             prepared is called with tokens and positions only.
-        max_seq_len: length of the pack that is made. Its longest sample has 0.4 of the first 256 tokens and all tokens
-            beyond them, because only a sample longer than a sliding window can show that the window was lost. None:
-            256 plus the model's longest window or chunk, but at most 16,384 and the model's number of positions.
-        vocab_size: token ids are below it; None: the size of the model's first embedding, or else the batch's largest
-            id plus 1.
+        max_seq_len: length of the pack. Its longest sample has 0.4 of the first 256 tokens and all tokens beyond them,
+            because only a sample longer than a sliding window can show that the window was lost. None: 256 plus the
+            model's longest window or chunk, but at most 16,384 and the model's number of positions.
+        vocab_size: token ids are below it; None: the size of the model's first embedding.
         limit: the largest change of a token's logits that is not a leak: the norm of the change, divided by the mean
-            norm of the pack's logits. For a sample alone, the mean over its tokens counts. None: 1e-4 in fp32, 0.01
-            with TF32, 0.02 in fp16, 0.1 in bf16.
-        seed: seed of the random tokens.
+            norm of the pack's logits; in models with experts, a quarter of a sample's tokens may move farther. For a
+            sample alone, the mean over its tokens counts, and for gradients, their norm at other tokens beside that at
+            its own. None: 1e-4 in fp32, 0.01 with TF32, 0.02 in fp16, 0.1 in bf16.
         groups: whether samples of the pack share prefixes, as the answers to one prompt do in a `Group`: a sample may
-            then be moved by its prefix, and not by another that continues the same one. A ``batch`` with groups is
-            probed in this way in any case.
+            then be moved by its prefix, and not by another that continues the same one.
 
     Raises:
-        ValueError: if the vocabulary has fewer than two tokens, the batch has no sample, all logits are 0, or the model
+        ValueError: if the model has no weights, the vocabulary fewer than two tokens, all logits are 0, or the model
             does not return logits of every token.
     """
     module = model if isinstance(model, nn.Module) else None
-    device = batch.tokens.device if batch is not None else _device(module)
-    vocab_size = vocab_size or vocabulary_of(module) or (0 if batch is None else int(batch.tokens.max()) + 1)
+    parameter = None if module is None else next(module.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    if device.type == "meta":
+        raise ValueError("the model has no weights yet, so nothing shows; load them first")
+    vocab_size = vocab_size or _vocabulary_of(module)
     if vocab_size < 2:
         raise ValueError(
             f"vocab_size is {vocab_size}; give the number of tokens that the model knows, at least 2"
         )
-    generator = torch.Generator().manual_seed(seed)
-    if inputs is None and module is not None:
-        inputs = inputs_of(module)
-    if max_seq_len is None:
-        max_seq_len = PROBE_LENGTH if module is None else probe_length(module)
-    pack = (
-        first_pack(batch)
-        if batch is not None
-        else make_pack(max_seq_len, vocab_size, generator, groups=groups).to(device)
-    )
-    places, paths = sample_slices(pack), sample_paths(pack)
-    shifts = torch.randint(1, vocab_size, pack.tokens.shape, generator=generator).to(device)
-    other_tokens = (pack.tokens + shifts) % vocab_size  # no token is the same as in the pack
+    generator = torch.Generator().manual_seed(0)
+    if module is not None:
+        inputs = inputs or inputs_of(module)
+        max_seq_len = max_seq_len or probe_length(module)
+    pack, lengths = _make_pack(max_seq_len or PROBE_LENGTH, vocab_size, generator, groups=groups)
+    places = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
+    paths = paths_of(GROUP_PARENTS if groups else [-1] * len(lengths))
+    shifts = torch.randint(1, vocab_size, pack.tokens.shape, generator=generator)
+    other_tokens = ((pack.tokens + shifts) % vocab_size).to(device)  # no token is the same as in the pack
+    pack = pack.to(device)
+    routed = module is not None and any("experts" in name for name, _ in module.named_modules())
 
     def run_model(single: Batch) -> torch.Tensor:
         """Return the logits of a batch of one pack, ``[max_seq_len, columns]``."""
-        seed_all(seed, device)
         output = model(single) if inputs is None else model(**inputs(single))
         return logits_of(output, tokens=single.tokens.shape[1])
 
@@ -119,39 +129,22 @@ def find_leaks(
         tokens[:, place] = other_tokens[:, place]
         return run_model(replace(pack, tokens=tokens))
 
+    def distances(logits: torch.Tensor, place: slice) -> torch.Tensor:
+        """Return how far logits are from those of the unchanged pack at ``place``, for each token."""
+        relative: torch.Tensor = (logits - base[place]).norm(dim=-1) / mean_norm
+        return relative.nan_to_num(nan=torch.inf)
+
+    def farthest(logits: torch.Tensor, place: slice) -> float:
+        found = distances(logits, place)
+        if routed:
+            found = found.sort().values[: int((1 - ROUTED) * len(found))]
+        return float(found.max()) if len(found) else 0.0
+
     moves: list[Leak] = []
-
-    def compare(
-        kind: Kind, logits: torch.Tensor, sample: int, source: int | None = None, *, training: bool = False
-    ) -> None:
-        """Record how far a sample's logits are from those of the unchanged pack."""
-        distances = ((logits - base[places[sample]]).norm(dim=-1) / mean_norm).nan_to_num(nan=torch.inf)
-        # A sample alone is judged by the mean of its tokens. Rounding may route a single token to another expert than
-        # in the pack, which moves that token far, whereas lost positions or windows move many tokens.
-        moved = float(distances.mean() if kind == "alone" else distances.max())
-        moves.append(Leak(kind, sample, moved, source, training))
-
-    # If a pack has fewer samples, some are changed twice. The forward passes of a sharded model are collectives, so all
-    # ranks must make the same number, whatever their packs hold.
-    changed_samples = [number % len(places) for number in range(NUM_CHANGED)]
-
-    def change_each(*, training: bool) -> None:
-        """Compare all samples after changing nothing, the padding, and each sample in turn.
-
-        The logits of only one pass are in memory at a time, because they may be large.
-        """
-        # slice(0) changes no token, so any difference is noise of the model.
-        for kind, changed_place in (("noise", slice(0)), ("padding", slice(places[-1].stop, None))):
-            changed = run_with_change(changed_place)
-            for sample, place in enumerate(places):
-                compare(kind, changed[place], sample, training=training)  # type: ignore[arg-type]
-        for source in changed_samples:
-            changed = run_with_change(places[source])
-            for sample, place in enumerate(places):
-                if source not in paths[sample]:
-                    compare("sample", changed[place], sample, source, training=training)
-
-    with undisturbed(module, device, eager=batch is None):
+    # While it is tried, too: the first inputs of an unknown model try it.
+    tried = [*module.modules()] if module is not None else []
+    TRIED.update(tried)
+    with _undisturbed(module, device):
         base = run_model(pack)
         mean_norm = base[: places[-1].stop].norm(dim=-1).mean()
         if mean_norm == 0:
@@ -160,60 +153,200 @@ def find_leaks(
             )
         # If the first half of a sample does not change the logits of its second half, the probe could not show a leak.
         longest = max(places, key=lambda place: place.stop - place.start)
-        middle = (longest.start + longest.stop) // 2
-        second_half = run_with_change(slice(longest.start, middle))[middle : longest.stop]
-        moved_within = (second_half - base[middle : longest.stop]).norm(dim=-1).max() / mean_norm
-        change_each(training=False)
+        second_half = slice((longest.start + longest.stop) // 2, longest.stop)
+        moved_within = distances(
+            run_with_change(slice(longest.start, second_half.start))[second_half], second_half
+        ).max()
+        # The logits of only one pass are in memory at a time, because they may be large.
+        kinds: list[tuple[Kind, int | None, slice]] = [("padding", None, slice(places[-1].stop, None))]
+        kinds += [("sample", source, place) for source, place in enumerate(places)]
+        for kind, source, changed_place in kinds:
+            changed = run_with_change(changed_place)
+            moves += [
+                Leak(kind, sample, farthest(changed[place], place), source)
+                for sample, place in enumerate(places)
+                if source not in paths[sample]
+            ]
         with native_call(module, inputs) as as_written:
-            for sample in changed_samples:
+            for sample, place in enumerate(places):
                 tokens = torch.cat([pack.tokens[:, places[number]] for number in paths[sample]], 1)
-                alone = run_model(pack_alone(pack, tokens)) if as_written is None else as_written(tokens)
-                length = places[sample].stop - places[sample].start
-                compare("alone", alone[tokens.shape[1] - length : tokens.shape[1]], sample)
+                length = tokens.shape[1]
+                if as_written is None:
+                    rest = pack.tokens.shape[1] - length
+                    alone = run_model(_pack_of(nn.functional.pad(tokens, (0, rest)), [length]))[:length]
+                else:
+                    alone = as_written(tokens)
+                own = alone[length - (place.stop - place.start) :]
+                # Rounding may route a token to another expert, which moves that token far, whereas lost positions or
+                # windows move many tokens, so the mean counts.
+                moves.append(Leak("alone", sample, float(distances(own, place).mean())))
         if module is not None:
-            train_without_dropout(module)
-            base = run_model(pack)
-            change_each(training=True)
+            sample = min(3, len(places) - 1)  # behind the others, and no prompt
+            own = torch.zeros(pack.tokens.shape[1], dtype=torch.bool, device=device)
+            for number in paths[sample]:
+                own[places[number]] = True
+            stray = _stray_gradients(module, lambda: run_model(pack)[places[sample]], own)
+            moves += [] if stray is None else [Leak("sample", sample, stray, training=True)]
     allowed = _limit(module, base.dtype, device) if limit is None else limit
-    leaks = [move for move in dict.fromkeys(moves) if move.moved > allowed]
-    # Leaks in training mode are listed only if there are none in eval mode, which they would repeat.
-    leaks = [leak for leak in leaks if not leak.training] or leaks
-    mixing = next((leak for leak in leaks if leak.kind == "sample" and not leak.training), None)
-    first_module = None
-    # The forward passes of several ranks may be collectives, and a rank alone must not make more of them.
-    if mixing is not None and mixing.source is not None and module is not None and not _is_one_of_several():
-        source, place = places[mixing.source], places[mixing.sample]
-        # Uncompiled, because a graph made before ignores hooks.
-        with undisturbed(module, device, eager=True):
-            first_module = leaking_module(
-                module,
-                lambda: run_model(pack),
-                lambda: run_with_change(source),
-                max_seq_len=pack.tokens.shape[1],
-                place=place,
-            )
+    leaks = [move for move in moves if not move.moved <= allowed]
+    if leaks:
+        TRIED.difference_update(tried)
     return LeakReport(
-        lengths=tuple(place.stop - place.start for place in places),
-        leaks=tuple([leak for leak in leaks if leak.kind == "noise"] or leaks),
+        lengths=tuple(lengths),
+        # Those in training mode are listed only if there are none in eval mode, which they would repeat.
+        leaks=tuple([leak for leak in leaks if not leak.training] or leaks),
         limit=allowed,
         worst=max(move.moved for move in moves),
         blind=bool(moved_within <= allowed),
-        module=first_module,
     )
 
 
-def _is_one_of_several() -> bool:
-    """Return whether this process is one of several ranks."""
-    ranks = torch.distributed
-    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
+def _stray_gradients(module: nn.Module, run: Callable[[], torch.Tensor], own: torch.Tensor) -> float | None:
+    """Return the norm of the gradients of some logits at other tokens, in units of that at their own.
+
+    They are those of the embedded tokens, in training mode; None for a model without embeddings.
+
+    Args:
+        module: the model.
+        run: runs it on a pack, and returns some of the logits.
+        own: ``[max_seq_len]`` bool, the tokens of the pack that these may depend on.
+    """
+    embedded: list[torch.Tensor] = []
+
+    def keep(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[:2] != (1, len(own)):
+            return output
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # a model may write into it
+
+    module.train()
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.eval()
+    hooks = [part.register_forward_hook(keep) for part in module.modules() if isinstance(part, nn.Embedding)]
+    # Gradients of parameters would be in the way of training. FSDP must not see that they need none; reentrant
+    # checkpointing does not work with `torch.autograd.grad`, which leaves them out.
+    sharded = any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in module.modules())
+    frozen = [] if sharded else [each for each in module.parameters() if each.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        unsynced = module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+        with torch.enable_grad(), unsynced:
+            total = run().norm()
+            if not embedded:
+                return None
+            if sharded:
+                gradients = torch.autograd.grad(total, embedded)
+            else:
+                total.backward()
+                gradients = tuple(each.grad for each in embedded if each.grad is not None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in frozen:
+            parameter.requires_grad_()
+    sizes = torch.stack([each[0].float().norm(dim=-1) for each in gradients]).norm(dim=0)
+    return float(sizes[~own].norm() / sizes[own].norm())
 
 
-def _device(module: nn.Module | None) -> torch.device:
-    parameter = next(module.parameters(), None) if module is not None else None
-    return torch.device("cpu") if parameter is None else parameter.device
+@contextmanager
+def _undisturbed(module: nn.Module | None, device: torch.device) -> Iterator[None]:
+    """Run the block in eval mode without gradients, then restore the mode, buffers and random generators.
+
+    A model that is compiled runs uncompiled: a pack of another length than in training would make torch.compile compile
+    again for dynamic lengths, and training would be slower from then on. Others keep the kernels that they compile.
+    """
+    was_training = {part: part.training for part in module.modules()} if module is not None else {}
+    compiled = any(
+        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in was_training
+    )
+    # A forward pass in training mode may change buffers in place, as batch norm does, or replace them by others.
+    buffers = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in was_training
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    devices = [device.index or 0] if device.type != "cpu" else []
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
+        torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile")
+        # activation checkpointing warns of it:
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        try:
+            if module is not None:
+                module.eval()
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+            for part, name, buffer, saved in buffers:
+                part._buffers[name] = buffer
+                if not torch.equal(buffer, saved):
+                    buffer.copy_(saved)
+            for part, mode in was_training.items():
+                part.training = mode
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # no backward pass does it here
 
 
-def vocabulary_of(module: nn.Module | None) -> int:
+def probe_length(model: nn.Module, *, max_length: int | None = None) -> int:
+    """Return the length of a pack in which one sample is longer than the model's sliding windows and chunks.
+
+    >>> from torch import nn
+    >>> probe_length(nn.Linear(2, 2))
+    256
+
+    For a model without windows it is 256. Windows of more than 16,128 tokens are ignored, because the pack would take
+    too much memory. The length is at most the model's number of positions and ``max_length``, and at least 8.
+    """
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
+    holders = [*configs, *texts, *model.modules()]
+    widths = [getattr(holder, name, None) for holder in holders for name in WINDOW_SETTINGS]
+    lengths = [PROBE_LENGTH + width for width in widths if type(width) is int and width > 0]
+    length = max((length for length in lengths if length <= MAX_PROBE_LENGTH), default=PROBE_LENGTH)
+    limits = [max_length, position_table(model)]
+    # torchtune's decoders and rotary caches have a max_seq_len.
+    limits += [getattr(part, "max_seq_len", None) for part in model.modules()]
+    limits += [getattr(text, "max_position_embeddings", None) for text in texts[:1]]
+    return max(
+        MIN_PROBE_LENGTH, min([length, *(limit for limit in limits if type(limit) is int and limit > 0)])
+    )
+
+
+def _make_pack(
+    max_seq_len: int, vocab_size: int, generator: torch.Generator, *, groups: bool
+) -> tuple[Batch, list[int]]:
+    """Make a pack of random tokens, with padding, and return it with the lengths of its samples."""
+    if max_seq_len < MIN_PROBE_LENGTH:
+        raise ValueError(
+            f"max_seq_len is {max_seq_len}; the probe's pack needs {MIN_PROBE_LENGTH} tokens or more"
+        )
+    fractions = GROUP_FRACTIONS if groups else SAMPLE_FRACTIONS
+    lengths = [max(1, int(fraction * min(max_seq_len, PROBE_LENGTH))) for fraction in fractions]
+    lengths[fractions.index(max(fractions))] += max(0, max_seq_len - PROBE_LENGTH)
+    tokens = torch.randint(0, vocab_size, (1, max_seq_len), generator=generator)
+    return _pack_of(tokens, lengths, parents=GROUP_PARENTS if groups else None), lengths
+
+
+def _pack_of(tokens: torch.Tensor, lengths: list[int], *, parents: tuple[int, ...] | None = None) -> Batch:
+    """Return ``tokens`` ``[1, max_seq_len]`` as a batch of one pack: samples of these lengths, then padding."""
+    ids = tokens[0].numpy(force=True)
+    groups = None if parents is None else PackGroups(parents, (IGNORE_INDEX,) * len(lengths), {}, {})
+    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
+    pack = Pack(ids, np.full(ids.size, IGNORE_INDEX), tuple(lengths), fragments, groups=groups)
+    return stack_packs([pack]).to(tokens.device)
+
+
+def _vocabulary_of(module: nn.Module | None) -> int:
     """Return the size of the first embedding, or 0 if there is none; but only the ids below those of images."""
     if module is None:
         return 0

@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["noise", "sample", "padding", "alone"]
+Kind = Literal["sample", "padding", "alone"]
 
 # Likely causes. "backward", "neighbour" and "all" are cases of the kind "sample".
 CAUSES = {
-    "noise": (
-        "the same batch gives other logits at every pass, so nothing can be said; is there dropout in a function that "
-        "the probe cannot put into eval mode?"
-    ),
     "backward": "a token sees what comes after it: attention is not causal, or samples share statistics",
     "neighbour": (
         "only neighbours see one another: a boundary is off by a token, or a sequence does not begin at position 0"
@@ -41,21 +37,23 @@ class Leak:
     kind: Kind
     sample: int  # index in the pack of the sample whose logits moved
     # The norm of the change, divided by the mean norm of the pack's logits: of the token that moved farthest, or for
-    # kind "alone" the mean over the sample's tokens.
+    # kind "alone" the mean over the sample's tokens. In training mode, the norm of gradients, see `find_leaks`.
     moved: float
-    # Index in the pack of the sample that was changed; None for other kinds than "sample".
-    source: int | None = None
-    training: bool = False  # whether the model was in training mode, without dropout
+    source: int | None = (
+        None  # index in the pack of the sample that was changed, for kind "sample" in eval mode
+    )
+    training: bool = False
 
     def __str__(self) -> str:
         """Describe the leak in one line."""
+        if self.training:
+            return f"in training mode, sample {self.sample} has gradients at other tokens, {self.moved:.1g} of its own"
         cause = {
-            "noise": f"sample {self.sample} moved from one pass to the next",
             "sample": f"changing sample {self.source} moved sample {self.sample}",
             "padding": f"changing the padding moved sample {self.sample}",
             "alone": f"sample {self.sample} differs from itself alone",
         }[self.kind]
-        return f"{cause} by {self.moved:.1g}{' in training mode' * self.training}"
+        return f"{cause} by {self.moved:.1g}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ attention; if none will do, train on padded batches, one sample a row
     worst: float  # the largest change of logits, whether it is a leak or not
     # Whether tokens did not change even the logits of later tokens of their own sample; then leaks could not show.
     blind: bool = False
-    module: str | None = None  # the first module of the model in which samples mix, if it was found
 
     @property
     def ok(self) -> bool:
@@ -90,11 +87,10 @@ attention; if none will do, train on padded batches, one sample a row
         kinds = {leak.kind for leak in self.leaks}
         if not kinds:
             return None
-        if "noise" in kinds:
-            return CAUSES["noise"]
         if "sample" in kinds:
             distances = {leak.sample - leak.source for leak in self.leaks if leak.source is not None}
-            return CAUSES["backward" if min(distances) < 0 else "neighbour" if distances == {1} else "all"]
+            backward = min(distances, default=0) < 0
+            return CAUSES["backward" if backward else "neighbour" if distances == {1} else "all"]
         return CAUSES["padding" if "padding" in kinds else "alone"]
 
     def __str__(self) -> str:
@@ -111,6 +107,4 @@ attention; if none will do, train on padded batches, one sample a row
         count = f"{len(self.leaks)} leak{'s' if len(self.leaks) > 1 else ''}"
         lines = [f"{count} in {pack}, where logits may move by {self.limit:g}:"]
         lines += [f"  {leak}" for leak in self.leaks]
-        if self.module is not None:
-            lines.append(f"first in: {self.module}")
         return "\n".join([*lines, f"likely cause: {self.cause}", WAY_OUT])

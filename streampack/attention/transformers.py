@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,8 +20,7 @@ from streampack.attention import families
 from streampack.attention.backends import auto_backends, compute_dtype, why_not_backend
 from streampack.attention.layout import SharedPrefixes, as_packed, labels_of, positions_of
 from streampack.attention.masks import dense_mask, flex_mask
-from streampack.attention.mixer_tables import find_mixers
-from streampack.attention.mixers import LENGTHS, split_mixers
+from streampack.attention.mixers import LENGTHS, find_mixers, split_mixers
 from streampack.attention.pretrained import (
     current_attention,
     disable_cache,
@@ -32,8 +30,8 @@ from streampack.attention.pretrained import (
     stock_attention,
     why_not_settable,
 )
+from streampack.attention.probe import TRIED, find_leaks
 from streampack.attention.registered import REGISTERED_NAMES, keywords_of, register_functions
-from streampack.attention.tried import why_mixed
 from streampack.attention.varlen import Boundaries
 from streampack.packing.batch import Batch
 from streampack.packing.groups import path_starts
@@ -51,8 +49,6 @@ KNOWN_LIBRARIES = frozenset(
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features")
 _TEXT_ONLY = "packs hold text only; leave such samples out, or train on padded batches, one sample a row"
-
-_TRIED: WeakSet[nn.Module] = WeakSet()  # models that were tried with the inputs that they were given first
 
 Mask = torch.Tensor | BlockMask | None
 
@@ -247,16 +243,16 @@ class TransformersInputs:
         Raises:
             ValueError: if it mixes samples.
         """
-        if self.model in _TRIED:
+        if self.model in TRIED:
             return
-        _TRIED.add(self.model)
         if _is_known(self.model) and not self._mixers:
+            TRIED.add(self.model)
             return
-        if why := why_mixed(self.model, self, self._mixers):
-            _TRIED.discard(self.model)
+        report = find_leaks(self.model, inputs=self)
+        if not report.ok:
             raise ValueError(
-                f"nothing is known of {self._config.model_type} with attention={self.attention!r}, and it failed a "
-                f"try: {why}; use another attention, or padded batches, one sample a row"
+                f"nothing is known of {self._config.model_type} with attention={self.attention!r}, and it mixes "
+                f"samples: {report}"
             )
 
 
@@ -300,7 +296,7 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
         register_functions()
         set_attention(inner, _implementation_name(inner, backend))
         disable_cache(inner)
-        _TRIED.discard(inner)
+        TRIED.discard(inner)
         return TransformersInputs(inner, backend, refused)
     others = [repr(backend) for backend, why in reasons.items() if why is None]
     raise ValueError(

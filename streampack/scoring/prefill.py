@@ -11,7 +11,7 @@ from torch import nn
 
 from streampack.attention import prepare_model_for_packing
 from streampack.attention.calls import PREPARED
-from streampack.attention.mixer_tables import find_mixers
+from streampack.attention.mixers import find_mixers
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.transformers import TransformersInputs
 from streampack.packing.planner import plan_packs

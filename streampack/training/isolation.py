@@ -10,8 +10,7 @@ from torchtune import training
 
 from streampack.attention import Inputs
 from streampack.attention.prepare import prepare_model_for_packing
-from streampack.attention.probe import find_leaks
-from streampack.attention.probe_pack import probe_length
+from streampack.attention.probe import find_leaks, probe_length
 from streampack.attention.report import LeakReport
 from streampack.instantiate import build
 from streampack.training.config import read_config
@@ -24,7 +23,7 @@ def verify_isolation(
 ) -> LeakReport:
     """Collective: raise on all ranks if samples of a pack attend to one another in this model.
 
-    Makes 19 forward passes of one pack of 256 tokens, or of a longer pack if the model has a window. Model and random
+    Makes 12 passes of one pack of 256 tokens, or of a longer pack if the model has a window. Model and random
     generators are afterwards as before. See `find_leaks`, also for ``groups``.
 
     Raises:

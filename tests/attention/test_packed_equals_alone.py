@@ -21,7 +21,7 @@ from streampack import Batch, IterablePackedDataset, prepare_model_for_packing
 
 # private: which families and layers the package knows by name is what this table of tests is held against
 from streampack.attention.families import KNOWN
-from streampack.attention.mixer_tables import MIXERS, TAKES_BOUNDARIES, find_mixers
+from streampack.attention.mixers import MIXERS, find_mixers
 from tests.harness import hf_models, tiny_torchtune
 from tests.harness.groups import batch_of, segments, trees
 from tests.harness.hf_models import FAMILIES, WITHOUT, fp64_throughout
@@ -336,7 +336,6 @@ def test_every_family_and_every_layer_with_a_state_is_tried() -> None:
         for cls in type(mixer).__mro__
     }
     assert found >= MIXERS
-    assert TAKES_BOUNDARIES.keys() <= MIXERS
 
 
 @pytest.mark.skipif(VARIABLE in os.environ, reason="the page is being written")

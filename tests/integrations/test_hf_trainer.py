@@ -319,8 +319,7 @@ def test_a_leak_in_training_mode_stops_the_training(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as caught:
             trainer.train()
         message = str(caught.value)
-        assert "changing sample 0 moved sample 1 by " in message
-        assert " in training mode\n" in message
+        assert "in training mode, sample 3 has gradients at other tokens, " in message
         assert message.endswith(
             "the training was stopped before its first step; "
             "prepare_trainer_for_packing(..., verify_isolation=False) lets it train like this"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streampack.attention.probe import find_leaks
-from streampack.attention.probe_pack import probe_length
+from streampack.attention.probe import find_leaks, probe_length
 from streampack.integrations.hf_trainer.hooks import Hooks
 
 

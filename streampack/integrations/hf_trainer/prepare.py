@@ -71,7 +71,7 @@ def prepare_trainer_for_packing(
         eval_dataset: packs of one epoch to evaluate on, or a dict of them. Default: the trainer's own. Data of other
             kinds are read by Trainer's own loader.
         attention: see `prepare_model_for_packing`.
-        verify_isolation: check the model before the first step, in the form in which it trains (19 forward passes of a
+        verify_isolation: check the model before the first step, in the form in which it trains (12 passes of a
             pack of 256 tokens, more for longer windows), and stop if samples see one another. See `find_leaks`.
 
     Raises:
