@@ -39,7 +39,8 @@ def over_the_limit(outcome: str) -> list[str]:
     (['logits 3e-04'], [])
     """
     found = re.findall(r"(\w+) (\d(?:\.\d)?e-\d+)", outcome)
-    return [f"{name} {value}" for name, value in found if float(value) >= LIMITS.get(name, 1e-5)]
+    # Figures are rounded: one below its limit may be written as the limit.
+    return [f"{name} {value}" for name, value in found if float(value) > LIMITS.get(name, 1e-5)]
 
 
 def file_record(record: Record) -> None:
