@@ -51,7 +51,8 @@ from streampack.training.validate import training_problems
 from streampack.training.world import World, join_world
 
 Result = dict[str, Any]
-"""Of a run, on all ranks: ``step``, ``tokens``, ``seconds``, ``held_out`` (pairs of step and loss), ``ledger``."""
+"""Of a run, on all ranks: ``step``; and unless it was over before, ``tokens``, ``seconds``, ``held_out`` (pairs of step
+and loss) and ``ledger``."""
 
 
 class Step:

@@ -328,7 +328,7 @@ def test_a_run_by_epochs_ends_with_the_data(
     longer = train(config)
     assert longer["ledger"].samples == 240
     assert f"going on from step {epoch.result['step']} of " in capsys.readouterr().out
-    assert train(config) == longer
+    assert train(config) == {"step": longer["step"]}
     assert "is over" in capsys.readouterr().out
     found = rates(tmp_path)[-(longer["step"] - epoch.result["step"]) :]
     assert len(found) == pytest.approx(len(whole), abs=2)
