@@ -265,8 +265,8 @@ def test_a_mistake_is_named_with_its_way_out(
 @pytest.mark.parametrize(
     ("key", "value", "fragment"),
     [
-        ("gradient_accumulation_steps", 8, "; packs_per_step is the packs of an optimizer step over all ranks"),
-        ("per_device_train_batch_size", 8, "; write batch_size, which counts packs"),
+        ("gradient_accumulation_steps", 8, "Key 'gradient_accumulation_steps' not in 'RunConfig'"),
+        ("max_step", 8, "Did you mean: 'max_steps'?"),
         ("data.max_seq_len", 4096, "is above model.max_seq_len=32, the positions that the model has; lower"),
         ("model.vocab_size", 4, "weights do not fit the model: size mismatch for tok_embeddings.weight, (16, 16)"),
         ("data.source._component_", "streampack.JSONSource", "leads to nothing that can be called; did you mean"),

@@ -52,7 +52,7 @@ def inspect_dataset(
     >>> rows = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 4, 2, 3, 4)]
     >>> report = inspect_dataset(IterablePackedDataset(rows, max_seq_len=8))
     >>> report.chosen.name, report.chosen.packs, report.chosen.padding
-    ('exact_fit', 3, 0.25)
+    ('exact_fit', 3.0, 0.25)
 
     Args:
         dataset: of the run.

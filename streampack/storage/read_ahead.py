@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -84,6 +85,19 @@ def result_of(future: Future[Result], call: Callable[[], Result]) -> Result:
     return call() if future.cancel() else future.result()
 
 
+POLL = 0.002
+"""Seconds between two looks of a thread at the call that it waits for."""
+
+
+class _Call:
+    """A call that is running, or `over`."""
+
+    def __init__(self) -> None:
+        self.over = False  # no lock or event: an interrupt while it is taken would leave it taken
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
 class Shared:
     """Calls by key. Threads of a process that make one at the same moment make it once, and get its result or error.
 
@@ -91,22 +105,34 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._running: dict[tuple[int, Any], Future[Any]] = {}
+        self._running: dict[tuple[int, Any], _Call] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_running": {}}
 
     def __call__(self, key: Any, call: Callable[[], Result]) -> Result:
         """Call a function, or wait for the thread that is calling it for this key."""
-        own: Future[Result] = Future()
-        # A process that is forked meanwhile does not have that thread.
-        if (found := self._running.setdefault(at := (os.getpid(), key), own)) is own:
-            try:
-                own.set_result(call())
-            except BaseException as error:  # without a result, the others would wait for ever
-                own.set_exception(error)
-            del self._running[at]
-        result: Result = found.result()
+        own, at = _Call(), (os.getpid(), key)  # a process that is forked meanwhile does not have that thread
+        try:
+            found = self._running.setdefault(at, own)
+            if found.over:  # an interrupt came before it was taken out
+                found = self._running[at] = own
+            if found is own:
+                own.result = call()
+        except BaseException as error:
+            own.error = error
+            raise
+        finally:  # an interrupt may come at any call below, and the others must not wait for ever
+            own.over = True
+            if self._running.get(at) is own:
+                del self._running[at]
+        while not found.over:
+            time.sleep(POLL)
+        if isinstance(found.error, Exception):
+            raise found.error
+        if found.error is not None:  # that thread was interrupted, and this one was not
+            return self(key, call)
+        result: Result = found.result
         return result
 
 

@@ -6,6 +6,8 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ import pytest
 
 from streampack import Mix
 from streampack.sources import Reading
-from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
+from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead, Shared  # private: interrupts strike here
 from tests.harness.corpus import plain, recorded
 from tests.harness.files import shards, small_pieces, source, stream
+from tests.harness.interrupts import Injector
 from tests.harness.stores import Versioned, running
 
 LANES = 24
@@ -218,3 +221,31 @@ def test_no_byte_is_fetched_twice_whatever_is_fetched_ahead(
     network.requests.clear()
     assert packs(data, num_lanes=3, read_ahead=read_ahead) == expected
     assert sum(size for _, size in network.requests) <= 1.05 * sizes
+
+
+def test_an_interrupt_anywhere_in_a_shared_call_leaves_nobody_waiting() -> None:
+    injector, place = Injector(), 0
+    while place == 0 or injector.raised:
+        place += 1
+        shared, injector = Shared(), Injector(place)
+        running: list[bool] = []
+
+        def call(running: list[bool] = running) -> str:
+            running.append(True)
+            time.sleep(0.01)  # the other thread comes, and waits
+            return "made"
+
+        def come(running: list[bool] = running, shared: Shared = shared) -> None:
+            while not running:
+                time.sleep(0.001)
+            shared("a", lambda: "made")
+
+        other = threading.Thread(target=come, daemon=True)
+        other.start()
+        with suppress(KeyboardInterrupt):
+            assert injector.call(partial(shared, "a", call)) == "made"
+        running.append(True)
+        other.join(5)
+        assert not other.is_alive(), place
+        assert shared("a", lambda: "anew") == "anew", "what an interrupt left behind is no result"
+    assert place > 5
