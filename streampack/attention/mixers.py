@@ -39,8 +39,9 @@ MIXERS = KERNELS | {
 }
 """Classes of transformers 5.23 that mix along a row and look at no mask. Tests show that each keeps samples apart."""
 
-CHUNK = 64
-"""Tokens that scans compute at once, so that fewer cost as much; xlstm computes what is left over token by token."""
+CHUNK, XLSTM_CHUNK = 16, 64
+"""Sizes of longer sequences are multiples of it: of 64, loops over tokens took up to 1.2 times as long. xlstm scans 64
+tokens at once, and computes what is left over token by token."""
 
 _RENAMED = frozenset({"KimiLinearDeltaAttention", "BailingHybridDeltaAttention"})
 """Mixers that hand ``cu_seqlens`` to their kernels under that name, not as transformers' ``cu_seq_lens_q``."""
@@ -158,8 +159,8 @@ class _Sequences:
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the tokens of the sequences, those of one size together, and where each token of the packs is in them.
 
-        A size is a power of two up to `CHUNK`, but ``least``, or a multiple of it; behind a shorter sequence its last
-        token is repeated.
+        A size is a power of two up to `CHUNK`, or a multiple of it, and is a multiple of ``least``, a power of two;
+        behind a shorter sequence its last token is repeated.
 
         Returns:
             for each size ``[sequences, size]``; and ``[tokens]``, of the places in these, laid end to end.
@@ -168,7 +169,8 @@ class _Sequences:
             lengths = self._lengths(shape)
             starts = lengths.cumsum() - lengths
             powers = 1 << np.ceil(np.log2(lengths)).astype(np.int64)
-            sizes = np.where(lengths > CHUNK, -(-lengths // CHUNK) * CHUNK, powers.clip(least))
+            chunk = max(CHUNK, least)
+            sizes = np.where(lengths > chunk, -(-lengths // chunk) * chunk, powers.clip(least))
             begin, places, groups = 0, np.empty_like(starts), []
             for size in np.unique(sizes):
                 (chosen,) = np.nonzero(sizes == size)
@@ -219,7 +221,7 @@ def _forward_apart(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             boundaries.kernels = False
         else:
             return _joined([output], [seq_idx], None, shape)
-    least = CHUNK if "xLSTMLayer" in _names_of(type(self)) else 1
+    least = XLSTM_CHUNK if "xLSTMLayer" in _names_of(type(self)) else 1
     groups, order = sequences.by_size(shape, device, least=least)
     return _joined([call(index) for index in groups], groups, order, shape)
 
