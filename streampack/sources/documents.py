@@ -119,7 +119,7 @@ class DocumentSource(IndexedSource):
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         # A file of which nothing is known is a part, too, so that a lane lists it.
         unknown = {number for number in self.bad if not self.counts[number]}
-        sizes = [file.size for file in self.files]
+        sizes = [layout.tokens for layout in self.layouts]
         return divide(self.counts, num_lanes, sizes=sizes, whole=unknown, least=self.least)
 
     @override

@@ -425,6 +425,16 @@ def test_several_folders_are_one_corpus(tmp_path: Path) -> None:
     assert pairs(remote) == rows
 
 
+def test_lanes_are_balanced_by_tokens_whatever_headers_add(tmp_path: Path) -> None:
+    """A header has 4,096 bytes, as many as 2,048 ids: by bytes, the long document's lane got short ones, too."""
+    long = tokenize([{"tokens": [7] * 2000, "labels": [7] * 2000}], out=tmp_path / "long", progress=False)
+    short = [numbered_shards(tmp_path / f"{i}", i, 1, lanes=1) for i in range(6)]
+    source = TokenShardSource([long, *short])
+    lanes = [source.read(Reading(lane, num_lanes=2)) for lane in range(2)]
+    held = [[row.data["tokens"].size for row in lane] for lane in lanes]
+    assert held == [[2000], [1] * 6]
+
+
 def test_folders_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     one, two = numbered_shards(tmp_path / "one", 0), numbered_shards(tmp_path / "two", 20)
     shutil.copytree(one, copy := tmp_path / "copy")
