@@ -249,7 +249,7 @@ def divide(
     Args:
         lengths: bytes or records of each file.
         num_lanes: how many lanes.
-        sizes: bytes of each file, by which lanes are balanced; by default ``lengths``.
+        sizes: bytes or tokens of each file, by which lanes are balanced; by default ``lengths``.
         whole: indices of the files that cannot be read from the middle. They are not cut; if there are too few of them,
             lanes share them.
         least: the length of the shortest slice, unless a file's last one.

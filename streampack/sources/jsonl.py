@@ -11,7 +11,15 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import ByteCount, Lines, no_json_lines, other_format, parsed, way_out_of
+from streampack.sources.lines import (
+    LOOKED_AT,
+    ByteCount,
+    Lines,
+    no_json_lines,
+    other_format,
+    parsed,
+    way_out_of,
+)
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
@@ -28,7 +36,6 @@ LONGEST_LINE = 1 << 26  # bytes
 LEAST_PART = 256
 COUNTED_BYTES = 1 << 24  # of a file before a row, in which its lines are counted: many rows may be located
 NEWLINE = b"\n"
-LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind
 PROBED_FILES = 16  # compressed files that `sample` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `sample` decompresses of each, to learn how well they compress
 

@@ -18,6 +18,7 @@ from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ROW = re.compile(rb'(?:\s|\xef\xbb\xbf)*\{[ \t]*["}]')
+LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind
 FEWEST_LINES = 3  # at a file's beginning that tell that it is of another kind; fewer may be damaged rows
 PLAIN = "make it plain text, or compress that as .gz or .zst"
 KINDS = {
@@ -44,7 +45,7 @@ READ_WITH = {
     ".csv": "let datasets read it: HFSource('csv', data_files={}, split='train')",
     ".tsv": "let datasets read it: HFSource(datasets.load_dataset('csv', data_files={}, sep='\\t', split='train'))",
 }
-"""What reads files of other formats, by the endings of their names."""
+"""Ways to read files of other formats, by the endings of their names. ``{}`` stands for the path, as a literal."""
 _scan = json.JSONDecoder().raw_decode
 
 
@@ -98,8 +99,8 @@ def no_json_lines(head: bytes, path: str) -> str | None:
     >>> no_json_lines(b"text,id\na,1\nb,2\nc", "a.jsonl").partition("; ")[0]
     'none of its first 3 lines is a JSON object'
     """
-    if head.isspace():
-        return "it holds blank lines only"
+    if head.isspace():  # rows may begin behind it, unless it is the whole file
+        return "it holds blank lines only" if len(head) < LOOKED_AT else None
     for magic, (kind, way_out) in KINDS.items():
         if head.startswith(magic):
             return f"it is {kind} and would be read as plain text; {way_out}"

@@ -85,7 +85,9 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str, harm: str) -> None:
     assert len({(entry["shard"], entry["offset"]) for entry in entries}) == len(entries)
 
 
-@pytest.mark.parametrize("broken", [b"off}\n", b"cut\n\noff\n"])
+@pytest.mark.parametrize(
+    "broken", [b"off}\n", b"cut\n\noff\n", pytest.param(b"\n" * 70_000, id="blank lines")]
+)
 @pytest.mark.parametrize("only", [False, True])
 def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken: bytes, only: bool) -> None:
     """A piece of a file that was split by size begins in the middle of a row. A few lines tell of no other kind."""
