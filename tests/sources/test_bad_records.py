@@ -189,9 +189,10 @@ def test_a_fraction_of_the_rows_may_be_bad(tmp_path: Path) -> None:
         return dataset.ledger().dropped_samples["bad"]
 
     assert run(skip_bad=0.06) == run(skip_bad=120) == 120
-    for limit, share in ((0.04, " of the 2,000 rows"), (100, "")):
+    rows = " of the 2,000 rows"
+    for skip_bad, limit, share in ((True, 0.01, rows), (0.04, 0.04, rows), (100, 100, "")):
         with pytest.raises(ValueError, match=f"a.jsonl:2001: .*100 others{share}.*skip_bad.limit={limit} "):
-            run(skip_bad=limit)
+            run(skip_bad=skip_bad)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "map"])
