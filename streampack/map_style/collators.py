@@ -115,9 +115,8 @@ class FlatteningCollator:
             padded, starts = np.append(padded, total - used), np.append(starts, used)
         batch: dict[str, Any] = {"input_ids": tokens[None], "labels": labels[None]}
         if self.return_position_ids:
-            batch["position_ids"] = (np.arange(total) - np.repeat(starts, padded) + self.position_ids_start)[
-                None
-            ]
+            positions = np.arange(total) - np.repeat(starts, padded)
+            batch["position_ids"] = positions[None] + self.position_ids_start
         if self.return_seq_idx:
             batch["seq_idx"] = np.repeat(np.arange(padded.size, dtype=np.int32), padded)[None]
         if self.return_flash_attn_kwargs:

@@ -163,9 +163,8 @@ class MultipackBatchSampler(Sampler[list[int]]):
             drop_last=self.drop_last,
         )
         packs = list(chain.from_iterable(steps))
-        for (
-            pack
-        ) in packs:  # a rank without a batch would deadlock: it gets a sample of the pack that has most
+        # A rank without a batch would deadlock: it gets a sample of the pack that has most.
+        for pack in packs:
             if not pack and len(donor := max(packs, key=len)) > 1:
                 pack.append(donor.pop())
         if not packs or not all(packs):

@@ -36,9 +36,7 @@ class Datasets:
     """The training dataset of a run, and a held-out dataset for each of its sources."""
 
     train: IterablePackedDataset
-    held_out: dict[
-        str, IterablePackedDataset
-    ]  # held-out rows by the source's name, in one lane and not shuffled
+    held_out: dict[str, IterablePackedDataset]  # by the source's name, in one lane and not shuffled
     weights: dict[str, float]  # target fraction of the trained tokens, by the source's name
     settings: dict[str, Any]  # arguments that all datasets share, without encoder and epochs
 

@@ -34,9 +34,8 @@ def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
     tracebacks = tracebacks or os.environ.get(TRACEBACK, "0") != "0"
     try:
         yield
-    except (
-        KeyboardInterrupt
-    ) as error:  # Python would end with the status of a SIGINT, whatever the signal was
+    except KeyboardInterrupt as error:
+        # Python would end with the status of a SIGINT, whatever the signal was.
         if tracebacks:
             traceback.print_exc()
         else:

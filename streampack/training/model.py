@@ -69,9 +69,8 @@ def build_model(
                 reshard_after_forward=config.fsdp_reshard_after_forward,
                 dp_mesh=init_device_mesh(device.type, (world.size,)),
             )
-        except (
-            AssertionError
-        ) as error:  # torchao raises it: a rank needs whole groups of 64 * 256 quantized numbers
+        except AssertionError as error:
+            # torchao raises it: a rank needs whole groups of 64 * 256 quantized numbers.
             raise ValueError(
                 f"the model cannot be sharded over {world.size} ranks: {error}; use a number of ranks that "
                 "divides its quantized weights (powers of 2 usually do), or do not quantize"

@@ -49,9 +49,8 @@ class RowLosses:
         if config.log_rows:
             folder = Path(config.output_dir, ROWS_FOLDER)
             with world.raise_on_all():
-                for path in (
-                    _files(folder) if world.is_main else ()
-                ):  # of other ranks, too: there may be fewer now
+                # Of other ranks, too: there may be fewer now.
+                for path in _files(folder) if world.is_main else ():
                     keep_until(path, resumed)
             self.path = folder / f"rank_{world.rank:05d}.jsonl"
 
@@ -116,9 +115,8 @@ def _sums(values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 
 def _rows(packs: Fragments, sums: tuple[torch.Tensor, ...]) -> Iterator[list[Any]]:
     for fragments, *of_pack in zip(packs, *(each.tolist() for each in sums), strict=True):
-        for fragment, loss, weight, checksum in zip(
-            fragments, *of_pack, strict=False
-        ):  # the widest has more sums
+        # The widest has more sums.
+        for fragment, loss, weight, checksum in zip(fragments, *of_pack, strict=False):
             found = float(f"{loss:.6g}"), float(f"{weight:.6g}"), checksum
             yield [fragment.row_id, fragment.start, fragment.stop, *found]
 

@@ -279,9 +279,8 @@ class Run:
         """
         cfg, world, loader = self.cfg, self.world, self.loader
         every = cfg.validation and cfg.validation.every
-        if self.saved_step is None or (
-            every and self.step % every == 0
-        ):  # a signal ended the run before it did
+        # After a resume too, where a signal ended the run before it did.
+        if self.saved_step is None or (every and self.step % every == 0):
             self._validate()
         batches = iter(loader)
         self.profiler.start()
