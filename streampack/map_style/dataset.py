@@ -100,7 +100,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
             require(untrained, "untrained", UNTRAINED)
         if parity is not None:
             require(parity, "parity", ("torchtune",))
-            strategy = torchtune.strategy_of(strategy, pad_seqs_to=pad_seqs_to)
+            strategy = torchtune.strategy_of(
+                strategy,
+                pad_seqs_to=pad_seqs_to,
+                overlong=overlong,
+                max_seqs_per_pack=max_seqs_per_pack,
+                untrained=untrained,
+            )
         if vocab_size is not None:
             vocab_size = require_positive(vocab_size, "vocab_size")
         if eos_id is not None:

@@ -17,12 +17,13 @@ import numpy as np
 from streampack.types import IGNORE_INDEX, IntArray, Sample
 
 
-def strategy_of(strategy: str, *, pad_seqs_to: int) -> str:
-    """Return torchtune's strategy, and refuse settings that would change the packs."""
-    if strategy not in ("exact_fit", "next_fit") or pad_seqs_to != 1:
+def strategy_of(strategy: str, *, pad_seqs_to: int, **others: object) -> str:
+    """Return torchtune's strategy, and refuse settings that would change the packs, or that it does not heed."""
+    changed = pad_seqs_to != 1 or any(value is not None for value in others.values())
+    if strategy not in ("exact_fit", "next_fit") or changed:
         raise ValueError(
-            "parity='torchtune' packs as torchtune does, in order and without padding in between; leave strategy and "
-            "pad_seqs_to out, or leave parity out"
+            "parity='torchtune' packs as torchtune does, in order, all samples and without padding in between; leave "
+            f"strategy, pad_seqs_to, {', '.join(others)} out, or leave parity out"
         )
     return "next_fit"
 

@@ -149,6 +149,9 @@ PARITY = "parity='torchtune' packs as torchtune does, in order"
         ([GOOD], {"max_packs": -1}, "max_packs=-1 is below 0; give at least 0"),
         ([GOOD], {"parity": "torchtune", "strategy": "best_fit"}, PARITY),
         ([GOOD], {"parity": "torchtune", "pad_seqs_to": 2}, PARITY),
+        ([GOOD], {"parity": "torchtune", "untrained": "drop"}, PARITY),
+        ([GOOD], {"parity": "torchtune", "max_seqs_per_pack": 1}, PARITY),
+        ([GOOD], {"parity": "torchtune", "overlong": "drop"}, PARITY),
     ],
 )  # fmt: skip
 def test_bad_rows_and_settings_are_refused_at_once(rows: Any, settings: Any, message: str) -> None:
