@@ -345,6 +345,7 @@ def test_settings_of_the_node_override_the_tokenizers(node: Any) -> None:
     packed = make(node, max_seq_len=16, padding_idx=5, max_packs=1, split_across_pack=True)
     assert [pack["seq_lens"].tolist() for pack in packed] == [[5, 3, 8]]
     assert packed.padding_idx == 5
+    assert make(node, split_across_pack=True).ledger().packed == 20, "what is split is not cut"
 
 
 def test_under_parity_the_tokenizer_cuts_and_the_padding_is_0(node: Any) -> None:
