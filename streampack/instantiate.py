@@ -80,7 +80,8 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
             raise ValueError(f"{node[COMPONENT]}: {error}; it was given {sorted(arguments)}") from None
         try:
             return component(*args, **arguments)
-        except (TypeError, ValueError, OSError) as error:  # of a library: a folder without weights, say
+        except (TypeError, ValueError, OSError) as error:
+            # Of a library, a folder without weights, say; or of Python, a value of another type.
             if raised_here(error):
                 raise
             raise ValueError(f"{node[COMPONENT]}: {error}") from error

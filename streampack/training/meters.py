@@ -49,15 +49,7 @@ class StepMeter:
         z_loss: torch.Tensor | None = None,
         trained: int | None = None,
     ) -> None:
-        """Count one batch of this rank.
-
-        Args:
-            batch: on any device.
-            loss: the sum over the batch.
-            weights: of its labels, or of what else the loss is a mean over, on the CPU.
-            z_loss: the sum over the batch.
-            trained: trained tokens. None: as many as weights that are not 0.
-        """
+        """Count one batch of this rank. The arguments are those of `streampack.training.run.Step.add`."""
         self.batches += 1
         self.loss = self.loss + loss.detach()
         if z_loss is not None:

@@ -51,8 +51,8 @@ from streampack.training.validate import training_problems
 from streampack.training.world import World, join_world
 
 Result = dict[str, Any]
-"""Of a run, on all ranks: ``step``; and unless it was over before, ``tokens``, ``seconds``, ``held_out`` (pairs of step
-and loss) and ``ledger``."""
+"""What a recipe returns, on every rank: ``step``, the run's last; and unless the run was over when it was opened,
+``tokens``, ``seconds``, ``held_out`` (pairs of step and loss) and ``ledger``, each of the whole run."""
 
 
 class Step:
@@ -81,13 +81,13 @@ class Step:
         z_loss: torch.Tensor | None = None,
         trained: int | None = None,
     ) -> None:
-        """Count a batch.
+        """Count a batch of this rank.
 
         Args:
             batch: on any device.
             loss: the sum over the batch.
             losses: the same by token, ``[batch, max_seq_len]``.
-            weights: of ``losses``, on the CPU.
+            weights: of ``losses``, by whose sum over the step the gradients are divided, on the CPU.
             z_loss: the sum over the batch.
             trained: trained tokens; None: as many as weights that are not 0.
         """
