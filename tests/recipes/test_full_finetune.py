@@ -323,6 +323,7 @@ def test_a_run_by_epochs_ends_with_the_data(
     whole = rates(epoch.folder)
     assert len(whole) == epoch.result["step"] > 15
     assert_falls(whole)
+    assert whole[0] == 0, "the rate of the step, not that of the next one"
 
     config = tiny_config(epoch.copy_to(tmp_path), **SMALL | {"epochs": 2}, resume=True)
     longer = train(config)

@@ -213,6 +213,7 @@ def test_a_signal_in_a_step_checkpoints_that_step(
             train(config)
     assert (raised.value.step, raised.value.status) == (step, 128 + number)
     assert max(losses(tmp_path)) == step
+    assert max(losses(tmp_path, "validation_loss")) < step, "a scheduler kills what takes long to end"
     assert steps_of(tmp_path)[-1] == step
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     config.resume = True

@@ -88,6 +88,8 @@ def test_resuming_a_finished_run_changes_nothing(
         assert said.startswith(
             f"{tmp_path}/out holds a run that is over: step 12, weights in {tmp_path}/out/epoch_0"
         )
+    with pytest.raises(ValueError, match="max_seq_len=32 and this dataset has max_seq_len=24"):
+        train(OmegaConf.merge(config, {"data": {"max_seq_len": 24}}))
     assert written(tmp_path) == before
 
     config.max_steps = 13
