@@ -173,10 +173,12 @@ def test_missing_repositories_and_files(hub: Hub, monkeypatch: pytest.MonkeyPatc
         source("jsonl", f"{DATA}/c/*.jsonl", storage={"options": {**hub.options, "token": False}})
 
 
-def test_an_outage_at_the_beginning_is_not_taken_for_a_bad_path(hub: Hub) -> None:
+@pytest.mark.parametrize(("fault", "message"), [("503", "HTTP 503"), ("200", "JSONDecodeError")])
+def test_an_outage_at_the_beginning_is_not_taken_for_a_bad_path(hub: Hub, fault: str, message: str) -> None:
+    """A proxy may answer instead, by a page of its own."""
     committed(hub, "jsonl", 1)
-    hub.web.fault = lambda path: "503"
-    with pytest.raises(OSError, match=r"HTTP 503"):
+    hub.web.fault = lambda path: fault
+    with pytest.raises(OSError, match=message):
         data(hub, "jsonl", max_outage=0)
 
 
