@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Exit status: 0; 1 for a config or files with problems, or leaks; 2 for a wrong command line; 130 if it was
-    interrupted. Errors in which this package says nothing to its users are raised.
+    interrupted. Exceptions that this package does not raise itself are mistakes in code, and go through.
     """
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))

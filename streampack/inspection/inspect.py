@@ -1,4 +1,4 @@
-"""What `streampack inspect` inspects: a config, or files whose encoder follows from their columns."""
+"""Inspections of a config, or of files whose encoder follows from their columns, and where their reports go."""
 
 from __future__ import annotations
 

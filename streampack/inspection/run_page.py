@@ -19,7 +19,7 @@ MOST_CONFIG = 40_000
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run came to. It holds everything that the page shows."""
+    """Everything that the page of a run shows: settings, metrics, ledger and first packs."""
 
     title: str
     ended: str  # how it ended

@@ -1,4 +1,4 @@
-"""What pages and terminals show of a report: titled tables of text, made once."""
+"""Titled tables of text of a report, for pages and terminals alike."""
 
 from __future__ import annotations
 
