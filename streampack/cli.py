@@ -263,6 +263,10 @@ def inspect(options: Options) -> None:
     of_files = options.config is None and not (files[:1] and files[0].endswith((".yaml", ".yml")))
     if of_files and not files:
         raise UsageError("name files, or a config: --config CONFIG; `streampack inspect --help` shows both")
+    if not of_files and (options.max_seq_len or options.tokenizer):
+        raise UsageError(
+            "--max-seq-len and --tokenizer are for files; a config has its own: data.max_seq_len=N replaces one"
+        )
     if of_files and options.max_seq_len is None:
         raise UsageError("--max-seq-len is missing: give the tokens of a pack, such as --max-seq-len 4096")
     if options.json != "-" and importlib.util.find_spec("rich") is None:

@@ -174,6 +174,10 @@ REFUSED: dict[tuple[str, ...], tuple[int, str]] = {
         2,
         "argument --rows: '0' is no whole number from 1 on",
     ),
+    ("--config", "quickstart", "--max-seq-len", "9"): (
+        2,
+        "data.max_seq_len=N replaces one",
+    ),
     ("a.jsonl", "--nonsense"): (2, "unrecognized arguments: --nonsense"),
     ("a.jsonl", "--all", "--rows", "5"): (2, "--all reads every row; leave --rows out"),
 }
