@@ -17,6 +17,10 @@ from streampack.instantiate import trust
 
 def run_recipe(words: Sequence[str]) -> int:
     """Run ``[TORCHRUN-OPTIONS] RECIPE --config CONFIG ...`` and return the exit status."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--trust", action="append", default=[])
+    options, words = parser.parse_known_args(words)  # wherever they stand
     recipe, *rest = words or [""]
     torchrun = None
     if recipe.startswith("-"):
@@ -28,10 +32,6 @@ def run_recipe(words: Sequence[str]) -> int:
     script = next((path.resolve() for path in named if path.suffix == ".py" and path.is_file()), None)
     if script is None:
         raise UsageError(unknown("recipe", recipe, RECIPES, rule=f"{NOT_LISTED} nor a Python file"))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    parser.add_argument("--trust", action="append", default=[])
-    options, rest = parser.parse_known_args(rest)
     if options.config is None:
         choice = " or ".join([*RECIPES.get(recipe, ()), "the path of a YAML file"])
         raise UsageError(f"recipe {recipe} needs --config with {choice}")

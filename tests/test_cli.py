@@ -167,12 +167,15 @@ def test_run_takes_paths(here: Path, word: str, config: list[str]) -> None:
 def test_run_takes_names_and_hands_torchruns_options_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     monkeypatch.setattr("torch.distributed.run.run", launched.append)
-    words = ["--nproc_per_node", "2", "--max-restarts", "3", "dpo", "a.b=1", "--config", "quickstart"]
-    assert cli.main(["run", *words]) == 0
-    (args,) = launched
-    assert (args.nproc_per_node, args.max_restarts) == ("2", 3)
-    assert args.training_script == str(RECIPES / "dpo.py")
-    assert args.training_script_args == ["--config", str(CONFIGS / "quickstart.yaml"), "a.b=1"]
+    config, words = (
+        ["--config", "quickstart"],
+        ["--nproc_per_node", "2", "--max-restarts", "3", "dpo", "a.b=1"],
+    )
+    assert [cli.main(["run", *each]) for each in ([*words, *config], [*config, *words])] == [0, 0]
+    for args in launched:
+        assert (args.nproc_per_node, args.max_restarts) == ("2", 3)
+        assert args.training_script == str(RECIPES / "dpo.py")
+        assert args.training_script_args == ["--config", str(CONFIGS / "quickstart.yaml"), "a.b=1"]
 
 
 @pytest.mark.slow
