@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from streampack import __version__
 from streampack.catalog import RECIPES, UsageError, config_file, our_files, unknown
-from streampack.instantiate import trust
+from streampack.launch import run_recipe, trust_named
 from streampack.validation import raised_here
 from streampack.words import Parser, Word, json_object, positive, ranks, shard
 
@@ -109,7 +109,7 @@ def _dispatch(words: list[str]) -> int:
     if name == "run":  # its words are for torchrun, the recipe and the config
         return about.act(argparse.Namespace(words=words)) or 0
     options = parser.parse_intermixed_args(words)
-    trust(getattr(options, "trust", ()))
+    trust_named(getattr(options, "trust", ()))
     return about.act(options) or 0
 
 
@@ -409,7 +409,5 @@ def export(options: Options) -> None:
     ],
 )
 def run(options: Options) -> int:
-    from streampack.launch import run_recipe
-
     require_torchtune()
     return run_recipe(options.words)

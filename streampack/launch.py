@@ -7,12 +7,20 @@ import logging
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 from streampack.catalog import NOT_LISTED, RECIPES, UsageError, config_file, our_files, unknown
 from streampack.instantiate import trust
+
+
+def trust_named(names: Iterable[str]) -> None:
+    """Trust the packages and modules that a command line names."""
+    try:
+        trust(names)  # by a variable, which processes inherit
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def run_recipe(words: Sequence[str]) -> int:
@@ -35,7 +43,7 @@ def run_recipe(words: Sequence[str]) -> int:
     if options.config is None:
         choice = " or ".join([*RECIPES.get(recipe, ()), "the path of a YAML file"])
         raise UsageError(f"recipe {recipe} needs --config with {choice}")
-    trust(options.trust)  # by a variable, which processes inherit
+    trust_named(options.trust)
     rest = ["--config", str(config_file(options.config)), *rest]
     if torchrun is None:
         sys.argv = [str(script), *rest]

@@ -311,9 +311,8 @@ def test_validate_finds_components_of_the_working_directory(
     lines = [f"{key}: {nodes}\n" for key in keys]
     first = f"output_dir: out\nmax_steps: 1\ndata: {{source: {nodes}, max_seq_len: 4}}\n"
     Path("mine.yaml").write_text(first + "".join(lines))
-    assert "--trust ../x: this is no name" in error_of(
-        capsys, "validate", "mine.yaml", "--trust=../x", status=1
-    )
+    for words in (["validate", "mine.yaml"], ["run", "dpo", "--config", "mine.yaml"]):
+        assert "--trust ../x: this is no name" in error_of(capsys, *words, "--trust=../x")
     assert "--trust rows_over_here" in error_of(capsys, "validate", "mine.yaml", status=1)
     words = ["validate", "mine.yaml", "--trust", "rows_over_here"]
     assert "--trust" not in error_of(capsys, *words, status=1)
