@@ -231,7 +231,7 @@ def test_limits_of_the_cuda_kernel(
 
 
 def test_values_of_fewer_channels_are_padded_for_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As multi-head latent attention has them; flash attention has one size for keys and values."""
+    """Values of multi-head latent attention have fewer channels than keys; flash attention takes one size for both."""
     got: list[torch.Size] = []
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **_settings: Any) -> torch.Tensor:

@@ -380,7 +380,7 @@ def test_weights_of_32_bits_compute_in_16_under_autocast(make: Any, family: str)
 
 @pytest.mark.gpu
 def test_flex_attention_is_not_compiled_for_each_length() -> None:
-    """As scoring makes them; after eight graphs torch would compute all scores of a pack."""
+    """Packs of scoring differ in length; after eight graphs for lengths torch would compute all scores of a pack."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = tiny_torchtune.build("llama3", dtype=torch.bfloat16, max_seq_len=2048).cuda()

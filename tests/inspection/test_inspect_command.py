@@ -82,7 +82,9 @@ def test_the_figures_shown_are_those_of_the_report(files: Shown) -> None:
         assert all(word in " ".join(text.split()) for text in files.texts), word
     assert all(row["place"] in files.page.text for row in report["lengths"]["longest"])
     after = lines[lines.index("The first packs") + 1 :]
-    assert all(len(set(line.strip()) & {"█", "▒"}) == 2 for line in after[: len(report["packs"])]), "one a line"
+    assert all(len(set(line.strip()) & {"█", "▒"}) == 2 for line in after[: len(report["packs"])]), (
+        "one a line"
+    )
 
 
 def test_each_sequence_of_a_pack_on_the_page_has_its_row_and_text(files: Shown) -> None:
