@@ -36,9 +36,9 @@ GROUP_FRACTIONS, GROUP_PARENTS = (0.3, 0.2, 0.1, 0.15, 0.1), (-1, 0, 0, 2, -1)
 WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
 """Attributes of models and configs that hold the length of a window or chunk, in tokens."""
 
-# Relative changes of logits that rounding may cause. In tiny models of the 25 proven families they were up to 8e-7 in
-# fp32, 1.2e-3 in fp16 and 1.6e-2 in bf16; deeper models round more often. The leaks that the tests plant change fp32
-# logits by more than 1e-2. In TF32, fp16 and bf16 a weaker leak can stay below the limit, so probe in fp32 to be sure.
+# Relative changes of logits that rounding may cause. In tiny models of 25 families they were up to 8e-7 in fp32, 1.2e-3
+# in fp16 and 1.6e-2 in bf16; deeper models round more often. The leaks that the tests plant change fp32 logits by more
+# than 1e-2. In TF32, fp16 and bf16 a weaker leak can stay below the limit, so probe in fp32 to be sure.
 LIMIT = 1e-4
 LIMIT_TF32 = 1e-2
 LIMIT_16_BIT = {torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -65,9 +65,9 @@ def find_leaks(
     The tokens of the padding and of each of four samples are changed in turn, and the logits of all other samples must
     stay the same. Each of the four samples is also given to the model alone, and must get the logits that it has in the
     pack. Then, in training mode with dropout layers off, the gradients of one sample's logits must be 0 at all other
-    tokens, because some models and kernels compute in another way then. That makes 11 forward passes of one pack (4,864
-    tokens in all for a model without a window) without gradients, and one with a backward pass. Afterwards the model's
-    mode, its buffers and the random generators of Python, numpy and torch are as before.
+    tokens, because some models and kernels compute in another way then. That makes 11 forward passes of a pack or less
+    (2,816 tokens at most for a model without a window) without gradients, and one with a backward pass. Afterwards the
+    model's mode, its buffers and the random generators of Python, numpy and torch are as before.
 
     >>> def leaky(batch):  # the logits of a token depend on all tokens before it, of other samples too
     ...     return batch.tokens.cumsum(1)[..., None].double()
