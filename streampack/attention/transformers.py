@@ -282,7 +282,6 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
     if why := why or _why_not_with_prompts(model):
         raise ValueError(f"this model cannot be packed: {why}")
     wanted = auto_backends(inner.device) if attention == "auto" else (attention,)
-    reasons = {backend: _why_not_backend(inner, backend) for backend in BACKENDS if backend != "flash"}
     refused = {}
     for backend in wanted:
         why = _why_not_backend(inner, backend)
@@ -298,7 +297,9 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
         disable_cache(inner)
         TRIED.discard(inner)
         return TransformersInputs(inner, backend, refused)
-    others = [repr(backend) for backend, why in reasons.items() if why is None]
+    others = [
+        repr(other) for other in BACKENDS if other != "flash" and _why_not_backend(inner, other) is None
+    ]
     raise ValueError(
         "; ".join(f"attention={backend!r} will not do: {why}" for backend, why in refused.items())
         + f"; use {' or '.join(others) or 'padded batches, one sample a row'}"
