@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -97,7 +98,9 @@ def prefill(
     # Where the tokens of each prompt lie in its row.
     spans = [slice(0, each.size) if right else slice(width - each.size, width) for each in sequences]
     begun = [number for number, sequence in enumerate(sequences) if sequence.size > 1]
-    only_last = {"logits_to_keep": 1} if inner._supports_logits_to_keep() else {}
+    only_last = (
+        {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
+    )
     # Keys and values, each [prompts, kv_heads, width - 1, head_dim].
     layers: dict[int, tuple[torch.Tensor, ...]] = {}
     with without_training(model):
