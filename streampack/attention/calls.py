@@ -50,6 +50,11 @@ def inputs_of(model: nn.Module) -> Callable[[Batch], dict[str, Any]] | None:
     return plain if remake is None else remake(inner)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is a wrapper of ``torch.compile(module)``, or was compiled by ``module.compile()``."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
 def _plain_torchtune_inputs(batch: Batch) -> dict[str, Any]:
     return {"tokens": batch.tokens, "input_pos": batch.input_pos}
 

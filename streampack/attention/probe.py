@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from streampack.attention.calls import inputs_of, logits_of, native_call
+from streampack.attention.calls import inputs_of, is_compiled, logits_of, native_call
 from streampack.attention.families import media_tokens, position_table
 from streampack.attention.report import Kind, Leak, LeakReport
 from streampack.packing.batch import Batch, stack_packs
@@ -258,9 +258,7 @@ def _undisturbed(module: nn.Module | None, device: torch.device) -> Iterator[Non
     again for dynamic lengths, and training would be slower from then on. Others keep the kernels that they compile.
     """
     was_training = {part: part.training for part in module.modules()} if module is not None else {}
-    compiled = any(
-        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in was_training
-    )
+    compiled = any(map(is_compiled, was_training))
     # A forward pass in training mode may change buffers in place, as batch norm does, or replace them by others.
     buffers = [
         (part, name, buffer, buffer.detach().clone())

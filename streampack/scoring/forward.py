@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 
 from streampack.attention import Inputs
+from streampack.attention.calls import is_compiled
 from streampack.attention.torchtune import TorchtuneInputs
 from streampack.attention.transformers import TransformersInputs
 from streampack.packing.batch import Batch
@@ -102,8 +102,7 @@ class ForwardPass:
 def _compiled_with(model: nn.Module, layer: nn.Module) -> bool:
     """Return whether a layer is part of a compiled module, whose graph may leave out or keep the layer's hook."""
     return any(
-        (isinstance(module, OptimizedModule) or module._compiled_call_impl is not None)
-        and any(inner is layer for inner in module.modules())
+        is_compiled(module) and any(inner is layer for inner in module.modules())
         for module in model.modules()
     )
 
