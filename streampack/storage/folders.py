@@ -1,4 +1,4 @@
-"""Folders, here or behind a URL, to which files are written whole or not at all, and by one run at a time."""
+"""Folders, here or behind a URL, to which files are written whole or not at all; a lock for those of runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -25,9 +24,10 @@ from streampack.storage.retries import Storage
 from streampack.validation import warn_user
 
 LOCK_FILE = ".lock"
-LOCKS = ".lanes"
 PATIENCE = 5.0
 """Seconds to wait for a lock, as the processes of a run that was killed need a moment to end."""
+LEFT_BEHIND = 3600.0
+"""Seconds after which a file that is not complete, and was not written to, is one that a killed process left behind."""
 LOCKS_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 READ_ONLY = ("http", "https", "hf")
@@ -65,27 +65,19 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def clean(self, beginning: str) -> None:
-        """Remove what killed processes left of files whose names begin so; no other process may be writing them."""
+    def clean(self, beginning: str, *, older: float = LEFT_BEHIND) -> None:
+        """Remove what killed processes left of files whose names begin so."""
         for leftover in self.path.glob(f".{beginning}*"):
-            leftover.unlink(missing_ok=True)
-
-    def lock(self, name: str, *, way_out: str, patience: float = PATIENCE) -> AbstractContextManager[None]:
-        """Keep other processes from what ``name`` stands for, or from all, while the ``with`` block runs."""
-        return lock_folder(
-            self.path / LOCKS / name if name else self.path, way_out=way_out, patience=patience
-        )
-
-    def remove_locks(self) -> None:
-        """Remove the files of locks that no process holds any more."""
-        shutil.rmtree(self.path / LOCKS, ignore_errors=True)
+            with suppress(FileNotFoundError):  # it is complete now
+                if time.time() - leftover.stat().st_mtime >= older:
+                    leftover.unlink()
 
 
 class RemoteFolder(Folder):
     """A folder behind a URL. A file is made on this machine, in a scratch folder, and then stored as a whole.
 
     Object stores show an object when all of its bytes have arrived, so there is no moment at which a part of it could
-    be read. Locks hold among the processes of this machine only: what is written must not depend on who writes it.
+    be read.
     """
 
     def __init__(self, url: str, storage: Storage) -> None:
@@ -125,9 +117,8 @@ class RemoteFolder(Folder):
             return None
 
     @override
-    def remove_locks(self) -> None:
-        super().remove_locks()
-        (self.path / LOCK_FILE).unlink(missing_ok=True)
+    def clean(self, beginning: str, *, older: float = LEFT_BEHIND) -> None:
+        super().clean(beginning, older=older)
         with suppress(OSError):  # another process is making a file there
             self.path.rmdir()
 

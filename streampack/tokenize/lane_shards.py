@@ -10,9 +10,9 @@ from streampack.packing.groups import Group
 from streampack.sources.corpus_identity import first_difference
 from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
-from streampack.storage.folders import PATIENCE, Folder
+from streampack.storage.folders import Folder
 from streampack.streaming.lane_config import LaneConfig
-from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
+from streampack.types import IGNORE_INDEX, Cursor, Row, Sample
 
 ROWS_PER_REPORT = 64
 """After so many rows a worker reports its progress and checks whether another one failed."""
@@ -80,107 +80,72 @@ def read_progress(job: Job, lane: int) -> Progress:
     return progress
 
 
-def write_lane(job: Job, lane: int, report: Report, *, patience: float = PATIENCE) -> Progress:
+def write_lane(job: Job, lane: int, report: Report) -> None:
     """Write the remaining shards of a lane.
 
-    Locks keep other processes from writing the lane meanwhile, also on other machines where they share the folder. An
-    object store has no locks between machines, and needs none here: a shard's bytes follow from the job, and each is
-    stored as a whole, so whichever copy is stored last is the same.
-
-    Args:
-        job: to which the lane belongs.
-        lane: its number.
-        report: called with the number of tokens written since its last call.
-        patience: seconds to wait for another process that writes the lane.
+    Another process may do so, too: a shard's bytes follow from the job, and each gets its name when it is whole, so
+    whichever copy comes last is the same.
 
     Raises:
-        ValueError: for a row that cannot be read or encoded, or one skipped record too many, with its place; and if
-            another process writes the lane.
+        ValueError: for a row that cannot be read or encoded, or one skipped record too many, with its place.
     """
-    way_out = "wait until it has ended, or stop it"
-    with job.folder.lock(f"{lane:05d}", way_out=way_out, patience=patience):
-        job.folder.clean(f"tokens-{lane:05d}-")
-        return _write_rest(job, read_progress(job, lane), report)
-
-
-def _write_rest(job: Job, progress: Progress, report: Report) -> Progress:
-    """Write the shards of a lane behind its complete ones."""
+    job.folder.clean(f"tokens-{lane:05d}-")
+    progress = read_progress(job, lane)
     if progress.ended:
-        return progress
-    lane, shards, writer, unreported = progress.lane, list(progress.shards), None, 0
+        return
+    number, unreported = len(progress.shards), 0
     notes = {"lane": lane, "plan": job.plan}
-    samples = _Samples(job, progress)
+    writer = ShardWriter(job.folder, shard_name(lane, number), dtype=job.plan["dtype"])
     try:
-        for count, (row, sample) in enumerate(samples, 1):
-            if writer is not None and writer.tokens >= job.plan["shard_tokens"]:
-                shards.append(writer.close({**notes, "next": samples.cursor, **samples.skipped}))
-                writer = None
-            if writer is None:
-                writer = ShardWriter(job.folder, shard_name(lane, len(shards)), dtype=job.plan["dtype"])
-            unreported += _append_document(job, row, sample, writer)
+        for count, (cursor, bad, found) in enumerate(_samples(job, progress), 1):
+            if found is None:  # of a lane without rows, an empty shard tells other processes that it was read
+                writer.close({**notes, "next": None, "bad": bad})
+                break
+            if writer.tokens >= job.plan["shard_tokens"]:
+                writer.close({**notes, "next": cursor, "bad": bad})
+                number += 1
+                writer = ShardWriter(job.folder, shard_name(lane, number), dtype=job.plan["dtype"])
+            unreported += _append_document(job, *found, writer)
             if count % ROWS_PER_REPORT == 0:
                 report(unreported)
                 unreported = 0
-        if writer is None:  # the lane has no rows; an empty shard tells other processes that it was read
-            writer = ShardWriter(job.folder, shard_name(lane, len(shards)), dtype=job.plan["dtype"])
-        shards.append(writer.close({**notes, "next": None, **samples.skipped}))
-        writer = None
         report(unreported)
     finally:
-        if writer is not None:
-            writer.abandon()
-    return Progress(lane, shards, None, ended=True, bad=samples.bad)
+        writer.abandon()
 
 
-class _Samples:
-    """Iterate over the rows of a lane with their samples; skip and count broken records if the config allows it."""
+def _samples(job: Job, progress: Progress) -> Iterator[tuple[Cursor, int, tuple[Row, Sample] | None]]:
+    """Yield each row of a lane that is in no shard, with its sample; None at the end.
 
-    def __init__(self, job: Job, progress: Progress) -> None:
-        self.config = job.config
-        self.lane = progress.lane
-        self.bad = progress.bad
-        self.documents = sum(shard.documents for shard in progress.shards)
-        reading = Reading(self.lane, num_lanes=job.plan["lanes"], start=progress.start)
-        self.reader = job.config.source.read(reading)
-        self.config.check_shards()
-
-    def __iter__(self) -> Iterator[tuple[Row, Sample]]:
-        while True:
-            self.cursor = self.reader.cursor  # from which reading begins with the next row again
-            try:
-                row = next(self.reader, None)
-            except BadRecord as error:
-                if self.config.quarantine is None:
-                    raise error.unskipped() from None
-                self._skip(error.row_id, error.reason)
-                self.reader.skip()
-                continue
-            if row is None:
+    Before it are the cursor from which reading begins with the row again, and the number of bad records before it.
+    """
+    config, lane, bad = job.config, progress.lane, progress.bad
+    documents = sum(shard.documents for shard in progress.shards)
+    reader = config.source.read(Reading(lane, num_lanes=job.plan["lanes"], start=progress.start))
+    config.check_shards()
+    while True:
+        cursor = reader.cursor
+        try:
+            if (row := next(reader, None)) is None:
+                yield cursor, bad, None
                 return
-            sample_or_reason = self.config.sample(row)
-            if isinstance(sample_or_reason, str):
-                self._skip(row.row_id, sample_or_reason)
-            else:
-                self.documents += 1
-                yield row, sample_or_reason
-
-    @property
-    def skipped(self) -> dict[str, Any]:
-        """The number of bad records skipped so far, for a shard's header."""
-        return {"bad": self.bad}
-
-    def _skip(self, row_id: RowId, reason: str) -> None:
-        quarantine, source = self.config.quarantine, self.config.source
-        assert quarantine is not None
-        quarantine.skip(
-            self.lane,
-            source=source,
-            row_id=row_id,
-            reason=reason,
-            before=self.bad,
-            rows=self.documents + self.bad,
+            row_id, sample = row.row_id, config.sample(row)
+        except BadRecord as error:
+            if config.quarantine is None:
+                raise error.unskipped() from None
+            row_id, sample = error.row_id, error.reason
+            reader.skip()
+        if not isinstance(sample, str):
+            assert row is not None
+            documents += 1
+            yield cursor, bad, (row, sample)
+            continue
+        assert config.quarantine is not None
+        rows = documents + bad
+        config.quarantine.skip(
+            lane, source=config.source, row_id=row_id, reason=sample, before=bad, rows=rows
         )
-        self.bad += 1
+        bad += 1
 
 
 def _append_document(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> int:

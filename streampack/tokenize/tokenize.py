@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,8 @@ from streampack.storage.remote import scheme_of
 from streampack.storage.retries import Storage
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import encoder_identity
+from streampack.tokenize.engines import write_here, write_on_ray
 from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress
-from streampack.tokenize.on_ray import write_on_ray
-from streampack.tokenize.processes import write_here
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
@@ -105,9 +104,8 @@ def tokenize(
         storage: how ``out`` is reached behind a URL, see `JSONLSource`.
 
     Raises:
-        ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder that another
-            process writes to, or with shards of another source, encoder or setting; with ``finish``, if shards are
-            missing. Complete shards stay.
+        ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder with shards of
+            another source, encoder or setting; with ``finish``, if shards are missing. Complete shards stay.
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
@@ -140,12 +138,7 @@ def tokenize(
     }
     ours = _require_shard(shard, lanes, finish=finish)
     job = Job(config, folder, plan)
-    with (
-        _full_disks_named(folder),
-        folder.lock("", way_out="wait until it ends, stop it, or give another folder")
-        if shard is None
-        else nullcontext(),
-    ):
+    with _full_disks_named(folder):
         found = _found(job, ours)
         missing = [each.lane for each in found if not each.ended]
         if finish:
@@ -159,12 +152,12 @@ def tokenize(
                 else:
                     write_here(job, missing, report, workers=workers)
         if shard is None:
-            # Of the shards that are there, not of those that this call knows of: in an object store, which has no
-            # locks, another call with other settings may have replaced some.
+            # Of the shards that are there, not of those that this call knows of: nothing keeps another call, with
+            # other settings, from replacing some.
             found = _found(job, ours)
             _require_complete(job, found)
             _write_index(job, found)
-            folder.remove_locks()
+            folder.clean("tokens-", older=0)
     return out
 
 

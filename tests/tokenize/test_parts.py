@@ -39,7 +39,24 @@ def test_shards_of_the_work_make_the_same_bytes(tmp_path: Path, count: int) -> N
         assert not (out / "index.json").exists()
     assert len(content(run(source, out, finish=True))) == len(expected)
     assert content(out) == expected
-    assert sorted(path.name for path in out.iterdir() if path.name != ".lock") == sorted(expected)
+    assert sorted(path.name for path in out.iterdir()) == sorted(expected)
+
+
+def test_two_writers_of_every_lane_of_a_folder(tmp_path: Path) -> None:
+    source, out = corpus(tmp_path / "corpus"), tmp_path / "out"
+    encoder = Logged(tmp_path / "log", seconds=0.001)
+    fork = mp.get_context("fork")
+    pair = [
+        fork.Process(target=run, args=(source, out), kwargs={"encoder": encoder, "shard": (0, 1)})
+        for _ in range(2)
+    ]
+    for process in pair:
+        process.start()
+    for process in pair:
+        process.join()
+    assert [process.exitcode for process in pair] == [0, 0]
+    assert (tmp_path / "log").read_text().count("\n") > 500, "both wrote"
+    assert content(run(source, out, encoder=encoder, finish=True)) == content(run(source, tmp_path / "whole"))
 
 
 def test_shards_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,8 +78,10 @@ def test_a_killed_call_is_resumed(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "index.json").exists()
     for path in (tmp_path / "out").glob("tokens-*"):
         assert path.read_bytes() == whole[path.name]
+    assert list((tmp_path / "out").glob(".tokens-*")), "the workers left what they had begun"
     run(corpus(tmp_path / "corpus"), tmp_path / "out")
     assert content(tmp_path / "out") == whole
+    assert not list((tmp_path / "out").glob(".*"))
 
 
 def alive(pid: str) -> bool:
@@ -313,6 +315,6 @@ def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_part_of_a_file(
         "same call goes on behind its complete shards"
     )
     files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
-    assert not [path for path in files if path.name.startswith(".") and path.name != ".lock"]
+    assert not [path for path in files if path.name.startswith(".")]
     assert cli.main(words) == 0
     assert TokenShardSource(out).tokens == 3

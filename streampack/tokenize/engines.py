@@ -1,0 +1,132 @@
+"""Who writes the lanes of a folder of token shards: processes of this machine, or tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+from uuid import uuid4
+
+from streampack.distributed.parent import end_with_parent
+from streampack.tokenize.lane_shards import Job, Report, write_lane
+
+RETRIES = 100
+"""How often Ray starts a task again whose process or node died. A task goes on behind its last complete shard."""
+
+_jobs: dict[str, Job] = {}
+"""The job of a worker process by its name; a source knows from the first lane what it reads for the next ones."""
+
+
+# Of a worker process on this machine:
+_job: Job
+_counted: Any  # how many tokens all workers have written
+_failed: Any  # 1 once a worker failed
+
+
+class Stopped(Exception):
+    """Raised in a worker process to stop it, because another one failed."""
+
+
+def write_here(job: Job, lanes: Sequence[int], report: Report, *, workers: int) -> None:
+    """Write lanes on this machine, in ``workers`` processes or in this one.
+
+    Raises:
+        ValueError: as `write_lane`; the other processes are stopped then.
+        RuntimeError: if a process was killed.
+    """
+    if workers == 1 or len(lanes) < 2:
+        for lane in lanes:
+            write_lane(job, lane, report)
+        return
+    counted, failed, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
+    with ProcessPoolExecutor(min(workers, len(lanes)), None, _start, (job, counted, failed)) as pool:
+        running = {pool.submit(_write, lane) for lane in lanes}
+        try:
+            while running:
+                done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                now = counted.value  # read once: workers keep counting
+                report(now - reported)
+                reported = now
+        except BrokenProcessPool:
+            raise RuntimeError(
+                "a worker process was killed, perhaps for want of memory; the same call again goes on where it stopped"
+            ) from None
+        finally:
+            failed.value = 1
+            pool.shutdown(cancel_futures=True)
+
+
+def _start(job: Job, counted: Any, failed: Any) -> None:
+    global _job, _counted, _failed
+    _job, _counted, _failed = job, counted, failed
+    end_with_parent()  # a worker that waits for its next lane would not notice that the main process was killed
+
+
+def _write(lane: int) -> None:
+    write_lane(_job, lane, _count)
+
+
+def _count(tokens: int) -> None:
+    with _counted.get_lock():
+        _counted.value += tokens
+    if _failed.value:
+        raise Stopped
+
+
+def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str | None) -> None:
+    """Write lanes as Ray tasks, one for each free CPU at a time.
+
+    Args:
+        job: with a folder that all nodes have in common, or one behind a URL.
+        lanes: to write.
+        report: called with the number of tokens of each lane that is done.
+        address: of a cluster, such as ``"auto"``; None: that of ``RAY_ADDRESS``, otherwise a new one on this machine.
+
+    Raises:
+        ImportError: without Ray.
+        ValueError: as `write_lane`; the other tasks are stopped then.
+        RuntimeError: if a task's process or node died too often.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("engine='ray' needs Ray: pip install 'streampack[ray]'") from error
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=None)
+    running: list[Any] = []
+    try:
+        task = ray.remote(num_cpus=1, max_retries=RETRIES)(_write_task)
+        # In a list, Ray passes the reference and not the job, which a process reads once for all its tasks.
+        name, shared = uuid4().hex, [ray.put(job)]
+        running = [task.remote(name, shared, lane) for lane in lanes]
+        while running:
+            [done], running = ray.wait(running)
+            report(ray.get(done))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(
+            f"Ray gave up a task ({type(error).__name__}): {error}; the same call again goes on where it stopped"
+        ) from None
+    finally:
+        for each in running:
+            ray.cancel(each, force=True)
+        if started:
+            ray.shutdown()
+
+
+def _write_task(name: str, shared: list[Any], lane: int) -> int:
+    """Write a lane and return its new tokens; the body of a task."""
+    import ray
+
+    if name not in _jobs:
+        _jobs.clear()
+        _jobs[name] = ray.get(shared[0])
+    written: list[int] = []
+    write_lane(_jobs[name], lane, written.append)
+    return sum(written)
