@@ -21,7 +21,6 @@ from streampack import (
     MultipackBatchSampler,
     PackedDataLoader,
     PackedDataset,
-    PaddedCollator,
     Storage,
     TextEncoder,
     TokensEncoder,
@@ -237,11 +236,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "Trainer's columns": (lambda: unprepared(map_style(), data_collator=FlatteningCollator()), COLUMNS),
     "columns of samples": (
         lambda: unprepared(hf_trainers.samples(60), data_collator=FlatteningCollator()),
-        "sample 0 of the batch has no ",
-    ),
-    "columns of padded samples": (
-        lambda: unprepared(hf_trainers.samples(60), data_collator=PaddedCollator()),
-        COLUMNS,
+        "sample 0 of the batch: it has no ",
     ),
     "model's vocabulary": (
         lambda: trained([{"input_ids": [5, 99_999]}] * 9),

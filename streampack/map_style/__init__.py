@@ -1,7 +1,7 @@
 """Packing of map-style data: `PackedDataset`, samplers, collators, and the literature's methods of batching."""
 
 from streampack.map_style.builder import packed_dataset
-from streampack.map_style.collators import FlatteningCollator, PaddedCollator
+from streampack.map_style.collators import FlatteningCollator
 from streampack.map_style.dataset import PackedDataset
 from streampack.map_style.methods import method_loader
 from streampack.map_style.samplers import MultipackBatchSampler
@@ -10,7 +10,6 @@ __all__ = [
     "FlatteningCollator",
     "MultipackBatchSampler",
     "PackedDataset",
-    "PaddedCollator",
     "method_loader",
     "packed_dataset",
 ]

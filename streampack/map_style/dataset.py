@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from array import array
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -214,12 +213,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             )
         else:
             tokens, labels = assemble(sequences, **sizes, pad_seqs_to=self.packing.pad_seqs_to)
-        trained = partial(trained_if_split, packing=self.packing, isolated=not self.parity)
-        seq_lens = tuple(self.packing.padded(stop - start) for _, start, stop in spans)
-        fragments = tuple(
-            Fragment((sample,), start, stop, trained(samples[sample], start, stop), length - (stop - start))
-            for (sample, start, stop), length in zip(spans, seq_lens, strict=True)
-        )
+        fragments = fragments_of(spans, samples, self.packing, isolated=not self.parity)
+        seq_lens = tuple(fragment.length for fragment in fragments)
         return to_torchtune(
             Pack(tokens, labels, seq_lens, fragments, epoch=0, number=number, lane=0, input_pos=input_pos)
         )
@@ -246,6 +241,22 @@ class PackedDataset(Dataset[dict[str, Any]]):
             f"from {self._ledger.samples} samples, {self._ledger.padding:.1%} padding, "
             f"{self.parity or self.packing.filled_by}>"
         )
+
+
+def fragments_of(
+    spans: Iterable[Sequence[int]], samples: Mapping[int, Sample], packing: Packing, *, isolated: bool
+) -> tuple[Fragment, ...]:
+    """Return the fragments of sequences, each a sample's number and its first and last token there."""
+    return tuple(
+        Fragment(
+            (index,),
+            start,
+            stop,
+            trained_if_split(samples[index], start, stop, packing=packing, isolated=isolated),
+            packing.padded(stop - start) - (stop - start),
+        )
+        for index, start, stop in spans
+    )
 
 
 def _with_progress(count: int) -> Iterable[int]:

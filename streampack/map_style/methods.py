@@ -17,18 +17,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from streampack.map_style.multipack import plan_steps
-from streampack.map_style.samplers import PlannedSampler, resolve_rank
+from streampack.map_style.dataset import fragments_of
+from streampack.map_style.samplers import PlannedSampler, plan_steps, resolve_rank
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import Batch, stack_packs
-from streampack.packing.cut_samples import trained_if_split
 from streampack.packing.planner import Span, plan_samples
 from streampack.packing.samples import read_sample
 from streampack.packing.settings import Packing
 from streampack.sources.reading import permutation
 from streampack.sources.torchtune_rows import refusing_nulls
-from streampack.types import Fragment, Pack, Sample
-from streampack.validation import require, require_multiple, require_positive, require_token_id, warn_user
+from streampack.types import Pack, Sample
+from streampack.validation import require, require_positive, require_token_id, warn_user
 
 Row = list[Span]
 """Sequences that lie end to end in a row. An empty row is all padding; it fills up batches."""
@@ -38,12 +37,11 @@ LENGTH = operator.attrgetter("length")
 
 
 class Shape(NamedTuple):
-    """The sizes of batches and steps."""
+    """The sizes of batches and of steps, for which each rank gets a batch."""
 
     max_seq_len: int
     batch_size: int
     num_replicas: int
-    packs_per_step: int
 
 
 class Method(NamedTuple):
@@ -69,10 +67,8 @@ def method_loader(
     max_seq_len: int,
     batch_size: int,
     lengths: Sequence[int] | None = None,
-    packs_per_step: int | None = None,
     overlong: str | None = None,
     padding_idx: int = 0,
-    pad_pack_to: int = 1,
     vocab_size: int | None = None,
     seed: int = 0,
     num_workers: int = 0,
@@ -102,16 +98,12 @@ def method_loader(
         ds: samples by number, with ``tokens`` and ``labels``, or ``input_ids`` and optional ``labels``.
         method: one of `streampack.map_style.methods.METHODS`.
         max_seq_len: the length of a packed row; for the others, the longest that a sample may be.
-        batch_size: rows of a batch; for ``minibatch_packing``, samples.
+        batch_size: rows of a batch; for ``minibatch_packing``, samples. Each rank gets as many batches: batches of
+            padding fill up the epoch's last step. ``multipack`` plans the rows of all ranks together.
         lengths: tokens of each sample. By default every sample is read once to find out.
-        packs_per_step: rows of an optimizer step (for ``minibatch_packing``, samples), over all ranks and accumulated
-            gradients: a multiple of ``batch_size * num_replicas``, which is the default. Batches of padding fill up
-            the epoch's last step. ``multipack`` plans the rows of a step together.
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"``,
             ``"truncate_left"`` or ``"split"``. Default ``"error"``, or ``"split"`` if the method cuts samples.
         padding_idx: the token that fills a row's end.
-        pad_pack_to: a number of which the length of every row is a multiple. ``max_seq_len`` must be one, and other
-            rows are padded to one.
         vocab_size: if given, token ids must be below it.
         seed: seed of the random order, with the epoch.
         num_workers: processes that read samples and make batches.
@@ -140,13 +132,11 @@ def method_loader(
             f"method={method!r} lets the samples of a row see one another, which makes a worse model; it is there "
             f"to be compared with. Train with {method + '_posid'!r}, or a method that cuts no sample",
         )
-    require_multiple(max_seq_len, "max_seq_len", require_positive(pad_pack_to, "pad_pack_to"), "pad_pack_to")
     rows = Rows(
         ds,
         METHODS[method],
         _packing(method, max_seq_len, overlong),
         lengths,
-        pad_pack_to=pad_pack_to,
         padding_idx=require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size),
         vocab_size=vocab_size,
     )
@@ -158,7 +148,6 @@ def method_loader(
         max_seq_len=max_seq_len,
         batch_size=batch_size,
         num_replicas=num_replicas,
-        packs_per_step=packs_per_step,
         overlong=overlong,
         seed=seed,
     )
@@ -182,15 +171,13 @@ class Rows(Dataset[Batch]):
     method: Method
     packing: Packing
     lengths: Sequence[int]
-    pad_pack_to: int
     padding_idx: int
     vocab_size: int | None
 
     def __getitem__(self, batch: list[Row]) -> Batch:
         width = self.packing.max_seq_len
         if not self.method.packed:
-            longest = max(1, *(sum(map(LENGTH, row)) for row in batch))
-            width = longest + -longest % self.pad_pack_to
+            width = max(1, *(sum(map(LENGTH, row)) for row in batch))
         samples = {
             index: read_sample(self.ds, index, vocab_size=self.vocab_size, planned=self.lengths[index])
             for index in {span.index for row in batch for span in row}
@@ -198,19 +185,16 @@ class Rows(Dataset[Batch]):
         return stack_packs([self._pack(row, samples, width) for row in batch])
 
     def _pack(self, row: Row, samples: dict[int, Sample], width: int) -> Pack:
+        isolated = self.method.isolated
+        fragments = fragments_of(row, samples, self.packing, isolated=isolated)
         sequences = [samples[index].cut(start, stop) for index, start, stop in row]
-        trained = partial(trained_if_split, packing=self.packing, isolated=self.method.isolated)
-        fragments = [
-            Fragment((index,), start, stop, trained(samples[index], start, stop))
-            for index, start, stop in row
-        ]
-        if not self.method.isolated and row:
+        if not isolated and row:
             tokens, labels = zip(*sequences, strict=True)
             sequences = [Sample(np.concatenate(tokens), np.concatenate(labels))]
         return Pack(
             *assemble(sequences, max_seq_len=width, padding_idx=self.padding_idx),
             seq_lens=tuple(sequence.tokens.size for sequence in sequences),
-            fragments=tuple(fragments),
+            fragments=fragments,
         )
 
 
@@ -221,7 +205,6 @@ def plan_batches(
     max_seq_len: int,
     batch_size: int,
     num_replicas: int = 1,
-    packs_per_step: int | None = None,
     overlong: str | None = None,
     seed: int = 0,
     epoch: int = 0,
@@ -250,9 +233,6 @@ def plan_batches(
     chosen = METHODS[method]
     require_positive(batch_size, "batch_size")
     require_positive(num_replicas, "num_replicas")
-    at_once = batch_size * num_replicas
-    per_step = at_once if packs_per_step is None else require_positive(packs_per_step, "packs_per_step")
-    require_multiple(per_step, "packs_per_step", at_once, "batch_size x num_replicas")
     packing = _packing(method, max_seq_len, overlong)
     pieces = []
     for index, length in enumerate(lengths):
@@ -265,10 +245,10 @@ def plan_batches(
         pieces += [Span(index, start, stop) for start, stop in bounds]
     if not pieces:
         raise ValueError("there is no sample to make batches of; give at least one that is not dropped")
-    shape = Shape(packing.max_seq_len, batch_size, num_replicas, per_step)
+    shape = Shape(packing.max_seq_len, batch_size, num_replicas)
     batches = chosen.plan([pieces[i] for i in permutation(len(pieces), seed, epoch)], shape)
     filler: list[Row] = [[] for _ in range(batch_size if chosen.packed else 1)]
-    return batches + [filler] * (-len(batches) % (per_step // batch_size))
+    return batches + [filler] * (-len(batches) % num_replicas)
 
 
 def _random_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
@@ -306,15 +286,16 @@ def _sorted_packing(pieces: list[Span], shape: Shape) -> list[list[Row]]:
 
 
 def _multipack(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    lengths = [piece.length for piece in pieces]
-    steps = plan_steps(lengths, max_tokens=shape.max_seq_len, packs_per_step=shape.packs_per_step)
-    ranks = shape.num_replicas
+    steps = plan_steps(
+        [piece.length for piece in pieces],
+        max_tokens=shape.max_seq_len,
+        packs_per_step=shape.batch_size * shape.num_replicas,
+    )
+    # Rows are ordered by cost: dealt out in turn, they make batches of even cost.
     return [
-        # Rows are ordered by cost: dealt out in turn, they make batches of even cost.
-        [[pieces[number] for number in row] for row in at_once[rank::ranks]]
+        [[pieces[number] for number in row] for row in step[rank :: shape.num_replicas]]
         for step in steps
-        for at_once in _groups(step, shape.batch_size * ranks)
-        for rank in range(ranks)
+        for rank in range(shape.num_replicas)
     ]
 
 

@@ -10,7 +10,6 @@ import torch
 from streampack import (
     FlatteningCollator,
     IterablePackedDataset,
-    PaddedCollator,
     collate_packed,
     make_mask,
     prepare_model_for_packing,
@@ -20,6 +19,7 @@ from streampack import (
 from tests.harness import tiny_torchtune
 from tests.harness.hf_trainers import model as trainers_model
 from tests.harness.hf_trainers import samples, truth
+from tests.oracle.padding import padded
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,8 +36,13 @@ def ones(batch: dict[str, Any]) -> dict[str, Any]:
     return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
 
 
+def from_2(batch: dict[str, Any]) -> dict[str, Any]:
+    """Positions as transformers' collator gives them with ``position_ids_start=2``."""
+    return batch | {"position_ids": batch["position_ids"] + 2}
+
+
 def left_padded() -> dict[str, Any]:
-    batch = PaddedCollator()(FEATURES)
+    batch = padded(FEATURES)
     order = batch["attention_mask"].argsort(dim=1, stable=True)
     return {name: value.gather(1, order) for name, value in batch.items()}
 
@@ -55,12 +60,12 @@ BATCHES = {
     "flat, static": lambda: flat(pad_to_multiple_of=96, return_flash_attn_kwargs=True),
     "flat, by lengths alone": lambda: flat(return_position_ids=False, return_flash_attn_kwargs=True),
     "flat, by numbers alone": lambda: flat(return_position_ids=False, return_seq_idx=True),
-    "flat, from 2": lambda: flat(position_ids_start=2),
+    "flat, from 2": lambda: from_2(flat()),
     "flat, all ones": lambda: ones(flat()),
     "flat, padded, all ones": lambda: ones(flat(pad_to_multiple_of=16)),
     "transformers": lambda: transformers.DataCollatorWithFlattening()(FEATURES),
     "TRL": of_trl,
-    "padded": lambda: PaddedCollator()(FEATURES),
+    "padded": lambda: padded(FEATURES),
     "padded on the left": left_padded,
     "a BatchEncoding": lambda: transformers.BatchEncoding(flat()),
     "torch's own": lambda: {

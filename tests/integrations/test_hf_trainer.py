@@ -20,7 +20,6 @@ from streampack import (
     Group,
     IterablePackedDataset,
     PackedDataLoader,
-    PaddedCollator,
     prepare_trainer_for_packing,
 )
 from tests.harness.hf_trainers import (
@@ -39,6 +38,7 @@ from tests.harness.hf_trainers import (
     truth,
 )
 from tests.harness.processes import RankError, run_ranks
+from tests.oracle.padding import padded
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,7 +49,7 @@ def padded_batches(packs: IterablePackedDataset, rows: list[Any], *, packs_per_s
     """Make padded batches of the samples in each of the stream's batches."""
     batches = PackedDataLoader(packs, batch_size=2, packs_per_step=packs_per_step)
     return [
-        PaddedCollator()([rows[fragment.row_id[0]] for pack in batch.fragments for fragment in pack])
+        padded([rows[fragment.row_id[0]] for pack in batch.fragments for fragment in pack])
         for batch in batches
     ]
 

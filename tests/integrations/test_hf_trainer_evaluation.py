@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import FlatteningCollator, PaddedCollator, prepare_trainer_for_packing
+from streampack import FlatteningCollator, prepare_trainer_for_packing
 from tests.harness.hf_trainers import (
     held_out,
     model,
@@ -18,6 +18,7 @@ from tests.harness.hf_trainers import (
     trainer_of,
     truth,
 )
+from tests.oracle.padding import padded
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,7 +40,7 @@ def test_the_loss_of_packs_is_the_mean_over_tokens(tmp_path: Path, true_loss: fl
         assert trainer.evaluate()["eval_loss"] == pytest.approx(true_loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("collator", [FlatteningCollator(), PaddedCollator()])
+@pytest.mark.parametrize("collator", [FlatteningCollator(), padded])
 def test_the_loss_of_other_data_beside_packs(tmp_path: Path, true_loss: float, collator: Any) -> None:
     """Trainer's own loader, on a model that was prepared for packs."""
     trainer = packed(

@@ -12,11 +12,11 @@ from streampack import (
     IGNORE_INDEX,
     IterablePackedDataset,
     PackedDataLoader,
-    PaddedCollator,
     TokensEncoder,
     prepare_trainer_for_packing,
 )
 from tests.harness.hf_trainers import MAX_SEQ_LEN, assert_same, losses, model, settings, truth
+from tests.oracle.padding import padded
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -81,7 +81,7 @@ def test_only_completions_are_trained_with_the_losses_of_padded_batches(tmp_path
     items, batches = [], []
     for batch in PackedDataLoader(packs, batch_size=2, packs_per_step=4):
         parts = [rows[fragment.row_id[0]] for pack in batch.fragments for fragment in pack]
-        batches.append(PaddedCollator()(parts))
+        batches.append(padded(parts))
         items.append(sum(label != IGNORE_INDEX for row in parts for label in row["labels"]))
     # TRL's labels are the completions with their end tokens.
     completions = [len(row["completion"].split()) + 1 for row in text()]

@@ -27,7 +27,6 @@ from streampack import (
     Mix,
     PackedDataLoader,
     PackedDataset,
-    PaddedCollator,
     ParquetSource,
     collate_packed,
 )
@@ -380,13 +379,12 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "torch": lambda role: list(DataLoader(stream(role), batch_size=2, collate_fn=collate_packed)),
     "map-style": lambda role: PackedDataset(encoded(role), max_seq_len=64),
     "flattening": lambda role: FlatteningCollator()(encoded(role)),
-    "padded": lambda role: PaddedCollator()(encoded(role)),
 }
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_conversations_of_an_unknown_role_are_said(door: str, caplog: pytest.LogCaptureFixture) -> None:
-    collators._say_untrained.cache_clear()
+    collators._warn_of_untrained.cache_clear()
     with caplog.at_level(logging.WARNING):
         DOORS[door]("assistant")
         assert not caplog.records

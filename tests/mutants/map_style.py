@@ -16,7 +16,7 @@ def longest_sequence_without_the_padding(good, self, features, **settings):
     """``max_length_q`` is that of the samples, also where the row's padding is a longer sequence."""
     batch = good(self, features, **settings)
     if "max_length_q" in batch:
-        bare = replace(self, pad_to_multiple_of=None)
+        bare = replace(self, pad_to_multiple_of=1)
         batch["max_length_q"] = batch["max_length_k"] = good(bare, features)["max_length_q"]
     return batch
 
@@ -43,7 +43,7 @@ def each_rank_shuffles_by_itself(good, self, lengths, *, seed=0, rank=None, **se
 @replaces(MultipackBatchSampler, "set_epoch")
 def resumed_behind_what_one_rank_did(good, self, epoch, *, done=0):
     """A resumed sampler takes the batches that all ranks have done for those of each: some are never trained."""
-    return good(self, epoch, done=done * self.sampler.num_replicas)
+    return good(self, epoch, done=done * self.num_replicas)
 
 
 @replaces(PackedDataset, "__getitem__")

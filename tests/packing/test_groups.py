@@ -386,7 +386,9 @@ def test_what_knows_no_groups_refuses_them(tmp_path: Path) -> None:
     packs = [pack for pack in dataset(LONG, overlong="truncate") if "segment_lens" in pack][:2]
     assert len(packs) == 2
     assert all("seq_lens" not in pack for pack in packs)
-    with pytest.raises(ValueError, match="pack 0 of the batch holds groups, .* use a PackedDataLoader"):
+    with pytest.raises(
+        ValueError, match="sample 0 of the batch: it is a pack of groups, .* use a PackedDataLoader"
+    ):
         FlatteningCollator()(packs)
     data = pytest.importorskip("torchtune.data")
     with pytest.raises(KeyError, match="seq_lens"):

@@ -20,7 +20,6 @@ from streampack import (
     Fragment,
     IterablePackedDataset,
     PackedDataset,
-    PaddedCollator,
     Sample,
     TokensEncoder,
     method_loader,
@@ -52,7 +51,6 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "stream": packs_of,
     "packed dataset": lambda rows: lists(list(PackedDataset(rows, max_seq_len=6))),
     "flattening collator": lambda rows: lists(FlatteningCollator()(rows), ids="input_ids"),
-    "padded collator": lambda rows: PaddedCollator()(rows),
     "method loader": lambda rows: list(method_loader(rows, method="multipack", max_seq_len=6, batch_size=1)),
 }
 PACKING = ("stream", "packed dataset", "flattening collator")

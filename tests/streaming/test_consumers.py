@@ -78,7 +78,7 @@ def read_plainly() -> dict[str, Any]:
     ):
         found[name] = refusal(action)
     rank = dist.get_rank()
-    assert MultipackBatchSampler([8] * 32, max_tokens=8, num_replicas=2, rank=rank).sampler.rank == rank
+    assert MultipackBatchSampler([8] * 32, max_tokens=8, num_replicas=2, rank=rank).rank == rank
     dist.destroy_process_group()
 
     # A worker process that is spawned has no group; what the rank knew came with the dataset.
