@@ -233,10 +233,10 @@ def test_trls_documented_formats_give_trls_tokens(chatml: Any, row: dict[str, An
     group = AnswersEncoder(chatml)(row)
     assert sequences(group) == [before + answer for answer in answers]
     assert trained(group) == answers
-    for end in ("ids", "input_ids"):  # rows that are tokens already
-        names = [f"{name}_{end}" for name in ("prompt", "chosen", "rejected")]
-        again = AnswersEncoder(chatml)(dict(zip(names, [before, *answers], strict=True)))
-        assert content(again)[:2] == content(group)[:2]
+    columns = ["chosen_ids", "rejected_ids"]  # of rows that are tokens already
+    of_ids = AnswersEncoder(chatml, prompt="prompt_ids", answers=columns)
+    again = of_ids({"prompt_ids": before, **dict(zip(columns, answers, strict=True))})
+    assert content(again)[:2] == content(group)[:2]
 
 
 # Against torchtune.
@@ -265,7 +265,6 @@ TUNE_ROWS = [
     "settings", [{}, {"new_system_prompt": "be brief"}, {"train_on_input": True}], ids=str
 )
 def test_torchtunes_transform_gives_what_its_dataset_gives(tmp_path: Path, kind: str, settings: Any) -> None:
-    """The same tokens and masks; also as rows that are tokens already, of its dataset as a source."""
     datasets = pytest.importorskip("torchtune.datasets")
     tokenizer = tune_tokenizer(kind, tmp_path)
     (tmp_path / "rows.json").write_text(json.dumps(TUNE_ROWS))
@@ -275,12 +274,11 @@ def test_torchtunes_transform_gives_what_its_dataset_gives(tmp_path: Path, kind:
     )  # fmt: skip
     encoder = MessagesEncoder(tokenizer, message_transform=TRANSFORM(**settings))
     for row, expected in zip(TUNE_ROWS, theirs, strict=True):
-        for group in (encoder(row), AnswersEncoder(tokenizer)(expected)):
-            apart = group.unshared()
-            for (start, stop), name in zip(apart.bounds, ("chosen", "rejected"), strict=True):
-                assert apart.tokens[start:stop].tolist() == expected[f"{name}_input_ids"]
-                labels = [int(label) for label in expected[f"{name}_labels"]]
-                assert apart.labels[start:stop].tolist() == [IGNORE_INDEX, *labels[1:]]
+        apart = encoder(row).unshared()
+        for (start, stop), name in zip(apart.bounds, ("chosen", "rejected"), strict=True):
+            assert apart.tokens[start:stop].tolist() == expected[f"{name}_input_ids"]
+            labels = [int(label) for label in expected[f"{name}_labels"]]
+            assert apart.labels[start:stop].tolist() == [IGNORE_INDEX, *labels[1:]]
     assert "masked" not in str(TUNE_ROWS), "torchtune's transform writes into the row that it is given"
 
 
@@ -360,7 +358,7 @@ ROLLOUT: dict[str, Any] = {
         (CHATML, pair(chosen=[{**GOOD, "weight": 0}]), "column 'chosen' has no token to train"),
         (CHATML, pair(system="be kind"), r"column 'system' would be left out.*ignore: \[system\]"),
         (CHATML, {"question": "a", "chosen": "b", "rejected": "c"},
-         r"there is no column 'prompt', and column 'question' would be left out; name .*prompt: question"),
+         "there is no column 'prompt', .*prompt: question, or ignore: .question."),
         (CHATML, {"chosen": [GOOD], "rejected": [USER, BAD]}, "no column 'prompt', and not every answer begins"),
         (DEAF, pair(prompt=[SYSTEM, USER]), "the chat template leaves out message 0, of role 'system'"),
         (CROSSING, pair(), "a token crosses a boundary of message 1"),
@@ -368,8 +366,6 @@ ROLLOUT: dict[str, Any] = {
          "renders the first 2 message.s. in another way when others follow"),
         (CHATML, {"prompt": "the ans", "chosen": "wer", "rejected": "wers"}, "a token crosses from the prompt"),
         (CHATML, {"chosen": "one two", "rejected": "one two"}, "are equal, so there is no telling where their prompt"),
-        (CHATML, {"chosen_input_ids": [1, 2], "chosen_labels": [-100, -100], "rejected_input_ids": [1, 3],
-                  "rejected_labels": [-100, 3]}, "column 'chosen_input_ids' has no token to train"),
     ],
 )  # fmt: skip
 def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str) -> None:
@@ -377,7 +373,7 @@ def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str
     encoder = AnswersEncoder(byte_level(template=template))
     with pytest.raises(ValueError, match=f"sample 0: .*{message}"):
         next(iter(IterablePackedDataset([row], encoder=encoder, max_seq_len=99)))
-    good = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
+    good = {"prompt": [5], "chosen": [6], "rejected": [7]}
     packs = IterablePackedDataset([row, good], encoder=encoder, max_seq_len=9, skip_bad=True)
     assert [pack["num_seqs"] for pack in packs] == [3]
 
@@ -403,10 +399,11 @@ def test_pairs_that_are_refused(template: str, row: dict[str, Any], message: str
         ({"mask": "mask"}, {"mask": [[0], [1, 1]]}, r"column 'completions\[0\]' has no token to train"),
         ({"mask": "mask"}, {"mask": [[1], [1]]}, r"'mask\[1\]' has shape \[1\] for 2 tokens"),
         # Settings that fit no row.
-        ({"fields": {"reward": 3}}, {}, r"fields has 'reward': .*; write \[column, ...\], \{field: column"),
+        ({"fields": {"reward": 3}}, {}, r"fields=.*reward.* names no columns; write \[column, ...\], \{field: column"),
         ({"fields": {"reward": ["a", "b", "c"]}}, {"a": 1, "b": 2, "c": 3},
-         "column 'a', 'b', 'c' has 3 entries for 2 answers"),
-        ({"fields": ["x"], "token_fields": ["x"]}, {}, "'x' is in fields and in token_fields; give it two names"),
+         r"'a, b, c' has shape \[3\]; give 2 numbers"),
+        ({"fields": ["reward"], "token_fields": {"reward": "logprobs"}}, {},
+         "'reward' for segments and for tokens; give it"),
     ],
 )  # fmt: skip
 def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, Any], message: str) -> None:
@@ -420,11 +417,9 @@ def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, 
         ({"fields": ["margin"]}, {}, "column 'margin' is missing; the row's columns are"),
         ({"fields": ["margin"]}, {"margin": None}, "'margin' holds a NoneType, None; give finite numbers"),
         ({"fields": ["margin"]}, {"margin": [1.0, float("nan")]}, "column 'margin' holds a list, .1.0, nan."),
-        ({"fields": ["margin"]}, {"margin": [1, 2, 3]}, r"'margin' has shape \[3\]; give one number or 2 numbers"),
-        ({"fields": {"score": ["a", "b"]}}, {"a": 1, "b": [1, 2]}, "column 'b' has shape .2.; give one number"),
+        ({"fields": ["margin"]}, {"margin": [1, 2, 3]}, r"'margin' has shape \[3\]; give 2 numbers or one number"),
+        ({"fields": {"score": ["a", "b"]}}, {"a": 1, "b": [1, 2]}, "column 'a, b' holds lists of different lengths"),
         ({"tokenizer": LETTERS}, {}, "a Letters has no chat template; .*one of torchtune's message transforms"),
-        ({"message_transform": TRANSFORM(column_map={"chosen": "a", "rejected": "b", "promt": "c"})}, {},
-         "column_map of ChosenRejectedToMessages has 'promt', which it does not read"),
         ({"tokenizer": LETTERS, "message_transform": TRANSFORM()}, {}, "a Letters takes text only, no messages"),
         ({"tokenizer": SimpleNamespace(encode=lambda text, add_bos, add_eos: [5])}, {}, "adds no EOS, though add_eos"),
         ({"tokenizer": LETTERS, "add_eos": False}, {"prompt": "a", "chosen": "b", "rejected": ""},
@@ -434,7 +429,8 @@ def test_rollouts_that_are_refused(settings: dict[str, Any], changed: dict[str, 
            message) for row, message in [
             ({"chosen": [USER, CALL]}, "has tool_calls=.* leaves out; .*AnswersEncoder"),
             ({"chosen": [USER, {**GOOD, "content": None}]}, "has no content"),
-            ({"chosen": [USER]}, "the chosen answer has no token to train"),
+            ({"chosen": [USER]}, "must be at least length 2"),
+            ({"chosen": [GOOD, USER]}, "Assistant message before expected user message"),
             ({"system": "x"}, "column 'system' would be left out"),
         ]),
     ],

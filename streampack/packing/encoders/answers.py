@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from streampack.packing.columns import mask_from_column, require_no_padding
-from streampack.packing.encoders.answer_groups import (
-    Columns,
-    columns_of,
-    common_prefix,
-    entries_of,
-    group_of,
-    numbers_of,
-    token_numbers_of,
-)
+from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
 from streampack.packing.encoders.conversation import (
@@ -26,15 +17,18 @@ from streampack.packing.encoders.conversation import (
     read_content,
     read_tools,
 )
-from streampack.packing.groups import Group
+from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column, sample_from_pair
-from streampack.types import INT32, IntArray, Sample
+from streampack.types import IGNORE_INDEX, INT32, FloatArray, IntArray, Sample
 
 PAIR = ("chosen", "rejected")
 LIST = "completions"
 
 PROMPTS = ("question", "instruction", "input", "query", "context", "conversations", "messages")
 """Columns that hold the prompt in many data sets; a row that has one and no prompt is refused."""
+
+Columns = tuple[str, ...]
+"""Where something of each answer is: in one column with a list, or in a column for each answer."""
 
 
 class AnswersEncoder(Encoder):
@@ -43,8 +37,7 @@ class AnswersEncoder(Encoder):
     The answers are in columns of their own, ``chosen`` and ``rejected``, or in one column with a list,
     ``completions``. Prompt and answers are texts, messages (OpenAI's, ShareGPT's), which a Hugging Face tokenizer's
     chat template renders, or ids, which are taken as they are: nothing is added, also no EOS. In place of a prompt,
-    answers in columns of their own may all begin with it. Pairs of torchtune's ``PreferenceDataset`` and of TRL
-    (``chosen_input_ids``, ``chosen_ids``) are read, too. Each answer is encoded as a whole with its prompt, as by
+    answers in columns of their own may all begin with it. Each answer is encoded as a whole with its prompt, as by
     `ChatEncoder`; the tokens that all begin with are kept once.
 
     >>> class Letters:
@@ -103,8 +96,6 @@ class AnswersEncoder(Encoder):
         self.mask = mask
         self.fields = columns_of(fields, "fields")
         self.token_fields = columns_of(token_fields, "token_fields")
-        if both := sorted(self.fields.keys() & self.token_fields.keys()):
-            raise ValueError(f"{both[0]!r} is in fields and in token_fields; give it two names")
         self.share_prefix = share_prefix
         self.ignore = tuple(ignore)
         numbers = [name for names in (*self.fields.values(), *self.token_fields.values()) for name in names]
@@ -114,31 +105,40 @@ class AnswersEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Group:
         """See `Encoder`."""
-        values, columns, ending = self._given(row)
-        answers = {
-            name: _read(value, name, is_ids=bool(ending), ignore=self.ignore)
-            for name, value in values.items()
-        }
+        columns = self.answers or (LIST if LIST in row and PAIR[0] not in row else PAIR)
+        if isinstance(columns, str):
+            columns = (columns,)
+            if self.prompt not in row:
+                raise missing_column(row, self.prompt)
+        entries = _entries(row, columns, listed=len(columns) == 1)
+        if not entries:
+            raise ValueError(f"column {columns[0]!r} holds no answer; leave the row out (skip_bad: True)")
+        answers = {name: _read(value, name, ignore=self.ignore) for name, value in entries}
         prompt = None
-        if (name := f"{self.prompt}{ending}") in row:
+        if self.prompt in row:
             # Tools beside a prompt's messages are rendered where the row has no column of them.
             rendered = ("tools",) if is_empty(row.get(self.tools)) else ()
-            prompt = _read(row[name], name, is_ids=bool(ending), ignore=(*rendered, *self.ignore))
+            prompt = _read(row[self.prompt], self.prompt, ignore=(*rendered, *self.ignore))
         kinds = {type(each) for each in (prompt, *answers.values())}
-        if not ending:  # such rows keep the columns that they were made of
-            self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
+        self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
         tools = None
         if list in kinds:
             tools = read_tools(row, self.tools, ignore=self.ignore)
             if tools is None and isinstance(whole := row.get(self.prompt), Mapping):  # OpenAI's form
                 tools = read_tools(whole, "tools", ignore=self.ignore)
-        ids = {name: answer for name, answer in answers.items() if isinstance(answer, np.ndarray)}
+        ids = [each for each in answers.values() if isinstance(each, np.ndarray)]
         token_fields = {}
         if len(ids) == len(answers):
             if isinstance(prompt, str | list):
                 prompt = _ids(self.chat.encode_prompt(prompt, tools=tools), self.prompt)
-            wholes = self._of_ids(row, prompt, ids, columns if ending else ())
-            token_fields = token_numbers_of(row, self.token_fields, [each.size for each in ids.values()])
+            wholes = self._of_ids(row, prompt, ids)
+            token_fields = {
+                field: [
+                    _numbers(value, name, (each.size,)).astype(np.float32)
+                    for each, (name, value) in zip(ids, _entries(row, names, len(ids)), strict=True)
+                ]
+                for field, names in self.token_fields.items()
+            }
         elif ids or isinstance(prompt, np.ndarray):
             raise ValueError(
                 f"columns {self.prompt!r} and {columns[0]!r} hold ids and texts or messages; give all answers as ids, "
@@ -150,7 +150,7 @@ class AnswersEncoder(Encoder):
                 "knows which tokens those are; give the answers as ids"
             )
         else:
-            wholes = self._of_content(row, prompt, answers, columns, tools)
+            wholes = self._of_content(row, prompt, answers, tools)
         return group_of(
             {f"column {name!r}": whole for name, whole in zip(answers, wholes, strict=True)},
             fields=numbers_of(row, self.fields, len(wholes)),
@@ -158,105 +158,195 @@ class AnswersEncoder(Encoder):
             share_prefix=self.share_prefix,
         )
 
-    def _given(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], Columns, str]:
-        """Return a row's answers by their names in errors, the columns that they are in, and what ends those of ids."""
-        columns = self.answers or (LIST if LIST in row and PAIR[0] not in row else PAIR)
-        if isinstance(columns, str):
-            if self.prompt not in row:
-                raise missing_column(row, self.prompt)
-            values = dict(entries_of(row, (columns,)))
-            if not values:
-                raise ValueError(f"column {columns!r} holds no answer; leave the row out (skip_bad: True)")
-            return values, (columns,), ""
-        for ending in ("_input_ids", "_ids", ""):  # those of TRL and torchtune
-            names = [f"{column}{ending}" for column in columns]
-            if all(name in row for name in names):
-                return {name: row[name] for name in names}, columns, ending
-        raise missing_column(row, next(column for column in columns if column not in row))
-
     def _of_ids(
-        self, row: Mapping[str, Any], prompt: IntArray | None, answers: dict[str, IntArray], columns: Columns
+        self, row: Mapping[str, Any], prompt: IntArray | None, answers: list[IntArray]
     ) -> list[Sample]:
-        """Return answers that are ids, each with the prompt before it; ``columns`` are those of TRL or torchtune."""
-        if columns:
-            for column, ids in zip((*columns, self.prompt), (*answers.values(), prompt), strict=True):
-                if ids is not None:
-                    require_no_padding(row, ids.size, f"{column}_attention_mask")
-        elif prompt is not None and not prompt.size:
+        """Return answers that are ids, each with the prompt before it."""
+        if prompt is None and self.mask is None:
+            return _split_where_unequal(answers)
+        if prompt is not None and not prompt.size:
             raise ValueError(
                 f"column {self.prompt!r} holds no token, so nothing predicts the answers' first tokens; give the "
                 "prompt's ids, with BOS if the model has one"
             )
-        labels = [f"{column}_labels" for column in columns]
+        before = np.zeros(0, INT32) if prompt is None else prompt
+        masks = [np.ones(ids.size, bool) for ids in answers]
         if self.mask is not None:
-            entries = entries_of(row, (self.mask,), len(answers))
+            entries = _entries(row, (self.mask,), len(answers))
             masks = [
                 mask_from_column(value, name, ids.size)
-                for ids, (name, value) in zip(answers.values(), entries, strict=True)
+                for ids, (name, value) in zip(answers, entries, strict=True)
             ]
-        elif columns and all(label in row for label in labels):  # each holds its own prompt
-            return [
-                sample_from_pair(ids, row[label], tokens=name, labels=label)
-                for (name, ids), label in zip(answers.items(), labels, strict=True)
-            ]
-        elif prompt is None:
-            return _split_where_unequal([*answers.values()])
-        else:
-            masks = [np.ones(ids.size, bool) for ids in answers.values()]
-        before = np.zeros(0, INT32) if prompt is None else prompt
         return [
             masked_sample(np.concatenate([before, ids]), np.concatenate([np.zeros(before.size, bool), mask]))
-            for ids, mask in zip(answers.values(), masks, strict=True)
+            for ids, mask in zip(answers, masks, strict=True)
         ]
 
     def _of_content(
-        self, row: Mapping[str, Any], prompt: Any, given: dict[str, Any], columns: Columns, tools: Any
+        self, row: Mapping[str, Any], prompt: Any, answers: Mapping[str, Any], tools: Any
     ) -> list[Sample]:
         """Encode answers that are texts or messages."""
-        answers = [*given.values()]
+        given = [*answers.values()]
         if prompt is None and not all(
-            isinstance(each, list) and each[0]["role"] != "assistant" for each in answers
+            isinstance(each, list) and each[0]["role"] != "assistant" for each in given
         ):
-            texts = all(isinstance(each, str) for each in answers)
-            others = [name for name in PROMPTS if name in row and name not in (*columns, *self.ignore)]
-            if others or not texts:
-                told, name = "not every answer begins with one", "..."
-                if others:
-                    told, name = (
-                        f"column {others[0]!r} would be left out",
-                        f"{others[0]}, or ignore: [{others[0]}]",
-                    )
+            others = [name for name in PROMPTS if name in row and name not in (*answers, *self.ignore)]
+            if others or not all(isinstance(each, str) for each in given):
+                other = f"{others[0]}, or ignore: [{others[0]}]" if others else "..."
                 raise ValueError(
-                    f"there is no column {self.prompt!r}, and {told}; name the column of the prompt (prompt: {name}), "
-                    "or begin all answers with it"
+                    f"there is no column {self.prompt!r}, and not every answer begins with one; name the column of "
+                    f"the prompt (prompt: {other}), or begin all answers with it"
                 )
-            return self._of_whole_texts(answers)
-        prompt, answers = _divided(prompt, answers)
+            encode, bos, eos = self.tokenizer.encode, self.chat.bos, self.chat.add_eos
+            ids = [list(encode(text, add_bos=bos, add_eos=eos)) for text in given]
+            # A space before they differ is the answers', as in TRL: most tokenizers join it with the word after it.
+            shared = given[0][: _common_prefix([[*text] for text in given])].removesuffix(" ")
+            return _split_where_unequal(ids, self.chat.encode_prompt(shared))
+        prompt, given = _divided(prompt, given)
         return [
             self.chat.encode(prompt, answer, tools=tools, name=f"column {name!r}")
-            for name, answer in zip(given, answers, strict=True)
+            for name, answer in zip(answers, given, strict=True)
         ]
-
-    def _of_whole_texts(self, texts: Sequence[str]) -> list[Sample]:
-        """Encode texts that begin with their prompt: all that they begin with, less a space before they differ.
-
-        The space is the answers', as in TRL, because most tokenizers join it with the word after it.
-        """
-        encode, bos, eos = self.tokenizer.encode, self.chat.bos, self.chat.add_eos
-        ids = [list(encode(text, add_bos=bos, add_eos=eos)) for text in texts]
-        prompt = texts[0][: common_prefix([[*text] for text in texts])].removesuffix(" ")
-        return _split_where_unequal(ids, self.chat.encode_prompt(prompt))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
 
 
-def _read(value: Any, column: str, *, is_ids: bool, ignore: Sequence[str]) -> Content | IntArray:
+def group_of(
+    wholes: Mapping[str, Sample],
+    *,
+    fields: Mapping[str, Sequence[float]],
+    token_fields: Mapping[str, Sequence[FloatArray]] | None = None,
+    share_prefix: bool,
+) -> Group:
+    """Return sequences as one group: the tokens that all begin with, up to the first that any trains, and the rests.
+
+    >>> wholes = {name: Sample(np.array([5, 6, name]), np.array([-100, -100, name])) for name in (7, 8)}
+    >>> pair = group_of(wholes, fields={}, share_prefix=True)
+    >>> pair.tokens.tolist(), pair.lengths, pair.parents
+    ([5, 6, 7, 8], (2, 1, 1), (-1, 0, 0))
+
+    Args:
+        wholes: the sequences, each from its first token to its last, by names for errors.
+        fields: for each name one number a sequence.
+        token_fields: for each name and sequence one number for each of its last tokens.
+        share_prefix: False: the sequences stand side by side, as they do where there is no prefix to share.
+    """
+    starts = []
+    for name, whole in wholes.items():
+        trained = np.flatnonzero(whole.labels != IGNORE_INDEX)
+        if not trained.size:
+            raise ValueError(
+                f"{name} has no token to train: it is empty, or all of its messages are masked; leave the row out "
+                "(skip_bad: True), or end texts with EOS (add_eos: True)"
+            )
+        starts.append(int(trained[0]))
+    samples = [*wholes.values()]
+    # Each trains a token, so each has a segment of its own.
+    shared = _common_prefix([whole.tokens[: min(starts)] for whole in samples]) if share_prefix else 0
+    parts = [whole.cut(shared, whole.tokens.size) for whole in samples]
+    if shared:
+        parts.insert(0, samples[0].cut(0, shared))
+    numbers = {}
+    for name, values in (token_fields or {}).items():
+        full = [
+            np.concatenate([np.full(whole.tokens.size - each.size, np.nan, np.float32), each])
+            for whole, each in zip(samples, values, strict=True)
+        ]
+        numbers[name] = np.concatenate([full[0][:shared], *(each[shared:] for each in full)])
+    return Group(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.labels for part in parts]),
+        lengths=[part.tokens.size for part in parts],
+        parents=[ROOT, *[0] * len(samples)] if shared else None,
+        fields={name: [*[np.nan] * bool(shared), *values] for name, values in fields.items()},
+        token_fields=numbers,
+    )
+
+
+def columns_of(fields: Any, name: str) -> dict[str, Columns]:
+    """Return the columns of each field, of a setting that lists columns or maps names of fields to them.
+
+    >>> columns_of(["margin"], "fields"), columns_of({"score": ["good", "bad"]}, "fields")
+    ({'margin': ('margin',)}, {'score': ('good', 'bad')})
+    """
+    found = {}
+    for field in fields or ():
+        columns = fields[field] if isinstance(fields, Mapping) else field
+        columns = (columns,) if isinstance(columns, str) else columns
+        if isinstance(fields, str) or not isinstance(columns, Sequence) or not columns:
+            raise ValueError(
+                f"{name}={fields!r} names no columns; write [column, ...], {{field: column}}, or {{field: [column, "
+                "...]} where each answer has its own"
+            )
+        found[field] = tuple(columns)
+    return found
+
+
+def numbers_of(row: Mapping[str, Any], fields: Mapping[str, Columns], answers: int) -> dict[str, list[float]]:
+    """Return the numbers of each field, one for each answer; one number in a column is that of all."""
+    found = {}
+    for field, columns in fields.items():
+        values = [value for _, value in _entries(row, columns, listed=False)]
+        single = len(columns) == 1
+        numbers = _numbers(
+            values[0] if single else values, ", ".join(columns), (answers,), *([()] if single else [])
+        )
+        found[field] = np.broadcast_to(numbers, answers).tolist()
+    return found
+
+
+def _entries(
+    row: Mapping[str, Any], columns: Columns, answers: int | None = None, *, listed: bool = True
+) -> list[tuple[str, Any]]:
+    """Return for each answer of a row the name of its place, for errors, and what is there.
+
+    One column is ``listed`` if it holds a list with an entry for each answer.
+    """
+    for column in columns:
+        if column not in row:
+            raise missing_column(row, column)
+    entries = [(column, row[column]) for column in columns]
+    if listed and len(columns) == 1:
+        [(column, given)] = entries
+        if isinstance(given, str | Mapping) or not hasattr(given, "__len__"):
+            raise ValueError(
+                f"column {column!r} holds a {type(given).__name__}; give a list with one entry for each answer"
+            )
+        entries = [(f"{column}[{i}]", value) for i, value in enumerate(given)]
+    if answers not in (None, len(entries)):
+        raise ValueError(
+            f"column {', '.join(map(repr, columns))} has {len(entries)} entries for {answers} answers; give one for "
+            "each"
+        )
+    return entries
+
+
+def _numbers(value: Any, column: str, *shapes: tuple[int, ...]) -> Any:
+    """Return what a column holds as an array of numbers that float32 holds, of one of these shapes."""
+    try:
+        found = np.asarray(value)
+    except ValueError:  # numpy's error for lists of different lengths
+        raise ValueError(
+            f"column {column!r} holds lists of different lengths; give one number for each"
+        ) from None
+    if found.dtype.kind not in "fiub" or not (np.abs(found) <= np.finfo(np.float32).max).all():
+        raise ValueError(
+            f"column {column!r} holds {shown(value)}; give finite numbers, and leave out rows that lack them"
+        )
+    if found.shape not in shapes:
+        wanted = " or ".join(f"{shape[0]} numbers" if shape else "one number" for shape in shapes)
+        raise ValueError(f"column {column!r} has shape {list(found.shape)}; give {wanted}")
+    return found
+
+
+def _read(value: Any, column: str, *, ignore: Iterable[str]) -> Content | IntArray:
     """Return what a column holds: ids, a text, or messages; an empty list is one of ids."""
-    if not is_ids and not isinstance(value, str | Mapping) and hasattr(value, "__len__"):
-        is_ids = not len(value) or not isinstance(value[0], str | Mapping)
-    return _ids(value, column) if is_ids else read_content(value, column, ignore=ignore)
+    listed = not isinstance(value, str | Mapping) and hasattr(value, "__len__")
+    if listed and (not len(value) or not isinstance(value[0], str | Mapping)):
+        return _ids(value, column)
+    return read_content(value, column, ignore=ignore)
 
 
 def _ids(value: Any, column: str) -> IntArray:
@@ -268,6 +358,7 @@ def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Conten
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         return prompt, list(answers)
     whole = [as_messages(answer, "assistant") for answer in answers]
+    shared = 0
     if isinstance(prompt, list):
         shared = len(prompt) if all(each[: len(prompt)] == prompt for each in whole) else 0
     elif prompt is None or all(
@@ -278,22 +369,27 @@ def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Conten
         # What all begin with, before the last answer of any of them.
         lasts = [[i for i, m in enumerate(each) if m["role"] == "assistant"] or [len(each)] for each in whole]
         limit = min(last[-1] for last in lasts)
-        shared = common_prefix([each[:limit] for each in whole])
+        shared = _common_prefix([each[:limit] for each in whole])
         prompt = whole[0][:shared]
-    else:
-        shared = 0
     return prompt, [messages[shared:] for messages in whole]
 
 
 def _split_where_unequal(ids: Sequence[Any], prompt: Sequence[int] | None = None) -> list[Sample]:
     """Return sequences of which all is trained but what all, and the prompt if there is one, begin with."""
-    shared = common_prefix(ids)
+    shared = _common_prefix(ids)
     if all(len(each) == shared for each in ids):
         raise ValueError(
             "the answers are equal, so there is no telling where their prompt ends; leave the row out "
             "(skip_bad: True), or give the prompt a column"
         )
     if prompt is not None:
-        shared = common_prefix([*ids, prompt])
+        shared = _common_prefix([*ids, prompt])
     shared = min(shared, *(len(each) - 1 for each in ids))
     return [masked_sample(each, np.arange(len(each)) >= shared) for each in ids]
+
+
+def _common_prefix(sequences: Sequence[Any]) -> int:
+    """Return the number of elements that all sequences begin with."""
+    shortest = min(map(len, sequences))
+    equal = [np.asarray(each[:shortest]) == np.asarray(sequences[0][:shortest]) for each in sequences]
+    return int(np.logical_and.accumulate(np.all(equal, axis=0)).sum())

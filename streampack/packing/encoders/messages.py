@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streampack.packing.columns import mask_from_column, shown
-from streampack.packing.encoders.answer_groups import columns_of, group_of, numbers_of
+from streampack.packing.encoders.answers import PAIR, columns_of, group_of, numbers_of
 from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import (
@@ -21,10 +21,8 @@ from streampack.packing.samples import missing_column
 from streampack.sources.torchtune_rows import columns_read, require_content
 from streampack.types import Sample
 
-PAIR = ("chosen", "rejected")
 CONVERSATIONS = ("messages", "conversations", *PAIR)
-NAMES = {*CONVERSATIONS, "image", "prompt", "instruction", "input", "output"}
-"""Names in the ``column_map`` of torchtune's transforms; those of conversations are of columns of messages."""
+"""Names in the ``column_map`` of torchtune's transforms that are of columns of messages."""
 
 LEFT_OUT = {"tool_calls", *REASONING}
 """Keys of messages that change what is trained, and that torchtune's transforms leave out."""
@@ -46,7 +44,7 @@ class MessagesEncoder(Encoder):
         ignore: columns and keys of messages to leave out on purpose.
 
     Raises:
-        ValueError: for a tokenizer that takes no messages, or a transform that does not fit.
+        ValueError: for a tokenizer that takes no messages.
     """
 
     def __init__(
@@ -71,10 +69,6 @@ class MessagesEncoder(Encoder):
         self.share_prefix = share_prefix
         self.ignore = frozenset(ignore)
         self.read = columns_read(message_transform)
-        if unknown := sorted(self.read.keys() - {*NAMES}):  # a typo, whose column would be left out
-            raise ValueError(
-                f"column_map of {type(message_transform).__name__} has {unknown[0]!r}, which it does not read"
-            )
         numbers = [name for names in self.fields.values() for name in names]
         self.columns = ReadColumns(
             type(message_transform).__name__, used=(*self.read.values(), *numbers), ignore=ignore
@@ -84,9 +78,6 @@ class MessagesEncoder(Encoder):
         """See `Encoder`."""
         made = self.message_transform(self._checked(row) if self.read else row)
         if "messages" in made:
-            from torchtune.data import validate_messages  # takes nine seconds to import
-
-            validate_messages(made["messages"])
             return self._sample(made["messages"])
         return group_of(
             {f"the {name} answer": self._sample(made[name]) for name in PAIR},
@@ -97,8 +88,7 @@ class MessagesEncoder(Encoder):
     def _checked(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row of which torchtune's transform invents and drops nothing."""
         self.columns.check(row)
-        image = self.read.get("image", "image")
-        given = {name: value for name, value in row.items() if name != image or value is not None}
+        given = dict(row)
         for name, column in self.read.items():
             if column not in row and not (name == "image" or name == column == "input"):
                 raise missing_column(row, column)
@@ -112,11 +102,6 @@ class MessagesEncoder(Encoder):
                             f"transform leaves out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which "
                             "render it"
                         )
-                if name in PAIR and messages[0]["role"] == "assistant":
-                    raise ValueError(
-                        f"{name} begins with an answer, to which the transform adds no prompt; AnswersEncoder puts "
-                        "the column of the prompt before both answers"
-                    )
                 # torchtune's transforms write into the messages that they are given
                 sharegpt = name == "conversations"
                 given[column] = parse_json(row[column], column) if sharegpt else [*map(dict, messages)]
@@ -125,13 +110,12 @@ class MessagesEncoder(Encoder):
 
     def _sample(self, messages: Sequence[Any]) -> Sample:
         """Tokenize messages, all text."""
+        from torchtune.data import validate_messages  # takes nine seconds to import
+
+        validate_messages(messages)
         for i, message in enumerate(messages):
-            for part in message.content:
-                if part["type"] != "text" or not isinstance(part["content"], str):
-                    what = "an image" if part["type"] != "text" else f"a {type(part['content']).__name__}"
-                    raise ValueError(
-                        f"message {i} ({message.role}) has {what} for content; only text can be packed"
-                    )
+            if any(part["type"] != "text" for part in message.content):
+                raise ValueError(f"message {i} ({message.role}) has an image; only text can be packed")
         encoded = self.tokenizer({"messages": messages})
         masked = mask_from_column(encoded["mask"], "mask", len(encoded["tokens"]))
         return masked_sample(encoded["tokens"], ~masked)
