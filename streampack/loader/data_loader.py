@@ -41,7 +41,8 @@ class PackedDataLoader:
 
     Iterating again goes on behind what an iteration gave that was left before its end, and else is the next epoch;
     after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it was. ``dataset.set_epoch`` chooses
-    one. A state is that of the batches handed out, and can be loaded on any number of ranks and workers.
+    one. A state is that of the batches handed out, and can be loaded on any number of ranks and workers. It is the
+    dataset's: loaders that shall not go on behind one another need a dataset each.
 
     With a process group, construct the loader and iterate it on all ranks. It keeps connections between all ranks until
     the process group is destroyed: make one for each dataset, and iterate it again for each evaluation.
@@ -100,22 +101,14 @@ class PackedDataLoader:
 
         Else the epoch begins that comes after the newest iteration's.
         """
-        newest, readers = self._newest, self.dataset.readers
-        if newest is not None:
-            newest.require_whole("iterated anew")
-        if newest is None or newest.commands != readers.commands:
-            begin = readers.of_loader()
-        elif newest.over:
-            begin = RunState(epoch=newest.following)
-        else:
-            begin = newest.handed
+        if self._newest is not None:
+            self._newest.require_whole("iterated anew")
         self._newest = Iteration(
             self.dataset,
             self.rank_sync,
             self._batching,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            begin=replace(begin, packs_per_step=self.packs_per_step),
             meter=self._meter,
         )
         self._meter.step = ()  # an iteration that was left in the middle of a step gives no more of it
@@ -127,17 +120,20 @@ class PackedDataLoader:
 
         All ranks must call it, after the same number of batches.
         """
+        readers = self.dataset.readers
+        if self._newest is not None and readers.process and self._newest.turn != readers.turn:
+            raise ValueError(
+                "the newest iteration of this loader's dataset was begun by another: make a dataset for each loader"
+            )
         return self.state_of(self.position())
 
     def state_of(self, position: RunState) -> dict[str, Any]:
         """Collective: return the state at an earlier `position`, the same one on all ranks."""
         if self._newest is not None:
             self._newest.require_whole("asked for a state")
-        slot, epoch = position.slot, position.epoch
-        self._identify("save", lambda: {"slot": slot, "epoch": epoch})
-        lanes = self.rank_sync.merge_lanes(as_dicts(position.lane_states))
-        more = {"slot": slot, "packs_per_step": self.packs_per_step}
-        return self.dataset._state_with(lanes, more=more, epoch=epoch)
+        position = replace(position, packs_per_step=self.packs_per_step, partial=False)
+        self._identify("save", lambda: {"slot": position.slot, "epoch": position.epoch})
+        return self.dataset._state_of(position, self.rank_sync.merge_lanes(as_dicts(position.lane_states)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective: let the next iteration continue after the batch of ``state``, on any topology.
@@ -165,12 +161,8 @@ class PackedDataLoader:
             self._identified = True
 
     def position(self) -> RunState:
-        """Return how far the newest iteration is, in the lanes of this rank, or a state that was loaded since."""
-        newest, readers = self._newest, self.dataset.readers
-        loaded = readers.loaded_since(0 if newest is None else newest.commands)
-        if loaded is not None:
-            return loaded
-        return readers.following() if newest is None else newest.handed
+        """Return how far the newest iteration is, in the lanes of this rank, or where it was told to begin since."""
+        return self.dataset.readers.state
 
     @property
     def slot(self) -> int:

@@ -42,21 +42,18 @@ class Iteration:
         *,
         num_workers: int,
         pin_memory: bool,
-        begin: RunState,
         meter: StepMeter,
     ) -> None:
         self.dataset, self.rank_sync, self.batching, self.meter = dataset, rank_sync, batching, meter
         self.num_workers, self.pin_memory = num_workers, pin_memory
-        self.begin = begin
-        self.handed = begin  # up to the last batch handed out; replaced as a whole when a batch is returned
+        begin = dataset.readers.start()
+        # Up to the last batch handed out; replaced as a whole when a batch is returned.
+        self.begin = self.handed = replace(begin, packs_per_step=batching.packs_per_step)
+        self.turn = dataset.readers.turn
         self.epoch = begin.epoch  # of the newest batch
-        self.given = False  # whether it has handed out a batch
         self.broken = False  # whether the newest next() raised, or is under way
         # Whether that exception was raised on all ranks, so that none waits for another.
         self.raised_on_all = False
-        self.over = False  # whether it has come to its end
-        self.commands = dataset.readers.commands
-        self.following = begin.epoch + (dataset.epochs or 1)  # the epoch of the next iteration
 
     def start(self) -> None:
         """Collective: check that all ranks have the same run, settle its number of lanes, and start the workers."""
@@ -76,7 +73,7 @@ class Iteration:
             # The same on all ranks: also on one whose lanes have made no pack of this epoch yet.
             first = max((state.epoch for state in begin.lane_states.values()), default=begin.epoch)
         own = {lane: state for lane, state in begin.lane_states.items() if lane % size == rank}
-        self.handed = replace(begin, lane_states=own, left=True)
+        self.handed = self.begun = replace(begin, lane_states=own, partial=size > 1)
         workers = min(self.num_workers, -(-num_lanes // size))
         consumers = size * max(1, workers)
         streams: list[Worker | Generator[LaneEvent]] = []
@@ -102,7 +99,7 @@ class Iteration:
         if not rank_sync.has_data_groups:
             require_loader_made_after_group(made_for_one_rank=rank_sync.group is None)
         require_same_run(dataset, rank_sync, doing="iterate", settings=self._settings)
-        if begin.left:  # then it has the lanes of this rank
+        if begin.partial:  # then it has the lanes of this rank
             begin = replace(begin, lane_states=rank_sync.merge_lanes(begin.lane_states))
         num_lanes = dataset.fix_lanes(ranks * max(1, self.num_workers))
         dataset.settings.choose_window(dataset.lane_config.packing, ranks)
@@ -133,7 +130,7 @@ class Iteration:
             "skip_bad": dataset.lane_config.quarantine is not None,
             "weights": None if mix is None else mix.target_fractions,
             "slot": begin.slot,
-            "state": None if begin.left else digest(sorted(as_dicts(begin.lane_states).items())),
+            "state": None if begin.partial else digest(sorted(as_dicts(begin.lane_states).items())),
         }
 
     def __iter__(self) -> Iteration:
@@ -144,10 +141,11 @@ class Iteration:
         self.require_whole("asked for a batch")
         if self.broken:
             raise RuntimeError(ANEW)
-        if self.over:
+        if self.handed.over:
             raise StopIteration
         self.broken = True
         begun = time.perf_counter()
+        readers = self.dataset.readers
         slot, lane_states = self.handed.slot, dict(self.handed.lane_states)
         batch = None
         try:
@@ -161,9 +159,10 @@ class Iteration:
                     break
                 if not share.number:
                     self._require_packs(lane_states)
-            handed = replace(self.handed, lane_states=lane_states, slot=slot)
+            handed = replace(self.handed, lane_states=lane_states, slot=slot, given=True, over=batch is None)
             if batch is None:
-                self._ended()
+                if self.rank_sync.rank == 0 and self.handed is self.begun:
+                    self.begun.warn_if_left()
             else:
                 self._given(share, batch, waited=time.perf_counter() - begun)
         except BaseException as error:
@@ -172,12 +171,11 @@ class Iteration:
             raise
         # CPython checks for signals at calls and loops. There are none below, so no Ctrl-C can come between recording
         # a batch and returning it.
-        self.handed = handed
-        self.broken = False
+        self.handed, self.broken = handed, False
+        if self.turn == readers.turn:
+            readers.state = handed
         if batch is None:
-            self.over = True
             raise StopIteration
-        self.given = True
         return batch
 
     def _given(self, share: Share, batch: Batch, *, waited: float) -> None:
@@ -190,12 +188,6 @@ class Iteration:
             waited=waited,
             costs=share.costs,
         )
-        self.dataset.readers.given_by_loader(self.commands)
-
-    def _ended(self) -> None:
-        if self.rank_sync.rank == 0 and not self.given:
-            self.begin.warn_if_left()
-        self.dataset.readers.ended_loader(self.commands, following=self.following)
 
     def require_whole(self, action: str) -> None:
         """Raise if an interrupted ``next()`` may have left this rank and the others at different collectives."""

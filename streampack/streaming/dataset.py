@@ -181,7 +181,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.lane_config.check_shards()
         self.epochs = epochs
         self.settings = RunSettings(num_lanes=num_lanes, balance_window=balance_window)
-        self.readers = Readers()
+        self.readers = Readers(epochs or 1)
         self._ranks = 1  # of the process that pickled this for a worker process
         self._shared_logged = False
         self._untrained = UntrainedWarning(wanted=untrained is None, max_seq_len=packing.max_seq_len)
@@ -190,9 +190,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._estimates: dict[tuple[int, int], Estimate] = {}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return PackDicts(self._start, untrained=self._untrained)
+        return PackDicts(self._start, readers=self.readers, untrained=self._untrained)
 
-    def _start(self, packs: PackDicts) -> tuple[Iterator[LaneEvent], int]:
+    def _start(self) -> tuple[RunState, Iterator[LaneEvent]]:
         refuse_several_ranks(self._ranks)
         refuse_foreign_loader(self)
         worker = get_worker_info()
@@ -203,12 +203,12 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "shares them out by itself, as datasets do that ask torch for their worker; iterate a "
                 "PackedDataLoader, or use one worker"
             )
-        begin = self.readers.start(packs, shuffled=self.lane_config.shuffle_window > 0)
+        begin = self.readers.start(shuffled=self.lane_config.shuffle_window > 0)
         self.settings.choose_window(self.lane_config.packing, 1)
         events = self.events(consumer, consumers, lane_states=begin.lane_states, epoch=begin.epoch)
         if consumer == 0:
             self._log_shared()
-        return events, begin.epoch + (self.epochs or 1)
+        return begin, events
 
     def stream(self, consumer: int = 0, consumers: int = 1) -> Iterator[Pack]:
         """Return the packs of one of several consumers (ranks x workers); this fixes num_lanes and balance_window.
@@ -304,9 +304,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
 
-        Without it, an iteration begins with the epoch after the last, or goes on behind what the last gave in this
-        process if that was left before its end. Worker processes of torch's DataLoader do not count: call it before
-        each iteration. Another epoch than the loaded state's discards the state.
+        Without it, an iteration, be it a loader's, begins with the epoch after the last, or goes on behind what the
+        last gave in this process if that was left before its end. Worker processes of torch's DataLoader do not count:
+        call it before each iteration. Another epoch than the loaded state's discards the state.
         """
         self.readers.set_epoch(require_positive(epoch, "epoch", least=0))
 
@@ -316,27 +316,26 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         The states of several consumers are merged by merging ``lanes``.
 
         Raises:
-            ValueError: if it is read by a `PackedDataLoader`, or by worker processes of torch's DataLoader, where the
-                state is theirs.
+            ValueError: if it is read by a `PackedDataLoader` on several ranks, or by worker processes of torch's
+                DataLoader, where the state is theirs.
         """
-        position = self.readers.position()
-        more = {"partial": True} if position.partial else {}
-        return self._state_with(as_dicts(position.lane_states), more=more, epoch=position.epoch)
+        state = self.readers.whole_state()
+        return self._state_of(state, as_dicts(state.lane_states))
 
-    def _state_with(
-        self, lanes: Mapping[int, Mapping[str, Any]], *, more: Mapping[str, Any], epoch: int
-    ) -> dict[str, Any]:
-        """Return a state that holds these lanes' states and ``more``, of an iteration that began in ``epoch``."""
+    def _state_of(self, state: RunState, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what is saved of a state, with the states of these ``lanes``."""
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}  # which may change
         head = {
             "identity": self._identity.plain(),
-            "epoch": epoch,
+            "epoch": state.epoch,
+            "slot": state.slot,
+            "packs_per_step": state.packs_per_step,
+            "partial": state.partial,
             "num_lanes": self.num_lanes,
             # As long as nothing was read, a resume may choose another.
             "balance_window": self.balance_window if lanes else None,
             **self._changes.state(self.num_lanes),
             **weights,
-            **more,
         }
         return state_of(head, lanes)
 
@@ -419,7 +418,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: as `state_dict`.
         """
-        return total_ledger(self.readers.position().lane_states)
+        return total_ledger(self.readers.whole_state().lane_states)
 
     @property
     def mix(self) -> Mix | None:
@@ -432,7 +431,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: as `state_dict`.
         """
-        return self._source_stats_of(self.readers.position().lane_states)
+        return self._source_stats_of(self.readers.whole_state().lane_states)
 
     def _source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
         """Return the same for the lanes given."""

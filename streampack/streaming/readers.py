@@ -1,54 +1,46 @@
-"""Where those begin who read a dataset: this process, a `PackedDataLoader`, or worker processes of torch."""
+"""Where those begin who read a dataset: this process, by itself or by a loader, or worker processes of torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
 from streampack.packing.batch import to_torchtune
-from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.lane_state import LaneEvent
 from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.run_state import RunState
 from streampack.validation import warn_user
 
 COMMANDS, EPOCH, LOADED, WORKER = range(4)
 ANEW = "an exception has cut this iteration short; iterate anew, which goes on behind what it gave"
-UNFINISHED = (
-    "an iteration began from the loaded state and stopped before its end, so another one would begin elsewhere than "
-    "the state says. To begin from the state again, load it again; to go on behind what that iteration gave, call "
-    "load_state_dict(state_dict()) first; to read an epoch from its beginning, call set_epoch(epoch) of the dataset"
-)
 
 
 class PackDicts:
     """Iterate over the packs of a dataset as dicts in torchtune's format. A failed conversion consumes no pack.
 
     Args:
-        start: is called for the first pack, so that an iterator that gives nothing changes nothing. It calls
-            `Readers.start`, and returns what the lanes give from there on, and the epoch of the next iteration.
+        start: is called for the first pack, so that an iterator that gives nothing changes nothing. It returns where
+            `Readers.start` lets it begin, and what the lanes give from there on.
+        readers: are told what was handed out.
         untrained: looks at each ledger.
     """
 
     def __init__(
-        self, start: Callable[[PackDicts], tuple[Iterator[LaneEvent], int]], *, untrained: UntrainedWarning
+        self,
+        start: Callable[[], tuple[RunState, Iterator[LaneEvent]]],
+        *,
+        readers: Readers,
+        untrained: UntrainedWarning,
     ) -> None:
-        self._start = start
-        self._untrained = untrained
+        self._start, self._readers, self._untrained = start, readers, untrained
         self._empty = True
         self._broken = False  # whether the newest call raised, or is under way
-        self._lane_states: dict[int, LaneState] = {}
-        self.begin = RunState()
-        self.events: Iterator[LaneEvent] | None = None
-        self.following = 0
-        self.process = os.getpid()
-        self.given = False  # whether it, or one that it goes on behind, has given a pack
-        self.over = False  # whether it has come to its end
+        self._events: Iterator[LaneEvent] | None = None
 
     def __iter__(self) -> PackDicts:
         return self
@@ -57,45 +49,50 @@ class PackDicts:
         if self._broken:
             raise RuntimeError(ANEW)
         self._broken = True
-        if self.events is None:
-            self.events, self.following = self._start(self)
-        for event in self.events:
+        readers = self._readers
+        if self._events is None:
+            begin, self._events = self._start()
+            self._lane_states, self._turn = dict(begin.lane_states), readers.turn
+            self._handed = replace(begin, lane_states=self._lane_states, given=True)
+        for event in self._events:
             if event.pack is not None:
                 self._untrained.look_at(event.state.ledger)
                 given = to_torchtune(event.pack)
                 self._empty = False
                 # CPython checks for signals at calls and loops. There are none between here and the return, so no
                 # KeyboardInterrupt can come between recording a pack and returning it (tests/loader/test_interrupts.py)
-                self._lane_states[event.lane], self.given, self._broken = event.state, True, False
+                self._lane_states[event.lane], self._broken = event.state, False
+                if self._turn == readers.turn:
+                    readers.state = self._handed
                 return given
             self._lane_states[event.lane] = event.state
-        if self._empty:
-            self.begin.warn_if_left()
-        self.over, self._broken = True, False
+        if self._turn == readers.turn:
+            if self._empty:
+                readers.state.warn_if_left()
+            readers.state = replace(self._handed, over=True)
+        self._broken = False
         raise StopIteration
-
-    def begin_at(self, begin: RunState) -> None:
-        """Take over where another iteration, or the newest command, has come to."""
-        self.begin, self.given, self._lane_states = begin, begin.left, dict(begin.lane_states)
-
-    def position(self) -> RunState:
-        """Return the state after the last pack that was given."""
-        return replace(self.begin, lane_states=dict(self._lane_states))
 
 
 class Readers:
-    """The newest command of a dataset (``set_epoch``, ``load_state_dict``, ``continue_from``), and what was read since.
+    """Where a dataset stands: at the newest command (``set_epoch``, ``load_state_dict``, ...), or behind what was read.
 
+    Each iteration in this process, of the dataset or of a loader, goes on behind what the newest one has handed out.
     torch's DataLoader copies the dataset into its worker processes when it starts them, and they tell it nothing. So
     the command also lies in memory that they share: workers that are kept (``persistent_workers``) see there what was
     set since they began, and new ones that others have read before them.
+
+    Args:
+        epochs: of an iteration.
     """
 
-    def __init__(self) -> None:
-        self.begin = RunState()  # of the newest command
-        self.begun = False  # whether a loader that began there has given something
-        self.by_loader = False  # whether the newest iteration is a `PackedDataLoader`'s
-        self.newest: PackDicts | None = None  # the dataset's own newest iteration since the command
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+        # Behind what the newest iteration in this process has handed out, or of a newer command.
+        self.state = RunState()
+        # The number of commands and iterations: an iteration may set the state while this is what it was when it began.
+        self.turn = 0
+        self.begin, self.process = self.state, 0  # where the newest iteration began, and in which process
         self.commands = 0  # that this process knows
         # The number of commands; the epoch of the newest; whether it loaded a state; and the process id of the first
         # worker process that has read since, or 0.
@@ -104,7 +101,7 @@ class Readers:
 
     def command(self, begin: RunState) -> None:
         """Let whoever iterates next begin here."""
-        self.begin, self.begun, self.by_loader, self.newest = begin, False, False, None
+        self.state, self.process, self.turn = begin, 0, self.turn + 1
         worker = get_worker_info()
         if worker is None:
             self.commands = int(self._shared[COMMANDS]) + 1
@@ -115,31 +112,26 @@ class Readers:
 
     def set_epoch(self, epoch: int) -> None:
         """Let whoever iterates next begin with this epoch; a loaded state of the same, not begun yet, is kept."""
-        kept = self.begin.loaded and epoch == self.begin.epoch and not self._taken
-        self.command(self.begin if kept else RunState(epoch=epoch))
+        state = self.state
+        kept = state.loaded and not state.given and epoch == state.epoch and not self._in_workers
+        self.command(state if kept else RunState(epoch=epoch))
 
     def following(self) -> RunState:
-        """Return where the next iteration begins, of whoever has not read before."""
-        newest = self.newest
-        return self.begin if newest is None or not newest.over else RunState(epoch=newest.following)
+        """Return where the next iteration begins: at the state, or with the next epoch if the newest one has ended."""
+        state = self.state
+        return RunState(epoch=state.epoch + self.epochs) if state.over else state
 
-    def of_loader(self) -> RunState:
-        """Return where a loader begins that has not read since the newest command."""
-        return self._not_begun(self._taken)
-
-    def start(self, packs: PackDicts, *, shuffled: bool) -> RunState:
-        """Let an iteration of the dataset begin in this process, maybe a worker's; return where it does."""
-        before, worker = self.newest, get_worker_info()
-        if worker is not None:
+    def start(self, *, shuffled: bool = False) -> RunState:
+        """Let an iteration begin in this process, maybe a worker's; return where it does."""
+        if (worker := get_worker_info()) is not None:
             begin = replace(self._of_worker(worker.id, shuffled), partial=worker.num_workers > 1)
-        elif before is None or before.over:
-            begin = replace(self.of_loader(), partial=False)
         else:
-            begin = replace(before.position(), left=before.given)
-        if worker is None:
-            self._shared[WORKER], self.by_loader = 0, False
-        packs.begin_at(begin)
-        self.newest = packs
+            begin = self.following()
+            if begin.loaded and self._in_workers:
+                raise ValueError(_unfinished())
+            self._shared[WORKER] = 0
+        self.state = self.begin = replace(begin, lane_states=dict(begin.lane_states))
+        self.process, self.turn = os.getpid(), self.turn + 1
         return begin
 
     def _of_worker(self, number: int, shuffled: bool) -> RunState:
@@ -150,13 +142,15 @@ class Readers:
                     "know it; make a new DataLoader after load_state_dict, or use persistent_workers=False"
                 )
             self.commands = int(self._shared[COMMANDS])
-            self.begin, self.newest = RunState(epoch=int(self._shared[EPOCH])), None
-        before = self.newest
-        again = before is not None and before.process == os.getpid() and not before.over
+            self.state, self.process = RunState(epoch=int(self._shared[EPOCH])), 0
+        # What this process gave in another iteration may not have arrived.
+        again = self.process == os.getpid() and not self.state.over
+        begin = self.begin if again else self.following()
         if number == 0:  # it decides for all: the others may begin before it or after it
             again |= int(self._shared[WORKER]) not in (0, os.getpid())
             self._shared[WORKER] = os.getpid()
-        begin = self._not_begun(again or self._taken)
+        if again and begin.loaded:
+            raise ValueError(_unfinished())
         if again and shuffled:
             warn_user(
                 f"worker processes read epoch {begin.epoch} again, in the same order; call set_epoch(epoch) of the "
@@ -164,61 +158,38 @@ class Readers:
             )
         return begin
 
-    def _not_begun(self, taken: bool) -> RunState:
-        begin = self.following()
-        if begin.loaded and taken:
-            raise ValueError(UNFINISHED)
-        return begin
-
-    def given_by_loader(self, commands: int) -> None:
-        """Note that a loader's iteration, which began at that number of commands, hands out a batch."""
-        if commands == self.commands:
-            self.begun = self.by_loader = True
-
-    def ended_loader(self, commands: int, *, following: int) -> None:
-        """Note that a loader's iteration has come to its end, and which epoch follows."""
-        if commands == self.commands:
-            self.begin, self.begun, self.newest = RunState(epoch=following), False, None
-
-    def loaded_since(self, commands: int) -> RunState | None:
-        """Return a state that was loaded after that number of commands and from which nobody has begun."""
-        return self.begin if commands != self.commands and self.begin.loaded and not self._taken else None
-
-    @property
-    def _taken(self) -> bool:
-        """Whether something was given since the newest command."""
-        return self.begun or self._in_workers or (self.newest is not None and self.newest.given)
-
     @property
     def _in_workers(self) -> bool:
         """Whether worker processes read the dataset, and this is not one of them."""
         return get_worker_info() is None and bool(self._shared[WORKER])
 
-    def position(self) -> RunState:
-        """Return the state after the last pack that this process was given."""
-        if self.by_loader:
-            raise ValueError(
-                "a PackedDataLoader reads this dataset and knows what it has handed out: call its state_dict(), "
-                "ledger() or source_stats(), not the dataset's"
-            )
+    def whole_state(self) -> RunState:
+        """Return the `state`; raise if others have read what this process knows nothing of."""
         if self._in_workers:
             raise ValueError(
                 "worker processes of a DataLoader read this dataset, and what they have read is not known here; use "
                 "PackedDataLoader(dataset, num_workers=...), whose state_dict() counts what it has handed out, or "
                 "torchdata's StatefulDataLoader"
             )
-        return self.begin if self.newest is None else self.newest.position()
+        if self.state.partial and self.process and get_worker_info() is None:
+            raise ValueError(
+                "a PackedDataLoader reads this dataset on several ranks, each of which has some of the lanes: call its "
+                "state_dict(), ledger() or source_stats(), not the dataset's"
+            )
+        return self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        # An iteration has files open, so it stays in its process. A copy goes on behind it; workers begin where readers
-        # begin.
-        if get_spawning_popen() is None and self.newest is not None and not self.newest.over:
-            begin, begun = self.newest.position(), False
-        else:
-            begin, begun = self.following(), self._taken
-        return {**self.__dict__, "newest": None, "begin": begin, "begun": begun}
+        return {**self.__dict__, "process": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # In a worker process that was spawned, nothing is left to do.
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
+
+
+def _unfinished() -> str:
+    return (
+        "worker processes began from the loaded state, and where they stopped is not known here, so another iteration "
+        "would begin elsewhere than the state says; load the state again to begin from it again, or call "
+        "set_epoch(epoch) of the dataset to read an epoch from its beginning"
+    )

@@ -28,7 +28,8 @@ class RunState:
     packs_per_step: int | None = None  # of the loader that made the state
     partial: bool = False  # made by one of several consumers, whose lanes are not those of the others
     loaded: bool = False  # from `load_state_dict` or `continue_from`
-    left: bool = False  # of an iteration in this process that was left before its end
+    given: bool = False  # whether an iteration in this process has handed something out, and came to here
+    over: bool = False  # whether that iteration has come to its end
 
     def behind(self) -> RunState:
         """Return the state of a run that reads on behind this one with other settings; see `LaneState.behind`."""
@@ -52,7 +53,7 @@ class RunState:
 
     def warn_if_left(self) -> None:
         """Warn that an iteration from here gave nothing, if a loop over as many batches as an epoch has is why."""
-        if self.left:
+        if self.given:
             log.warning(
                 "this iteration gave nothing: the one before was left behind the last batch of its epoch, so this "
                 "was the rest of that epoch, and the next iteration is another epoch. Read epochs to their end or call "
@@ -94,12 +95,12 @@ def checked_state(state: Any) -> RunState:
         )
     return RunState(
         {lane: LaneState.from_dict(unsealed(each, of=f"lane {lane}")) for lane, each in lanes.items()},
-        head.get("slot", 0),
+        head["slot"],
         head["epoch"],
         num_lanes,
         head["balance_window"],
-        head.get("packs_per_step"),
-        head.get("partial", False),
+        head["packs_per_step"],
+        head["partial"],
         loaded=True,
     )
 
