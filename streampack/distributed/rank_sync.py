@@ -66,8 +66,16 @@ class RankSync:
                 some, backend="gloo", timeout=timeout, use_local_synchronization=some is not None
             )
         self.group = group  # None: there was no other rank when this was made
-        # Whether `gather` runs, or was interrupted: others may still wait for a part of it.
-        self.in_gather = False
+        # Whether a collective runs, or an exception came between two of them on this rank only.
+        self.broken = False
+
+    def require_whole(self) -> None:
+        """Raise if this rank and the others may wait for different collectives."""
+        if self.broken and not self.alone:
+            raise RuntimeError(
+                f"rank {self.rank} was interrupted while it worked with the other ranks, and may be out of step with "
+                "them; end this process, which they will notice, and resume from the last checkpoint"
+            )
 
     def exchange(self, numbers: Sequence[Any]) -> Exchange:
         """Collective: begin to send integers, or lists of them, of the same shape on each rank, to all ranks."""
@@ -81,21 +89,17 @@ class RankSync:
         """Collective: return every rank's value, by rank; for small values that can be pickled."""
         if self.alone:
             return [value]
-        if self.in_gather:
-            raise RuntimeError(
-                f"rank {self.rank} was interrupted while it agreed with the other ranks, and may be out of step with "
-                "them; end this process, which they will notice, and resume from the last checkpoint"
-            )
-        self.in_gather = True
+        self.require_whole()
+        self.broken = True
         try:
             mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
             [longest] = max(self.exchange([mine.numel()])())
             padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
             received = self._all_to_all(padded)()
         except Exception:  # another rank has died; later collectives will raise the error by themselves
-            self.in_gather = False
+            self.broken = False
             raise
-        self.in_gather = False
+        self.broken = False
         return [pickle.loads(theirs.numpy()) for theirs in received]  # what pads a pickle is not read
 
     def gather_results(self, work: Callable[[], T], *, doing: str) -> list[T]:

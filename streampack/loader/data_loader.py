@@ -92,7 +92,7 @@ class PackedDataLoader:
         limit = timedelta(seconds=require_duration(timeout, "timeout", "seconds"))
         self.rank_sync = RankSync(timeout=limit, group=process_group, place=data_place(data_ranks))
         self._packs_per_step = packs_per_step
-        self._newest: Iteration | None = None
+        self._turn: int | None = None  # of the newest iteration, see `Readers`
         self._meter = StepMeter(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
@@ -101,9 +101,8 @@ class PackedDataLoader:
 
         Else the epoch begins that comes after the newest iteration's.
         """
-        if self._newest is not None:
-            self._newest.require_whole("iterated anew")
-        self._newest = Iteration(
+        self._meter.step = ()  # an iteration that was left in the middle of a step gives no more of it
+        iteration = Iteration(
             self.dataset,
             self.rank_sync,
             self._batching,
@@ -111,9 +110,8 @@ class PackedDataLoader:
             pin_memory=self.pin_memory,
             meter=self._meter,
         )
-        self._meter.step = ()  # an iteration that was left in the middle of a step gives no more of it
-        self._newest.start()
-        return self._newest
+        self._turn = iteration.turn
+        return iteration
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the state after the last batch that was handed out, of all ranks, as plain values.
@@ -121,7 +119,7 @@ class PackedDataLoader:
         All ranks must call it, after the same number of batches.
         """
         readers = self.dataset.readers
-        if self._newest is not None and readers.process and self._newest.turn != readers.turn:
+        if self._turn is not None and readers.process and self._turn != readers.turn:
             raise ValueError(
                 "the newest iteration of this loader's dataset was begun by another: make a dataset for each loader"
             )
@@ -129,8 +127,6 @@ class PackedDataLoader:
 
     def state_of(self, position: RunState) -> dict[str, Any]:
         """Collective: return the state at an earlier `position`, the same one on all ranks."""
-        if self._newest is not None:
-            self._newest.require_whole("asked for a state")
         position = replace(position, packs_per_step=self.packs_per_step, partial=False)
         self._identify("save", lambda: {"slot": position.slot, "epoch": position.epoch})
         return self.dataset._state_of(position, self.rank_sync.merge_lanes(as_dicts(position.lane_states)))

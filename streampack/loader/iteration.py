@@ -30,8 +30,8 @@ from streampack.types import Pack
 class Iteration:
     """Iterator over one rank's batches, from the packs that its workers, or this process, make.
 
-    After an error or an interrupt an iteration gives nothing more: ``handed`` is what it gave, and another iteration
-    goes on from there. `start` must be called first; constructing it is no collective.
+    Constructing it is a collective. After an error or an interrupt an iteration gives nothing more: ``handed`` is what
+    it gave, and another iteration goes on from there.
     """
 
     def __init__(
@@ -52,18 +52,21 @@ class Iteration:
         self.turn = dataset.readers.turn
         self.epoch = begin.epoch  # of the newest batch
         self.broken = False  # whether the newest next() raised, or is under way
-        # Whether that exception was raised on all ranks, so that none waits for another.
-        self.raised_on_all = False
 
-    def start(self) -> None:
-        """Collective: check that all ranks have the same run, settle its number of lanes, and start the workers."""
-        self.broken = True
+        agreed = False
         try:
             begin, read = self._agree()
-        except Exception:
-            self.raised_on_all = True
+            agreed = True
+            self._open(begin, read)
+        except BaseException as error:
+            # Set at once: a second interrupt may come at the next call.
+            rank_sync.broken = True
+            rank_sync.broken = agreed or not isinstance(error, Exception)
             raise
-        rank_sync, num_lanes, epochs = self.rank_sync, self.batching.num_lanes, self.dataset.epochs
+
+    def _open(self, begin: RunState, read: IterablePackedDataset) -> None:
+        """Open the lanes of this rank, in worker processes or here."""
+        rank_sync, num_lanes, epochs = self.rank_sync, self.batching.num_lanes, read.epochs
         rank, size = rank_sync.data_rank, rank_sync.data_world_size
         self.batching.warn(num_workers=self.num_workers, rank=rank_sync.rank)
         if rank_sync.rank == 0:
@@ -90,7 +93,6 @@ class Iteration:
             slot=begin.slot,
             epochs=[0] if epochs is None or first is None else range(first, begin.epoch + epochs),
         )
-        self.broken = False
 
     def _agree(self) -> tuple[RunState, IterablePackedDataset]:
         """Collective: return where to begin, with the lanes of all ranks, and what to read."""
@@ -138,17 +140,16 @@ class Iteration:
 
     def __next__(self) -> Batch:
         """Collective: return the next batch. An error consumes nothing."""
-        self.require_whole("asked for a batch")
         if self.broken:
+            self.rank_sync.require_whole()
             raise RuntimeError(ANEW)
         if self.handed.over:
             raise StopIteration
         self.broken = True
-        begun = time.perf_counter()
         readers = self.dataset.readers
-        slot, lane_states = self.handed.slot, dict(self.handed.lane_states)
-        batch = None
         try:
+            begun, batch = time.perf_counter(), None
+            slot, lane_states = self.handed.slot, dict(self.handed.lane_states)
             for share in self.shares:
                 for event in share.events:
                     lane_states[event.lane] = event.state
@@ -166,7 +167,9 @@ class Iteration:
             else:
                 self._given(share, batch, waited=time.perf_counter() - begun)
         except BaseException as error:
-            self.raised_on_all |= getattr(error, "raised_on_all_ranks", False)
+            # Set at once: a second interrupt may come at the next call.
+            self.rank_sync.broken = True
+            self.rank_sync.broken = not getattr(error, "raised_on_all_ranks", False)
             self.packs.close()
             raise
         # CPython checks for signals at calls and loops. There are none below, so no Ctrl-C can come between recording
@@ -189,15 +192,6 @@ class Iteration:
             costs=share.costs,
         )
 
-    def require_whole(self, action: str) -> None:
-        """Raise if an interrupted ``next()`` may have left this rank and the others at different collectives."""
-        if self.broken and not self.raised_on_all and not self.rank_sync.alone:
-            raise RuntimeError(
-                f"the loader of rank {self.rank_sync.rank} cannot be {action}: an exception cut its last next() "
-                "short, and the ranks may wait for different things; end this process, which the other ranks "
-                "will notice, and resume from the last checkpoint"
-            )
-
     def _require_packs(self, lane_states: Mapping[int, LaneState]) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
         # Lanes that read on behind an earlier run may have nothing left of this epoch.
@@ -205,8 +199,7 @@ class Iteration:
         found = self.rank_sync.gather((self.rank_sync.data_rank, total_ledger(lane_states), anew))
         whole = Ledger.total({rank: ledger for rank, ledger, _ in found}.values())
         if not whole.packs and not any(anew for _, _, anew in found):
-            self.raised_on_all = True
-            raise nothing_to_pack(whole)
+            self.rank_sync.raise_on_all(nothing_to_pack(whole))
 
     def _collated(self, packs: list[Pack]) -> Batch:
         """Stack packs to a batch, filled up with null packs."""

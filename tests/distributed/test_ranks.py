@@ -65,7 +65,7 @@ def test_after_an_interrupted_gather_a_rank_sends_nothing(monkeypatch: pytest.Mo
     for error in raised:
         with pytest.raises(type(error), match=str(error)):
             rank_sync.gather(1)
-    with pytest.raises(RuntimeError, match="rank 0 was interrupted while it agreed .* last checkpoint"):
+    with pytest.raises(RuntimeError, match="rank 0 was interrupted while .* last checkpoint"):
         rank_sync.gather(1)
 
 

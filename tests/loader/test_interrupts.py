@@ -154,12 +154,8 @@ def test_several_ranks_refuse_to_continue_after_an_interrupt(run: Run) -> None:
     with pytest.raises(KeyboardInterrupt):
         Injector(40).call(iterator.__next__)
     loader.rank_sync.alone = False
-    for what, ask in (
-        ("batch", iterator.__next__),
-        ("state", loader.state_dict),
-        ("anew", lambda: iter(loader)),
-    ):
-        with pytest.raises(RuntimeError, match=f"rank 0 .*{what}.* cut its last next.* last checkpoint"):
+    for ask in (iterator.__next__, loader.state_dict, lambda: iter(loader)):
+        with pytest.raises(RuntimeError, match=r"rank 0 was interrupted while .* last checkpoint"):
             ask()
 
 
