@@ -38,10 +38,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(repr(plain(item)) for item in value)
     if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType):
-        return f"{value.__module__}.{value.__qualname__}"
+        return qualified_name(value)
     if " at 0x" not in repr(value):  # the default repr of an object holds its address
         return value
     reduced = value.__reduce_ex__(2)
     if isinstance(reduced, str):
         return reduced
     return [plain(type(value)), plain(reduced[1:3]), *(plain(list(items)) for items in reduced[3:5] if items)]
+
+
+def qualified_name(thing: Any) -> str:
+    """Return the dotted name of a function or class, or of an object's class."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"

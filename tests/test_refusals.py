@@ -120,12 +120,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # Tokenizers and samples.
     "no encoder": (
         lambda: of_file('{"text": "a"}\n'),
-        "rows.jsonl:1: column 'tokens' is missing; the row's columns are 'text'; such rows need an encoder: "
-        "encoder=TextEncoder(tokenizer), or data.encoder in a config",
+        "rows.jsonl:1: column 'tokens' is missing; the row's columns are 'text'; rows of text or messages need "
+        "an encoder: encoder=TextEncoder(tokenizer) or ChatEncoder(tokenizer), data.encoder in a config; ids under",
     ),
     "a tokenizer": (
         lambda: packs([{"text": "a"}], encoder=byte_level()),
-        "encoder is a tokenizer, a TokenizersBackend; wrap it: TextEncoder(tokenizer) for rows of text",
+        "encoder is a TokenizersBackend; give an encoder, such as TextEncoder(tokenizer) for rows of text",
     ),
     "pairs": (
         lambda: first([PAIR]),
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "columns of ids": (
         lambda: first([{"ids": [1, 2], "n": 2}]),
-        "encoder=TokensEncoder(tokens=COLUMN, labels=COLUMN or None)",
+        "name need TokensEncoder(tokens=COLUMN, labels=COLUMN or None)",
     ),
     # Datasets and loaders.
     "strategy": (

@@ -68,7 +68,11 @@ def columns_of(names: tuple[str, ...], tokens: str | None = None, labels: str | 
                 "such rows need an encoder: encoder=AnswersEncoder(tokenizer), or data.encoder in a config; leave "
                 "TRL's own trainers of pairs their collator"
             )
-        raise missing_column(dict.fromkeys(names), tokens)
+        raise ValueError(
+            f"{missing_column(dict.fromkeys(names), tokens)}; rows of text or messages need an encoder: "
+            "encoder=TextEncoder(tokenizer) or ChatEncoder(tokenizer), data.encoder in a config; ids under another "
+            "name need TokensEncoder(tokens=COLUMN, labels=COLUMN or None)"
+        )
     masks: tuple[str, ...] = ()
     if labels is not None and labels not in names:
         if (tokens, labels) != ("input_ids", "labels"):

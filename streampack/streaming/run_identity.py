@@ -7,7 +7,8 @@ from collections.abc import Collection
 from functools import cached_property, partial
 from typing import Any
 
-from streampack.packing.encoders import TokensEncoder, qualified_name
+from streampack.fingerprint import qualified_name
+from streampack.packing.encoders import TokensEncoder
 from streampack.packing.groups import Group
 from streampack.sources.corpus_identity import difference, plain_identity
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, mark, marks

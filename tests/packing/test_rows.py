@@ -202,25 +202,6 @@ def test_rows_without_tokens_are_refused(door: str, row: Any, message: str) -> N
     assert str(error.value).startswith(place + message)
 
 
-@pytest.mark.parametrize(
-    ("row", "hint"),
-    [
-        ({"text": "a"}, "TextEncoder(tokenizer)"),
-        ({"id": 1, "messages": []}, "ChatEncoder(tokenizer)"),
-        ({"conversations": []}, "ChatEncoder(tokenizer)"),
-        ({"prompt": "a", "completion": "b"}, "ChatEncoder(tokenizer)"),
-        ({"prompt": "a", "completions": ["b"]}, "AnswersEncoder(tokenizer)"),
-        ({"instruction": "a", "output": "b"}, "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())"),
-    ],
-)  # fmt: skip
-def test_rows_without_tokens_name_the_encoder_they_need(row: Row, hint: str) -> None:
-    with pytest.raises(ValueError) as error:
-        packs_of([row])
-    assert str(error.value).endswith(
-        f"; such rows need an encoder: encoder={hint}, or data.encoder in a config"
-    )
-
-
 # Rows that hold several sequences, padding or images.
 
 WHOLE = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}]

@@ -6,12 +6,16 @@ drop tokens uncounted: ``overlong`` decides what becomes of a long sample.
 """
 
 from streampack.packing.encoders.answers import AnswersEncoder
-from streampack.packing.encoders.base import Encoder, TokensEncoder, qualified_name
+from streampack.packing.encoders.base import Encoder, TextEncoder, TokensEncoder
 from streampack.packing.encoders.chat import ChatEncoder
-from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.messages import MessagesEncoder
-from streampack.packing.encoders.text import TextEncoder
-from streampack.packing.encoders.tokenizer import check_tokenizer, eos_of, padding_id, require_encoder
+from streampack.packing.encoders.tokenizer import (
+    HFTokenizer,
+    check_tokenizer,
+    eos_of,
+    padding_id,
+    require_encoder,
+)
 
 __all__ = [
     "AnswersEncoder",
@@ -24,6 +28,5 @@ __all__ = [
     "check_tokenizer",
     "eos_of",
     "padding_id",
-    "qualified_name",
     "require_encoder",
 ]

@@ -1,4 +1,4 @@
-"""`Encoder`: the base class of encoders, and the encoder of rows that are tokens already."""
+"""`Encoder`: the base class of encoders; encoders of rows that are tokens already, and of plain text."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.samples import columns_of, sample_from_row
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer
+from streampack.packing.samples import columns_of, missing_column, sample_from_pair, sample_from_row
 from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
 from streampack.validation import require_token_id
-
-SUGGESTED_ENCODERS = {
-    "completions": "AnswersEncoder(tokenizer)",
-    "text": "TextEncoder(tokenizer)",
-    "messages": "ChatEncoder(tokenizer)",
-    "conversations": "ChatEncoder(tokenizer)",
-    "completion": "ChatEncoder(tokenizer)",
-    "instruction": "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())",
-    "content": "TextEncoder(tokenizer, column='content')",
-}
-"""Columns of rows without tokens, and the encoder that an error message suggests for them."""
 
 
 class Encoder(ABC):
@@ -70,17 +60,7 @@ class TokensEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        try:
-            return sample_from_row(row, tokens=self.tokens, labels=self.labels)
-        except ValueError as error:
-            there = row if isinstance(row, Mapping) else ()
-            if not there or not {"tokens", "input_ids", self.tokens}.isdisjoint(there):
-                raise
-            fitting = (encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there)
-            hint = next(fitting, "TokensEncoder(tokens=COLUMN, labels=COLUMN or None)")
-            raise ValueError(
-                f"{error}; such rows need an encoder: encoder={hint}, or data.encoder in a config"
-            ) from None
+        return sample_from_row(row, tokens=self.tokens, labels=self.labels)
 
     def ids_below(self, stored: int | None) -> int | None:
         """See `Encoder`."""
@@ -118,7 +98,40 @@ class TokensEncoder(Encoder):
         return CheckedIds.of(batch, columns.tokens, columns.labels)
 
 
-def qualified_name(thing: Any) -> str:
-    """Return the dotted name of a function or class, or of an object's class."""
-    named = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{named.__module__}.{named.__qualname__}"
+class TextEncoder(Encoder):
+    """Encoder of plain text, for pretraining: every token is trained.
+
+    Args:
+        tokenizer: one of torchtune's, a Hugging Face tokenizer, or anything with ``encode(text, add_bos=, add_eos=)``.
+        column: the column that holds the text.
+        add_bos: whether each text begins with BOS. None leaves it to the tokenizer.
+        add_eos: whether each text ends with EOS.
+
+    Raises:
+        ValueError: for a tokenizer that ignores ``add_bos`` or ``add_eos``, or has no such token.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, column: str = "text", add_bos: bool | None = None, add_eos: bool = True
+    ) -> None:
+        self.tokenizer = check_tokenizer(tokenizer)
+        self.add_bos = check_ends(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
+        self.add_eos = add_eos
+        self.column = column
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        if self.column not in row:
+            raise missing_column(row, self.column, option="column")
+        text = row[self.column]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"column {self.column!r} holds {'no text (null)' if text is None else f'a {type(text).__name__}'}; "
+                "mend the row, or set skip_bad=True, which counts and lists such rows"
+            )
+        tokens = self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
+        return sample_from_pair(tokens, tokens)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Decode tokens as the tokenizer does."""
+        return str(self.tokenizer.decode(tokens))

@@ -17,9 +17,8 @@ from streampack.packing.encoders.conversation import (
     read_content,
     read_tools,
 )
-from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.template import ChatTemplate
-from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer
+from streampack.packing.encoders.tokenizer import HFTokenizer, check_ends, check_tokenizer
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require

@@ -15,8 +15,7 @@ from streampack.packing.encoders.conversation import (
     parse_conversation,
     parse_json,
 )
-from streampack.packing.encoders.hf_tokenizer import HFTokenizer
-from streampack.packing.encoders.tokenizer import check_tokenizer
+from streampack.packing.encoders.tokenizer import HFTokenizer, check_tokenizer
 from streampack.packing.samples import missing_column
 from streampack.sources.torchtune_rows import columns_read, require_content
 from streampack.types import Sample

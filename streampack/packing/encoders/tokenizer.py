@@ -1,15 +1,214 @@
-"""Checks of tokenizers: each is prepared for encoders and recipes, or refused."""
+"""Tokenizers for encoders and recipes: `HFTokenizer`, and checks by which others are made ready, or refused."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from streampack.packing.encoders.hf_tokenizer import PROBE_TEXT, HFTokenizer
+from streampack.packing.encoders.template import ChatTemplate
+from streampack.validation import warn_user
+
+PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
+"""The text on which tokenizers are checked."""
+
+TORCHTUNE_ROLES = {"ipython": "tool"}
+"""torchtune's names of roles, and the names that chat templates have for them, where they differ."""
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer for our encoders and recipes, and for torchtune's datasets.
+
+    BOS and EOS are added exactly where they are asked for, whatever the tokenizer adds by itself (its post-processor,
+    ``add_bos_token``, ``add_eos_token``). Nothing is truncated. Conversations are rendered by the chat template, which
+    writes its own BOS. In a config: ``tokenizer: {_component_: streampack.HFTokenizer, path: my_model}``.
+
+    Args:
+        path: a folder, a name on the Hub, or a loaded tokenizer, which is copied.
+        chat_template: Jinja text, or the path of a file with it, in place of the tokenizer's own.
+        template_kwargs: more variables of the template, such as ``{"enable_thinking": False}``.
+        date: the date (YYYY-MM-DD) that a template writes in place of today's.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        ValueError: if there is no tokenizer, or it adds special tokens where they were not asked for.
+    """
+
+    # torchtune's datasets read this attribute of a tokenizer; None says that it truncates nothing.
+    max_seq_len: int | None = None
+
+    def __init__(
+        self,
+        path: Any,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        date: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        if isinstance(path, str | PathLike):
+            from transformers import AutoTokenizer
+
+            self.name = str(Path(path).expanduser())
+            try:
+                self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                    self.name, revision=revision or "main", trust_remote_code=False
+                )
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"no Hugging Face tokenizer at {self.name!r}; give a folder with its tokenizer_config.json, or a "
+                    f"name on the Hub: {str(error).splitlines()[0]}"
+                ) from error
+        else:
+            self.name, self.tokenizer = type(path).__name__, copy.deepcopy(path)
+        self._backend = _backend(self.tokenizer)
+        if chat_template is not None:
+            if "{" not in chat_template:
+                chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+            self.tokenizer.chat_template = chat_template
+        self._template_settings = {**self.tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self._date = date
+        self.bos_id: int | None = self.tokenizer.bos_token_id
+        self.eos_id: int | None = self.tokenizer.eos_token_id
+        self.stop_tokens = [] if self.eos_id is None else [self.eos_id]
+        self.vocab_size = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
+        pad = self.tokenizer.pad_token_id
+        # Padding is never attended and never trained, so any id will do.
+        self.pad_id: int = pad if pad is not None else self.eos_id or 0
+        body, whole = self._ids(PROBE_TEXT), self._ids(PROBE_TEXT, special=True)
+        if {self.bos_id, self.eos_id}.intersection((*body[:1], *body[-1:])):
+            raise ValueError(
+                f"the tokenizer {self.name} adds BOS or EOS, though add_special_tokens=False forbids it"
+            )
+        at = next((i for i in range(len(whole)) if whole[i : i + len(body)] == body), 0)
+        self._own_prefix = whole[:at]
+
+    def __repr__(self) -> str:
+        return f"HFTokenizer({self.name!r}, vocab_size={self.vocab_size})"
+
+    def encode(self, text: str, add_bos: bool | None = True, add_eos: bool = True) -> list[int]:
+        """Tokenize a text. ``add_bos=None`` begins it as the tokenizer does by itself.
+
+        As with torchtune's tokenizers, ``add_bos=True`` adds nothing where there is no BOS token. Without an EOS token,
+        ``add_eos=True`` is an error.
+        """
+        ids = self._ids(text)
+        if add_bos is None:
+            ids = self._own_prefix + ids
+        elif add_bos and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        if add_eos:
+            if self.eos_id is None:
+                raise ValueError(
+                    f"the tokenizer {self.name} has no EOS token; set its eos_token, or say add_eos: False"
+                )
+            ids.append(self.eos_id)
+        return ids
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int] | None]:
+        """Tokenize a text without special tokens, and say where in it each token begins; None if that is not known."""
+        if self._backend is None:  # only fast tokenizers know
+            return self._ids(text), None
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        return encoded.ids, [start for start, _ in encoded.offsets]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Decode token ids, special tokens included by default."""
+        settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode([int(i) for i in token_ids], **settings))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The chat template; a warning says so if it ends no answer with a special token that is trained."""
+        if not self.has_template:
+            raise ValueError(
+                f"the tokenizer {self.name} has no chat template; give it one: chat_template: my.jinja"
+            )
+        chat = ChatTemplate(
+            [self.tokenizer.get_chat_template(tools=tools) for tools in (None, list[Any]())],
+            tokenize=self.encode_with_starts,
+            settings=self._template_settings,
+            date=self._date,
+        )
+        talk = [{"role": "user", "content": PROBE_TEXT}, {"role": "assistant", "content": "Yes."}]
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        with suppress(ValueError):  # of a template that refuses this conversation
+            ids, trained = chat(talk, [False, True])
+            if special and special.isdisjoint(
+                token for token, flag in zip(ids, trained, strict=True) if flag
+            ):
+                warn_user(
+                    f"the chat template of {self.name} ends no answer with a special token that is trained, so the "
+                    "model does not learn to stop; set {% endgeneration %} behind the end-of-turn token, or add one"
+                )
+        return chat
+
+    def tokenize_messages(
+        self, messages: Sequence[Any], *, inference: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenize torchtune's messages: ids and mask (True: not trained). ``inference`` adds a generation prompt."""
+        converted = [
+            {"role": TORCHTUNE_ROLES.get(message.role, message.role), "content": message.text_content}
+            for message in messages
+        ]
+        if inference:
+            # torchtune's generation asks for an answer by an empty message at the end.
+            if converted[-1] == {"role": "assistant", "content": ""}:
+                converted.pop()
+            ids = self._ids(self.chat.render(converted, prompt=True)[0])
+            return ids, [True] * len(ids)
+        ids, trained = self.chat(converted, [not message.masked for message in messages])
+        return ids, (~trained).tolist()
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace a sample's ``messages`` by ``tokens`` and ``mask``, as torchtune's model tokenizers do."""
+        rest = {key: value for key, value in sample.items() if key != "messages"}
+        tokens, mask = self.tokenize_messages(sample["messages"], inference=inference)
+        return {**rest, "tokens": tokens, "mask": mask}
+
+    def _ids(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokenize a text without truncation; with the special tokens that the tokenizer adds by itself, or none."""
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+            return ids
+        made = self.tokenizer(
+            text, add_special_tokens=special, truncation=False, padding=False, verbose=False
+        )
+        return list(made["input_ids"])
+
+
+def _backend(tokenizer: Any) -> Any:
+    """Return the fast tokenizer behind one of transformers, with truncation and padding switched off.
+
+    None if there is none, or the tokenizer's class overrides how it is called. Calling it directly takes a fifth less
+    time, and starts no threads, about which it would warn after a fork.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or any(
+        getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name)
+        for name in ("__call__", "encode", "_encode_plus")
+    ):
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
 
 
 def check_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer that encoders can use, or raise: Hugging Face's are wrapped, length limits switched off."""
+    """Return a tokenizer that encoders can use: Hugging Face's are wrapped, length limits of others switched off."""
     if is_hf(tokenizer):
         return HFTokenizer(tokenizer)
     inner: Any = getattr(tokenizer, "tokenizer", None)
@@ -33,17 +232,13 @@ def is_hf(tokenizer: Any) -> bool:
 
 
 def require_encoder(encoder: Any) -> None:
-    """Raise ValueError for a tokenizer, a class, or what cannot be called; the error names what to wrap it with."""
+    """Raise ValueError for a tokenizer, a class, or what cannot be called."""
     kind = encoder if isinstance(encoder, type) else type(encoder)
-    if is_hf(encoder) or isinstance(encoder, HFTokenizer):
-        raise ValueError(
-            f"encoder is a tokenizer, a {kind.__name__}; wrap it: TextEncoder(tokenizer) for rows of text, "
-            "ChatEncoder(tokenizer) for messages and prompts with completions"
-        )
-    if encoder is kind or not callable(encoder):
+    if encoder is kind or not callable(encoder) or is_hf(encoder) or isinstance(encoder, HFTokenizer):
         raise ValueError(
             f"encoder is {f'the class {kind.__name__}' if encoder is kind else f'a {kind.__name__}'}; give an encoder, "
-            "such as TextEncoder(tokenizer), or a function that makes a streampack.Sample of a row"
+            "such as TextEncoder(tokenizer) for rows of text or ChatEncoder(tokenizer) for messages and prompts with "
+            "completions, or a function that makes a streampack.Sample of a row"
         )
 
 
@@ -51,26 +246,23 @@ def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> bool |
     """Return the ``add_bos`` to call a tokenizer with; refuse one that ignores it or ``add_eos`` for a short text."""
     named = f"the tokenizer ({getattr(tokenizer, 'name', None) or type(tokenizer).__name__})"
     try:
-        plain = list(tokenizer.encode(PROBE_TEXT, add_bos=False, add_eos=False))
-        begun = list(tokenizer.encode(PROBE_TEXT, add_bos=bool(add_bos), add_eos=False))
-        ended = list(tokenizer.encode(PROBE_TEXT, add_bos=False, add_eos=add_eos))
+        plain, begun, ended = (
+            list(tokenizer.encode(PROBE_TEXT, add_bos=bos, add_eos=eos))
+            for bos, eos in ((False, False), (bool(add_bos), False), (False, add_eos))
+        )
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"{named} has no encode(text, add_bos=, add_eos=): {error}; give one of torchtune's, or "
             "streampack.HFTokenizer, with a path or a tokenizer of transformers"
         ) from error
-    for name, asked, made, at in (("BOS", add_bos, begun, 0), ("EOS", add_eos, ended, -1)):
-        flag = f"add_{name.lower()}"
-        token = getattr(tokenizer, f"{name.lower()}_id", None)
-        there = len(made) > len(plain) or (bool(plain) and plain[at] == token)
-        if asked and not there:
+    for name, asked, made, at in (("bos", add_bos, begun, 0), ("eos", add_eos, ended, -1)):
+        there = len(made) > len(plain) or plain[at : at + 1 or None] == [
+            getattr(tokenizer, f"{name}_id", None)
+        ]
+        if asked not in (None, there):
             raise ValueError(
-                f"{named} adds no {name}, though {flag} is True; say {flag}: False, or give a tokenizer "
-                "that has one (streampack.HFTokenizer takes Hugging Face's)"
-            )
-        if asked is False and there:
-            raise ValueError(
-                f"{named} adds {name} though {flag} is False; say {flag}: True, or give another tokenizer"
+                f"{named} adds {'no ' if asked else ''}{name.upper()}, though add_{name} is {asked}; say add_{name}: "
+                f"{not asked}, or give another tokenizer (streampack.HFTokenizer takes Hugging Face's)"
             )
     if add_bos is None and not isinstance(tokenizer, HFTokenizer):
         return True  # torchtune's add BOS by default
@@ -79,8 +271,7 @@ def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> bool |
 
 def eos_of(tokenizer: Any) -> int | None:
     """Return the end-of-text id of a tokenizer, or of an encoder that has an ``eos_id``; None if it has none."""
-    found = getattr(tokenizer, "eos_id", None)
-    return found if type(found) is int and found >= 0 else None
+    return _id_of(tokenizer, "eos_id")
 
 
 def padding_id(tokenizer: Any) -> int:
@@ -89,5 +280,9 @@ def padding_id(tokenizer: Any) -> int:
     >>> padding_id(object())
     0
     """
-    found = (getattr(tokenizer, name, None) for name in ("pad_id", "eos_id"))
-    return next((i for i in found if isinstance(i, int) and i >= 0), 0)
+    return _id_of(tokenizer, "pad_id", "eos_id") or 0
+
+
+def _id_of(tokenizer: Any, *names: str) -> int | None:
+    found = (getattr(tokenizer, name, None) for name in names)
+    return next((i for i in found if type(i) is int and i >= 0), None)
