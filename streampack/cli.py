@@ -260,7 +260,10 @@ def inspect(options: Options) -> None:
     if options.all and options.rows:
         raise UsageError("--all reads every row; leave --rows out")
     files = options.overrides
-    of_files = options.config is None and not (files[:1] and files[0].endswith((".yaml", ".yml")))
+    first = Path(files[0] if files else "")
+    ours = any(str(first) in configs for configs in RECIPES.values()) and not first.exists()
+    is_config = ours or first.suffix in (".yaml", ".yml")
+    of_files = options.config is None and not is_config
     if of_files and not files:
         raise UsageError("name files, or a config: --config CONFIG; `streampack inspect --help` shows both")
     if not of_files and (options.max_seq_len or options.tokenizer):
@@ -274,7 +277,7 @@ def inspect(options: Options) -> None:
             "rich, which prints this, is missing: pip install 'streampack[inspect]'; or --json -"
         )
     config = None if of_files else read(options)
-    from streampack.inspection.inspect import inspect_config, inspect_files, show
+    from streampack.inspection.commands import inspect_config, inspect_files, show
 
     sizes = {"ranks": options.ranks, "packs": options.packs}
     sizes["rows"] = None if options.all else options.rows or 20_000
@@ -298,7 +301,7 @@ def inspect(options: Options) -> None:
 )
 def unpack(options: Options) -> None:
     config = read(options)
-    from streampack.inspection.unpack import print_packs
+    from streampack.inspection.commands import print_packs
 
     print_packs(config, step=options.step, packs=options.packs)
 
@@ -315,7 +318,7 @@ def unpack(options: Options) -> None:
 )
 def trace(options: Options) -> None:
     config = read(options)
-    from streampack.inspection.trace import rows_of_step, worst_steps
+    from streampack.inspection.commands import rows_of_step, worst_steps
 
     if options.step is None:
         lines = worst_steps(config, top=options.top)

@@ -152,13 +152,12 @@ def _balance(report: Report) -> Advice | None:
     each = next((i for i in report.attention.imbalance if i.ranks == report.settings.ranks), None)
     if each is None or report.settings.balance_window:
         return None
-    planned = each.planned if each.planned_work is None else each.planned_work
-    balanced = each.balanced if each.balanced_work is None else each.balanced_work
-    if planned - balanced < WORTH:
+    if each.planned - each.balanced < WORTH:
         return None
     return Advice(
         "Hand packs out by attention cost",
-        f"the slowest of {each.ranks} ranks has {planned:.2f} times the work of the mean, with a window {balanced:.2f}",
+        f"the slowest of {each.ranks} ranks has {each.planned:.2f} times the work of the mean, with a window "
+        f"{each.balanced:.2f}",
         f"data:\n  balance_window: {each.window}",
     )
 

@@ -19,8 +19,7 @@ SIMULATED_WINDOWS = 4
 class ModelWork:
     """Operations of a model, forward and backward: for each token, and for each pair of tokens of its attention.
 
-    A matrix takes 6 operations for each of its weights and each token, and attention 12 for each pair of tokens, layer
-    and dimension of the heads. Embeddings, norms and what a frozen model spares are left out.
+    Embeddings, norms and what a frozen model spares are left out.
 
     >>> ModelWork(per_token=6e9, per_pair=1e5, parameters=10**9, name="a 1B").of(10, 2)
     60000200000.0
@@ -37,36 +36,29 @@ class ModelWork:
 
 
 def model_work(node: Any) -> ModelWork:
-    """Build a config's ``model`` without memory for its weights, and count its operations.
-
-    Raises:
-        ValueError: for a model without the attention of torchtune's.
-    """
+    """Build a config's ``model`` without memory for its weights, and let torch count the operations of two lengths."""
     import torch
-    from torch import nn
-    from torchtune.modules import MultiHeadAttention, TiedLinear
+    from torch.utils.flop_counter import FlopCounterMode
 
     from streampack.instantiate import COMPONENT, build
 
+    def forward(tokens: int) -> int:
+        with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, tokens, dtype=torch.long))
+        return int(counter.get_total_flops())
+
     with torch.device("meta"):
-        model: nn.Module = build(node)
-    matrices = sum(
-        weight.numel()
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        for weight in module.parameters(recurse=False)
-        if weight.ndim >= 2
-    )
-    if any(isinstance(value, TiedLinear) for module in model.modules() for value in vars(module).values()):
-        matrices += sum(
-            module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)
-        )
-    heads = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
-    if not heads:
-        raise ValueError("the model has no attention of torchtune's, so its operations are not known")
-    pairs = 12 * sum(each.num_heads * each.head_dim for each in heads)
+        model: torch.nn.Module = build(node)
+    for module in model.modules():
+        if callable(make := getattr(module, "rope_init", None)):  # torchtune's makes no tables without memory
+            make()
+            module.to("meta")
+    short, long = forward(8), forward(16)
+    # A forward takes a * tokens + b * tokens**2, in which all pairs are computed; the backward takes twice as much.
+    per_pair = (long - 2 * short) / (16**2 - 2 * 8**2)
     parameters = sum(weight.numel() for weight in model.parameters())
-    return ModelWork(6.0 * matrices, float(pairs), parameters, str(node[COMPONENT]).rpartition(".")[2])
+    name = str(node[COMPONENT]).rpartition(".")[2]
+    return ModelWork(3 * (short / 8 - 8 * per_pair), 3 * per_pair, parameters, name)
 
 
 def slowest_over_mean(
@@ -103,25 +95,19 @@ def slowest_over_mean(
     lanes = max(ranks, lanes - lanes % ranks)
     size = max(1, min(round(epoch_packs / lanes), SIMULATED_WINDOWS * max(window, 64)))
     rng = np.random.default_rng(seed)
-    begins = rng.integers(0, len(costs), lanes)
     handed = np.empty((lanes, size))
-    for lane, begin in enumerate(begins.tolist()):
+    for lane, begin in enumerate(rng.integers(0, len(costs), lanes).tolist()):
         stretch = [(begin + i) % len(costs) for i in range(size)]
-        if window:
-            stretch = _handed_out(stretch, order_by, window)
-        handed[lane] = costs[stretch]
+        for start in range(0, size, window or size):
+            packs = stretch[start : start + (window or size)]
+            if window:
+                ranked = hand_out_order(
+                    [order_by[i] for i in packs], slot=0, window=window, key=(0, 0, start // window)
+                )
+                packs = [packs[i] for i in ranked]
+            handed[lane, start : start + len(packs)] = costs[packs]
     # A rank's packs: the first of each of its lanes, then the second of each, and so on. [ranks, packs]
     own = np.stack([handed[rank::ranks].T.ravel() for rank in range(ranks)])
     steps = max(1, own.shape[1] // packs_per_rank)
     work = own[:, : steps * packs_per_rank].reshape(ranks, steps, -1).sum(2)  # [ranks, steps]
     return float((work.max(0) / work.mean(0)).mean())
-
-
-def _handed_out(stretch: list[int], order_by: Sequence[int], window: int) -> list[int]:
-    """Return the packs of a lane in the order in which windows hand them out."""
-    found = []
-    for number, start in enumerate(range(0, len(stretch), window)):
-        packs = stretch[start : start + window]
-        order = hand_out_order([order_by[i] for i in packs], slot=0, window=window, key=(0, 0, number))
-        found += [packs[i] for i in order]
-    return found

@@ -13,7 +13,7 @@ from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Pack
 
 MOST_TEXT = 240
-"""Characters of a run of tokens that are kept, half of them from its end."""
+"""Tokens of a run that are decoded at most, and characters that are kept of their text."""
 MOST_RUNS = 8
 """Runs of a sequence whose text is kept. A conversation has two a turn."""
 MOST_TEXTS = 120
@@ -100,7 +100,7 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
         whole: keep all of the text, as ids where it cannot be decoded.
     """
     sequences, source = [], config.source
-    speller = cache(lambda decode: _speller(decode, most=None if whole else MOST_TEXT))
+    hidden = cache(lambda decode, token: not decode([token]))
     starts = [0, *accumulate(pack.seq_lens)]
     for number, (fragment, start) in enumerate(zip(pack.fragments, starts, strict=False)):
         length = fragment.stop - fragment.start
@@ -108,12 +108,17 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
         parent = ROOT if pack.groups is None else pack.groups.parents[number]
         if pack.groups is not None and parent != ROOT:
             trained[0] = pack.groups.first_labels[number] != IGNORE_INDEX  # by the last token of the parent
-        decode = getattr(config.encoder(fragment.row_id), "decode", None)
-        if whole:
-            decode = decode or _ids
-        elif number >= MOST_TEXTS:
-            decode = None
-        tokens = pack.tokens[start : start + length].tolist()
+        flags = list(trained)
+        if length > 1 and parent == ROOT:  # the first token has no label, and is no run of its own
+            flags[0] = flags[1]
+        decode = getattr(config.encoder(fragment.row_id), "decode", None) or (_ids if whole else None)
+        cuts = [0, *(i for i in range(1, length) if flags[i] != flags[i - 1]), length]
+        runs = []
+        for at, (begin, end) in enumerate(pairwise(cuts)):
+            text = None
+            if decode and (whole or (number < MOST_TEXTS and at < MOST_RUNS)):
+                text = _spell(decode, pack.tokens[start + begin : start + end].tolist(), hidden, whole)
+            runs.append(Run(start + begin, start + end, bool(flags[begin]), text))
         sequences.append(
             SequenceView(
                 place=source.locate(fragment.row_id),
@@ -122,14 +127,7 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
                 length=length,
                 of_sample=(fragment.start, fragment.stop),
                 trained=sum(trained),
-                runs=_runs(
-                    tokens,
-                    trained,
-                    start,
-                    speller(decode) if decode else None,
-                    continues=parent != ROOT,
-                    whole=whole,
-                ),
+                runs=runs,
                 parent=parent,
                 padding=fragment.padding,
             )
@@ -143,53 +141,15 @@ def _ids(tokens: list[int]) -> str:
     return "".join(f"{token} " for token in tokens)
 
 
-def _speller(decode: Decode, *, most: int | None) -> Decode:
-    """Return a function that decodes tokens, with ``<id>`` for those of which their tokenizer writes nothing.
-
-    torchtune's tokenizers leave special tokens out. With ``most``, the middle of a long text is left out.
-    """
-    hidden = cache(lambda token: not decode([token]))
-
-    def spelled(tokens: Sequence[int]) -> str:
-        parts = groupby(tokens, hidden)
-        return "".join(
-            "".join(f"<{token}>" for token in run) if special else decode(list(run)) for special, run in parts
+def _spell(decode: Decode, tokens: list[int], hidden: Callable[[Decode, int], bool], whole: bool) -> str:
+    """Decode tokens, with ``<id>`` for those of which torchtune's tokenizers write nothing, the special ones."""
+    text = "".join(
+        "".join(f"<{token}>" for token in run) if special else decode(list(run))
+        for special, run in groupby(
+            tokens if whole else tokens[:MOST_TEXT], lambda token: hidden(decode, token)
         )
-
-    def spell(tokens: list[int]) -> str:
-        if most is None:
-            return spelled(tokens)
-        if len(tokens) > 2 * most:  # a token is rarely more than a character shorter
-            return f"{spelled(tokens[:most])[: most // 2]} [...] {spelled(tokens[-most:])[-most // 2 :]}"
-        text = spelled(tokens)
-        return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
-
-    return spell
-
-
-def _runs(
-    tokens: list[int],
-    trained: Sequence[bool],
-    start: int,
-    spell: Decode | None,
-    *,
-    continues: bool,
-    whole: bool,
-) -> list[Run]:
-    """Divide a sequence where training begins or ends.
-
-    The first token of a sequence that continues no other has no label, and is no run of its own where the next one is
-    trained.
-    """
-    flags = list(trained)
-    if len(flags) > 1 and not continues:
-        flags[0] = flags[1]
-    cuts = [0, *(i for i in range(1, len(flags)) if flags[i] != flags[i - 1]), len(flags)]
-    found = []
-    for number, (begin, end) in enumerate(pairwise(cuts)):
-        text = spell(tokens[begin:end]) if spell and (whole or number < MOST_RUNS) else None
-        found.append(Run(start + begin, start + end, bool(flags[begin]), text))
-    return found
+    )
+    return text if whole or max(len(tokens), len(text)) <= MOST_TEXT else f"{text[:MOST_TEXT]} [...]"
 
 
 # Lines of blocks. Okabe and Ito's colours, which people who see few colours can tell apart, as near as 256 come.

@@ -11,9 +11,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from streampack.inspection.epoch import Epoch
-from streampack.inspection.report import Outcome
-from streampack.inspection.shape import RunShape
+from streampack.inspection.reading import Epoch
+from streampack.inspection.report import Outcome, RunShape
 from streampack.loader.batching import Batching
 from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
@@ -42,125 +41,99 @@ class Plan:
     ends: int = 0  # padding at the ends of sequences
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Numbers of an epoch, counted or scaled up from a sample."""
-
-    rows: float
-    tokens: float  # padding included
-    padding: float  # fraction
-    error: float  # standard error of the padding
-    last: float  # fraction of the tokens that is padding of last packs
-    ends: float  # fraction of the tokens that is padding at the ends of sequences
-    pairs: float
-    steps: float
-
-
 def plan_outcomes(
     config: LaneConfig, epoch: Epoch, shape: RunShape, *, chosen: str
-) -> tuple[list[Outcome], Plan, Totals]:
-    """Return the outcome of every way to make batches, and the plan and the numbers of the ``chosen`` one."""
-    found: dict[str, Totals] = {}
-    for name, plan, each in _planned(config, epoch, shape):
-        found[name] = each
-        if name == chosen:
-            own = plan
-    padding, model, outcomes = found["padding"], shape.model, []
-    for name, each in found.items():
-        flops = None
-        if model is not None:
-            flops = model.of(padding.tokens, padding.pairs) / model.of(each.tokens, each.pairs)
-        outcomes.append(
-            Outcome(
-                name=name,
-                chosen=name == chosen,
-                packs=each.rows,
-                padding=each.padding,
-                error=each.error,
-                steps=each.steps,
-                samples_per_step=epoch.samples / max(1.0, each.steps),
-                tokens=each.tokens,
-                speedup=padding.tokens / each.tokens,
-                flops_speedup=flops,
-                last_packs=each.last,
-                sequence_ends=each.ends,
-            )
-        )
-    return outcomes, own, found[chosen]
-
-
-def _planned(config: LaneConfig, epoch: Epoch, shape: RunShape) -> Iterator[tuple[str, Plan, Totals]]:
+) -> tuple[list[Outcome], Plan]:
+    """Return the outcome of every way to make batches, and the plan of the ``chosen`` one."""
     batching, packing = shape.batching(shape.ranks[0]), config.packing
-    plain = replace(packing, split_across_pack=False)
+    plain, found = replace(packing, split_across_pack=False), []
     for name in (*STRATEGIES, "split_across_pack"):
-        own = (
+        way = (
             replace(plain, strategy=name) if name in STRATEGIES else replace(packing, split_across_pack=True)
         )
-        yield name, *plan_packs(epoch, own, batching)
-    for name, batch in (("padding", shape.padded_batch), ("mini-batches", 1)):
-        at_once = batch * batching.world_size
-        step = -(-batching.packs_per_step // at_once) * at_once
-        plan = plan_padding(epoch.lanes, packing, batch=batch, seed=config.seed)
-        starts = np.linspace(0, len(plan.held), min(BLOCKS, len(plan.held)) + 1).astype(np.int64).tolist()
-        error = _error(plan, [slice(*bounds) for bounds in pairwise(starts)])
-        scale = epoch.tokens / int(plan.held.sum())
-        steps = -(-len(plan.held) // step) * scale
-        yield (
-            name,
-            plan,
-            _scaled(plan, scale, 0.0 if epoch.exact else error, steps if epoch.exact else max(1.0, steps)),
+        plan, outcome = _packed(name, epoch, way, batching)
+        found.append(outcome)
+        if name == chosen:
+            own = plan
+    found += _padded(config, epoch, shape)
+    base, model, outcomes = found[-2], shape.model, []
+    for each in found:
+        flops = None
+        if model is not None:
+            flops = model.of(base.tokens, base.pairs) / model.of(each.tokens, each.pairs)
+        outcomes.append(
+            replace(
+                each,
+                chosen=each.name == chosen,
+                samples_per_step=epoch.samples / max(1.0, each.steps),
+                speedup=base.tokens / each.tokens,
+                flops_speedup=flops,
+            )
         )
+    return outcomes, own
 
 
-def plan_packs(epoch: Epoch, packing: Packing, batching: Batching) -> tuple[Plan, Totals]:
+def _packed(name: str, epoch: Epoch, packing: Packing, batching: Batching) -> tuple[Plan, Outcome]:
     """Plan the packs of an epoch, or those of a sample, from which its numbers are scaled up."""
     if epoch.exact:
         plan = plan_lanes(epoch.lanes, packing)
-        return plan, _scaled(plan, 1.0, 0.0, steps_of(plan.lanes, batching))
-    # A sample: stretches of it that are as long as a lane, if it has so many lengths; or else one that is so long that
-    # its beginning and its end do not count, and a last pack for each lane that is half empty.
+        return plan, _outcome(name, plan, 1.0, 0.0, steps_of(plan.lanes, batching))
+    # The sample is planned as often as it takes for its end not to count, and each lane has a last pack that is half
+    # empty. How full those of an epoch's lanes are is chance.
     [lengths] = epoch.lanes
-    of_lane = math.ceil(epoch.samples / epoch.num_lanes)
-    whole = 0 < of_lane <= len(lengths)
-    starts = range(0, len(lengths) - of_lane + 1, of_lane)
     times = max(1, math.ceil(ENOUGH_PACKS * packing.max_seq_len / max(1, sum(lengths))))
-    plan = plan_lanes(
-        [lengths[start : start + of_lane] for start in starts] if whole else [lengths * times], packing
-    )
-    # The last pack of each block is left out. How full those of an epoch's lanes are is chance.
+    plan = plan_lanes([[*lengths] * times], packing)
+    width, scale = packing.max_seq_len, epoch.tokens / int(plan.held.sum())
+    last = epoch.num_lanes * width / 2
+    rows = (scale * (int(plan.widths.sum()) - plan.last) + last) / width
+    found = _outcome(name, plan, scale, 0.0, max(1.0, rows / batching.packs_per_step))
+    # The error is that of parts of the sample, planned each on its own; the last pack of each is left out.
     each = -(-len(lengths) // BLOCKS) if len(lengths) >= 2 * BLOCKS else len(lengths)
-    blocks = plan_lanes([lengths[start : start + each] for start in range(0, len(lengths), each)], packing)
-    bounds = np.cumsum([0, *blocks.lanes]).tolist()
-    error = _error(blocks, [slice(start, stop - 1) for start, stop in pairwise(bounds)])
-    scale, width = epoch.tokens / int(plan.held.sum()), packing.max_seq_len
-    found = _scaled(plan, scale, 0.0, 0.0)
-    if not whole:
-        last = epoch.num_lanes * width / 2
-        tokens = scale * (len(plan.held) * width - plan.last) + last
-        found = replace(
-            found,
-            rows=tokens / width,
-            tokens=tokens,
-            padding=1 - epoch.tokens / tokens,
-            last=last / tokens,
-            ends=scale * plan.ends / tokens,
-        )
-    error = math.hypot(error, math.sqrt(epoch.num_lanes / 12) / found.rows)
-    return plan, replace(found, error=error, steps=max(1.0, found.rows / batching.packs_per_step))
+    parts = plan_lanes([lengths[start : start + each] for start in range(0, len(lengths), each)], packing)
+    error = _error(parts, np.cumsum([0, *parts.lanes]).tolist(), without=1)
+    error = math.hypot(error, math.sqrt(epoch.num_lanes / 12) / rows)
+    return plan, replace(
+        found,
+        packs=rows,
+        tokens=rows * width,
+        padding=1 - epoch.tokens / (rows * width),
+        error=error,
+        last_packs=last / (rows * width),
+        sequence_ends=scale * plan.ends / (rows * width),
+    )
 
 
-def _scaled(plan: Plan, scale: float, error: float, steps: float) -> Totals:
-    """Return the numbers of ``scale`` times as many rows."""
+def _padded(config: LaneConfig, epoch: Epoch, shape: RunShape) -> Iterator[Outcome]:
+    """Yield what comes of padding to the longest sample of a batch, and of mini-batches of one sample."""
+    batching = shape.batching(shape.ranks[0])
+    for name, batch in (("padding", shape.padded_batch), ("mini-batches", 1)):
+        at_once = batch * batching.world_size
+        step = -(-batching.packs_per_step // at_once) * at_once
+        plan = plan_padding(epoch.lanes, config.packing, batch=batch, seed=config.seed)
+        scale = epoch.tokens / int(plan.held.sum())
+        steps = -(-len(plan.held) // step) * scale
+        bounds = np.linspace(0, len(plan.held), min(BLOCKS, len(plan.held)) + 1).astype(np.int64).tolist()
+        error = 0.0 if epoch.exact else _error(plan, bounds)
+        yield _outcome(name, plan, scale, error, steps if epoch.exact else max(1.0, steps))
+
+
+def _outcome(name: str, plan: Plan, scale: float, error: float, steps: float) -> Outcome:
+    """Return the numbers of ``scale`` times as many rows, without those that compare it with others."""
     width, held = int(plan.widths.sum()), int(plan.held.sum())
-    return Totals(
-        rows=len(plan.held) * scale,
-        tokens=width * scale,
+    return Outcome(
+        name=name,
+        chosen=False,
+        packs=len(plan.held) * scale,
         padding=1 - held / width,
         error=error,
-        last=plan.last / width,
-        ends=plan.ends / width,
-        pairs=float(plan.pairs.sum()) * scale,
         steps=steps,
+        samples_per_step=0.0,
+        tokens=width * scale,
+        pairs=float(plan.pairs.sum()) * scale,
+        speedup=1.0,
+        flops_speedup=None,
+        last_packs=plan.last / width,
+        sequence_ends=plan.ends / width,
     )
 
 
@@ -240,7 +213,8 @@ def steps_of(packs: Sequence[int], batching: Batching) -> int:
     return -(-most // batching.batches_per_step)
 
 
-def _error(plan: Plan, blocks: Sequence[slice]) -> float:
-    """Return the standard error of a plan's padding, from the differences between blocks of its rows."""
-    full = [plan.held[block].sum() / plan.widths[block].sum() for block in blocks if block.stop > block.start]
+def _error(plan: Plan, bounds: Sequence[int], *, without: int = 0) -> float:
+    """Return the standard error of a plan's padding, from the differences between parts of its rows."""
+    parts = [slice(start, stop - without) for start, stop in pairwise(bounds) if stop - without > start]
+    full = [plan.held[part].sum() / plan.widths[part].sum() for part in parts]
     return float(np.std(full, ddof=1) / math.sqrt(len(full))) if len(full) > 1 else 0.0

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from streampack.inspection.costs import ModelWork
 from streampack.inspection.packs import PackView
+from streampack.loader.batching import Batching
 
-VERSION = 1
+VERSION = 2
 """Version of the JSON's format. It rises when a name or a meaning changes; new names may come without."""
+
+PADDED_BATCH = 8
+"""Samples in a batch of padding where the run's batches hold one pack: alone, a sample would need no padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """What a dataset does not say of its run.
+
+    Args:
+        ranks: of the run; numbers of ranks after the first are compared with it.
+        workers: processes of each rank that make packs.
+        batch_size: packs in a batch.
+        packs_per_step: packs in an optimizer step over all ranks; None is one batch of each rank.
+        max_steps: of the run, for the passes over a mixture's sources.
+        model: counts the model's operations; None where there is no model.
+    """
+
+    ranks: Sequence[int] = (1, 8, 64)
+    workers: int = 0
+    batch_size: int = 1
+    packs_per_step: int | None = None
+    max_steps: int | None = None
+    model: ModelWork | None = None
+
+    def batching(self, ranks: int) -> Batching:
+        """Return how the packs of a step are divided among so many ranks, of a lane each."""
+        return Batching(self.batch_size, self.packs_per_step or ranks * self.batch_size, ranks, ranks)
+
+    @property
+    def padded_batch(self) -> int:
+        """Samples in a batch of the padding that packing is compared with."""
+        return self.batch_size if self.batch_size > 1 else PADDED_BATCH
 
 
 @dataclass(frozen=True)
@@ -102,6 +138,7 @@ class Outcome:
     steps: float
     samples_per_step: float
     tokens: float  # forwarded, padding included
+    pairs: float  # of tokens, which attention computes
     speedup: float  # tokens forwarded by padding / by this one
     flops_speedup: float | None  # the same in operations of the model; None without a model
     # Part of the padding that lies in part-empty last packs, of which each lane has one.
@@ -112,17 +149,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """How long ranks wait for the one whose packs cost most: cost of the slowest / mean of the ranks."""
+    """How long ranks wait for the one whose packs cost most: cost of the slowest / mean of the ranks.
+
+    The cost is all operations of the model, or where there is none, its attention.
+    """
 
     ranks: int
     packs_per_step: int
     null_packs: int  # in each step, because ranks and batches do not divide the packs
     steps: float
-    planned: float  # by attention, packs handed out as they are planned
+    planned: float  # packs handed out as they are planned
     window: int
-    balanced: float  # by attention, with ``balance_window=window``
-    planned_work: float | None  # by all operations of the model
-    balanced_work: float | None
+    balanced: float  # with ``balance_window=window``
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from streampack.accounting import DROP_REASONS
 from streampack.inspection.advice import advise
 from streampack.inspection.costs import slowest_over_mean
-from streampack.inspection.epoch import Epoch, read_epoch
 from streampack.inspection.packs import first_packs
-from streampack.inspection.plans import Plan, Totals, plan_outcomes
-from streampack.inspection.reading import Progress, Tally, stops
+from streampack.inspection.plans import Plan, plan_outcomes
+from streampack.inspection.reading import Epoch, Ints, Progress, Tally, read_epoch
 from streampack.inspection.report import (
     Attention,
     Coverage,
@@ -21,11 +20,12 @@ from streampack.inspection.report import (
     Lengths,
     LongRow,
     Loss,
+    Outcome,
     Report,
+    RunShape,
     Settings,
     SourceShare,
 )
-from streampack.inspection.shape import RunShape
 from streampack.packing.groups import attention_cost
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
@@ -45,7 +45,6 @@ def inspect_dataset(
     rows: int | None = 20_000,
     packs: int = 6,
     progress: Progress = lambda rows: None,
-    finished: Callable[[], None] = lambda: None,
 ) -> Report:
     """Read a dataset's rows and report what packing makes of them. The dataset itself is not iterated.
 
@@ -61,33 +60,32 @@ def inspect_dataset(
         rows: how many rows to read from all over the corpus; None reads all of them, in the order of the run.
         packs: how many of the run's first packs to show.
         progress: called with the number of rows read so far.
-        finished: called when all rows are read.
 
     Raises:
         ValueError: if no row makes a sample, or the source cannot be read.
     """
     shape = shape or RunShape()
-    ranks = shape.ranks[0]
-    config = dataset.lane_config
-    lanes = _lanes(dataset, shape, ranks)
-    window = dataset.settings.window_for(config.packing, ranks)
+    config, lanes = dataset.lane_config, _lanes(dataset, shape, shape.ranks[0])
+    window = dataset.settings.window_for(config.packing, shape.ranks[0])
     reading = replace(tolerant(config), balance_window=window)
-    epoch, tally, shares = read_epoch(reading, num_lanes=lanes, rows=rows, progress=progress)
-    finished()
-    if not tally.kept:
+    tally = Tally(config.source, progress)
+    epoch = read_epoch(reading, tally, num_lanes=lanes, rows=rows)
+    if not epoch.rows.kept.any():
         raise ValueError(_nothing(tally))
     settings = _settings(dataset, shape, lanes, window)
-    outcomes, chosen, planned = plan_outcomes(reading, epoch, shape, chosen=settings.filled_by)
+    outcomes, plan = plan_outcomes(reading, epoch, shape, chosen=settings.filled_by)
+    [chosen] = [outcome for outcome in outcomes if outcome.chosen]
+    in_all = float(epoch.weights.sum()) if epoch.known else None
     report = Report(
         title=title,
         settings=settings,
-        coverage=Coverage(tally.rows, epoch.rows, epoch.exact, epoch.error),
-        lengths=_lengths(tally),
+        coverage=Coverage(len(tally), in_all, epoch.exact, epoch.error),
+        lengths=_lengths(tally, limit=settings.max_seq_len),
         losses=_losses(tally, config, epoch),
         outcomes=outcomes,
-        attention=_attention(dataset, chosen, planned, shape),
+        attention=_attention(dataset, plan, chosen, shape),
         packs=first_packs(reading, lanes, packs),
-        sources=_shares(shares, planned, shape),
+        sources=_shares(config, epoch, chosen, shape),
         advice=[],
         assumed=_assumed(dataset, epoch, settings, shape),
     )
@@ -100,11 +98,14 @@ def _lanes(dataset: IterablePackedDataset, shape: RunShape, ranks: int) -> int:
 
 
 def _nothing(tally: Tally) -> str:
-    if not tally.rows:
+    if not len(tally):
         return "the source has no rows; check its paths"
-    reasons = ", ".join(f"{count[0]:,} {reason}" for reason, count in tally.losses.items())
+    counts = {
+        reason: int(tally.rows.lost_by(reason).sum()) for reason in tally.examples if reason in DROP_REASONS
+    }
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
     examples = "; ".join(each[0] for each in tally.examples.values())
-    return f"none of the {tally.rows:,} rows looked at can be packed ({reasons}): {examples}"
+    return f"none of the {len(tally):,} rows looked at can be packed ({reasons}): {examples}"
 
 
 def _settings(dataset: IterablePackedDataset, shape: RunShape, lanes: int, window: int) -> Settings:
@@ -128,115 +129,128 @@ def _settings(dataset: IterablePackedDataset, shape: RunShape, lanes: int, windo
     )
 
 
-def _lengths(tally: Tally) -> Lengths:
-    whole = np.asarray(tally.whole, np.int64)
-    longest = sorted(tally.longest, reverse=True)
+def _lengths(tally: Tally, *, limit: int) -> Lengths:
+    rows = tally.rows
+    whole = rows.length[~rows.lost_by("bad")]
     return Lengths(
         samples=len(whole),
         tokens=int(whole.sum()),
-        trained=tally.trained,
+        trained=int(rows.trained.sum()),
         mean=float(whole.mean()),
         quantiles={str(q): int(np.quantile(whole, q, method="inverted_cdf")) for q in QUANTILES},
-        histogram=_histogram(whole),
+        histogram=_histogram(whole, limit),
         longest=[
-            LongRow(tally.source.locate(row_id), tokens, trained) for tokens, trained, row_id in longest
+            LongRow(tally.source.locate(row_id), tokens, trained)
+            for tokens, trained, row_id in sorted(tally.longest, reverse=True)
         ],
     )
 
 
-def _histogram(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[tuple[int, int, int]]:
-    """Count lengths in bins of equal ratio, or of equal width where the lengths differ little."""
+def _histogram(lengths: Ints, limit: int) -> list[tuple[int, int, int]]:
+    """Count lengths in bins of equal ratio, or of equal width where they differ little; one begins behind ``limit``."""
     least, most = max(1, int(lengths.min())), int(lengths.max())
-    spaced = (
-        np.geomspace(least, most + 1, BINS + 1)
-        if most > 4 * least
-        else np.linspace(least, most + 1, BINS + 1)
-    )
-    edges = np.unique(spaced.round().astype(np.int64))
-    edges[0] = min(int(edges[0]), int(lengths.min()))
+    space = np.geomspace if most > 4 * least else np.linspace
+    edges = np.unique(space(least, most + 1, BINS + 1).round().astype(np.int64))
+    edges[0] = lengths.min()
+    if edges[0] <= limit < most:
+        edges = np.unique([*edges, limit + 1])
     counts, _ = np.histogram(lengths, edges)
     return list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
 
 
 def _losses(tally: Tally, config: LaneConfig, epoch: Epoch) -> list[Loss]:
-    stopping, all_tokens = stops(config), max(1, sum(tally.whole))
-    found = []
-    for reason, (rows, tokens, squares) in sorted(tally.losses.items()):
-        fraction, error = tokens / all_tokens, 0.0
-        if not epoch.exact:
-            mean = tokens / tally.rows
-            error = math.sqrt(max(0.0, squares / tally.rows - mean**2) * tally.rows) / all_tokens
-        stop = reason in stopping
+    stops = {
+        "overlong": config.packing.overlong == "error",
+        "untrained": config.untrained == "error",
+        "bad": config.quarantine is None,
+    }
+    rows, weights, found = epoch.rows, epoch.weights, []
+    whole = max(1.0, float(weights @ rows.length))
+    for reason in sorted(DROP_REASONS):
+        lost = np.where(by := rows.lost_by(reason), rows.length - rows.kept, 0)
+        error = 0.0 if epoch.exact else float(np.std(weights * lost)) * math.sqrt(len(lost)) / whole
         examples = tally.examples.get(reason, [])
         if reason == "bad" and len(tally.bad_kinds) > 1:
             counts = tally.bad_kinds.values()
             examples = [f"{text} ({number:,} such)" for text, number in zip(examples, counts, strict=False)]
-        found.append(Loss(reason, rows, tokens, fraction, error, stop, examples))
-    if tally.untrained and "untrained" not in tally.losses:
-        found.append(Loss("untrained", tally.untrained, 0, 0.0, 0.0, False, tally.examples["untrained"]))
+        # Rows that train nothing are told of where they are packed, too.
+        count = by.sum() or (rows.untrained.sum() if reason == "untrained" else 0)
+        if count:
+            stop = bool(by.any()) and stops.get(reason, False)
+            fraction = float(weights @ lost) / whole
+            found.append(Loss(reason, int(count), int(lost.sum()), fraction, error, stop, examples))
     return found
 
 
-def _attention(dataset: IterablePackedDataset, chosen: Plan, planned: Totals, shape: RunShape) -> Attention:
-    config, model = dataset.lane_config, shape.model
-    pairs, length = chosen.pairs, config.packing.max_seq_len
-    work = None
-    if model is not None:
-        work = model.per_pair * planned.pairs / model.of(planned.tokens, planned.pairs)
+def _attention(dataset: IterablePackedDataset, plan: Plan, chosen: Outcome, shape: RunShape) -> Attention:
+    model, pairs = shape.model, plan.pairs
+    work = None if model is None else model.per_pair * chosen.pairs / model.of(chosen.tokens, chosen.pairs)
     several = [ranks for ranks in shape.ranks if ranks > 1]
     return Attention(
         mean=float(pairs.mean()),
         quantiles={str(q): int(np.quantile(pairs, q)) for q in (0.1, 0.5, 0.9, 0.99)},
         largest=int(pairs.max()),
-        fraction=float(pairs.mean() / attention_cost([length])),
+        fraction=float(pairs.mean() / attention_cost([dataset.lane_config.packing.max_seq_len])),
         share_of_work=work,
-        imbalance=[_imbalance(dataset, chosen, planned, shape, ranks) for ranks in several],
+        imbalance=[_imbalance(dataset, plan, chosen, shape, ranks) for ranks in several],
     )
 
 
 def _imbalance(
-    dataset: IterablePackedDataset, chosen: Plan, planned: Totals, shape: RunShape, ranks: int
+    dataset: IterablePackedDataset, plan: Plan, chosen: Outcome, shape: RunShape, ranks: int
 ) -> Imbalance:
     model, batching = shape.model, shape.batching(ranks)
-    lanes = _lanes(dataset, shape, ranks)
-    window = dataset.balance_window or DEFAULT_WINDOW
-    order_by: list[int] = chosen.pairs.tolist()
-
-    def ratio(costs: np.ndarray[tuple[int], np.dtype[np.float64]], window: int) -> float:
-        return slowest_over_mean(
+    costs = plan.pairs.astype(np.float64)
+    if model is not None:
+        costs = model.per_token * plan.widths + model.per_pair * costs
+    planned, balanced = (
+        slowest_over_mean(
             costs,
-            order_by,
+            plan.pairs.tolist(),
             ranks=ranks,
-            lanes=lanes,
+            lanes=_lanes(dataset, shape, ranks),
             packs_per_rank=batching.packs_per_rank,
-            epoch_packs=planned.rows,
+            epoch_packs=chosen.packs,
             window=window,
             seed=dataset.lane_config.seed,
         )
-
-    pairs = chosen.pairs.astype(np.float64)
-    work = None if model is None else model.per_token * chosen.widths + model.per_pair * pairs
+        for window in (0, dataset.balance_window or DEFAULT_WINDOW)
+    )
     whole = batching.batches_per_step * ranks * batching.packs_per_batch
     return Imbalance(
         ranks=ranks,
         packs_per_step=batching.packs_per_step,
         null_packs=whole - batching.packs_per_step,
-        steps=math.ceil(planned.rows / batching.packs_per_step),
-        planned=ratio(pairs, 0),
-        window=window,
-        balanced=ratio(pairs, window),
-        planned_work=None if work is None else ratio(work, 0),
-        balanced_work=None if work is None else ratio(work, window),
+        steps=math.ceil(chosen.packs / batching.packs_per_step),
+        planned=planned,
+        window=dataset.balance_window or DEFAULT_WINDOW,
+        balanced=balanced,
     )
 
 
-def _shares(shares: list[SourceShare], planned: Totals, shape: RunShape) -> list[SourceShare]:
-    """Add the passes over the sources in the whole run, if it has a number of steps."""
-    if shape.max_steps is None or not planned.rows:
-        return shares
-    packs = shape.max_steps * shape.batching(shape.ranks[0]).packs_per_step
-    times = packs / planned.rows
-    return [replace(share, passes_in_run=share.passes * times) for share in shares]
+def _shares(config: LaneConfig, epoch: Epoch, chosen: Outcome, shape: RunShape) -> list[SourceShare]:
+    """Return the sources of a mixture in an epoch, and in the whole run, if it has a number of steps."""
+    if config.mix is None:
+        return []
+    packs = shape.batching(shape.ranks[0]).packs_per_step * (shape.max_steps or 0)
+    rows, trained = epoch.rows, max(1e-9, float(epoch.weights @ epoch.rows.kept_trained))
+    shares = []
+    for number, entry in enumerate(config.mix.entries):
+        own = rows.source == number
+        scale, times = float(epoch.scale[number]), float(epoch.times[number])
+        shares.append(
+            SourceShare(
+                name=entry.name,
+                weight=entry.weight,
+                rows=own.sum() * scale,
+                tokens=rows.kept[own].sum() * scale,
+                trained=rows.kept_trained[own].sum() * scale,
+                fraction=rows.kept_trained[own].sum() * scale * times / trained,
+                passes=times,
+                passes_in_run=None if shape.max_steps is None else times * packs / chosen.packs,
+            )
+        )
+    return shares
 
 
 def _assumed(dataset: IterablePackedDataset, epoch: Epoch, settings: Settings, shape: RunShape) -> list[str]:
@@ -253,7 +267,7 @@ def _assumed(dataset: IterablePackedDataset, epoch: Epoch, settings: Settings, s
         found.append("the mixture has no end: an epoch is what it takes until each source was read once")
     elif dataset.epochs is None:
         found.append("the data is read again and again: only its last packs would be part-empty")
-    if not epoch.exact and epoch.rows is None:
+    if not epoch.known:
         found.append("the source does not tell its size: figures are of an epoch of the rows looked at")
     elif not epoch.exact:
         order = (

@@ -175,19 +175,22 @@ def _attention(report: Report) -> Table:
     found = attention.imbalance
     if not found:
         return Table("Attention", notes=[note])
-    columns = ["ranks", "packs a step", "null packs", "steps", "slowest / mean", "balanced"]
-    rows = []
-    for each in found:
-        row = [str(each.ranks), f"{each.packs_per_step:,}", f"{each.null_packs:,}", f"{each.steps:,.0f}"]
-        row += [f"{each.planned:.3f}", f"{each.balanced:.3f}"]
-        if each.planned_work is not None and each.balanced_work is not None:
-            row += [f"{each.planned_work:.3f}", f"{each.balanced_work:.3f}"]
-        rows.append(row)
-    columns += ["of all work", "balanced"] if len(rows[0]) > len(columns) else []
+    rows = [
+        (
+            str(each.ranks),
+            f"{each.packs_per_step:,}",
+            f"{each.null_packs:,}",
+            f"{each.steps:,.0f}",
+            f"{each.planned:.3f}",
+            f"{each.balanced:.3f}",
+        )
+        for each in found
+    ]
     wait = (
-        "slowest / mean: attention of the slowest rank of a step over the mean of the ranks; balanced: with "
-        f"balance_window={found[0].window}."
+        f"slowest / mean: {'attention' if work is None else 'all operations'} of the slowest rank of a step over the "
+        f"mean of the ranks; balanced: with balance_window={found[0].window}."
     )
+    columns = ("ranks", "packs a step", "null packs", "steps", "slowest / mean", "balanced")
     return Table("Attention", columns, rows, notes=[note, wait])
 
 

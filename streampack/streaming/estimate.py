@@ -14,12 +14,11 @@ from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.sources import MapSource
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.mixture import Mix
 from streampack.sources.reading import Reading, permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.piece_reader import PieceReader
-from streampack.streaming.sampling import SampledSource, sample_source, tolerant
+from streampack.streaming.sampling import sample_epoch, tolerant
 
 COUNTED_ROWS = 4096
 COUNTED_TOKENS = 1 << 22
@@ -51,15 +50,14 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     """
     packing, mix = config.packing, config.mix
     seen = replace(tolerant(config), quarantine=_one_epoch(config).quarantine)
-    if mix is None:
-        first = sample_source(seen, config.source, (), rows, most_tokens=COUNTED_TOKENS)
-        sampled, tokens = [first], sum(first.kept) * first.scale
-    else:
-        sampled, tokens = _sample_mixture(seen, mix, rows)
+    found = sample_epoch(seen, rows, most_tokens=COUNTED_TOKENS).values()
+    sampled = [each for each, _ in found]
+    tokens = sum(sum(each.kept) * each.scale * times for each, times in found)
     looked_at, read = sum(len(each.kept) for each in sampled), sum(each.read for each in sampled)
     lost = 1 - sum(sum(each.kept) for each in sampled) / max(1, read)
     if mix is None and not config.endless:
-        rows_in_all, tokens_in_all = looked_at * first.scale, read * first.scale
+        [scale] = [each.scale for each in sampled]
+        rows_in_all, tokens_in_all = looked_at * scale, read * scale
         if rows_in_all <= COUNTED_ROWS and tokens_in_all <= COUNTED_TOKENS:
             counted = _count(config, num_lanes)
             return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding)
@@ -69,24 +67,6 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     packs = full + (0 if config.endless else num_lanes / 2)
     error = packs * max(each.error for each in sampled)
     return Estimate(packs, error, looked_at, lost, 1 - fill * full / packs if packs else 0.0)
-
-
-def _sample_mixture(config: LaneConfig, mix: Mix, rows: int) -> tuple[list[SampledSource], float]:
-    """Encode some rows of each source; return the number of tokens in one epoch of the mixture, too."""
-    if mix.stop == "never":
-        raise ValueError("a mixture with stop='never' has no end; set max_steps")
-    found = []
-    for number, entry in enumerate(mix.entries):
-        if entry.weight:
-            each = sample_source(config, entry.source, (number,), rows, most_tokens=COUNTED_TOKENS)
-            if not sum(each.trained):
-                raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
-            found.append((entry.weight, sum(each.trained), each))
-    # How many tokens of the whole mixture are trained when a source has been read once.
-    ends = min if mix.stop == "first_exhausted" else max
-    trained = ends(of_source * each.scale / weight for weight, of_source, each in found)
-    tokens = sum(trained * weight * sum(each.kept) / of_source for weight, of_source, each in found)
-    return [each for *_, each in found], tokens
 
 
 def _fill(lengths: Sequence[int], packing: Packing) -> float:

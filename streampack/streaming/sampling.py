@@ -107,6 +107,39 @@ def sample_source(
     return SampledSource(kept, trained, read, scale, _relative_error(kept, sizes, scale))
 
 
+def sample_epoch(
+    config: LaneConfig,
+    rows: int,
+    *,
+    most_tokens: int | None = None,
+    see: Callable[[Seen], None] = lambda seen: None,
+) -> dict[int, tuple[SampledSource, float]]:
+    """Sample the source, or by their numbers those of a mixture that have a weight; say how often an epoch reads each.
+
+    Raises:
+        ValueError: for a mixture that never ends, a source without a trained token, or one that cannot tell its size.
+    """
+    mix = config.mix
+    if mix is None:
+        return {0: (sample_source(config, config.source, (), rows, most_tokens=most_tokens, see=see), 1.0)}
+    if mix.stop == "never":
+        raise ValueError("a mixture with stop='never' has no end; set max_steps")
+    found = {}
+    for number, entry in enumerate(mix.entries):
+        if entry.weight:
+            each = sample_source(config, entry.source, (number,), rows, most_tokens=most_tokens, see=see)
+            if not sum(each.trained):
+                raise ValueError(
+                    f"no token of source {entry.name!r} is trained, in {len(each.kept):,} rows from all over it, so "
+                    "its weight cannot be reached; look at its labels, or leave it out"
+                )
+            found[number] = each, sum(each.trained) * each.scale / entry.weight
+    # How many tokens of the whole mixture are trained when a source has been read once.
+    ends = min if mix.stop == "first_exhausted" else max
+    trained = ends(whole for _, whole in found.values())
+    return {number: (each, trained / whole) for number, (each, whole) in found.items()}
+
+
 def _relative_error(tokens: Sequence[int], sizes: Sequence[int], scale: float) -> float:
     """Return the standard error of a source's tokens, as a fraction of them; 0 if it was read as a whole."""
     count, total = len(tokens), sum(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -197,8 +198,10 @@ def ranked(rows: Iterable[RowLoss]) -> list[RowLoss]:
     """Return sequences by their `RowLoss.excess`, the largest first; before all others those of no finite loss."""
 
     def key(row: RowLoss) -> tuple[bool, float]:
-        finite = abs(row.loss) < float("inf")
-        return finite, -row.excess if finite else 0.0
+        if not math.isfinite(row.loss):
+            return False, 0.0
+        # Where another row's loss is not finite, neither is any excess.
+        return True, -row.excess if math.isfinite(row.step_loss) else -row.mean
 
     return sorted(rows, key=key)
 

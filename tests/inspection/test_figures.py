@@ -17,7 +17,7 @@ from streampack import (
     Mix,
     PackedDataLoader,
 )
-from streampack.inspection.shape import RunShape
+from streampack.inspection.report import RunShape
 from streampack.inspection.survey import inspect_dataset
 from tests.harness.inspection import CORPORA, dataset, log_normal, token_rows
 from tests.harness.mixtures import entry
@@ -157,6 +157,28 @@ def test_a_mixture(stop: str, rows: int | None) -> None:
         read = stats[share.name].samples / (300 if share.name == "short" else 60)
         assert share.passes == pytest.approx(read, rel=0.15)
         assert share.passes_in_run == pytest.approx(share.passes * 10 / report.chosen.packs)
+
+
+def test_what_is_lost_of_a_mixture_counts_by_its_weights() -> None:
+    """A sample has as many rows of each source; the run reads the second source more often."""
+    cut = token_rows(log_normal(600, 300, 0.3), prompt=0)
+    short = token_rows(log_normal(600, 30, 0.3), prompt=0)
+    settings: dict[str, Any] = {"max_seq_len": 256, "overlong": "truncate", "shuffle": True, "num_lanes": 2}
+
+    def mixed() -> IterablePackedDataset:
+        return IterablePackedDataset(Mix([entry("cut", cut, 0.2), entry("short", short, 0.8)]), **settings)
+
+    [exact], [sampled] = (inspect_dataset(mixed(), rows=rows).losses for rows in (None, 400))
+    assert exact.fraction < 0.1
+    assert sampled.fraction == pytest.approx(exact.fraction, abs=0.02)
+
+
+def test_a_bin_of_the_histogram_begins_behind_max_seq_len() -> None:
+    bins = inspected(
+        token_rows([20, 90, 100, 101, 400]), max_seq_len=100, overlong="truncate"
+    ).lengths.histogram
+    assert sum(count for start, _, count in bins if start > 100) == 2
+    assert sum(count for *_, count in bins) == 5
 
 
 def test_a_stream_of_unknown_length() -> None:

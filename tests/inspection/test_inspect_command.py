@@ -61,7 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Shown:
 
 def test_the_figures_shown_are_those_of_the_report(files: Shown) -> None:
     report, lines = files.report, files.printed.splitlines()
-    assert (report["version"], report["coverage"]["rows"], report["coverage"]["exact"]) == (1, 120, True)
+    assert (report["version"], report["coverage"]["rows"], report["coverage"]["exact"]) == (2, 120, True)
     assert (report["settings"]["ranks"], report["settings"]["max_seq_len"]) == (2, 512)
     assert [each["ranks"] for each in report["attention"]["imbalance"]] == [2, 4]
     for outcome in report["outcomes"]:
@@ -178,10 +178,8 @@ REFUSED: dict[tuple[str, ...], tuple[int, str]] = {
         2,
         "argument --rows: '0' is no whole number from 1 on",
     ),
-    ("--config", "quickstart", "--max-seq-len", "9"): (
-        2,
-        "data.max_seq_len=N replaces one",
-    ),
+    ("--config", "quickstart", "--max-seq-len", "9"): (2, "data.max_seq_len=N replaces one"),
+    ("quickstart", "--max-seq-len", "9"): (2, "data.max_seq_len=N replaces one"),
     ("a.jsonl", "--nonsense"): (2, "unrecognized arguments: --nonsense"),
     ("a.jsonl", "--all", "--rows", "5"): (2, "--all reads every row; leave --rows out"),
 }
@@ -212,7 +210,7 @@ def test_without_rich_it_writes_json(
     assert cli.main(words) == 2
     assert "pip install 'streampack[inspect]'; or --json -" in capsys.readouterr().err
     assert cli.main([*words, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["version"] == 1
+    assert json.loads(capsys.readouterr().out)["version"] == 2
 
 
 def of_config(folder: Path, config: Any, *words: str) -> Shown:

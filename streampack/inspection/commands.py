@@ -1,0 +1,244 @@
+"""What the commands `inspect`, `unpack` and `trace` do, whose words `streampack.cli` reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streampack.inspection.costs import model_work
+from streampack.inspection.packs import view
+from streampack.inspection.page import report_page
+from streampack.inspection.report import Report, RunShape
+from streampack.inspection.survey import inspect_dataset
+from streampack.inspection.terminal import print_report
+from streampack.instantiate import build
+from streampack.packing.encoders import AnswersEncoder, ChatEncoder, HFTokenizer, TextEncoder, padding_id
+from streampack.sources.as_source import as_source
+from streampack.sources.bad_records import quarantine_for
+from streampack.streaming.dataset import IterablePackedDataset
+from streampack.training.world import World
+
+if TYPE_CHECKING:
+    from streampack.training.config import RunConfig
+    from streampack.training.row_losses import RowLoss
+
+SNIPPET = 160
+"""Characters of a row's text that `trace` shows."""
+
+
+def training_data(config: RunConfig) -> IterablePackedDataset:
+    """Build the training dataset of a config to be looked at: nothing is written, nor are bad records listed.
+
+    Raises:
+        ValueError: for a data or validation section that does not fit.
+    """
+    from streampack.training.data import build_datasets  # it needs torchtune
+
+    vocab_size = config.model.get("vocab_size")
+    kept = quarantine_for(config.data.get("skip_bad"))
+    data = {**config.data, "skip_bad": kept and replace(kept, folder=None)}
+    with tempfile.TemporaryDirectory() as scratch:
+        return build_datasets(
+            replace(config, output_dir=scratch, data=data),
+            tokenizer=build(config.tokenizer),
+            vocab_size=vocab_size if isinstance(vocab_size, int) else None,
+            world=World(),
+        ).train
+
+
+def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int | None, packs: int) -> Report:
+    """Inspect the data of a run's config; the other arguments are those of `inspect_dataset`."""
+    from streampack.training.config import read_config
+
+    cfg, model = read_config(config), None
+    try:
+        model = model_work(cfg.model)
+    except Exception as error:  # models of users may need what is not here; their figures are left out
+        sys.stderr.write(f"note: operations of the model are left out: {error}\n")
+    shape = RunShape(
+        ranks=ranks,
+        workers=cfg.num_workers,
+        batch_size=cfg.batch_size,
+        packs_per_step=cfg.packs_per_step,
+        max_steps=cfg.max_steps,
+        model=model,
+    )
+    return _inspect(training_data(cfg), title=title, shape=shape, rows=rows, packs=packs)
+
+
+def inspect_files(
+    paths: Sequence[str],
+    *,
+    tokenizer: str | None,
+    max_seq_len: int,
+    ranks: Sequence[int],
+    rows: int | None,
+    packs: int,
+) -> Report:
+    """Inspect files of rows, by the encoder that fits their columns."""
+    source = as_source(list(paths) if len(paths) > 1 else paths[0])
+    built = None if tokenizer is None else HFTokenizer(tokenizer)
+    examples = [row.data for row in source.examples() if row.data is not None]
+    dataset = IterablePackedDataset(
+        source,
+        encoder=_encoder(examples[0] if examples else {}, built),
+        max_seq_len=max_seq_len,
+        shuffle=True,
+        padding_idx=0 if built is None else padding_id(built),
+    )
+    title = " ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
+    return _inspect(dataset, title=title, shape=RunShape(ranks=ranks), rows=rows, packs=packs)
+
+
+def _encoder(row: Mapping[str, Any], tokenizer: Any) -> Any:
+    """Return the encoder that fits the columns of a row."""
+    columns = set(row)
+    if columns & {"input_ids", "tokens"}:
+        return None
+    # Pairs may have their conversation in another column, too.
+    answers = {"chosen", "rejected"} <= columns or {"prompt", "completions"} <= columns
+    chat = columns & {"messages", "conversations"} or {"prompt", "completion"} <= columns
+    if not answers and not chat and not columns & {"text", "content"}:
+        raise ValueError(
+            f"the rows have the columns {', '.join(sorted(map(str, row))) or 'none that can be read'}, and none of "
+            "messages, prompt with completion, chosen with rejected, text or input_ids; write a config with "
+            "data.encoder: streampack cp quickstart my.yaml"
+        )
+    if tokenizer is None:
+        raise ValueError("the rows are text: name the tokenizer of the model, --tokenizer PATH")
+    if answers or chat:
+        return AnswersEncoder(tokenizer) if answers else ChatEncoder(tokenizer)
+    return TextEncoder(tokenizer, column="text" if "text" in columns else "content")
+
+
+def _inspect(
+    dataset: IterablePackedDataset, *, title: str, shape: RunShape, rows: int | None, packs: int
+) -> Report:
+    with _progress(rows) as progress:
+        return inspect_dataset(dataset, title=title, shape=shape, rows=rows, packs=packs, progress=progress)
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how many rows were read; elsewhere nothing."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda rows: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading rows", total=total)
+        yield lambda rows: None if rows % 64 else bar.update(task, completed=rows)
+
+
+def show(report: Report, *, html: Path | None, json_file: str | None) -> None:
+    """Print a report and write its page and its JSON, as ``--html`` and ``--json`` say; ``-`` prints JSON only."""
+    text = f"{json.dumps(report.as_dict(), ensure_ascii=False, indent=1)}\n"
+    if html:
+        html.write_text(report_page(report), encoding="utf-8")
+    if json_file == "-":
+        sys.stdout.write(text)
+        return
+    if json_file:
+        Path(json_file).write_text(text, encoding="utf-8")
+    print_report(report)
+    if html:
+        sys.stdout.write(f"\nthe page: {html}\n")
+
+
+def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
+    """Print the first packs of a config, 2 by default, or at most so many of a step of its run."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from streampack.training.config import read_config
+    from streampack.training.past_steps import packs_of_step
+    from streampack.training.run_folder import checkpoints_folder
+
+    cfg = read_config(config)
+    dataset = training_data(cfg)
+    if step is None:
+        found = list(islice(dataset.stream(), packs or 2))
+    else:
+        found = packs_of_step(dataset, checkpoints_folder(cfg), step)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    for number, pack in enumerate(found[:packs], start=1):
+        of = "" if step is None else f" of {len(found)} in step {step}"
+        shown = view(pack, dataset.lane_config, whole=True)
+        console.print(Text(f"\npack {number}{of}: {len(shown.sequences)} sequences", style="bold cyan"))
+        for at, each in enumerate(shown.sequences, start=1):
+            source = f"{each.source}, " if each.source else ""
+            part = f", from token {each.of_sample[0]:,} on" if each.of_sample[0] else ""
+            padding = f", {each.padding:,} of padding" if each.padding else ""
+            about = f"{source}{each.place}{part}; {each.length:,} tokens, {each.trained:,} trained{padding}"
+            console.print(Text(f"── sequence {at}: {about}", style="cyan"))
+            texts = ((run.text or "", "bold" if run.trained else "dim") for run in each.runs)
+            console.print(Text.assemble(*texts))
+        if shown.padding:
+            console.print(Text(f"── padding: {shown.padding:,} tokens", style="dim italic"))
+    console.print(Text("\nbold is trained, dim is masked, <id> is a special token", style="dim"))
+
+
+def worst_steps(config: Any, *, top: int) -> list[str]:
+    """Return lines of the steps with the highest loss, those first whose loss is not finite."""
+    from streampack.training.config import read_config
+    from streampack.training.row_losses import ROWS_FOLDER, step_losses
+
+    losses = step_losses(Path(read_config(config).output_dir, ROWS_FOLDER))
+    worst = sorted(losses, key=lambda step: -losses[step] if math.isfinite(losses[step]) else -math.inf)[:top]
+    lines = [f"{'step':>8} {'loss':>8}   of {len(losses):,} steps; --step N shows the rows of one"]
+    return lines + [f"{step:>8} {losses[step]:>8.3f}" for step in worst]
+
+
+def rows_of_step(config: Any, step: int, *, top: int) -> list[str]:
+    """Return lines of the rows of a step, those first that add most to its loss for their length."""
+    from streampack.training.config import read_config
+    from streampack.training.row_losses import ROWS_FOLDER, ranked, read_step
+
+    cfg = read_config(config)
+    rows = read_step(Path(cfg.output_dir, ROWS_FOLDER), step)
+    dataset = training_data(cfg)
+    loss = rows[0].step_loss / rows[0].step_weight if rows[0].step_weight else 0.0
+    lines = [
+        f"step {step}: loss {loss:.3f}, {len(rows):,} sequences",
+        f"{'excess':>8} {'loss':>7} {'tokens':>7}  row",
+    ]
+    for row in ranked(rows)[:top]:
+        tokens = row.fragment.stop - row.fragment.start
+        lines.append(f"{row.excess:>+8.2%} {row.mean:>7.3f} {tokens:>7,}  {_described(dataset, row)}")
+    return lines
+
+
+def _described(dataset: IterablePackedDataset, row: RowLoss) -> str:
+    """Return a row's place and the beginning of its text."""
+    import torch
+
+    from streampack.training.row_losses import hashes
+
+    row_id = row.fragment.row_id
+    try:
+        place = dataset.lane_config.source.locate(row_id)
+    except LookupError:
+        return f"row {row_id[-1]} of file {row_id[-2]}, which there is no more: files were removed since"
+    try:
+        found = dataset.trace(row.fragment)
+    except (ValueError, OSError, LookupError) as error:
+        return f"{place}: cannot be read any more: {error}"
+    text = " ".join(str(found.get("text", found["tokens"])).split())
+    if len(text) > SNIPPET:
+        text = f"{text[: SNIPPET - 3]}..."
+    changed = int(hashes(torch.tensor(found["tokens"], dtype=torch.int64)).sum()) != row.checksum
+    # A row is known by the number of its file, which is another one where files came or went.
+    note = " (not what was trained on: it changed since, or files came or went)" if changed else ""
+    return f"{place}{note}: {text}"
