@@ -105,6 +105,14 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     )
 
 
+def prepared_inputs(model: nn.Module) -> Inputs:
+    """Return the inputs of a model as it was prepared last; prepare it if it was not yet."""
+    for module in model.modules():
+        if module in PREPARED:
+            return cast(Inputs, PREPARED[module](module))
+    return prepare_model_for_packing(model)
+
+
 def make_mask(batch: Packed | Mapping[str, Any], *, attention: str = "auto") -> torch.Tensor | BlockMask:
     """Make the ``mask`` argument of a torchtune model for a packed batch, on the batch's device.
 

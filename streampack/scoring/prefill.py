@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from streampack.attention import prepare_model_for_packing
-from streampack.attention.calls import PREPARED
 from streampack.attention.mixers import find_mixers
+from streampack.attention.prepare import prepared_inputs
 from streampack.attention.pretrained import find_pretrained
-from streampack.attention.transformers import TransformersInputs
+from streampack.packing.groups import ROOT
 from streampack.packing.planner import plan_packs
 from streampack.packing.samples import check_ids, sample_from_pair
 from streampack.scoring.forward import without_training
+from streampack.scoring.prefixes import batch_of
 from streampack.types import IntArray
-from streampack.validation import require, require_positive
+from streampack.validation import require_positive
 
-PADDING_SIDES = ("left", "right")
+PLAIN = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+"""Layers of caches that hold keys and values only, or nothing because an earlier layer's are used."""
 
 
 def prefill(
-    model: nn.Module,
-    prompts: Iterable[Any],
-    *,
-    max_seq_len: int,
-    padding_side: str = "left",
-    pad_token_id: int | None = None,
-    cache: Any = None,
+    model: nn.Module, prompts: Iterable[Any], *, max_seq_len: int, pad_token_id: int | None = None
 ) -> dict[str, Any]:
     """Fill the cache of a Hugging Face model with many prompts, without computing any padding.
 
     The prompts are packed, each pack is one forward pass, and the keys and values of each prompt are cut out and put
-    into an ordinary padded cache, in the order of the prompts: ``model.generate(**prefill(...), max_new_tokens=...)``
-    goes on as from a padded batch. The method is Zhao et al., "Prepacking: A Simple Method for Fast Prefilling and
-    Increased Throughput in Large Language Models", arXiv:2404.09529.
+    into an ordinary cache padded on the left, in the order of the prompts:
+    ``model.generate(**prefill(...), max_new_tokens=...)`` goes on as from a padded batch. The method is Zhao et al.,
+    "Prepacking: A Simple Method for Fast Prefilling and Increased Throughput in Large Language Models",
+    arXiv:2404.09529.
 
     >>> from transformers import AutoConfig, AutoModelForCausalLM
     >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -59,10 +55,8 @@ def prefill(
         model: of Hugging Face, bare or wrapped, whose layers have caches of keys and values, sliding windows included.
         prompts: token ids of each prompt, as lists, arrays or tensors; at least one each.
         max_seq_len: the most tokens of a forward pass. A prompt may have one more.
-        padding_side: ``"left"``, as ``generate`` expects, or ``"right"``, for models without sliding windows.
         pad_token_id: what stands in ``input_ids`` where a prompt has no token; None: ``generation_config``'s padding
             token, else its first EOS token, else 0.
-        cache: an empty cache to fill, such as a ``StaticCache``; None: a new ``DynamicCache``.
 
     Returns:
         Arguments of ``generate``: ``input_ids`` and ``attention_mask``, ``[prompts, longest]`` int64, and
@@ -70,12 +64,11 @@ def prefill(
 
     Raises:
         ValueError: for a model that cannot be packed, or whose cache has more than keys and values; for a prompt
-            that is empty, too long, or has ids outside the vocabulary; for a cache that is not empty.
+            that is empty, too long, or has ids outside the vocabulary.
     """
     from transformers import DynamicCache
 
     max_seq_len = require_positive(max_seq_len, "max_seq_len")
-    require(padding_side, "padding_side", PADDING_SIDES)
     inner = find_pretrained(model)
     if inner is None:
         raise ValueError(
@@ -83,35 +76,23 @@ def prefill(
         )
     vocab_size = inner.config.get_text_config().vocab_size
     sequences = _read_prompts(prompts, vocab_size=vocab_size, limit=max_seq_len)
-    inputs = _prepare(model, inner)
+    cache = DynamicCache(config=inner.config)
+    _require_plain(inner, cache)
+    inputs = prepared_inputs(model)
     inputs.require_length(max_seq_len)
-    cache = DynamicCache(config=inner.config) if cache is None else cache
-    if length := int(cache.get_seq_length()):
-        raise ValueError(f"the cache has {length} tokens; give an empty one, or none")
-    right = padding_side == "right"
-    if right and any(cache.is_sliding):
-        raise ValueError(
-            "padding_side='right' will not do for a model with sliding windows, because transformers counts windows in "
-            "the rows of a cache, padding included; use padding_side='left'"
-        )
     width = max(sequence.size for sequence in sequences)
-    # Where the tokens of each prompt lie in its row.
-    spans = [slice(0, each.size) if right else slice(width - each.size, width) for each in sequences]
     begun = [number for number, sequence in enumerate(sequences) if sequence.size > 1]
-    only_last = (
-        {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(inner.forward).parameters else {}
-    )
+    takes_last = "logits_to_keep" in inspect.signature(inner.forward).parameters
+    only_last = {"logits_to_keep": 1} if takes_last else {}
     # Keys and values, each [prompts, kv_heads, width - 1, head_dim].
     layers: dict[int, tuple[torch.Tensor, ...]] = {}
     with without_training(model):
         for plan in plan_packs([sequences[number].size - 1 for number in begun], max_seq_len):
             numbers = [begun[span.index] for span in plan]
             packed = [sequences[number][:-1] for number in numbers]
-            seen = (
-                DynamicCache()
-            )  # without the config, it has no windows, which are the last tokens of a pack
-            given = inputs(_batch(packed, inner.device)) | {"past_key_values": seen, "use_cache": True}
-            model(**given, **only_last)
+            batch = batch_of(packed, [ROOT] * len(packed)).to(inner.device)
+            seen = DynamicCache()  # without the config: its windows would be the last tokens of a pack
+            model(**inputs(batch) | {"past_key_values": seen, "use_cache": True}, **only_last)
             for layer, parts in enumerate((each.keys, each.values) for each in seen.layers):
                 if parts[0] is None:  # it uses those of an earlier layer
                     continue
@@ -121,14 +102,14 @@ def prefill(
                 for rows, part in zip(layers[layer], parts, strict=True):
                     pieces = torch.split(part[0], [each.size for each in packed], dim=1)
                     for number, piece in zip(numbers, pieces, strict=True):
-                        rows[number, :, spans[number].start : spans[number].stop - 1] = piece
+                        rows[number, :, width - 1 - piece.shape[1] :] = piece
     for layer in sorted(layers):
         cache.update(*layers.pop(layer), layer)  # so that no more than one layer is held twice
     ids = torch.full((len(sequences), width), _padding_token(inner) if pad_token_id is None else pad_token_id)
     mask = torch.zeros_like(ids)
     for number, sequence in enumerate(sequences):
-        ids[number, spans[number]] = torch.from_numpy(sequence)
-        mask[number, spans[number]] = 1
+        ids[number, width - sequence.size :] = torch.from_numpy(sequence)
+        mask[number, width - sequence.size :] = 1
     return {
         "input_ids": ids.to(inner.device),
         "attention_mask": mask.to(inner.device),
@@ -155,26 +136,20 @@ def _read_prompts(prompts: Iterable[Any], *, vocab_size: int, limit: int) -> lis
                 f"prompt {number} has {size} tokens, and max_seq_len={limit} allows {limit + 1}; raise max_seq_len, or "
                 "cut the prompt"
             )
-        sequences.append(sample.tokens)
+        sequences.append(np.asarray(sample.tokens, np.int64))
     if not sequences:
         raise ValueError("there are no prompts; give at least one")
     return sequences
 
 
-PLAIN = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-"""Layers of caches that hold keys and values only, or nothing because an earlier layer's are used."""
-
-
-def _prepare(model: nn.Module, inner: Any) -> TransformersInputs:
-    """Return the inputs of a model, which is prepared for packing unless it is already.
+def _require_plain(inner: Any, cache: Any) -> None:
+    """Check that a model's cache has nothing but keys and values.
 
     Raises:
-        ValueError: if it cannot be packed, or its cache has more than keys and values.
+        ValueError: if it has more, by name.
     """
-    from transformers import DynamicCache
-
     family = inner.config.model_type
-    kinds = {type(layer).__name__ for layer in DynamicCache(config=inner.config).layers}.difference(PLAIN)
+    kinds = {type(layer).__name__ for layer in cache.layers}.difference(PLAIN)
     kinds |= {type(mixer).__name__ for mixer in find_mixers(inner)}
     if family == "moshi":  # its tokens depend on how a cache is made
         kinds |= {"DynamicSlidingWindowLayer, and its masks no window"}
@@ -183,24 +158,10 @@ def _prepare(model: nn.Module, inner: Any) -> TransformersInputs:
             f"prefill fills caches of keys and values, and {family} has {', '.join(sorted(kinds))}; use model.generate "
             "on padded batches of prompts"
         )
-    if inner not in PREPARED:
-        prepare_model_for_packing(model)
-    inputs = PREPARED[inner](inner)
-    assert isinstance(inputs, TransformersInputs)
-    return inputs
-
-
-def _batch(sequences: Sequence[IntArray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Lay sequences end to end in a batch of one row."""
-    tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))[None]
-    lengths = torch.tensor([[sequence.size for sequence in sequences]], dtype=torch.int32)
-    return {"input_ids": tokens.to(device), "seq_lens": lengths.to(device)}
 
 
 def _padding_token(inner: Any) -> int:
     """Return the id that a model's ``generate`` pads with; 0 if it has none."""
     config = inner.generation_config
     found = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
-    if isinstance(found, list):
-        found = found[0]
-    return int(found or 0)
+    return int((found[0] if isinstance(found, list) else found) or 0)

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from streampack.attention import Inputs, prepare_model_for_packing
-from streampack.attention.calls import inputs_of
-from streampack.attention.torchtune import TorchtuneInputs
-from streampack.attention.transformers import TransformersInputs
+from streampack.attention import Inputs
+from streampack.attention.prepare import prepared_inputs
 from streampack.distributed.rank_sync import RankSync, shared_sync
 from streampack.packing.planner import plan_packs
 from streampack.scoring.forward import ForwardPass, Values
@@ -114,11 +112,7 @@ def score(
             "parallelism), and across_ranks=True gives each rank others; set across_ranks=False, and give the ranks of "
             "a group the same samples"
         )
-    if inputs is None:
-        found = inputs_of(model)
-        prepared = isinstance(found, TorchtuneInputs | TransformersInputs)
-        inputs = found if prepared else prepare_model_for_packing(model)  # type: ignore[assignment]
-    assert inputs is not None
+    inputs = inputs or prepared_inputs(model)
     inputs.require_length(max_seq_len)
     share = share_prefix and inputs.why_not_shared(max_seq_len) is None
     scorer = _Scorer(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from streampack import prefill, prepare_model_for_packing
-from tests.harness.hf_models import FAMILIES, ONE_WINDOW, VOCAB, Wrapper, build, sizes_of
+from tests.harness.hf_models import FAMILIES, VOCAB, Wrapper, build, sizes_of
 from tests.harness.hybrid_models import HYBRIDS
 from tests.harness.other_families import ISOLATED
 from tests.harness.quick import sweep
@@ -62,7 +62,7 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def check_caches(filled: dict[str, Any], alone: Any, texts: list[list[int]], *, right: bool = False) -> int:
+def check_caches(filled: dict[str, Any], alone: Any, texts: list[list[int]]) -> int:
     """Compare each row with the cache of its prompt alone; return how many tensors were compared."""
     compared = 0
     for number, text in enumerate(texts):
@@ -73,7 +73,7 @@ def check_caches(filled: dict[str, Any], alone: Any, texts: list[list[int]], *, 
         for ours, theirs in zip(filled["past_key_values"].layers, cache.layers, strict=True):
             if getattr(theirs, "keys", None) is not None:
                 length = min(theirs.keys.shape[2], ours.keys.shape[2])
-                row = slice(length) if right else slice(ours.keys.shape[2] - length, None)
+                row = slice(ours.keys.shape[2] - length, None)
                 assert_near(ours.keys[number, :, row], theirs.keys[0, :, -length:])
                 assert_near(ours.values[number, :, row], theirs.values[0, :, -length:])
                 compared += 2
@@ -125,22 +125,6 @@ def test_families_with_more_than_keys_and_values_are_refused(family: str) -> Non
         f"prefill fills caches of keys and values, and {family} has {REFUSED[family]}; use model.generate"
     )
     assert str(error.value).startswith(beginning)
-
-
-def test_padding_on_the_right() -> None:
-    model, alone = models("llama")
-    filled = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN, padding_side="right")
-    assert filled["input_ids"][0].tolist() == prompts()[0] + [0] * 14
-    assert filled["attention_mask"].sum(1).tolist() == list(LENGTHS)
-    assert check_caches(filled, alone, prompts(), right=True)
-
-
-def test_a_static_cache_is_filled() -> None:
-    model, alone = models("gemma3_text")
-    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
-    filled = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN, cache=cache)
-    assert filled["past_key_values"] is cache
-    check_generated(model, filled, alone, prompts(), disable_compile=True)
 
 
 @pytest.mark.parametrize("lengths", [(7,), (1,), (1, 1, 1), (24, 1), (25,)])
@@ -214,13 +198,6 @@ def test_a_compiled_model_that_ran_before() -> None:
     assert check_caches(prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN), alone, prompts())
 
 
-def filled_cache(model: Any) -> Any:
-    return prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)["past_key_values"]
-
-
-WINDOWS = {"of": ("gemma3_text", ONE_WINDOW), "padding_side": "right"}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -235,9 +212,6 @@ WINDOWS = {"of": ("gemma3_text", ONE_WINDOW), "padding_side": "right"}
         ({"prompts": ["ab"]}, "prompt 0: "),
         ({"max_seq_len": 0}, "max_seq_len=0 is below 1; give at least 1"),
         ({"max_seq_len": 65}, "max_seq_len is 65, and this gpt2 model has 64 positions; set max_seq_len=64"),
-        ({"padding_side": "top"}, "padding_side='top' is unknown; choose one of 'left', 'right'"),
-        (WINDOWS, "padding_side='right' will not do for a model with sliding windows"),
-        ({"cache": filled_cache}, "the cache has 18 tokens; give an empty one, or none"),
         (
             {"of": ("gemma3_text", {"use_bidirectional_attention": True})},
             "this model cannot be packed: gemma3_text",
@@ -252,8 +226,6 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"prompts": prompts(), "max_seq_len": MAX_SEQ_LEN} | changes
     family, sizes = arguments.pop("of", ("gpt2", {}))
     model = arguments.pop("model", None) or models(family, **sizes)[0]
-    if "cache" in arguments:
-        arguments["cache"] = arguments["cache"](model)
     with pytest.raises(ValueError) as error:
         prefill(model, arguments.pop("prompts"), **arguments)
     assert message in str(error.value)
