@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
 from torch import nn
 
 from streampack.packing.batch import Batch
-from streampack.packing.groups import ROOT, paths_of
+from streampack.packing.groups import path_starts, paths_of
 from streampack.types import IGNORE_INDEX
 
 BOUNDARY_KEYS = (
@@ -146,62 +146,66 @@ def _mark_starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor
     return starts
 
 
-@dataclass(frozen=True)
-class SharedPrefixes:
-    """The segments of a batch in which some continue others."""
+def shares_prefixes(batch: Packed) -> TypeGuard[Batch]:
+    """Return whether a sequence of a batch continues another."""
+    return isinstance(batch, Batch) and batch.groups is not None and batch.groups.paths.shape[2] > 1
 
-    parents: tuple[tuple[int, ...], ...]  # for each pack and sequence the one that it continues, or -1
-    lengths: tuple[tuple[int, ...], ...]  # of the sequences of each pack
-    batch: Batch
 
-    @classmethod
-    def of(cls, batch: Packed) -> SharedPrefixes | None:
-        """Return the shared prefixes of a batch; None if no sequence of it continues another."""
-        if not isinstance(batch, Batch) or batch.groups is None:
-            return None
-        parents = batch.groups.parents
-        if all(parent == ROOT for pack in parents for parent in pack):
-            return None
-        lengths = tuple(tuple(fragment.length for fragment in pack) for pack in batch.fragments)
-        return cls(parents, lengths, batch)
+def visible_of(batch: Packed) -> torch.Tensor | None:
+    """Return ``[batch, segments + 1, segments + 1]`` bool: whether a segment sees another, as it or its prefix.
 
-    def visible(self) -> torch.Tensor:
-        """Return ``[batch, segments + 1, segments + 1]`` bool: whether a segment sees another, as it or its prefix.
+    The numbers are those of `document_ids`, which may be as large as ``segments`` for padding. None if no sequence
+    continues another.
+    """
+    if not shares_prefixes(batch):
+        return None
+    assert batch.groups is not None
+    size = batch.seq_lens.shape[1] + 1
+    table = torch.zeros(len(batch.seq_lens), size, size, dtype=torch.bool, device=batch.seq_lens.device)
+    table[:, :-1].scatter_(2, batch.groups.paths, True)
+    table[:, :, -1] = False  # what stands in the paths in front of a root
+    table.diagonal(dim1=1, dim2=2).fill_(True)
+    return table
 
-        The numbers are those of `document_ids`, which may be as large as ``segments`` for padding.
-        """
-        size = self.batch.seq_lens.shape[1] + 1
-        table = np.zeros((len(self.parents), size, size), np.bool_)
-        table[:, np.arange(size), np.arange(size)] = True
-        for seen, parents in zip(table, self.parents, strict=True):
-            for path in paths_of(parents):
-                seen[path[-1], path] = True
-        return torch.from_numpy(table).to(self.batch.tokens.device, non_blocking=True)
 
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """Return the keys of each sequence, those from its root on; padding is a sequence at the end of its pack.
+def longest_paths(batch: Batch) -> list[int]:
+    """Return for each pack the most tokens of a sequence with those that it continues; 0 without a sequence."""
+    longest = []
+    for number, fragments in enumerate(batch.fragments):
+        lengths = [fragment.length for fragment in fragments]
+        if batch.groups is not None:
+            starts = path_starts(lengths, batch.groups.parents[number])
+            lengths = [start + length for start, length in zip(starts, lengths, strict=True)]
+        longest.append(max(lengths, default=0))
+    return longest
 
-        Returns:
-            ``cu_seqlens`` of the queries and of the keys, each ``[sequences + 1]`` int32, the tokens of the batch, its
-            packs laid end to end, that are the keys, ``[keys]`` int32, and the most keys of a sequence. The last keys
-            of a sequence are its own tokens, and no key belongs to none: kernels would leave its gradient
-            uninitialised, and that would be added to the gradient of a token.
-        """
-        size = self.batch.tokens.shape[1]
-        parts, queries, keys = [], [0], [0]
-        for number, (parents, lengths) in enumerate(zip(self.parents, self.lengths, strict=True)):
-            start, end = number * size, (number + 1) * size
-            bounds = list(pairwise(accumulate(lengths, initial=start)))
-            paths = [[bounds[each] for each in path] for path in paths_of(parents)]  # from the root on
-            if start + sum(lengths) < end:
-                paths.append([(start + sum(lengths), end)])
-            for path in paths:
-                parts += [np.arange(*each, dtype=np.int32) for each in path]
-                queries.append(path[-1][1])
-                keys.append(keys[-1] + sum(stop - start for start, stop in path))
-        arrays = (np.array(queries, np.int32), np.array(keys, np.int32), np.concatenate(parts))
-        device = self.batch.tokens.device
-        ends, key_ends, index = (torch.from_numpy(each).to(device, non_blocking=True) for each in arrays)
-        for tensor in (ends, key_ends, index):  # else torch.compile would compile again for each new length
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return ends, key_ends, index, max(stop - start for start, stop in pairwise(keys))
+
+def prefix_keys(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the keys of each sequence, those from its root on; padding is a sequence at the end of its pack.
+
+    Returns:
+        ``cu_seqlens`` of the queries and of the keys, each ``[sequences + 1]`` int32, and the tokens of the batch, its
+        packs laid end to end, that are the keys, ``[keys]`` int32. The last keys of a sequence are its own tokens, and
+        no key belongs to none: kernels would leave its gradient uninitialised, and that would be added to the gradient
+        of a token.
+    """
+    assert batch.groups is not None
+    size = batch.tokens.shape[1]
+    parts, queries, keys = [], [0], [0]
+    for number, (parents, fragments) in enumerate(zip(batch.groups.parents, batch.fragments, strict=True)):
+        start, end = number * size, (number + 1) * size
+        ends = [*accumulate((fragment.length for fragment in fragments), initial=start)]
+        bounds = list(pairwise(ends))
+        paths = [[bounds[each] for each in path] for path in paths_of(parents)]  # from the root on
+        if ends[-1] < end:
+            paths.append([(ends[-1], end)])
+        for path in paths:
+            parts += [np.arange(*each, dtype=np.int32) for each in path]
+            queries.append(path[-1][1])
+            keys.append(keys[-1] + sum(stop - start for start, stop in path))
+    arrays = (np.array(queries, np.int32), np.array(keys, np.int32), np.concatenate(parts))
+    device = batch.tokens.device
+    query_ends, key_ends, index = (torch.from_numpy(each).to(device, non_blocking=True) for each in arrays)
+    for tensor in (query_ends, key_ends, index):  # else torch.compile would compile again for each new length
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return query_ends, key_ends, index

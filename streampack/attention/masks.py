@@ -144,45 +144,17 @@ def _key_blocks(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def flex_attention_of(
-    q: torch.Tensor,
+    q: torch.Tensor,  # [batch, heads, max_seq_len, head_dim]
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     block_mask: BlockMask,
-    scale: float | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute attention under a block mask, compiled on CUDA, where uncompiled flex attention is slow.
-
-    Args:
-        q: ``[batch, heads, max_seq_len, head_dim]``.
-        k: ``[batch, kv_heads, max_seq_len, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
-        v: as ``k``.
-        block_mask: from `flex_mask`.
-        scale: factor of the scores; None: ``head_dim ** -0.5``.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay as they are.
-
-    Returns:
-        ``[batch, heads, max_seq_len, head_dim]``. On a CPU, torch has no backward pass for this.
-    """
+    """Compute attention under a block mask, compiled on CUDA, where uncompiled flex attention is slow."""
     attend: Callable[..., Any] = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
         attend = _compiled_flex_attention()
-
-    limit = softcap or 1.0
-
-    def cap(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return limit * torch.tanh(score / limit)
-
-    out: torch.Tensor = attend(
-        q,
-        k,
-        v,
-        score_mod=None if softcap is None else cap,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    out: torch.Tensor = attend(q, k, v, block_mask=block_mask)
     return out
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from streampack.attention.calls import PREPARED
-from streampack.attention.layout import Packed, SharedPrefixes, as_packed
+from streampack.attention.layout import Packed, as_packed, visible_of
 from streampack.attention.masks import dense_mask, flex_mask
 from streampack.streaming.consumers import model_parallel_warning
 from streampack.validation import require, warn_user
@@ -133,10 +133,8 @@ def make_mask(batch: Packed | Mapping[str, Any], *, attention: str = "auto") -> 
     batch = as_packed(batch)
     if attention == "auto":
         attention = "flex" if batch.tokens.device.type == "cuda" else "dense"
-    shared = SharedPrefixes.of(batch)
-    return _MASKS[attention](
-        batch.seq_lens, max_seq_len=batch.tokens.shape[1], visible=shared and shared.visible()
-    )
+    size, visible = batch.tokens.shape[1], visible_of(batch)
+    return _MASKS[attention](batch.seq_lens, max_seq_len=size, visible=visible)
 
 
 def _backend(attention: str, known: tuple[str, ...]) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from streampack.attention.backends import auto_backends, compute_dtype, why_not_backend
 from streampack.attention.flash import flash_attention
-from streampack.attention.layout import SharedPrefixes, as_packed
+from streampack.attention.layout import as_packed, shares_prefixes, visible_of
 from streampack.attention.masks import dense_mask, flex_attention_of, flex_mask
 from streampack.attention.varlen import Boundaries, varlen_attention
 from streampack.validation import require_token_ids
@@ -38,17 +37,11 @@ class Sequences:
     NamedTuple made ``torch.compile`` build 10 graphs for 6 packs.
     """
 
-    def __init__(self, batch: Packed, *, attention: str, windows: Iterable[int | None]) -> None:
-        # For flex: a mask for each window that the model's layers have.
-        self.block_masks = None
+    def __init__(self, batch: Packed, *, attention: str) -> None:
+        self.block_mask = None
         if attention == "flex":
-            shared = SharedPrefixes.of(batch)
-            visible = None if shared is None else shared.visible()
-            size, positions = batch.tokens.shape[1], batch.input_pos
-            self.block_masks = {
-                w: flex_mask(batch.seq_lens, max_seq_len=size, window=w, visible=visible, positions=positions)
-                for w in windows
-            }
+            size = batch.tokens.shape[1]
+            self.block_mask = flex_mask(batch.seq_lens, max_seq_len=size, visible=visible_of(batch))
         else:
             self.boundaries = Boundaries.of(batch)
             self.kernel = varlen_attention if attention == "varlen" else flash_attention
@@ -63,19 +56,13 @@ class Sequences:
     def attend(
         self,
         q: torch.Tensor,  # [batch, heads, max_seq_len, head_dim]
-        k: torch.Tensor,  # [batch, kv_heads, max_seq_len, head_dim]
+        k: torch.Tensor,  # the same shape: torchtune has repeated the keys for every query head
         v: torch.Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
     ) -> torch.Tensor:
         """Compute causal attention within each sequence, ``[batch, heads, max_seq_len, head_dim]``."""
-        if self.block_masks is not None:
-            mask = self.block_masks[window]
-            return flex_attention_of(q, k, v, block_mask=mask, scale=scale, softcap=softcap)
-        settings = {"window": window, "scale": scale, "softcap": softcap}
-        return self.boundaries.attend(self.kernel, q, k, v, **settings).transpose(1, 2)
+        if self.block_mask is not None:
+            return flex_attention_of(q, k, v, block_mask=self.block_mask)
+        return self.boundaries.attend(self.kernel, q, k, v).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -85,11 +72,6 @@ class TorchtuneInputs:
     model: TransformerDecoder  # without its wrappers
     attention: str
     refused: Mapping[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def windows(self) -> frozenset[int | None]:
-        """The sliding windows of the model's layers, in tokens."""
-        return frozenset(getattr(module, "sliding_window_size", None) for module in _attentions(self.model))
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``mask`` and ``input_pos``.
@@ -104,16 +86,13 @@ class TorchtuneInputs:
         self.require_tokens(batch.tokens)
         if self.model.caches_are_enabled():
             raise ValueError(_WITH_CACHE.format("the model"))
+        if shares_prefixes(batch) and (why := self.why_not_shared(size)):
+            raise ValueError(f"the batch has shared prefixes, and {why}")
         mask: torch.Tensor | Sequences
         if self.attention == "dense":
-            shared = SharedPrefixes.of(batch)
-            if shared is not None and (why := self.why_not_shared(size)):
-                raise ValueError(f"the batch has shared prefixes, and {why}")
-            mask = dense_mask(
-                batch.seq_lens, max_seq_len=size, visible=None if shared is None else shared.visible()
-            )
+            mask = dense_mask(batch.seq_lens, max_seq_len=size, visible=visible_of(batch))
         else:
-            mask = Sequences(batch, attention=self.attention, windows=self.windows)
+            mask = Sequences(batch, attention=self.attention)
         return {"tokens": batch.tokens, "mask": mask, "input_pos": batch.input_pos}
 
     def require_tokens(self, tokens: torch.Tensor) -> None:
@@ -135,13 +114,11 @@ class TorchtuneInputs:
 
     def why_not_shared(self, max_seq_len: int) -> str | None:
         """Return why the model cannot take packs with shared prefixes, or None if it can."""
-        window = min(filter(None, self.windows), default=max_seq_len)
-        if self.attention != "dense" or window >= max_seq_len:
+        windows = {getattr(module, "sliding_window_size", None) for module in _attentions(self.model)}
+        window = min(filter(None, windows), default=max_seq_len)
+        if window >= max_seq_len:
             return None
-        return (
-            f"torchtune counts this model's window of {window} tokens in a mask without them; use attention='varlen' "
-            "or 'flex', or share_prefix=False"
-        )
+        return f"torchtune counts this model's window of {window} tokens in packs; use share_prefix=False"
 
 
 def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
@@ -162,7 +139,9 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
             refused[backend] = why
             continue
         for module in attentions:
-            _patch(module)
+            stock = getattr(module, "_attention_call", None)  # Gemma2Attention has none
+            if stock is not None and getattr(stock, "func", None) is not _attention_call:
+                module._attention_call = partial(_attention_call, stock)
         return TorchtuneInputs(decoder, backend, refused)
     raise ValueError(
         f"attention={attention!r} cannot compute this model: {refused[attention]}; use attention='auto'"
@@ -228,7 +207,7 @@ def _is_known(attention: Attention) -> bool:
     from torchtune.models.gemma2._attention import Gemma2Attention
     from torchtune.modules import MultiHeadAttention
 
-    known = (MultiHeadAttention.forward, Gemma2Attention.forward, _gemma2_forward)
+    known = (MultiHeadAttention.forward, Gemma2Attention.forward)
     return getattr(attention.forward, "__func__", None) in known
 
 
@@ -236,32 +215,17 @@ def _why_not_backend(attention: str, *, attentions: list[Attention], parameter: 
     """Return why a backend cannot compute these attentions, or None if it can."""
     if attention == "dense":
         return None
-    # Gemma2Attention has the argument attn_dropout and ignores it.
-    dropout = max((module.attn_dropout for module in attentions if not _is_gemma2(module)), default=0.0)
-    if dropout > 0:
+    if not all(hasattr(module, "_attention_call") for module in attentions):
+        return "torchtune's Gemma2Attention computes the scores of all pairs of tokens itself, under a dense mask"
+    if (dropout := max(module.attn_dropout for module in attentions)) > 0:
         return f"only 'dense' has dropout in its attention, and attn_dropout is {dropout}"
-    softcaps = [getattr(module, "softcapping", None) for module in attentions]
-    softcap = next((cap for cap in softcaps if cap is not None), None)
     return why_not_backend(
         attention,
         device=parameter.device,
         dtype=compute_dtype(parameter.device, parameter.dtype),
         head_dim=attentions[0].head_dim,
-        softcap=softcap,
+        softcap=None,
     )
-
-
-def _is_gemma2(attention: Attention) -> bool:
-    """Return whether a module is a Gemma2Attention, which computes scores inline instead of calling a function."""
-    return not hasattr(attention, "_attention_call")
-
-
-def _patch(attention: Attention) -> None:
-    """Let an attention module accept `Sequences`; with other masks it computes what it did before."""
-    if _is_gemma2(attention):
-        attention.forward = MethodType(_gemma2_forward, attention)
-    elif getattr(attention._attention_call, "func", None) is not _attention_call:
-        attention._attention_call = partial(_attention_call, attention._attention_call)
 
 
 def _attention_call(
@@ -277,27 +241,3 @@ def _attention_call(
     if isinstance(mask, Sequences):
         return mask.attend(q, k, v)
     return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
-
-
-def _gemma2_forward(
-    self: Attention,
-    x: torch.Tensor,  # [batch, max_seq_len, embed_dim]
-    y: torch.Tensor | None = None,
-    *,
-    mask: Any = None,
-    input_pos: torch.Tensor | None = None,  # [batch, max_seq_len]
-) -> torch.Tensor:
-    """Compute Gemma2Attention's forward, with the kernel of ``mask`` in place of scores for every pair of tokens."""
-    if not isinstance(mask, Sequences):
-        return cast(torch.Tensor, type(self).forward(self, x, y, mask=mask, input_pos=input_pos))
-    q, k, v = (
-        project(x).view(*x.shape[:2], -1, self.head_dim)
-        for project in (self.q_proj, self.k_proj, self.v_proj)
-    )
-    if self.pos_embeddings is not None:
-        q, k = (self.pos_embeddings(z, input_pos=input_pos) for z in (q, k))
-    q, k, v = (z.transpose(1, 2) for z in (q, k, v))
-    if self.q_norm is not None:
-        q, k = self.q_norm(q), self.k_norm(k)
-    out = mask.attend(q, k, v, window=self.sliding_window_size, scale=self.scaling, softcap=self.softcapping)
-    return cast(torch.Tensor, self.output_proj(out.transpose(1, 2).flatten(2)))

@@ -18,7 +18,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from streampack.attention import families
 from streampack.attention.backends import auto_backends, compute_dtype, why_not_backend
-from streampack.attention.layout import SharedPrefixes, as_packed, labels_of, positions_of
+from streampack.attention.layout import (
+    as_packed,
+    labels_of,
+    longest_paths,
+    positions_of,
+    shares_prefixes,
+    visible_of,
+)
 from streampack.attention.masks import dense_mask, flex_mask
 from streampack.attention.mixers import LENGTHS, find_mixers, split_mixers
 from streampack.attention.pretrained import (
@@ -34,7 +41,6 @@ from streampack.attention.probe import TRIED, find_leaks
 from streampack.attention.registered import REGISTERED_NAMES, keywords_of, register_functions
 from streampack.attention.varlen import Boundaries
 from streampack.packing.batch import Batch
-from streampack.packing.groups import path_starts
 from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
@@ -81,7 +87,7 @@ class TransformersInputs:
         max_seq_len = batch.tokens.shape[1]
         self.require_length(max_seq_len)
         self.require_tokens(batch.tokens)
-        shared = SharedPrefixes.of(batch)
+        shared = shares_prefixes(batch)
         if shared and (why := self.why_not_shared(max_seq_len)):
             raise ValueError(f"the batch has shared prefixes, and {why}")
         positions = batch.input_pos if shared else positions_of(batch.seq_lens, max_seq_len=max_seq_len)
@@ -93,7 +99,7 @@ class TransformersInputs:
         if self.attention in REGISTERED_NAMES:
             return inputs | keywords_of(Boundaries.of(batch), batch.tokens)
         if not families.takes_no_masks(self._config):  # else transformers makes them where positions restart
-            inputs["attention_mask"] = self._masks(batch, positions, shared)
+            inputs["attention_mask"] = self._masks(batch, positions)
         return inputs
 
     @property
@@ -164,15 +170,8 @@ class TransformersInputs:
         limit = families.longest_sample(self._config, self.attention)
         if limit is None:
             return positions
-        if isinstance(batch, Batch):
-            parents = [()] * len(batch.fragments) if batch.groups is None else batch.groups.parents
-            longest = 0
-            for fragments, path in zip(batch.fragments, parents, strict=True):
-                lengths = [fragment.length for fragment in fragments]
-                starts = path_starts(lengths, path or [-1] * len(lengths))
-                longest = max(longest, *map(sum, zip(starts, lengths, strict=True)), 0)
-        else:
-            longest = int(positions.max()) + 1
+        # Of a dict, the host knows no lengths.
+        longest = max(longest_paths(batch)) if isinstance(batch, Batch) else int(positions.max()) + 1
         if longest > limit[0]:
             raise ValueError(
                 f"a sample has {longest} tokens, but a packed {self._config.model_type} model with this config takes "
@@ -180,15 +179,13 @@ class TransformersInputs:
             )
         return positions % limit[0]
 
-    def _masks(
-        self, batch: Packed, positions: torch.Tensor, shared: SharedPrefixes | None
-    ) -> Mask | dict[str, Mask]:
+    def _masks(self, batch: Packed, positions: torch.Tensor) -> Mask | dict[str, Mask]:
         """Return the ``attention_mask`` of the model: a mask, or one for each type of layer if its config names types.
 
         Windows and chunks are counted by positions, because other answers may lie between a token and its prefix.
         """
         seq_lens, size = batch.seq_lens, batch.tokens.shape[1]
-        visible = None if shared is None else shared.visible()
+        visible = visible_of(batch)
         made: dict[tuple[int | None, int | None], Mask] = {}
 
         def mask(kind: str | None) -> Mask:

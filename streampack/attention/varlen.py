@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from streampack.attention.layout import Packed, SharedPrefixes
+from streampack.attention.layout import Packed, longest_paths, prefix_keys, shares_prefixes
 from streampack.packing.batch import Batch
 
 # On a CPU, attention with a sliding window or a softcap is computed for this many queries at a time. That bounds the
@@ -43,15 +43,19 @@ class Boundaries:
     def of(cls, batch: Packed) -> Boundaries:
         """Return the boundaries of a batch; nothing is copied to the host."""
         size = batch.tokens.shape[1]
-        if (shared := SharedPrefixes.of(batch)) is not None:
-            queries, keys, index, longest = shared.keys()
-            return cls(queries, keys, _bound(longest, size), index)
-        cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
         longest = size
         if isinstance(batch, Batch):  # of a dict, the host knows no lengths
-            packs = [[fragment.length for fragment in pack] for pack in batch.fragments]
-            longest = max(max(*lengths, size - sum(lengths), 0) for lengths in packs)
-        return cls(cu_seqlens, cu_seqlens, _bound(longest, size), None)
+            paddings = [size - sum(each.length for each in fragments) for fragments in batch.fragments]
+            longest = max(*longest_paths(batch), *paddings)
+        # The next power of two, of which there are few: compiled code is compiled again for another number. Kernels
+        # start a block of threads for every 128 tokens up to it, in each sequence, and with the length of the pack most
+        # of them would end at once.
+        bound = min(size, 1 << max(longest - 1, 127).bit_length())
+        if shares_prefixes(batch):
+            queries, keys, index = prefix_keys(batch)
+            return cls(queries, keys, bound, index)
+        cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
+        return cls(cu_seqlens, cu_seqlens, bound, None)
 
     def attend(
         self,
@@ -75,15 +79,6 @@ class Boundaries:
             **settings,
         )
         return out.view(len(q), q.shape[2], *out.shape[1:])
-
-
-def _bound(longest: int, size: int) -> int:
-    """Return the next power of two, of which there are few: compiled code is compiled again for another number.
-
-    Kernels start a block of threads for every 128 tokens up to the bound, in each sequence, and most of them would end
-    at once if it were the length of the pack.
-    """
-    return min(size, 1 << max(longest - 1, 127).bit_length())
 
 
 def cu_seqlens_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from streampack.attention import (
 )
 
 # private: block masks of groups with a window are made by prepared models alone, and computed on CUDA alone
-from streampack.attention.layout import SharedPrefixes
+from streampack.attention.layout import visible_of
 from tests.harness.groups import batch_of
 from tests.oracle.attention import (
     LIMIT,
@@ -137,10 +137,10 @@ def test_blocks_of_the_mask_of_groups_are_those_of_its_tokens(window: int | None
         Group(range(90), range(90), lengths=[40, 50], parents=[-1, 0]),
     ]
     batch = batch_of(groups, max_seq_len=1024)
-    shared = SharedPrefixes.of(batch)
-    assert shared is not None
+    visible = visible_of(batch)
+    assert visible is not None
     mask = flex_mask(
-        batch.seq_lens, max_seq_len=1024, window=window, visible=shared.visible(), positions=batch.input_pos
+        batch.seq_lens, max_seq_len=1024, window=window, visible=visible, positions=batch.input_pos
     )
     seen: Any = make_mask(batch, attention="dense")
     seen &= batch.input_pos[:, :, None] - batch.input_pos[:, None, :] < (window or 1024)

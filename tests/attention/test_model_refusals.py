@@ -296,7 +296,7 @@ def test_a_batch_is_refused(name: str) -> None:
 
 def test_torchtune_counts_windows_of_dense_masks_in_packs() -> None:
     """So an answer behind other answers would see too little of its prompt."""
-    inputs = prepare_model_for_packing(decoder("gemma2"), attention="dense")
+    inputs = prepare_model_for_packing(decoder("gemma2"))
     with pytest.raises(ValueError, match="torchtune counts this model's window of 7 tokens"):
         inputs(groups.batch_of(groups.trees()))
 

@@ -73,7 +73,7 @@ def attentions(library: str, family: str) -> tuple[str, ...]:
     with_flex = library == "torchtune" or family in FAMILIES
     words = ("dense", "varlen", "flex") if with_flex else ("dense", "varlen")
     if library == "torchtune":
-        return words
+        return ("dense",) if family == "gemma2" else words  # it computes its scores itself
     return tuple(word for word in words if (family, word) not in {*NEVER, ON_CUDA_ONLY})
 
 
@@ -167,6 +167,14 @@ def test_an_attention_that_will_not_do_is_refused(family: str, attention: str, r
     record_model("transformers", family, attention, f"refused: {why}")
 
 
+@pytest.mark.parametrize("attention", ["flex", "varlen"])
+def test_torchtunes_gemma2_has_dense_masks_only(attention: str, record_model: Record) -> None:
+    why = "torchtune's Gemma2Attention computes the scores of all pairs of tokens itself, under a dense mask"
+    with pytest.raises(ValueError, match=f"attention='{attention}' cannot compute this model: {why}"):
+        prepare_model_for_packing(tiny_torchtune.build("gemma2"), attention=attention)
+    record_model("torchtune", "gemma2", attention, f"refused: {why}")
+
+
 def test_attention_sinks_with_flex_need_cuda(record_model: Record) -> None:
     family, attention = ON_CUDA_ONLY
     model = hf_models.build(family)
@@ -186,11 +194,11 @@ def group_cases() -> list[Any]:
     families = {"torchtune": TABLES["torchtune"], "transformers": [*FAMILIES, "qwen2_5_vl"]}
     for library, names in families.items():
         for family in names:
+            if (library, family) == ("torchtune", "gemma2"):
+                continue
             pairs = [word for word in attentions(library, family) if word != "flex"]
             pairs += ["flex"] * (library == "transformers" and family in ("mistral", "gemma2"))
             for word in pairs:
-                if (library, family, word) == ("torchtune", "gemma2", "dense"):
-                    continue
                 case = (library, family, word)
                 marks = () if family in QUICK[library] or word == "flex" else pytest.mark.slow
                 found.append(pytest.param(*case, torch.float32, marks=marks, id="-".join(case)))
@@ -355,9 +363,10 @@ WORDS = ("dense", "flex", "varlen", "flash")
 # Libraries, families, attentions, whether in groups, and types; varlen and flash have 16 bits only.
 ON_CUDA = [
     *(("torchtune", family, word, grouped, torch.bfloat16)
-      for family in TABLES["torchtune"] for word in WORDS for grouped in (False, True)),
+      for family in TABLES["torchtune"] for word in WORDS for grouped in (False, True)
+      if family != "gemma2"),
     *(("torchtune", family, word, False, torch.float32)
-      for family in TABLES["torchtune"] for word in ("dense", "flex")),
+      for family in TABLES["torchtune"] for word in ("dense", "flex") if (family, word) != ("gemma2", "flex")),
     *(("transformers", family, word, True, torch.bfloat16)
       for family in ("llama", "mistral", "gemma3_text", "deepseek_v3") for word in WORDS),
     *(("transformers", family, word, False, torch.bfloat16 if word == "varlen" else torch.float32)
@@ -382,10 +391,6 @@ def test_packed_equals_alone_on_cuda(
         inputs = prepare_model_for_packing(model, attention=attention)
         found = differences(run_packed(model, batch, inputs), alone)
     except ImportError as error:
-        pytest.skip(str(error))
-    except ValueError as error:
-        assert family == "gemma2", "no other is refused"
-        assert re.search("softcap|window", str(error))
         pytest.skip(str(error))
     rounding = differences(alone, exact)
     # Without groups, transformers' models are compared by their logits alone.
