@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from streampack.packing.batch import Batch
-from streampack.packing.groups import path_starts, paths_of
+from streampack.packing.groups import paths_of
 from streampack.types import IGNORE_INDEX
 
 BOUNDARY_KEYS = (
@@ -166,18 +166,6 @@ def visible_of(batch: Packed) -> torch.Tensor | None:
     table[:, :, -1] = False  # what stands in the paths in front of a root
     table.diagonal(dim1=1, dim2=2).fill_(True)
     return table
-
-
-def longest_paths(batch: Batch) -> list[int]:
-    """Return for each pack the most tokens of a sequence with those that it continues; 0 without a sequence."""
-    longest = []
-    for number, fragments in enumerate(batch.fragments):
-        lengths = [fragment.length for fragment in fragments]
-        if batch.groups is not None:
-            starts = path_starts(lengths, batch.groups.parents[number])
-            lengths = [start + length for start, length in zip(starts, lengths, strict=True)]
-        longest.append(max(lengths, default=0))
-    return longest
 
 
 def prefix_keys(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,7 +21,6 @@ from streampack.attention.backends import auto_backends, compute_dtype, why_not_
 from streampack.attention.layout import (
     as_packed,
     labels_of,
-    longest_paths,
     positions_of,
     shares_prefixes,
     visible_of,
@@ -170,8 +169,9 @@ class TransformersInputs:
         limit = families.longest_sample(self._config, self.attention)
         if limit is None:
             return positions
-        # Of a dict, the host knows no lengths.
-        longest = max(longest_paths(batch)) if isinstance(batch, Batch) else int(positions.max()) + 1
+        longest = batch.longest if isinstance(batch, Batch) else None
+        if longest is None:  # as of a dict
+            longest = int(positions.max()) + 1
         if longest > limit[0]:
             raise ValueError(
                 f"a sample has {longest} tokens, but a packed {self._config.model_type} model with this config takes "

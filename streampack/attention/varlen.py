@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from streampack.attention.layout import Packed, longest_paths, prefix_keys, shares_prefixes
+from streampack.attention.layout import Packed, prefix_keys, shares_prefixes
 from streampack.packing.batch import Batch
 
 # On a CPU, attention with a sliding window or a softcap is computed for this many queries at a time. That bounds the
@@ -44,9 +44,9 @@ class Boundaries:
         """Return the boundaries of a batch; nothing is copied to the host."""
         size = batch.tokens.shape[1]
         longest = size
-        if isinstance(batch, Batch):  # of a dict, the host knows no lengths
-            paddings = [size - sum(each.length for each in fragments) for fragments in batch.fragments]
-            longest = max(*longest_paths(batch), *paddings)
+        if isinstance(batch, Batch) and batch.longest is not None:
+            used = [sum(fragment.length for fragment in fragments) for fragments in batch.fragments]
+            longest = max(batch.longest, size - min(used))
         # The next power of two, of which there are few: compiled code is compiled again for another number. Kernels
         # start a block of threads for every 128 tokens up to it, in each sequence, and with the length of the pack most
         # of them would end at once.
@@ -149,11 +149,14 @@ def varlen_attention(
 
     Raises:
         ValueError: on CUDA, for what torch's kernel cannot do: a ``softcap``, other dtypes than 16-bit floats, a
-            ``head_dim`` above 256 or no multiple of 8.
+            ``head_dim`` above 256 or no multiple of 8. On a CPU, for a sequence longer than ``max_seqlen``, the rest
+            of which kernels leave uncomputed in silence.
     """
     q, k, v = under_autocast(q, k, v)
     if q.device.type != "cuda":
-        out: torch.Tensor = _attend_sequences(q, k, v, cu_seqlens, cu_seqlens_k, window, scale, softcap)
+        out: torch.Tensor = _attend_sequences(
+            q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, window, scale, softcap
+        )
         return out
     if why := why_not_varlen(dtype=q.dtype, head_dim=q.shape[-1], softcap=softcap):
         raise ValueError(f"attention='varlen' on CUDA: {why}; use attention='flex' or 'dense'")
@@ -205,6 +208,7 @@ def _attend_sequences(
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
+    max_seqlen: int,
     window: int | None,
     scale: float | None,
     softcap: float | None,
@@ -218,6 +222,12 @@ def _attend_sequences(
     lengths = key_lengths = [length for length in cu_seqlens.diff().tolist() if length]
     if cu_seqlens_k is not None:
         key_lengths = [length for length in cu_seqlens_k.diff().tolist() if length]
+    if (
+        max(key_lengths) > max_seqlen
+    ):  # a kernel would leave the rest of the sequence uncomputed, and say nothing
+        raise ValueError(
+            f"a sequence has {max(key_lengths)} keys, and max_seqlen is {max_seqlen}; give at least that"
+        )
     sequences = [
         torch.split(x.to(dtype).transpose(0, 1)[None], split, dim=2)
         for x, split in ((q, lengths), (k, key_lengths), (v, key_lengths))

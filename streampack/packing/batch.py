@@ -82,6 +82,9 @@ class Batch:
     seq_lens: torch.Tensor
     fragments: tuple[tuple[Fragment, ...], ...]  # for each pack, where each of its sequences came from
     groups: BatchGroups | None = None  # None: the packs hold plain samples only
+    # Tokens of the longest sequence with those that it continues, the padding at a pack's end left out, as kernels ask
+    # the host for it. None: unknown, as it must be where `seq_lens` are replaced by others.
+    longest: int | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
@@ -95,7 +98,7 @@ class Batch:
         tensors = (self.tokens, self.labels, self.input_pos, self.seq_lens)
         tokens, labels, input_pos, seq_lens = map(change, tensors)
         groups = None if self.groups is None else self.groups.map(change)
-        return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups)
+        return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups, self.longest)
 
     @property
     def unpadded_lens(self) -> torch.Tensor:
@@ -178,6 +181,7 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
         seq_lens=_stack_rows(lengths, width, 0, np.int32),
         fragments=tuple(pack.fragments for pack in packs),
         groups=_stack_groups(packs, width),
+        longest=max(map(_longest_path, packs)),
     )
 
 
@@ -260,6 +264,15 @@ def _stack_ids(rows: list[IntArray]) -> torch.Tensor:
     if len(rows) == 1:
         return torch.from_numpy(rows[0].astype(np.int64, copy=False)[np.newaxis])
     return torch.from_numpy(np.array(rows, np.int64))
+
+
+def _longest_path(pack: Pack) -> int:
+    """Return the most tokens of a sequence with those that it continues; 0 without a sequence."""
+    lengths: Sequence[int] = pack.seq_lens
+    if pack.groups is not None:
+        starts = path_starts(lengths, pack.groups.parents)
+        lengths = [start + length for start, length in zip(starts, lengths, strict=True)]
+    return max(lengths, default=0)
 
 
 def _segment_lengths(pack: Pack) -> tuple[int, ...]:

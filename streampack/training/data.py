@@ -169,6 +169,7 @@ def join_documents(batch: Batch) -> Batch:
         input_pos=torch.where(places < real, places, places - real),
         # A full row has no padding and a null pack only padding; zeros stand after the last segment.
         seq_lens=torch.where(real > 0, torch.cat([real, size - real], 1), torch.tensor([size, 0])).int(),
+        longest=int(real.max()),
     )
 
 

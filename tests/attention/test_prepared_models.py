@@ -6,6 +6,7 @@ That packed equals alone for every family is tested in test_packed_equals_alone.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
@@ -19,8 +20,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
+from streampack import (
+    Batch,
+    IterablePackedDataset,
+    collate_packed,
+    find_leaks,
+    method_loader,
+    prepare_model_for_packing,
+)
 from streampack.attention import varlen
+from streampack.training.data import join_documents
 from tests.harness import tiny_torchtune
 from tests.harness.groups import batch_of, trees
 from tests.harness.hf_models import MAX_SEQ_LEN, VOCAB, Wrapper, build, prepared
@@ -157,6 +166,22 @@ def test_kernels_are_told_how_long_sequences_are_not_packs() -> None:
         assert given["max_length_q"] == given["max_length_k"] == longest
 
 
+def test_kernels_are_told_how_long_joined_sequences_are() -> None:
+    """Not their fragments: a kernel leaves uncomputed what is behind the bound."""
+    rows = [{"tokens": [7] * 90, "labels": [7] * 90}] * 22
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        [cut, _] = method_loader(rows, method="fixed_length", max_seq_len=1024, batch_size=1)
+    streamed = collate_packed(list(IterablePackedDataset(rows, max_seq_len=1024, num_lanes=1)))
+    model = build("llama", max_position_embeddings=1024)
+    inputs = prepare_model_for_packing(model, attention="varlen")
+    assert inputs(streamed)["max_length_k"] == 128
+    for batch in (cut, join_documents(streamed)):
+        assert batch.seq_lens.max() > 900
+        assert inputs(batch)["max_length_k"] == 1024
+        assert torch.isfinite(whole(model(**inputs(batch)))).all()
+
+
 def test_checkpointed_layers_and_a_wrapped_model() -> None:
     model, inputs, alone = prepared("qwen3", "varlen")
     model.train().activation_checkpointing_enable()
@@ -205,7 +230,7 @@ def of_other_groups() -> Iterable[Batch]:
 @pytest.mark.parametrize("batches", [of_other_lengths, pytest.param(of_other_groups, marks=pytest.mark.slow)])
 def test_other_packs_reuse_the_graph(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(varlen, "_attend_sequences", attend)
+    monkeypatch.setattr(varlen, "_attend_sequences", lambda *given: attend(*given[:5], *given[6:]))
     model: Any = tiny_torchtune.build("llama3", num_layers=3)
     counter = CompileCounterWithBackend("eager")
     inputs = prepare_model_for_packing(model, attention="varlen")
@@ -278,7 +303,7 @@ def test_what_a_kernel_leaves_unwritten_reaches_no_gradient(
         out = good(q[:queries], k[:keys], v[:keys], cu_seqlens, cu_seqlens_k, *others)
         return torch.cat([out, out.new_full((len(q) - queries, *out.shape[1:]), torch.nan)])
 
-    monkeypatch.setattr(varlen, "_attend_sequences", attend)
+    monkeypatch.setattr(varlen, "_attend_sequences", lambda *given: attend(*given[:5], *given[6:]))
     batch = batch_of([group if shared else group.unshared() for group in trees()])
     model, right = make(family), run_alone(make(family), batch)
     packed = run_packed(model, batch, prepare_model_for_packing(model, attention="varlen"))
