@@ -1,9 +1,8 @@
 """Questions and answers about the standard library, a tokenizer and a small llama, without a download."""
 
+from streampack_recipes.stdlib_corpus import docstring_pairs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from streampack_recipes.stdlib_corpus import docstring_pairs
 
 
 def pairs() -> list[dict[str, str]]:

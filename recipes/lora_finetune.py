@@ -12,9 +12,9 @@ import sys
 from functools import partial
 
 from omegaconf import DictConfig
+from streampack_recipes import full_finetune
 
 from streampack.training.overrides import parse
-from streampack_recipes import full_finetune
 
 train = partial(full_finetune.train, adapters=True)
 

@@ -35,12 +35,12 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     stdlib_corpus.prepare()
 
-    from omegaconf import OmegaConf
-
     import streampack_configs
+    from omegaconf import OmegaConf
+    from streampack_recipes.full_finetune import train
+
     from streampack.training.errors import shown_errors
     from streampack.training.overrides import with_overrides
-    from streampack_recipes.full_finetune import train
 
     overrides = [word for word in argv if word != "--traceback"]
     with shown_errors(tracebacks="--traceback" in argv):

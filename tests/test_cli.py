@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import streampack_configs
 import streampack_recipes
+
 from streampack import __version__, cli
 from tests.harness.raising import fail
 

@@ -81,9 +81,8 @@ def language() -> npt.NDArray[np.float64]:
 
 def stdlib(name: str) -> tuple[list[dict[str, str]], Any]:
     """Return the standard library's ``sources`` or ``pairs`` of question and answer, shuffled, and their tokenizer."""
-    from torchtune.models.llama2 import llama2_tokenizer
-
     from streampack_recipes import stdlib_corpus
+    from torchtune.models.llama2 import llama2_tokenizer
 
     paths = stdlib_corpus.prepare()
     rows = [json.loads(line) for line in getattr(paths, name).read_text("utf-8").split("\n")[:-1]]

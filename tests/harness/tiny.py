@@ -4,10 +4,9 @@ import json
 import re
 from pathlib import Path
 
+import streampack_configs
 import torch
 from omegaconf import OmegaConf
-
-import streampack_configs
 
 WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog"]
 

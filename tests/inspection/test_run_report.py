@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from streampack_recipes.full_finetune import train
 
 from streampack import IterablePackedDataset, Mix, collate_packed, prepare_trainer_for_packing
 from streampack.inspection.report_writer import PACKS, REPORT_FILE, ReportWriter
@@ -18,7 +19,6 @@ from streampack.inspection.trainer_report import write_trainer_report
 from streampack.training.config import read_config
 from streampack.training.record import METRICS_FILE, MetricRecord, read_metrics
 from streampack.training.world import World
-from streampack_recipes.full_finetune import train
 from tests.harness import hf_trainers
 from tests.harness.html import EVIL, Parsed, parsed
 from tests.harness.runs import Run, whole_run

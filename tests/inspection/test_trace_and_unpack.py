@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
 
 from streampack.cli import main
 from streampack.training.row_losses import ROWS_FOLDER, ranked, read_step
-from streampack_recipes.full_finetune import train
 from tests.harness.runs import whole_run
 from tests.harness.tiny import tiny_config
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from streampack_recipes import full_finetune, lora_finetune
 
 from streampack.training.run import Run
-from streampack_recipes import full_finetune, lora_finetune
 from tests.harness.tiny_hf import hf_config
 
 transformers = pytest.importorskip("transformers")

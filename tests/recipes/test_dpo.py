@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from streampack_recipes.dpo import train
 from torchtune.data import padded_collate_dpo
 from torchtune.models.llama3 import llama3
 from torchtune.rlhf.loss import DPOLoss
@@ -21,7 +22,6 @@ from streampack.instantiate import build
 from streampack.training.config import read_config
 from streampack.training.data import build_data, build_loader
 from streampack.training.preferences import Reference
-from streampack_recipes.dpo import train
 from tests.harness.preferences import dpo_config, whole_pairs
 from tests.harness.processes import run_ranks
 from tests.harness.runs import Run, run_once

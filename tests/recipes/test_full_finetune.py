@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from streampack_recipes import quickstart
+from streampack_recipes.full_finetune import train
 from torchtune.models.llama3 import llama3
 from torchtune.training.metric_logging import StdoutLogger
 
 from streampack import IterablePackedDataset, JSONLSource, TextEncoder, cli
 from streampack.training.weights import random_weights
-from streampack_recipes import quickstart
-from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks, start_process
 from tests.harness.runs import Run, run_once
 from tests.harness.tiny import (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from streampack_recipes.lora_finetune import train
 from torchtune.models.llama3 import llama3, lora_llama3
 
-from streampack_recipes.lora_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.runs import Run, lora_run
 from tests.harness.tiny import ADAPTERS, BASE, lora_config, losses, numbers

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from streampack_recipes import stdlib_corpus
 
 NAMES = ["pairs.jsonl", "preferences.jsonl", "sources.jsonl", "tokenizer.model"]

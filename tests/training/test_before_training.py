@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from streampack_recipes.dpo import train as train_dpo
+from streampack_recipes.full_finetune import train
 from torch import nn
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from streampack.cli import main
 from streampack.training import model as models
 from streampack.training.isolation import probe_config
-from streampack_recipes.dpo import train as train_dpo
-from streampack_recipes.full_finetune import train
 from tests.harness.preferences import dpo_config
 from tests.harness.processes import RankError, run_ranks
 from tests.harness.tiny import ADAPTERS, BASE, losses, tiny_config

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import streampack_configs
 import torch
 from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
 
-import streampack_configs
 from streampack.cli import main
 from streampack.training.config import read_config
 from streampack.training.devices import pick_device
 from streampack.training.isolation import probe_config
 from streampack.training.overrides import parse, with_overrides
-from streampack_recipes.full_finetune import train
 from tests.harness.tiny import tiny_config
 
 QUICKSTART = Path(streampack_configs.__path__[0]) / "quickstart.yaml"

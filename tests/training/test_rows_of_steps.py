@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from streampack_recipes.full_finetune import train
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.instantiate import build
@@ -23,7 +24,6 @@ from streampack.training.data import build_datasets, join_documents
 from streampack.training.past_steps import packs_of_step
 from streampack.training.row_losses import ROWS_FOLDER, RowLosses, hashes, ranked, read_step, step_losses
 from streampack.training.world import World
-from streampack_recipes.full_finetune import train
 from tests.harness.runs import Run
 from tests.harness.tiny import WORDS, losses, mixed_config, tiny_config
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
 from streampack import cli
 from streampack.training import run_folder
 from streampack.training.export import export
 from streampack.training.run_folder import Interrupted
-from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.runs import Run, lora_run
 from tests.harness.tiny import interrupt_step, lora_config, losses, mixed_config, numbers, tiny_config

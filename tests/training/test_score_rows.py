@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from streampack_recipes.dpo import train
 from torchtune.models.llama3 import llama3
 
 from streampack import cli
 from streampack.training.preferences import Reference
-from streampack_recipes.dpo import train
 from tests.harness.preferences import PairEncoder, dpo_config
 from tests.harness.processes import run_ranks
 from tests.harness.tiny import WordTokenizer, mixed_config, numbers, tiny_config
