@@ -23,7 +23,7 @@ from streampack.attention.prepare import prepare_model_for_packing
 from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import pair_of
-from streampack.training.overrides import parse
+from streampack.training.entry import parse
 from streampack.training.preferences import Comparison, PairMeter, Reference, at_first_token, evaluate_pairs
 from streampack.training.run import Result, Run
 

@@ -23,8 +23,8 @@ from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import label_weights, loss_terms
 from streampack.training.data import join_documents
+from streampack.training.entry import parse
 from streampack.training.evaluation import evaluate
-from streampack.training.overrides import parse
 from streampack.training.run import Result, Run
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from omegaconf import DictConfig
 from streampack_recipes import full_finetune
 
-from streampack.training.overrides import parse
+from streampack.training.entry import parse
 
 train = partial(full_finetune.train, adapters=True)
 

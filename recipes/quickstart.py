@@ -39,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
     from omegaconf import OmegaConf
     from streampack_recipes.full_finetune import train
 
-    from streampack.training.errors import shown_errors
-    from streampack.training.overrides import with_overrides
+    from streampack.training.entry import shown_errors, with_overrides
 
     overrides = [word for word in argv if word != "--traceback"]
     with shown_errors(tracebacks="--traceback" in argv):

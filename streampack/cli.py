@@ -125,7 +125,7 @@ def read(options: Options) -> Any:
     import yaml
     from omegaconf import DictConfig, OmegaConf
 
-    from streampack.training.overrides import with_overrides
+    from streampack.training.entry import with_overrides
 
     try:
         content = OmegaConf.load(path)
@@ -197,7 +197,7 @@ def cp(options: Options) -> None:
 
 
 @command(
-    "check a config: keys, components, files, and the first rows; no weights are read",
+    "check a config: keys, components, files, the first rows, isolation of samples; reads no weights",
     "streampack validate --config my.yaml",
     words=[
         *CONFIG,
@@ -222,20 +222,6 @@ def validate(options: Options) -> int:
     for note in [] if problems else notes(config):
         print(f"note: {note}")
     return 1 if problems else 0
-
-
-@command(
-    "check that no sample of a pack sees another in this model; needs no weights and no data",
-    "streampack verify --config my.yaml",
-    words=CONFIG,
-)
-def verify(options: Options) -> int:
-    config = read(options)
-    from streampack.training.isolation import probe_config
-
-    report = probe_config(config)
-    print(f"{options.path}: {report}", file=sys.stdout if report.ok else sys.stderr)
-    return 0 if report.ok else 1
 
 
 @command(
@@ -395,7 +381,7 @@ def score(options: Options) -> None:
 )
 def export(options: Options) -> None:
     config = read(options)
-    from streampack.training.export import export
+    from streampack.training.weights import export
 
     for name, folder in export(options.checkpoint, config=config, out=options.out).items():
         print(f"{name:12} {folder}")

@@ -75,12 +75,12 @@ def run_torchrun(run: Callable[[], None], *, tracebacks: bool) -> int:
     try:
         run()
     except ChildFailedError as error:
-        if tracebacks:
-            raise
         rank, failure = error.get_first_failure()
+        stopped = failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM)  # by a signal to a rank
+        if tracebacks and not stopped:
+            raise
         if not Path(failure.error_file).is_file():  # it has reported no error; perhaps the system killed it
             print(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}", file=sys.stderr)  # noqa: T201
-        stopped = failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM)  # by a signal to a rank
         return failure.exitcode if stopped else 1
     except SignalException as error:
         return 128 + int(error.sigval)

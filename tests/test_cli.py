@@ -76,7 +76,7 @@ def test_help_and_version(capsys: Capture) -> None:
         }
         assert text.startswith(f"usage: streampack {command} ")
         assert f"\n  streampack {command}" in text, "an example"
-        assert command not in ("validate", "verify", "tokenize") or "--config CONFIG" in text
+        assert command not in ("validate", "tokenize") or "--config CONFIG" in text
     assert out_of(capsys, "--version") == f"streampack {__version__}\n"
 
 
@@ -239,7 +239,7 @@ UNKNOWN = "neither a name that `streampack ls` lists nor a"
             "--config is missing: name a config or the path of a YAML file",
         ),
         (
-            "verify quickstart --wrokers 3",
+            "trace quickstart --wrokers 3",
             "unrecognized arguments: --wrokers",
         ),
         ("validate quickstart a.0.b=1 a=[1", "a: '[1' is not YAML: while parsing a flow sequence"),
@@ -264,7 +264,7 @@ LOAD = "omegaconf.OmegaConf.load"
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        *((f"{command} mine.yaml", LOAD) for command in ("validate", "verify", "inspect", "unpack", "trace")),
+        *((f"{command} mine.yaml", LOAD) for command in ("validate", "inspect", "unpack", "trace")),
         ("tokenize mine.yaml --out tokens", LOAD),
         ("score mine.yaml --out a.jsonl", LOAD),
         ("export step_1 --config mine.yaml --out a", LOAD),
@@ -294,7 +294,7 @@ def test_without_torchtune(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "torchtune" else real(name, *more)
     )
-    for words in ("run dpo --config quickstart", "validate quickstart", "verify --config quickstart"):
+    for words in ("run dpo --config quickstart", "validate quickstart", "trace --config quickstart"):
         assert error_of(capsys, *words.split()) == (
             "streampack: error: this needs torchtune, which is not installed: pip install 'streampack[tune]'\n"
         )
@@ -326,6 +326,6 @@ def test_all_commands_take_a_config_alike(here: Path, capsys: Capture, words: li
     assert captured.out == "mine.yaml: 1 problem(s)\n"
     missing = "missing: checkpointer, data, metric_logger, model, optimizer, output_dir, tokenizer;"
     assert captured.err.startswith(missing)
-    assert error_of(capsys, "verify", *words, status=1).startswith(f"streampack: error: {missing}")
+    assert error_of(capsys, "trace", *words, status=1).startswith(f"streampack: error: {missing}")
     said = error_of(capsys, "tokenize", *words, "--out", "tokens", status=1)
     assert said.startswith("streampack: error: data.source is missing")

@@ -163,7 +163,7 @@ def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
     from rich.text import Text
 
     from streampack.training.config import read_config
-    from streampack.training.past_steps import packs_of_step
+    from streampack.training.row_losses import packs_of_step
     from streampack.training.run_folder import checkpoints_folder
 
     cfg = read_config(config)

@@ -14,7 +14,7 @@ from streampack.inspection.run_page import RunReport, write_page
 from streampack.packing.batch import Batch, unstack_packs
 from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig, to_plain
-from streampack.training.record import METRICS_FILE, read_metrics
+from streampack.training.progress import METRICS_FILE, read_metrics
 from streampack.training.world import World
 from streampack.types import Pack
 from streampack.validation import warn_user
@@ -34,7 +34,7 @@ class ReportWriter:
         config: the run's.
         written: the same as it was written, which `shown` has made fit to be seen.
         lanes: of the dataset, whose source and encoder say what a pack holds.
-        in_effect: what `streampack.training.estimate.opening` returns.
+        in_effect: what `streampack.training.progress.opening` returns.
         world: the ranks.
     """
 

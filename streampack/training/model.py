@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from torchtune.modules import peft
 
 from streampack.instantiate import COMPONENT, build
 from streampack.training.config import RunConfig
-from streampack.training.lora import start_adapters
 from streampack.training.world import World
 
 # torchtune copies the logits to fp32. In this many chunks, each copy is freed before the next is made.
@@ -90,6 +90,36 @@ def build_model(
         if hasattr(module, "initialize_dora_magnitude"):  # needs the norms of the base weights
             module.initialize_dora_magnitude()  # type: ignore[operator]
     return model.train()
+
+
+def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
+    """Freeze all but the adapters of a model, and return the adapters' initial weights.
+
+    As in the paper, A is random and B is zero, so that the model computes at first what its base computes. The values
+    depend on ``seed`` alone, not on the number of ranks or the device.
+
+    Raises:
+        ValueError: if the model has no adapters, or DoRA's in a layer with a bias.
+    """
+    adapters = peft.get_adapter_params(model)
+    if not adapters:
+        raise ValueError(
+            f"{type(model).__name__} has no adapters to train; name one of torchtune's lora_ or qlora_ models in "
+            "the config, or use the full_finetune recipe"
+        )
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft.DoRALinear) and getattr(layer, "bias", None) is not None:
+            raise ValueError(
+                f"{name} has a bias, which DoRA scales in torchtune, and neither when its weights are merged nor in "
+                "PEFT; set use_dora to False"
+            )
+    peft.set_trainable_params(model, adapters)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in adapters.items()}
+    for name, value in weights.items():
+        if name.endswith("lora_a.weight"):
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    return weights
 
 
 def has_adapters(config: RunConfig) -> bool:

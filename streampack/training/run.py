@@ -15,13 +15,10 @@ from torchtune import training
 from streampack.attention import Inputs
 from streampack.instantiate import build
 from streampack.packing.batch import Batch
-from streampack.training.config import RunConfig, read_config, shown
+from streampack.training.checkpoint import Checkpoints
+from streampack.training.config import read_config, shown
 from streampack.training.data import build_data, build_loader
-from streampack.training.devices import pick_device
-from streampack.training.estimate import opening, total_steps
 from streampack.training.evaluation import HeldOut
-from streampack.training.export import write_weights
-from streampack.training.isolation import verify_isolation
 from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
 from streampack.training.model import (
     Weights,
@@ -32,23 +29,24 @@ from streampack.training.model import (
     require_model,
     seed_step,
 )
-from streampack.training.phase import begin_phase
 from streampack.training.preferences import refuse_preferences, require_preferences, shares_prefixes
-from streampack.training.progress import MetricLogger, aligned, bar, postfix, summary
+from streampack.training.progress import MetricLogger, aligned, bar, opening, postfix, summary
 from streampack.training.row_losses import RowLosses
 from streampack.training.run_folder import (
     Interrupted,
+    begin_phase,
+    end_file,
     finished,
-    fixed_settings,
     hold_output,
     open_checkpoints,
     record_end,
+    stop_on_signals,
     warn_of_unheeded,
 )
-from streampack.training.schedule import build_schedule, step_schedule
-from streampack.training.signals import stop_on_signals
-from streampack.training.validate import training_problems
-from streampack.training.world import World, join_world
+from streampack.training.schedule import build_schedule, step_schedule, total_steps
+from streampack.training.validate import require_isolation, training_problems
+from streampack.training.weights import write_weights
+from streampack.training.world import World, join_world, pick_device
 
 Result = dict[str, Any]
 """What a recipe returns, on every rank: ``step``, the run's last; and unless the run was over when it was opened,
@@ -135,27 +133,25 @@ class Run:
         adapters_only: whether only the adapters of a model are trained.
     """
 
-    def __init__(
-        self,
-        raw: Any,
-        cfg: RunConfig,
-        device: torch.device,
-        world: World,
-        *,
-        report: Callable[..., Any],
-        adapters: bool | None,
-        pairs: bool,
-        closing: ExitStack,
-    ) -> None:
-        self.raw, self.cfg, self.device, self.world = raw, cfg, device, world
+    world: World
+    checkpoints: Checkpoints
+    _closing: ExitStack
+
+    def __init__(self, raw: Any, *, report: Callable[..., Any], adapters: bool | None, pairs: bool) -> None:
+        self.raw, self.cfg = raw, (cfg := read_config(raw))
+        (require_preferences if pairs else refuse_preferences)(cfg)
+        if cfg.save_adapter_weights_only and adapters is False:
+            raise ValueError(
+                "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"
+            )
+        require_model(cfg, adapters=adapters)
+        if problems := training_problems(cfg):
+            raise ValueError(problems[0])
         self.adapters_only = has_adapters(cfg) if adapters is None else adapters
-        self._new_report, self._pairs, self._closing = report, pairs, closing
-        end = finished(cfg, world=world)
-        self.over: Result | None = None if end is None else {"step": end}
+        self.device = pick_device(cfg.device)
+        self._new_report, self._pairs = report, pairs
+        self.over: Result | None = None
         self.saved_step: int | None = None
-        if self.over is None:
-            self.checkpoints, self.saved_step = open_checkpoints(cfg, world=world)
-            seed_step(cfg.seed, 0)
 
     @classmethod
     @contextmanager
@@ -179,22 +175,19 @@ class Run:
             ValueError: for a config with a mistake in it, or a folder that another run holds or has written to.
             Interrupted: for a signal or Ctrl-C, after the checkpoint that it made.
         """
-        cfg = read_config(raw)
-        (require_preferences if pairs else refuse_preferences)(cfg)
-        if cfg.save_adapter_weights_only and adapters is False:
-            raise ValueError(
-                "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"
-            )
-        require_model(cfg, adapters=adapters)
-        if problems := training_problems(cfg):
-            raise ValueError(problems[0])
-        device = pick_device(cfg.device)
+        run = cls(raw, report=report, adapters=adapters, pairs=pairs)
+        cfg = run.cfg
         with (
-            join_world(device, timeout=cfg.collective_timeout) as world,
-            hold_output(cfg, world=world),
-            ExitStack() as closing,
+            join_world(run.device, timeout=cfg.collective_timeout) as run.world,
+            hold_output(cfg, world=run.world),
+            ExitStack() as run._closing,
         ):
-            yield cls(raw, cfg, device, world, report=report, adapters=adapters, pairs=pairs, closing=closing)
+            if (end := finished(cfg, world=run.world)) is not None:
+                run.over = {"step": end}
+            else:
+                run.checkpoints, run.saved_step = open_checkpoints(cfg, world=run.world)
+                seed_step(cfg.seed, 0)
+            yield run
 
     def read_weights(self) -> Weights:
         """Collective: read the weights of the base model from its checkpointer."""
@@ -241,12 +234,13 @@ class Run:
         lanes = self.dataset.lane_config
         if cfg.verify_isolation and cfg.document_masking:
             size, shared = cfg.data["max_seq_len"], self._pairs and shares_prefixes(lanes)
-            verify_isolation(model, inputs, max_seq_len=size, world=world, groups=shared)
+            with world.raise_on_all():
+                require_isolation(model, inputs, max_seq_len=size, groups=shared)
 
         run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
         if self.saved_step is not None:
             run = self.checkpoints.load(self.saved_step, model=model, optimizer=optimizer)
-            warn_of_unheeded(cfg, run["settings"], optimizer=optimizer, world=world)
+            warn_of_unheeded(cfg, run["optimizer_settings"], world=world)
             self.loader.load_state_dict(run["stream"])
         elif cfg.resume_from is not None:
             run["begun"] = run["step"] = begin_phase(
@@ -269,6 +263,8 @@ class Run:
         self.meter = StepMeter(world, self.device)
         self.by_source = SourceMeter(self.loader, world, self.device)
         self.by_row = RowLosses(cfg, world=world, resumed=self.saved_step)
+        if world.is_main:
+            end_file(cfg).unlink(missing_ok=True)  # of the run that goes on
         self.started = time.perf_counter()
 
     def steps(self) -> Iterator[Step]:
@@ -376,7 +372,8 @@ class Run:
             "packs_per_step": self.loader.packs_per_step,
             "stream": self.loader.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "settings": fixed_settings(self.cfg),
+            "epochs": self.cfg.epochs,
+            "optimizer_settings": self.cfg.optimizer,
         }
         self.checkpoints.save(self.step, model=self.model, optimizer=self.optimizer, run=state)
         self.saved_step = self.step

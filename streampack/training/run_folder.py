@@ -1,26 +1,33 @@
-"""The folder that a run writes to: its lock, its checkpoints, and whether the run is over."""
+"""The folder that a run writes to: its lock, where it goes on, how a signal ends it, and when it is over."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
-from streampack.fingerprint import digest, plain
-from streampack.instantiate import COMPONENT
+from streampack.loader.data_loader import PackedDataLoader
 from streampack.storage.folders import lock_folder
-from streampack.training.checkpoint import Checkpoints
-from streampack.training.config import RunConfig, without_secrets
+from streampack.training.checkpoint import STEP_NAME, Checkpoints
+from streampack.training.config import RunConfig
 from streampack.training.world import World
 from streampack.validation import warn_user
 
-OVER = "finished.json"
-"""File written last, when the weights are complete; see `record_end`."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TOGETHER = 1.0
+"""Seconds within which several signals count as one: what signals all processes of a job at once (systemd, some Slurm
+sites) reaches a rank directly and again through torchrun."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -46,19 +53,72 @@ class Interrupted(KeyboardInterrupt):
         return 128 + self.number
 
 
+class Stop:
+    """The signal that this process was sent, 0 if none; see `stop_on_signals`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.received = 0
+        self._first = 0.0  # when
+        self._process = os.getpid()
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if (
+            os.getpid() != self._process
+        ):  # forked, such as a worker of torch's DataLoader: Ctrl-C is its parent's
+            if number == signal.SIGTERM:
+                os._exit(128 + number)
+        elif not self.received:
+            self.received, self._first = number, time.monotonic()
+            if self.world.is_main:
+                name = signal.Signals(number).name
+                text = f"\n{name}: stopping after this step; a second signal ends the run at once"
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
+        elif time.monotonic() - self._first > TOGETHER:
+            os._exit(128 + number)
+
+    def agree(self) -> int:
+        """Return the signal that any rank was sent, 0 if none; a collective, called after each step.
+
+        It is one small message from each rank to each other over gloo, so it does not wait for a GPU.
+        """
+        return self.world.max(self.received)
+
+
+@contextmanager
+def stop_on_signals(world: World) -> Iterator[Stop]:
+    """Note SIGTERM and SIGINT while the block runs, instead of ending the process; a second signal ends it.
+
+    Outside the main thread, which alone can handle signals, the block runs without handlers.
+    """
+    stop = Stop(world)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    handlers = {number: signal.signal(number, stop.note) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 @contextmanager
 def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
-    """Lock the folders that a run writes to while the block runs: its and its checkpointer's ``output_dir``.
-
-    A collective.
+    """Collective: lock the ``output_dir`` of a run and of its checkpointer while the block runs.
 
     Raises:
         ValueError: on rank 0, if another process holds one of them; names its host and process id.
         Interrupted: for a KeyboardInterrupt in the block, with a message.
     """
+    named = {config.output_dir, config.checkpointer.get("output_dir", config.output_dir)}
+    folders = sorted(
+        {Path(folder).resolve(): Path(folder) for folder in named}.values()
+    )  # or two would deadlock
     with ExitStack() as held:
         with world.raise_on_all():
-            for folder in _folders(config) if world.is_main else ():
+            for folder in folders if world.is_main else ():
                 way_out = "wait until it has ended, or choose another output_dir"
                 held.enter_context(lock_folder(folder, way_out=way_out))
         try:
@@ -68,8 +128,29 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
             raise _interrupted(config, number=number) from error
 
 
+def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
+    newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
+    if newest is not None:
+        message = f"interrupted; resume=True goes on from step {newest}, its newest checkpoint"
+    elif config.checkpoint_every is not None:
+        message = (
+            f"interrupted before its first checkpoint (checkpoint_every={config.checkpoint_every}); the same command "
+            "begins anew"
+        )
+    else:
+        message = (
+            "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins anew"
+        )
+    return Interrupted(f"{config.output_dir}: {message}", step=newest, number=number)
+
+
+def checkpoints_folder(config: RunConfig) -> Path:
+    """Return where a run keeps its checkpoints."""
+    return Path(config.output_dir, "checkpoints")
+
+
 def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, int | None]:
-    """Return the run's checkpoints and the step to resume from, None for a new run; a collective.
+    """Collective: return the run's checkpoints and the step to resume from, None for a new run.
 
     Without a checkpoint, ``resume`` begins at step 0 and prints so: launchers that restart a run use the same command
     the first time.
@@ -104,38 +185,67 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
     return checkpoints, None
 
 
-def fixed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that a run keeps at a resume, for its checkpoint and `warn_of_unheeded`."""
-    return {"optimizer": config.optimizer, "epochs": config.epochs}
+def begin_phase(
+    config: RunConfig,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: PackedDataLoader,
+    world: World,
+) -> int:
+    """Collective: begin a second phase from another run's checkpoint, ``resume_from``, and return its step.
 
+    The model and the optimizer's state are that run's, and the optimizer's settings (``lr``, ``weight_decay``) the
+    config's. The data begin anew, or with ``continue_data`` behind what that run has packed.
 
-def warn_of_unheeded(
-    config: RunConfig, saved: Mapping[str, Any], *, optimizer: torch.optim.Optimizer, world: World
-) -> None:
-    """Warn, on rank 0, of settings that a checkpoint decides and that the config has otherwise.
-
-    Args:
-        config: of the run that goes on.
-        saved: `fixed_settings` of the run that wrote the checkpoint.
-        optimizer: as the checkpoint has it, whose groups say which settings it decides.
-        world: the ranks.
+    Raises:
+        ValueError: if it is no checkpoint, or ``max_steps`` is over at its step; with ``continue_data``, if the data
+            are others than that run's.
+        CheckpointError: if it cannot be read, or is of another model.
     """
-    if not world.is_main:
-        return
-    before, now = saved["optimizer"], config.optimizer
-    for key in sorted({*before, *now}):
-        if before.get(key) == now.get(key):
-            continue
-        if key == COMPONENT:
-            warn_user(
-                f"optimizer: a {now[key]} goes on with the numbers of a {before[key]}, as the checkpoint has them; "
-                "start a new run if they mean other things to it"
+    assert config.resume_from is not None
+    path = Path(config.resume_from)
+    name = STEP_NAME.fullmatch(path.name)
+    with world.raise_on_all():
+        if name is None or not path.is_dir():
+            raise ValueError(
+                f"resume_from={config.resume_from} is no checkpoint; name a directory such as "
+                "OUTPUT_DIR/checkpoints/step_00000100"
             )
-        elif key in optimizer.param_groups[0]:
-            warn_user(
-                f"optimizer.{key}={now.get(key)} is not heeded: the optimizer goes on as its checkpoint has it, which "
-                f"was made with {key}={before.get(key)}; start a new run for another"
-            )
+    assert name is not None
+    step = int(name[1])
+    if config.max_steps is not None and config.max_steps <= step:
+        raise ValueError(
+            f"max_steps={config.max_steps} is over: the steps of resume_from={config.resume_from} count, which are "
+            f"{step}; give more"
+        )
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    run = Checkpoints(path.parent, world=world).load(step, model=model, optimizer=optimizer)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    if config.continue_data:
+        loader.continue_from(run["stream"])
+    return step
+
+
+def warn_of_unheeded(config: RunConfig, saved: Mapping[str, Any], *, world: World) -> None:
+    """Warn of settings of the optimizer other than those in ``saved``, with which the checkpoint was made."""
+    now = config.optimizer
+    changed = [
+        f"optimizer.{key}={now.get(key)} (it was {saved.get(key)})"
+        for key in sorted({*saved, *now})
+        if saved.get(key) != now.get(key)
+    ]
+    if changed and world.is_main:
+        warn_user(
+            f"{', '.join(changed)}: not heeded as far as the checkpoint has such a number, such as lr or weight_decay, "
+            "with which the optimizer goes on; start a new run, or a second phase (resume_from), for another"
+        )
+
+
+# The end of a run: finished.json is written last, when the weights are complete, and removed when a run goes on.
 
 
 def weights_folders(config: RunConfig) -> list[str]:
@@ -163,57 +273,24 @@ def finished(config: RunConfig, *, world: World) -> int | None:
     return step
 
 
-def record_end(config: RunConfig, *, step: int) -> None:
-    """Write the file that marks a run as over; rank 0 calls this when the weights are written."""
-    by_steps = config.max_steps is not None and step >= config.max_steps
-    epochs = None if by_steps else config.epochs  # read to their end
-    path = Path(config.output_dir, OVER)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"step": step, "epochs": epochs, "data": _data_digest(config)}))
-    part.replace(path)
-
-
 def _finished(config: RunConfig) -> int | None:
-    path = Path(config.output_dir, OVER)
-    if not path.is_file() or not weights_folders(config):
+    if not end_file(config).is_file() or not weights_folders(config):
         return None
-    end = json.loads(path.read_text())
+    end = json.loads(end_file(config).read_text())
     step: int = end["step"]
-    newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=step)
-    if newest != step or end["data"] != _data_digest(config):
-        return None  # of an earlier run in this folder, or of other data, which the checkpoint refuses
     by_steps = config.max_steps is not None and step >= config.max_steps
     by_epochs = end["epochs"] is not None and config.epochs is not None and config.epochs <= end["epochs"]
     return step if by_steps or by_epochs else None
 
 
-def _data_digest(config: RunConfig) -> str:
-    """Return a digest of what is read and how, whoever's keys open it."""
-    return digest(plain(without_secrets(config.data)))
+def record_end(config: RunConfig, *, step: int) -> None:
+    """Mark a run as over; rank 0 calls this when the weights are written."""
+    by_steps = config.max_steps is not None and step >= config.max_steps
+    part = end_file(config).with_suffix(".part")
+    part.write_text(json.dumps({"step": step, "epochs": None if by_steps else config.epochs}))
+    part.replace(end_file(config))
 
 
-def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
-    newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
-    if newest is not None:
-        message = f"interrupted; resume=True goes on from step {newest}, its newest checkpoint"
-    elif config.checkpoint_every is not None:
-        message = (
-            f"interrupted before its first checkpoint (checkpoint_every={config.checkpoint_every}); the same command "
-            "begins anew"
-        )
-    else:
-        message = (
-            "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins anew"
-        )
-    return Interrupted(f"{config.output_dir}: {message}", step=newest, number=number)
-
-
-def checkpoints_folder(config: RunConfig) -> Path:
-    """Return where a run keeps its checkpoints."""
-    return Path(config.output_dir, "checkpoints")
-
-
-def _folders(config: RunConfig) -> list[Path]:
-    """Return the folders to lock, sorted, so that two runs cannot deadlock."""
-    named = {config.output_dir, config.checkpointer.get("output_dir", config.output_dir)}
-    return sorted({Path(folder).resolve(): Path(folder) for folder in named}.values())
+def end_file(config: RunConfig) -> Path:
+    """Return the file that marks a run as over."""
+    return Path(config.output_dir, "finished.json")

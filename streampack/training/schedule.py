@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +11,70 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from streampack.instantiate import build
+from streampack.loader.data_loader import PackedDataLoader
 from streampack.training.config import RunConfig
+from streampack.training.world import World
 
 log = logging.getLogger(__name__)
+
+PROBED_ROWS = 1024
+"""Rows that are encoded for an estimate of an epoch or of what is cut off."""
+
+
+def total_steps(
+    config: RunConfig, loader: PackedDataLoader, *, world: World, run: Mapping[str, Any]
+) -> tuple[int, int | None]:
+    """Collective: return the steps that the learning rate's schedule is made for, and those of ``epochs``, if known.
+
+    The first are ``max_steps``, or the steps of ``epochs`` if those are fewer. The steps of an epoch are
+    estimated from a sample of the rows, and the run ends with the data. A run that goes on keeps both numbers, so that
+    its schedule does not jump, unless it now makes more steps: the schedule would end before, and torchtune's cosine
+    would rise again.
+
+    Args:
+        config: the run's.
+        loader: of the training batches, with its state loaded if the run goes on.
+        world: the ranks.
+        run: what the checkpoint of the run holds; ``begun`` steps were made by an earlier phase.
+    """
+    before, step = run["steps"], run["step"]
+    if config.epochs is None:
+        assert config.max_steps is not None
+        steps, by_epochs = config.max_steps, None
+    else:
+        by_epochs = run["by_epochs"] if run.get("epochs") == config.epochs else None
+        if by_epochs is None:
+            # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
+            by_epochs = world.run_on_main(lambda: _steps_of_epochs(config, loader, world), of="an estimate")
+            by_epochs = None if by_epochs is None else run["begun"] + by_epochs
+        elif run["packs_per_step"] != loader.packs_per_step:
+            left = max(0, by_epochs - step)
+            by_epochs = step + math.ceil(left * run["packs_per_step"] / loader.packs_per_step)
+        steps = max(before, min(each for each in (by_epochs, config.max_steps) if each is not None))
+    if before and steps != before and config.lr_scheduler is not None and world.is_main:
+        log.warning(
+            "the schedule of the learning rate was made for %d steps, and the run now goes on to step %d: it is made "
+            "anew for these, and the rate changes at once",
+            before, steps,
+        )  # fmt: skip
+    return steps, by_epochs
+
+
+def _steps_of_epochs(config: RunConfig, loader: PackedDataLoader, world: World) -> int | None:
+    """Return the steps of all epochs; None if the source cannot tell its size, and ``max_steps`` ends the run."""
+    assert config.epochs is not None
+    try:
+        packs = loader.dataset.estimate(rows=PROBED_ROWS, num_lanes=lanes_of(config, loader, world)).at_most
+    except ValueError:
+        if config.max_steps is None:
+            raise
+        return None
+    return math.ceil(config.epochs * packs / loader.packs_per_step)
+
+
+def lanes_of(config: RunConfig, loader: PackedDataLoader, world: World) -> int:
+    """Return the number of lanes of a run on these ranks."""
+    return loader.dataset.lanes_for(world.size * max(1, config.num_workers))
 
 
 def build_schedule(
@@ -20,12 +82,7 @@ def build_schedule(
 ) -> LRScheduler | None:
     """Build the config's schedule for ``steps``, as it is after ``step`` of them; None if it has none.
 
-    Args:
-        config: the run's.
-        optimizer: whose rate it sets.
-        steps: of the whole run.
-        step: steps that were made.
-        state: of the schedule in the checkpoint that the run goes on from, None if there is none.
+    ``state`` is that of the schedule in the checkpoint that the run goes on from, None if there is none.
     """
     inject = {"optimizer": optimizer, "num_training_steps": steps}
     scheduler: LRScheduler | None = build(config.lr_scheduler, inject=inject)

@@ -32,10 +32,9 @@ from streampack.storage.folders import settle
 from streampack.streaming.lane_config import LaneConfig
 from streampack.tokenize.tokenize import from_config
 from streampack.training.config import RunConfig, read_config, to_plain
-from streampack.training.devices import pick_device
-from streampack.training.isolation import verify_isolation
 from streampack.training.model import build_model, has_adapters, seed_step
-from streampack.training.world import World, join_world
+from streampack.training.validate import require_isolation
+from streampack.training.world import World, join_world, pick_device
 from streampack.types import Row, Sample
 from streampack.validation import require, require_positive
 
@@ -288,5 +287,6 @@ def _load(
     if run.verify_isolation:
         size = run.data["max_seq_len"]
         shared = inputs.why_not_shared(size) is None
-        verify_isolation(built, inputs, max_seq_len=size, world=world, groups=shared)
+        with world.raise_on_all():
+            require_isolation(built, inputs, max_seq_len=size, groups=shared)
     return built, inputs

@@ -1,4 +1,4 @@
-"""Check a config before it trains: its sections, its files, its first rows.
+"""Check a config before it trains: its sections, its files, its first rows, and that no sample of a pack sees another.
 
 Builds tokenizer, sources, optimizer, schedule, and the model without its weights; nothing that writes files.
 """
@@ -13,19 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torchtune import training
 
+from streampack.attention import Inputs
+from streampack.attention.prepare import prepare_model_for_packing
+from streampack.attention.probe import find_leaks, probe_length
 from streampack.instantiate import build
 from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig, read_config, to_plain
 from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs, trains
-from streampack.training.devices import missing_device, named_device
 from streampack.training.model import require_model
-from streampack.training.preferences import refuse_preferences, require_preferences
-from streampack.training.world import World
+from streampack.training.preferences import refuse_preferences, require_preferences, shares_prefixes
+from streampack.training.world import World, missing_device, named_device
 from streampack.validation import did_you_mean
 
 SCHEDULE_STEPS = 100  # number of training steps given to the schedule that is built
+PROBED_LAYERS = 2
+"""First layers of a model that `validate` probes. In torchtune's models every kind of layer is among them."""
 
 
 def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> list[str]:
@@ -33,8 +39,8 @@ def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> l
 
     Args:
         config: a mapping, OmegaConf's or plain.
-        files: also open files, build the tokenizer, and read and encode the first rows of every source. False checks
-            keys, values and components only.
+        files: also open files, build the tokenizer, read and encode the first rows of every source, and look for leaks
+            in the model's first layers, with random weights. False checks keys, values and components only.
         recipe: the name of the recipe that the config is for; None: any.
     """
     try:
@@ -121,7 +127,54 @@ def _file_problems(cfg: RunConfig) -> list[str]:
         for name, dataset in datasets.held_out.items():
             with _collect_errors(problems, "validation"):
                 held_out_packs(dataset, name=name, max_packs=1)
+        if not problems and cfg.verify_isolation and cfg.document_masking:
+            with _collect_errors(problems, "model"):
+                _probe(cfg, groups=cfg.loss is not None and shares_prefixes(config))
     return problems
+
+
+def _probe(cfg: RunConfig, *, groups: bool) -> None:
+    """Check the isolation of the model's first layers on the CPU, with random weights: leaks are the code's.
+
+    A builder that cannot build without weights is left to the run, which probes its whole model.
+
+    Raises:
+        ValueError: if samples of a pack attend to one another.
+    """
+    dtype = training.get_dtype(cfg.dtype, device=torch.device("cpu"))
+    try:
+        with training.set_default_dtype(dtype), torch.device("meta"):
+            model: Any = build(cfg.model)
+        del model.layers[PROBED_LAYERS:]
+        model.to_empty(device="cpu")
+    except (RuntimeError, NotImplementedError):
+        return
+    generator = torch.Generator().manual_seed(cfg.seed)
+    with training.set_default_dtype(dtype), torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "rope_init"):  # computes a buffer
+                module.rope_init()
+        for value in model.parameters():
+            value.fill_(1.0) if value.ndim == 1 else value.normal_(std=0.05, generator=generator)
+    # The kernel of "flash" needs a GPU.
+    inputs = prepare_model_for_packing(model, attention="auto" if cfg.attention == "flash" else cfg.attention)
+    require_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], groups=groups)
+
+
+def require_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, groups: bool = False) -> None:
+    """Check that samples of a pack do not attend to one another in a model; a collective if the model is sharded.
+
+    Makes 12 passes of one pack of 256 tokens, or of a longer pack if the model has a window. Model and random
+    generators are afterwards as before. See `find_leaks`, also for ``groups``.
+
+    Raises:
+        ValueError: if they do, with the report.
+    """
+    report = find_leaks(
+        model, inputs=inputs, max_seq_len=probe_length(model, max_length=max_seq_len), groups=groups
+    )
+    if not report.ok:
+        raise ValueError(f"{report}\nverify_isolation=False lets it train like this")
 
 
 def _require_training(dataset: IterablePackedDataset) -> None:

@@ -1,9 +1,13 @@
-"""`World`: the processes of one training run, how they join and leave, and their collectives besides gradients."""
+"""`World`: the processes of a run, their device, how they find one another and end, and their collectives."""
 
 from __future__ import annotations
 
 import os
 import resource
+import socket
+import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +16,9 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from streampack.distributed.rank_sync import RankSync
-from streampack.training.launcher import end_with_launcher, open_store
 
 T = TypeVar("T")
 
@@ -22,20 +26,59 @@ CONNECTED_GROUPS = 3
 """Process groups that connect each rank to every other one: torch's default, `World.background` and the loader's."""
 OTHER_FILES = 256
 """File descriptors that a process may need besides connections: for shards, pipes of workers, libraries."""
+POLL_SECONDS = 0.5
+"""Seconds between two checks of the launcher. A rank outlives it by about this time."""
+
+
+def pick_device(name: str) -> torch.device:
+    """Return this rank's device; ``auto`` is a GPU where there is one.
+
+    Raises:
+        ValueError: for a device that this machine does not have. torchtune would silently use the CPU instead.
+    """
+    from torchtune import utils
+
+    if name != "auto" and (problem := missing_device(named_device(name))):
+        raise ValueError(
+            f"device={name!r}: {problem}; check the driver and that torch was built for it, or set device=cpu or "
+            "device=auto"
+        )
+    try:
+        device: torch.device = utils.get_device(None if name == "auto" else name)
+    except RuntimeError as error:  # there are more ranks than GPUs, or an index is given for several ranks
+        raise ValueError(f"device={name!r}, local rank {os.environ.get('LOCAL_RANK', 0)}: {error}") from error
+    return device
+
+
+def named_device(name: str) -> torch.device:
+    """Return torch's device of a name, whether or not this machine has it; refuse what torch cannot train on."""
+    try:
+        device = torch.device(name)
+        getattr(torch, device.type).is_available  # noqa: B018 - some types have a name and nothing else
+    except (RuntimeError, AttributeError) as error:
+        raise ValueError(
+            f"device={name!r} is none that torch {torch.__version__} can train on; set auto, cpu or cuda"
+        ) from error
+    return device
+
+
+def missing_device(device: torch.device) -> str | None:
+    """Return a message if this machine does not have a device, else None."""
+    if device.type == "cpu" or getattr(torch, device.type).is_available():
+        return None
+    return f"torch {torch.__version__} finds no {device.type} device on this machine"
 
 
 @dataclass(frozen=True)
 class World:
     """The rank of this process in a training run, and its collectives. A single process exchanges nothing.
 
-    >>> alone = World()
-    >>> alone.is_main, alone.gather("x"), alone.broadcast(3)
-    (True, ['x'], 3)
-
     All methods are collectives: every rank calls them, in the same order. They use gloo, on a machine with GPUs too;
     only `all_reduce` of a tensor on a GPU uses NCCL.
 
-    ``rank`` counts from 0 to ``size`` - 1; ``sync`` and ``background`` are None for a single process.
+    >>> alone = World()
+    >>> alone.is_main, alone.gather("x"), alone.broadcast(3)
+    (True, ['x'], 3)
     """
 
     rank: int = 0
@@ -50,25 +93,25 @@ class World:
         return self.rank == 0
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: sum a tensor over all ranks, in place."""
+        """Sum a tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Collective: return every rank's value, by rank; for small values that can be pickled."""
+        """Return every rank's value, by rank; for small values that can be pickled."""
         return [value] if self.sync is None else self.sync.gather(value)
 
     def broadcast(self, value: T) -> T:
-        """Collective: return rank 0's value."""
+        """Return rank 0's value."""
         return value if self.sync is None else cast("T", self.sync.gather(value if self.is_main else None)[0])
 
     def max(self, count: int) -> int:
-        """Collective: return the largest of the ranks' counts, in a single message between any two of them."""
+        """Return the largest of the ranks' counts, in a single message between any two of them."""
         return count if self.sync is None else max(self.sync.exchange([count])())[0]
 
     def run_on_main(self, work: Callable[[], T], /, *, of: str) -> T:
-        """Collective: run ``work`` on rank 0 and return its result on all ranks; if it fails there, all raise.
+        """Run ``work`` on rank 0 and return its result on all ranks; if it fails there, all raise.
 
         Raises:
             ValueError: on all ranks, if ``of``, which names what ``work`` reads, differs between ranks.
@@ -84,11 +127,7 @@ class World:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Collective: make the block raise on all ranks if it raises on one.
-
-        Raises:
-            OtherRankFailed: on the ranks whose own block succeeded.
-        """
+        """Make the block raise on all ranks if it raises on one: `OtherRankFailed` where it did not raise itself."""
         try:
             yield
         except Exception as error:
@@ -100,7 +139,7 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Collective: let rank 0 run the block before the other ranks, which then find its downloads and caches."""
+        """Let rank 0 run the block before the other ranks, which then find its downloads and caches."""
         if self.is_main:
             yield
         self.gather(None)
@@ -112,9 +151,8 @@ class World:
 def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]:
     """Join the processes that torchrun started as a `World`, and leave it after the block.
 
-    Yields the `World` of a single process without torchrun, or if torchrun started only one. Ranks that torchrun
-    started end when it ends, see `end_with_launcher`. Collectives of tensors on the CPU use gloo, those on a GPU NCCL.
-    After an error this process leaves at once, so that ranks that wait for it fail instead of waiting for the timeout.
+    Without torchrun, or if torchrun started only one, it is that of a single process. After an error this process
+    leaves at once, so that ranks that wait for it fail instead of waiting for the timeout.
 
     Args:
         device: the device that this process trains on.
@@ -126,10 +164,10 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
         return
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
-    allow_connections(int(os.environ["WORLD_SIZE"]))
+    _allow_connections(int(os.environ["WORLD_SIZE"]))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = open_store(rank, size, timeout=timeout)
+        store = _open_store(rank, size, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     else:
         dist.init_process_group(backend, timeout=limit)
@@ -150,15 +188,78 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
             dist.destroy_process_group()
 
 
-def allow_connections(size: int) -> None:
-    """Raise this process's limit of open files to what connections to ``size`` ranks need, as far as the system allows.
-
-    On most systems the limit is 1,024 at first, which is enough for 256 ranks, and a process may raise it up to a hard
-    limit.
-    """
+def _allow_connections(size: int) -> None:
+    """Raise the limit of open files, 1,024 on most systems, to what connections to ``size`` ranks need, if allowed."""
     needed = CONNECTED_GROUPS * (size - 1) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         needed = min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def end_with_launcher() -> None:
+    """End this process when the torchrun that started it ends, even if torchrun is killed with SIGKILL.
+
+    torchrun starts every rank in a session of its own, so ranks of a killed torchrun would train on, and write
+    checkpoints beside the run that replaces them. A thread polls the parent's process id, because the kernel's
+    PR_SET_PDEATHSIG would also fire when only the thread ends that started this process. A process that torchrun did
+    not start is left alone: it may be meant to outlive the shell that did.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-launcher", daemon=True).start()
+
+
+def _open_store(rank: int, size: int, *, timeout: float) -> Store:
+    """Return torchrun's store, in which the ranks find one another, with keys that no earlier attempt has used.
+
+    When torchrun restarts ranks, it gives them the store of the ranks that died, and torch would read the addresses of
+    dead ranks from it (https://github.com/pytorch/pytorch/issues/135712; with torch 2.13 a restart hangs). Nor does
+    torchrun give all ranks of an attempt a common value that is new. So rank 0 draws a random prefix for the keys, and
+    every other rank asks for it under a random name of its own. An answer to that name cannot be an old one.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _require_store(address, port)
+    store = TCPStore(address, port, size, False, timedelta(seconds=timeout))
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"streampack/question/{rank}", name)
+        answer: str = store.get(f"streampack/answer/{name}").decode()  # waits for rank 0
+        store.set(f"streampack/{answer}/{rank}", "here")
+        return PrefixStore(answer, store)
+    missing = set(range(1, size))
+    deadline = time.monotonic() + timeout
+    while missing:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} of {size} did not join within {timeout:.0f} s")
+        for other in sorted(missing):
+            # The question may be of a dead rank, until the rank of this attempt overwrites it.
+            if store.check([f"streampack/question/{other}"]):
+                store.set(f"streampack/answer/{store.get(f'streampack/question/{other}').decode()}", name)
+            if store.check([f"streampack/{name}/{other}"]):
+                missing.remove(other)
+        time.sleep(0.01)
+    return PrefixStore(name, store)
+
+
+def _require_store(address: str, port: int) -> None:
+    """Raise at once if nothing listens at the store's address; torch would try to connect until its timeout.
+
+    torchrun opens the store before it starts ranks, so a refused connection means that torchrun has ended.
+    """
+    try:
+        socket.create_connection((address, port), timeout=10).close()
+    except ConnectionRefusedError:
+        raise ConnectionRefusedError(
+            f"the torchrun that keeps the ranks' store at {address}:{port} has ended, and this rank ends with it"
+        ) from None
+    except OSError:  # other errors may pass, and torch tries again
+        return

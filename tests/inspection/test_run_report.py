@@ -17,7 +17,7 @@ from streampack import IterablePackedDataset, Mix, collate_packed, prepare_train
 from streampack.inspection.report_writer import PACKS, REPORT_FILE, ReportWriter
 from streampack.inspection.trainer_report import write_trainer_report
 from streampack.training.config import read_config
-from streampack.training.record import METRICS_FILE, MetricRecord, read_metrics
+from streampack.training.progress import METRICS_FILE, MetricRecord, read_metrics
 from streampack.training.world import World
 from tests.harness import hf_trainers
 from tests.harness.html import EVIL, Parsed, parsed

@@ -49,7 +49,7 @@ def seeds_counted_from_the_resume(good, seed, step, *rank):
     good(seed, next(_steps, step) if rank else step, *rank)
 
 
-@replaces("streampack.training.lora:peft_weights")
+@replaces("streampack.training.weights:peft_weights")
 def keys_of_adapters_in_the_wrong_order(good, weights, model):
     """PEFT's adapters of keys have torchtune's order of rows, those of queries Hugging Face's."""
     found = good(weights, model)

@@ -14,9 +14,8 @@ from streampack_recipes.full_finetune import train
 
 from streampack.cli import main
 from streampack.training.config import read_config
-from streampack.training.devices import pick_device
-from streampack.training.isolation import probe_config
-from streampack.training.overrides import parse, with_overrides
+from streampack.training.entry import parse, with_overrides
+from streampack.training.world import pick_device
 from tests.harness.tiny import tiny_config
 
 QUICKSTART = Path(streampack_configs.__path__[0]) / "quickstart.yaml"
@@ -113,7 +112,7 @@ def test_a_device_is_picked_or_refused() -> None:
 def test_a_missing_device_is_refused_and_not_replaced_by_the_cpu(name: str, tmp_path: Path) -> None:
     kind = name.partition(":")[0]
     config = tiny_config(tmp_path, device=name)
-    for door in (lambda config: pick_device(config.device), train, probe_config):
+    for door in (lambda config: pick_device(config.device), train):
         with pytest.raises(
             ValueError, match=rf"^device='{name}': torch \S+ finds no {kind} device on this machine; check"
         ):

@@ -17,7 +17,7 @@ from streampack import IterablePackedDataset, PackedDataLoader, collate_packed
 from streampack.packing.batch import Batch, null_pack, to_torchtune
 from streampack.training.config import read_config
 from streampack.training.data import build_data, join_documents
-from streampack.training.estimate import opening
+from streampack.training.progress import opening
 from streampack.training.world import World
 from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
 

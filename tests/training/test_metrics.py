@@ -14,10 +14,9 @@ from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoade
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
 from streampack.training.config import read_config
 from streampack.training.meters import SourceMeter, StepMeter, source_ids, stream_metrics, stream_totals
-from streampack.training.progress import MetricLogger
 
 # private: the record of the metrics is written by recipes and read by the report; its file is what a run keeps.
-from streampack.training.record import METRICS_FILE, MetricRecord, read_metrics
+from streampack.training.progress import METRICS_FILE, MetricLogger, MetricRecord, read_metrics
 from streampack.training.world import World
 from tests.harness.tiny import tiny_config
 

@@ -21,8 +21,15 @@ from streampack.training.config import read_config
 from streampack.training.data import build_datasets, join_documents
 
 # private: `streampack unpack --step` prints these packs, cut to the width of a screen.
-from streampack.training.past_steps import packs_of_step
-from streampack.training.row_losses import ROWS_FOLDER, RowLosses, hashes, ranked, read_step, step_losses
+from streampack.training.row_losses import (
+    ROWS_FOLDER,
+    RowLosses,
+    hashes,
+    packs_of_step,
+    ranked,
+    read_step,
+    step_losses,
+)
 from streampack.training.world import World
 from tests.harness.runs import Run
 from tests.harness.tiny import WORDS, losses, mixed_config, tiny_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -20,8 +19,8 @@ from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
 from streampack import cli
 from streampack.training import run_folder
-from streampack.training.export import export
 from streampack.training.run_folder import Interrupted
+from streampack.training.weights import export
 from tests.harness.processes import run_ranks
 from tests.harness.runs import Run, lora_run
 from tests.harness.tiny import interrupt_step, lora_config, losses, mixed_config, numbers, tiny_config
@@ -89,7 +88,7 @@ def test_resuming_a_finished_run_changes_nothing(
             f"{tmp_path}/out holds a run that is over: step 12, weights in {tmp_path}/out/epoch_0"
         )
     with pytest.raises(ValueError, match="max_seq_len=32 and this dataset has max_seq_len=24"):
-        train(OmegaConf.merge(config, {"data": {"max_seq_len": 24}}))
+        train(OmegaConf.merge(config, {"max_steps": 13, "data": {"max_seq_len": 24}}))
     assert written(tmp_path) == before
 
     config.max_steps = 13
@@ -110,8 +109,7 @@ def test_missing_weights_are_written_again(tmp_path: Path, whole: Run, lost: str
     assert losses(tmp_path) == losses(whole.folder)
 
 
-def test_a_newer_run_in_the_folder_is_not_finished(tmp_path: Path) -> None:
-    """Weights without checkpoints are not overwritten, and a note of an older run does not count for a newer one."""
+def test_weights_without_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, max_steps=4, checkpoint_every=None, validation=None)
     train(config)
     before = written(tmp_path)
@@ -122,12 +120,18 @@ def test_a_newer_run_in_the_folder_is_not_finished(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         train(OmegaConf.merge(config, {"resume": True, "max_steps": 5}))
     assert written(tmp_path) == before
-    shutil.rmtree(tmp_path / "out" / "epoch_0")
-    train(OmegaConf.merge(config, {"checkpoint_every": 2, "max_steps": 2}))
-    note = tmp_path / "out" / "finished.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"step": 4}))  # as the first one left it
-    train(OmegaConf.merge(config, {"checkpoint_every": 2, "resume": True}))
-    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())[-1] == "step_00000004"
+
+
+def test_a_run_that_goes_on_is_not_over(tmp_path: Path, whole: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of_copy(whole, tmp_path)
+    config.max_steps = 20
+    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="goes on from step 12"):
+        interrupt_step(14, patched)
+        train(config)
+    assert not (tmp_path / "out" / "finished.json").exists()
+    config.max_steps = 12
+    assert train(config)["step"] == 12
+    assert (tmp_path / "out" / "finished.json").exists()
 
 
 # Interrupted runs.

@@ -25,8 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from streampack.distributed.rank_sync import OtherRankFailed  # private: an error that users see
 from streampack.launch import run_torchrun  # private: what `streampack run` starts
 from streampack.storage.folders import lock_folder  # private: to ask whether the run still holds its folder
-from streampack.training.launcher import end_with_launcher
-from streampack.training.world import OTHER_FILES, World, join_world
+from streampack.training.world import OTHER_FILES, World, end_with_launcher, join_world
 from tests.harness.processes import RankError, open_store, run_ranks
 from tests.harness.tiny import losses, tiny_config
 from tests.harness.workers import gone
@@ -158,34 +157,26 @@ def wait_until(condition, what, process=None, *, seconds=60):
         time.sleep(0.02)
 
 
-def run_rank(folder, orphan):
-    parent = os.getppid()
+def run_rank(folder):
     (folder / "pid").write_text(str(os.getpid()))
-    (folder / "started").touch()
-    while orphan and os.getppid() == parent:
-        time.sleep(0.01)
-    try:
-        end_with_launcher()
-    except OSError as error:
-        (folder / "error").write_text(str(error))
-        os._exit(1)
+    end_with_launcher()
     (folder / "ready").touch()
     time.sleep(120)
 
 
-def run_launcher(folder, orphan):
+def run_launcher(folder):
     if rank := os.fork():
         os.waitpid(rank, 0)
     else:
         os.setsid()
-        run_rank(folder, orphan)
+        run_rank(folder)
 
 
-def start_rank(folder, *, orphan=False):
+def start_rank(folder):
     """Start a launcher and its rank; return the launcher and the rank's pid, once the rank is ready."""
-    launcher = multiprocessing.get_context("fork").Process(target=run_launcher, args=(folder, orphan))
+    launcher = multiprocessing.get_context("fork").Process(target=run_launcher, args=(folder,))
     launcher.start()
-    wait_until((folder / ("started" if orphan else "ready")).exists, "the rank did not start")
+    wait_until((folder / "ready").exists, "the rank did not start")
     return launcher, int((folder / "pid").read_text())
 
 
@@ -200,15 +191,6 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(tmp_path, as_under_torchrun)
     launcher.kill()
     launcher.join()
     assert gone([rank], within=60)
-
-
-@pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="asks /proc who the parent is")
-def test_a_rank_whose_launcher_was_killed_before_it_joined_ends(tmp_path, as_under_torchrun):
-    launcher, rank = start_rank(tmp_path, orphan=True)
-    launcher.kill()
-    launcher.join()
-    assert gone([rank], within=60)
-    assert (tmp_path / "error").read_text().startswith("the torchrun that launched this rank was killed")
 
 
 def test_a_rank_without_its_launchers_store_does_not_wait(monkeypatch):
@@ -245,6 +227,14 @@ def test_a_signal_to_torchrun_decides_its_exit_status(tracebacks):
         raise SignalException("got SIGINT", signal.SIGINT)
 
     assert run_torchrun(interrupted, tracebacks=tracebacks) == 130
+
+
+@pytest.mark.parametrize("tracebacks", [False, True])
+def test_a_signal_to_a_rank_decides_its_exit_status_too(tracebacks):
+    def stopped():
+        raise ChildFailedError("recipe", {0: ProcessFailure(0, 123, 143, "")})
+
+    assert run_torchrun(stopped, tracebacks=tracebacks) == 143
 
 
 def test_a_rank_that_was_killed_is_named(capsys):
