@@ -71,12 +71,8 @@ class Checkpoints:
     removed: whenever a run is killed, a directory of that name is complete. Saved by any number of ranks, it loads on
     any number. Frozen weights are not saved: a resumed run loads them from its base.
 
-    Args:
-        folder: made when the first checkpoint is written.
-        keep: number of checkpoints.
-        world: the ranks; every method but `steps` is a collective.
-        in_background: `save` copies everything to memory and writes it while training continues. The next `save` or
-            `wait` waits for it and raises its error.
+    Every method but `steps` is a collective. With ``in_background``, `save` copies everything to memory and writes it
+    while training continues; the next `save` or `wait` waits for it and raises its error.
     """
 
     def __init__(
@@ -226,11 +222,7 @@ def _in_thread(write: Callable[[], None]) -> Future[None]:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Restore a model alone from a checkpoint's directory, in place, in a single process.
-
-    Raises:
-        CheckpointError: if it cannot be read, or is of another model.
-    """
+    """Restore a model alone from a checkpoint's directory, in place, in a single process."""
     _silence_dcp()
     with plain_errors(f"checkpoint {path} could not be read"):
         loader.load({"model": _weights(model)}, checkpoint_id=path, no_dist=True)
@@ -280,11 +272,7 @@ class _Writer(FileSystemWriter):
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint's directory holds beside model and optimizer.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
+    """Read what a checkpoint's directory holds beside model and optimizer."""
     with plain_errors(f"checkpoint {path} could not be read"):
         return _read(path / RUN_FILE)
 

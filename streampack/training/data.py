@@ -46,14 +46,9 @@ def build_data(
 ) -> tuple[IterablePackedDataset, dict[str, HeldOut]]:
     """Build the training dataset, and the held-out batches of every source (none without a ``validation`` section).
 
-    The ``validation`` section holds out a ``fraction`` of the rows, chosen by their content (in a mixture, of each
-    source), or names a ``source`` of its own, which may be a mixture too. The held-out rows of every source are packed
-    by themselves, in one lane and without shuffling, so the packs are the same in every run and on any number of ranks.
-    They are divided among the ranks, and null packs give every rank the same number of batches. A source that is no
-    mixture has an empty name.
-
-    Raises:
-        ValueError: for a data or validation section that does not fit.
+    The held-out rows of every source are packed by themselves, in one lane and without shuffling, so the packs are the
+    same in every run and on any number of ranks. They are divided among the ranks, and null packs give every rank the
+    same number of batches. A source that is no mixture has an empty name.
     """
     world = world or World()
     datasets = build_datasets(config, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
@@ -69,11 +64,7 @@ def build_data(
 
 
 def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None, world: World) -> Datasets:
-    """Build the datasets of `build_data`, and do not read rows from them yet.
-
-    Raises:
-        ValueError: for a data or validation section that does not fit.
-    """
+    """Build the datasets of `build_data`, and do not read rows from them yet."""
     tokenizer = check_tokenizer(tokenizer)
     inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
     settings = dict(config.data)
@@ -174,11 +165,7 @@ def join_documents(batch: Batch) -> Batch:
 
 
 def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int) -> list[Pack]:
-    """Return the first packs of a held-out dataset; ``name`` is the source's, for messages.
-
-    Raises:
-        ValueError: if the rows make no pack, or none that trains anything.
-    """
+    """Return the first packs of a held-out dataset; ``name`` is the source's, for messages."""
     of = f" of source {name!r}" if name else ""
     source = dataset.lane_config.source
     try:

@@ -35,13 +35,7 @@ def build_model(
 
     With several ranks it is sharded by FSDP2, layer by layer: each rank holds a part of the weights, gradients and
     optimizer states, and gathers a whole layer only while it computes with it. Then this function is a collective.
-
-    Args:
-        config: names a builder of torchtune, or of any model with ``layers``.
-        weights: all weights of the base model, under the names that the unsharded model has.
-        device: this rank's device.
-        world: the ranks to shard the model over.
-        adapters_only: freeze all weights but the adapters, which `start_adapters` initializes.
+    ``weights`` have the names that the unsharded model has; ``adapters_only`` freezes all but the adapters.
 
     Raises:
         ValueError: for weights of another model, a dtype that does not fit, or a model that cannot be sharded.
@@ -95,11 +89,8 @@ def build_model(
 def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
     """Freeze all but the adapters of a model, and return the adapters' initial weights.
 
-    As in the paper, A is random and B is zero, so that the model computes at first what its base computes. The values
-    depend on ``seed`` alone, not on the number of ranks or the device.
-
-    Raises:
-        ValueError: if the model has no adapters, or DoRA's in a layer with a bias.
+    As in LoRA's paper, A is random and B is zero, so that the model computes at first what its base computes. The
+    values depend on ``seed`` alone, not on the number of ranks or the device.
     """
     adapters = peft.get_adapter_params(model)
     if not adapters:
@@ -132,14 +123,8 @@ def require_model(config: RunConfig, *, adapters: bool | None = None) -> None:
     """Check that a recipe trains such a model, and that the checkpoint is of it, before any weights are read.
 
     Of files in another format than the model's, only the vocabulary, the width and the number of layers are compared.
-    A builder that cannot build without weights is not checked.
-
-    Args:
-        config: of a run.
-        adapters: whether the recipe trains adapters, or all weights; None: either.
-
-    Raises:
-        ValueError: if the recipe trains no such model, or the shapes of the checkpoint's weights are others.
+    A builder that cannot build without weights is not checked. ``adapters``: whether the recipe trains adapters, or all
+    weights; None: either.
     """
     try:
         with torch.device("meta"):

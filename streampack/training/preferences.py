@@ -42,11 +42,7 @@ class Compared(NamedTuple):
 
 
 def require_preferences(config: RunConfig) -> None:
-    """Check that a config fits a recipe that compares pairs.
-
-    Raises:
-        ValueError: if it lacks a loss, or has a key that is for cross-entropy.
-    """
+    """Check that a config fits a recipe that compares pairs."""
     if config.loss is None:
         raise ValueError(
             "loss is missing; name one that compares pairs, such as loss: {_component_: torchtune.rlhf.loss.DPOLoss, "
@@ -73,11 +69,7 @@ def shares_prefixes(lanes: LaneConfig) -> bool:
 
 
 def refuse_preferences(config: RunConfig) -> None:
-    """Check that a config for a recipe with cross-entropy names no loss of its own.
-
-    Raises:
-        ValueError: if it does.
-    """
+    """Check that a config for a recipe with cross-entropy names no loss of its own."""
     if config.loss is not None:
         raise ValueError(
             "loss: this recipe's is cross-entropy over the trained tokens, divided once (see loss_norm); remove the "
@@ -91,21 +83,9 @@ def refuse_preferences(config: RunConfig) -> None:
 class Reference:
     """Log-probabilities of sequences under the model that the policy is compared with, without gradients.
 
-    It is the frozen base of a model with adapters; otherwise a second, frozen model; or, with ``reference: data``, the
-    field ``ref_logps`` of the batch, and then there is no forward pass. Making it is a collective where the second
-    model is sharded.
-
-    Args:
-        config: the run's.
-        loss: of the run. One that is ``reference_free`` gets zeros.
-        model: the policy.
-        inputs: of the policy.
-        weights: from which the policy began; used if no ``ref_checkpointer`` names others.
-        device: of the model.
-        world: the ranks.
-
-    Raises:
-        ValueError: for a ``ref_checkpointer`` that would not be used.
+    It is the frozen base of a model with adapters; otherwise a second, frozen model, of ``config.ref_checkpointer`` or
+    of the ``weights`` from which the policy began; or, with ``reference: data``, the field ``ref_logps`` of the batch,
+    and then there is no forward pass. A loss that is ``reference_free`` gets zeros. Making it is a collective.
     """
 
     def __init__(
@@ -141,11 +121,7 @@ class Reference:
         self.inputs = prepare_model_for_packing(self.model, attention=config.attention)
 
     def given(self, batch: Batch, pairs: Pairs) -> torch.Tensor | None:
-        """Return what is known without a forward pass, ``[batch, segments]``, or None; all on the CPU.
-
-        Raises:
-            ValueError: with ``reference: data``, if a pair has no ``ref_logps``; without, if the data have them.
-        """
+        """Return what is known without a forward pass, ``[batch, segments]``, or None; all on the CPU."""
         if self.free or not len(pairs[0]):  # a batch of padding only, as a rank without a pack gets
             return torch.zeros(batch.seq_lens.shape) if self.free or self.from_data else None
         values = None if batch.groups is None else batch.groups.fields.get(REFERENCE_FIELD)
@@ -172,11 +148,7 @@ class Reference:
 class Comparison:
     """Compares the pairs of batches: a forward pass of the policy, the reference's numbers, and the loss of each pair.
 
-    Args:
-        loss: torchtune's ``DPOLoss`` or ``RSOLoss``, a `PreferenceLoss`, or any that is called like these.
-        model: the policy.
-        inputs: of the policy.
-        reference: of the run.
+    The loss is torchtune's ``DPOLoss`` or ``RSOLoss``, a `PreferenceLoss`, or any that is called like these.
     """
 
     def __init__(self, loss: nn.Module, *, model: nn.Module, inputs: Inputs, reference: Reference) -> None:
@@ -202,12 +174,7 @@ class Comparison:
 
 @dataclass
 class PairMeter:
-    """Adds up rewards and log-probabilities of pairs, over all ranks.
-
-    Attributes:
-        world: the ranks.
-        device: where the sums stay until `metrics` reads them.
-    """
+    """Adds up rewards and log-probabilities of pairs, over all ranks; on ``device`` until `metrics` reads them."""
 
     world: World
     device: torch.device
@@ -254,14 +221,9 @@ def evaluate_pairs(
 
 
 def at_first_token(values: torch.Tensor, batch: Batch, index: torch.Tensor) -> torch.Tensor:
-    """Return zeros ``[batch, max_seq_len]`` with each value at the first token of its sequence.
+    """Return zeros ``[batch, max_seq_len]`` with each value at the first token of its sequence in ``index``.
 
     So meters that count by token count pairs, each at its chosen answer.
-
-    Args:
-        values: ``[pairs]``.
-        batch: on any device.
-        index: ``[pairs]``, into ``[batch * segments]``, as `pair_of` returns it.
     """
     rows, size = batch.tokens.shape
     starts = batch.seq_lens.long().cumsum(1) - batch.seq_lens

@@ -141,17 +141,15 @@ class MetricLogger:
 class MetricRecord:
     """Appends one JSON line a log to a file: ``step`` and the numbers by name. NaN and infinities become null.
 
+    A run that goes on from the step ``resumed`` removes the lines of later steps, which are trained again; a new one
+    (None) removes all lines of an earlier run.
+
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), METRICS_FILE)
     >>> MetricRecord(path).write({"loss": 2.5, "padding": 0.01}, step=1)
     >>> MetricRecord(path, resumed=1).write({"loss": 2.25}, step=2)
     >>> read_metrics(path)
     {1: {'loss': 2.5, 'padding': 0.01}, 2: {'loss': 2.25}}
-
-    Args:
-        path: of the file. Its folder is made with the first line.
-        resumed: the step from which the run goes on. Lines of later steps, which are trained again, are removed, and
-            all lines of an earlier run if this one is new (None).
     """
 
     def __init__(self, path: Path, *, resumed: int | None = None) -> None:

@@ -37,12 +37,7 @@ class RowLosses:
     in nats, the sum of its labels' weights, and the sum of its tokens' `hashes`. About 50 bytes a sequence. Sums stay
     on the device until `write`, so that the loop does not wait for a GPU.
 
-    Making it is a collective.
-
-    Args:
-        config: the run's.
-        world: the ranks.
-        resumed: the step from which the run goes on, None for a new run. Lines of later steps are removed.
+    Making it is a collective. A run that goes on from the step ``resumed`` (None for a new run) removes later lines.
     """
 
     def __init__(self, config: RunConfig, *, world: World, resumed: int | None = None) -> None:
@@ -159,11 +154,7 @@ class RowLoss:
 
 
 def read_step(folder: Path, step: int) -> list[RowLoss]:
-    """Return the sequences of a step from the log in a folder.
-
-    Raises:
-        ValueError: if the log does not have the step.
-    """
+    """Return the sequences of a step from the log in a folder."""
     rows = [
         row
         for path in _files(folder)
@@ -181,11 +172,7 @@ def read_step(folder: Path, step: int) -> list[RowLoss]:
 
 
 def step_losses(folder: Path) -> dict[int, float]:
-    """Return the mean loss of each step in the log, by step.
-
-    Raises:
-        ValueError: if there is no log.
-    """
+    """Return the mean loss of each step in the log, by step."""
     sums: dict[int, list[float]] = {}
     for path in _files(folder):
         for line in read_lines(path):
@@ -222,18 +209,10 @@ def _what_there_is(folder: Path) -> str:
 
 
 def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) -> list[Pack]:
-    """Make the packs of a step again, those of all ranks, without null packs.
+    """Make the packs of a step again, counted from 1, those of all ranks, without null packs.
 
-    They are read from the newest checkpoint before the step on, or from the beginning of the data.
-
-    Args:
-        dataset: the run's, from which nothing was read yet.
-        checkpoints: the run's folder of checkpoints.
-        step: from 1, as metrics count it.
-
-    Raises:
-        ValueError: if the run was a second phase or has no checkpoint; if the data
-            are others than the run's, or end before the step.
+    They are read from the newest checkpoint before the step on, or from the beginning of the data, by the run's
+    ``dataset``, from which nothing was read yet.
     """
     kept = Checkpoints(checkpoints)
     if not (steps := kept.steps()):

@@ -54,11 +54,7 @@ Result = dict[str, Any]
 
 
 class Step:
-    """The batches of one optimizer step on this rank, and what their losses add to the run's meters.
-
-    Attributes:
-        metrics: numbers to log beside the run's own.
-    """
+    """The batches of one optimizer step on this rank, what their losses add to the meters, more ``metrics`` to log."""
 
     def __init__(self, run: Run, batches: Iterable[Batch]) -> None:
         self._run, self._batches = run, batches
@@ -220,9 +216,6 @@ class Run:
             optimizer: of its trained weights.
             evaluate: returns the losses on the held-out batches, ``validation_loss`` among them.
             metrics: returns more numbers to log.
-
-        Raises:
-            ValueError: for data that do not fit, and where samples of a pack attend to one another in this model.
         """
         cfg, world = self.cfg, self.world
         self.model, self.optimizer, self._evaluate, self._more_metrics = model, optimizer, evaluate, metrics

@@ -31,13 +31,7 @@ sites) reaches a rank directly and again through torchrun."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run; `hold_output` adds the message, which says from which step the run can continue.
-
-    Args:
-        message: what to print.
-        step: of the newest checkpoint, None if there is none.
-        number: of the signal; `status` is 128 more.
-    """
+    """A signal ended the run; `hold_output` adds the message, which says from which step the run can continue."""
 
     def __init__(self, message: str = "", *, step: int | None = None, number: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -108,9 +102,7 @@ def stop_on_signals(world: World) -> Iterator[Stop]:
 def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
     """Collective: lock the ``output_dir`` of a run and of its checkpointer while the block runs.
 
-    Raises:
-        ValueError: on rank 0, if another process holds one of them; names its host and process id.
-        Interrupted: for a KeyboardInterrupt in the block, with a message.
+    A KeyboardInterrupt in the block becomes `Interrupted`, with a message.
     """
     named = {config.output_dir, config.checkpointer.get("output_dir", config.output_dir)}
     folders = sorted(
@@ -153,11 +145,7 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
     """Collective: return the run's checkpoints and the step to resume from, None for a new run.
 
     Without a checkpoint, ``resume`` begins at step 0 and prints so: launchers that restart a run use the same command
-    the first time.
-
-    Raises:
-        ValueError: if there are checkpoints and ``resume`` is not set, or weights that a run from step 0 would
-            overwrite.
+    the first time. Checkpoints without ``resume`` are refused, and weights that a run from step 0 would overwrite.
     """
     checkpoints = Checkpoints(
         checkpoints_folder(config),
@@ -197,11 +185,6 @@ def begin_phase(
 
     The model and the optimizer's state are that run's, and the optimizer's settings (``lr``, ``weight_decay``) the
     config's. The data begin anew, or with ``continue_data`` behind what that run has packed.
-
-    Raises:
-        ValueError: if it is no checkpoint, or ``max_steps`` is over at its step; with ``continue_data``, if the data
-            are others than that run's.
-        CheckpointError: if it cannot be read, or is of another model.
     """
     assert config.resume_from is not None
     path = Path(config.resume_from)

@@ -26,16 +26,10 @@ def total_steps(
 ) -> tuple[int, int | None]:
     """Collective: return the steps that the learning rate's schedule is made for, and those of ``epochs``, if known.
 
-    The first are ``max_steps``, or the steps of ``epochs`` if those are fewer. The steps of an epoch are
-    estimated from a sample of the rows, and the run ends with the data. A run that goes on keeps both numbers, so that
-    its schedule does not jump, unless it now makes more steps: the schedule would end before, and torchtune's cosine
-    would rise again.
-
-    Args:
-        config: the run's.
-        loader: of the training batches, with its state loaded if the run goes on.
-        world: the ranks.
-        run: what the checkpoint of the run holds; ``begun`` steps were made by an earlier phase.
+    The first are ``max_steps``, or the steps of ``epochs`` if those are fewer, which are estimated from a sample of the
+    rows; the run ends with the data. A run that goes on, of whose checkpoint ``run`` is the content, keeps both
+    numbers, so that its schedule does not jump, unless it now makes more steps: the schedule would end before, and
+    torchtune's cosine would rise again.
     """
     before, step = run["steps"], run["step"]
     if config.epochs is None:

@@ -134,12 +134,9 @@ def _file_problems(cfg: RunConfig) -> list[str]:
 
 
 def _probe(cfg: RunConfig, *, groups: bool) -> None:
-    """Check the isolation of the model's first layers on the CPU, with random weights: leaks are the code's.
+    """Check the isolation of the model's first layers on the CPU, with random weights: a leak is in the code.
 
     A builder that cannot build without weights is left to the run, which probes its whole model.
-
-    Raises:
-        ValueError: if samples of a pack attend to one another.
     """
     dtype = training.get_dtype(cfg.dtype, device=torch.device("cpu"))
     try:
@@ -178,11 +175,7 @@ def require_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, gro
 
 
 def _require_training(dataset: IterablePackedDataset) -> None:
-    """Check that the first pack of a dataset trains something.
-
-    Raises:
-        ValueError: if it does not.
-    """
+    """Check that the first pack of a dataset trains something."""
     pack = next(iter(dataset.stream()))
     if not trains(pack):
         raise ValueError(

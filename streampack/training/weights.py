@@ -142,12 +142,7 @@ def write_weights(
 ) -> dict[str, Path]:
     """Write a model's weights in its own format, and its adapters beside them; return the folders by what they hold.
 
-    Args:
-        weights: all weights, under torchtune's names; consumed.
-        model: the model that they are of.
-        checkpointer: torchtune's, which loaded the base.
-        config: the run's.
-        adapters_only: the model has adapters; they are written, and merged into the base.
+    ``weights`` are consumed. With ``adapters_only``, adapters are written, and merged into the base.
     """
     saved = {}
     if adapters_only:

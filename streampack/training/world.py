@@ -151,12 +151,8 @@ class World:
 def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]:
     """Join the processes that torchrun started as a `World`, and leave it after the block.
 
-    Without torchrun, or if torchrun started only one, it is that of a single process. After an error this process
-    leaves at once, so that ranks that wait for it fail instead of waiting for the timeout.
-
-    Args:
-        device: the device that this process trains on.
-        timeout: seconds that a collective may wait for the slowest rank.
+    Without torchrun, or if torchrun started only one, it is that of a single process. A collective waits ``timeout``
+    seconds at most. After an error this process leaves at once, so that ranks that wait for it fail, too.
     """
     end_with_launcher()
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":

@@ -19,9 +19,11 @@ from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
 from streampack import cli
 from streampack.training import run_folder
+from streampack.training.run import Step
 from streampack.training.run_folder import Interrupted
 from streampack.training.weights import export
 from tests.harness.processes import run_ranks
+from tests.harness.raising import fail
 from tests.harness.runs import Run, lora_run
 from tests.harness.tiny import interrupt_step, lora_config, losses, mixed_config, numbers, tiny_config
 
@@ -126,7 +128,7 @@ def test_a_run_that_goes_on_is_not_over(tmp_path: Path, whole: Run, monkeypatch:
     config = config_of_copy(whole, tmp_path)
     config.max_steps = 20
     with monkeypatch.context() as patched, pytest.raises(Interrupted, match="goes on from step 12"):
-        interrupt_step(14, patched)
+        patched.setattr(Step, "scale_gradients", lambda _: fail(KeyboardInterrupt()))
         train(config)
     assert not (tmp_path / "out" / "finished.json").exists()
     config.max_steps = 12

@@ -9,13 +9,9 @@ from streampack.integrations.hf_trainer.hooks import Hooks
 
 
 def _verify_isolation(hooks: Hooks) -> None:
-    """Check that samples of a pack do not see one another in the model as it trains: wrapped, sharded, compiled.
+    """Collective: check that samples of a pack do not see one another in the model as it trains: wrapped, compiled.
 
-    A collective, in which all ranks raise if one does; with a loader of the user's own, only the one that fails raises.
-
-    Raises:
-        ValueError: with the report.
-        OtherRankFailed: on the other ranks, with the number of the rank that failed.
+    All ranks raise if one does; with a loader of the user's own, only the one that fails.
     """
     trainer = hooks.trainer
     max_seq_len = hooks.packs.lane_config.packing.max_seq_len

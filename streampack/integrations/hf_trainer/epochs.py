@@ -21,11 +21,7 @@ PROBED_ROWS = 4096
 
 
 def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> None:
-    """Check that ``num_train_epochs`` can set the length of a training without ``max_steps``.
-
-    Raises:
-        ValueError: if the packs never end, have other ``epochs``, or are of unknown size.
-    """
+    """Check that ``num_train_epochs`` can set the length of a training: packs that end, and are of a known size."""
     epochs = math.ceil(args.num_train_epochs)
     if packs.epochs is None or packs.epochs not in (1, epochs):
         raise ValueError(
@@ -62,11 +58,7 @@ class Plan:
 
 
 def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
-    """Collective: find how many steps this loader takes to read its data ``epochs`` times.
-
-    Raises:
-        ValueError: for a row that cannot be encoded or is too long, naming it.
-    """
+    """Collective: find how many steps this loader takes to read its data ``epochs`` times."""
     packs, ranks = loader.dataset, loader.rank_sync
     num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
     config = packs.lane_config

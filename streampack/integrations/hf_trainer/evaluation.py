@@ -20,11 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def require_end(packs: IterablePackedDataset, name: str) -> None:
-    """Check that a stream of packs ends, because an evaluation reads all of it.
-
-    Raises:
-        ValueError: if it does not; ``name`` is the argument that holds it.
-    """
+    """Check that a stream of packs, the argument ``name``, ends, because an evaluation reads all of it."""
     if packs.epochs is None:
         raise ValueError(f"{name} has epochs=None and would never end; give it epochs=1")
 

@@ -13,15 +13,15 @@ import torch
 from streampack.accounting import Ledger
 from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.attention.pretrained import find_pretrained
-from streampack.integrations.hf_trainer.checkpoints import (
+from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
+from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
+from streampack.integrations.hf_trainer.steps import (
+    Steps,
     newest_checkpoint,
     read_stream,
     read_trainer,
     write_stream,
 )
-from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
-from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
-from streampack.integrations.hf_trainer.steps import Steps
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.losses import require_unshared
 from streampack.packing.batch import Batch
@@ -123,16 +123,11 @@ class Hooks:
         return self._inputs[0]
 
     def as_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Turn a batch into the model's keyword arguments, on its device.
-
-        Raises:
-            ValueError: for a batch that the model's cross-entropy cannot train: ids that it does not have, answers
-                that share a prompt.
-        """
+        """Turn a batch into the model's keyword arguments, on its device; refuse what cross-entropy cannot train."""
         require_unshared(batch)
         model = find_pretrained(self.trainer.model)
         require_token_ids(batch.tokens, model.config.get_text_config().vocab_size)
-        self.inputs.require_tokens(batch.tokens)
+        self.inputs.require_tokens(batch.tokens)  # here, where reading them does not wait for a GPU
         batch = batch.to(self.trainer.args.device)
         return {**self.inputs(batch), "labels": batch.labels}
 

@@ -42,24 +42,13 @@ def prepare_trainer_for_packing(
     {'train_runtime': ...}
     2
 
-    Steps: ``per_device_train_batch_size`` counts packs. A step trains the next ``per_device_train_batch_size *
-    gradient_accumulation_steps * ranks`` packs of the stream, whatever the three factors are, and its loss is the mean
-    over its trained tokens on all ranks. accelerate does not shard the loader again.
-
-    Resume: every checkpoint holds the stream's state, and ``train(resume_from_checkpoint=...)`` goes on with the next
-    packs, on another number of ranks too. ``True`` takes the newest checkpoint that was written to its end.
-
-    Length: data that ends before ``max_steps`` ends the training, with a last log and checkpoint. Without
-    ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read. Strategies of ``"epoch"`` act
-    at the end of each epoch of the packs; with ``epochs=None``, at the end of the training.
-
-    Evaluation: the loss of ``evaluate`` and ``predict`` is the mean over trained tokens on all ranks, for packs and for
-    data of Trainer's own loader. When several ranks predict, null packs give rows with labels of -100 only.
-
-    Logs: ``num_tokens`` (real tokens so far), ``padding`` (a fraction), ``untrained`` (samples that train nothing) and
-    ``dropped_tokens``; of the metrics of `PackedDataLoader`, ``data_wait`` (of the rank that waited longest),
-    ``cost_imbalance`` and their means, ``*_mean``. A step that trains nothing is an error, raised with the next log or
-    at the end, unless the packs have ``untrained="keep"``.
+    ``per_device_train_batch_size`` counts packs; a step trains the next ``per_device_train_batch_size *
+    gradient_accumulation_steps * ranks`` packs of the stream, with the mean over their trained tokens as its loss. So
+    is the loss of an evaluation. Every checkpoint holds the stream's state, and ``train(resume_from_checkpoint=...)``
+    goes on with the next packs, on another number of ranks too. Data that ends before ``max_steps`` ends the training;
+    without ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read. A step that trains
+    nothing is an error, unless the packs have ``untrained="keep"``. The guide tells what the logs have, and what
+    differs.
 
     A trainer may be prepared again; the last call counts. `Trainer` over map-style data needs none of this:
     ``data_collator=FlatteningCollator()`` suffices.
@@ -103,11 +92,7 @@ def prepare_trainer_for_packing(
 
 
 def _require_next_token_loss(trainer: Trainer) -> None:
-    """Check that trainer and model compute the cross-entropy of the next token.
-
-    Raises:
-        ValueError: if one of them does not.
-    """
+    """Refuse a trainer or a model that computes another loss than the cross-entropy of the next token."""
     for kind in type(trainer).__mro__:
         other = kind.__name__ not in ("SFTTrainer", "BaseTrainer", "_BaseTrainer")
         if other and kind.__name__.endswith("Trainer") and kind.__module__.startswith("trl."):
@@ -128,11 +113,7 @@ def _require_next_token_loss(trainer: Trainer) -> None:
 
 
 def _require_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
-    """Check that no setting of the trainer would make the loss or the order of packs wrong.
-
-    Raises:
-        ValueError: if one would.
-    """
+    """Refuse settings of the trainer that would make the loss or the order of packs wrong."""
     args = trainer.args
     if args.n_gpu > 1:
         raise ValueError(

@@ -1,10 +1,14 @@
-"""The training loader: yields batches as the model's arguments, and knows the stream's state after the last step."""
+"""The training loader: batches as the model's arguments, and the stream's state after a step, also in checkpoints."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from streampack.accounting import Ledger
 from streampack.loader.data_loader import PackedDataLoader
@@ -22,6 +26,10 @@ AsInputs = Callable[[Batch], dict[str, Any]]
 
 METERED = ("data_wait", "data_wait_mean", "cost_imbalance", "cost_imbalance_mean")
 """What the logs have of `PackedDataLoader.metrics`."""
+STREAM_FILE = "stream.pt"
+"""The stream's state as plain values, so that it can be read with ``weights_only=True``."""
+TRAINER_FILE = "trainer_state.json"
+PREFIX = "checkpoint-"
 
 
 class Steps:
@@ -131,10 +139,7 @@ class Steps:
         """Collective: return the ledger of all ranks, and of `PackedDataLoader.metrics` those in `METERED`.
 
         Of each metric the largest of the ranks is taken. A step whose batches were fetched in advance is in the
-        metrics, and not in the ledger.
-
-        Args:
-            metered: whether to ask for metrics, which are means over the steps since they were asked for last.
+        metrics, and not in the ledger. ``metered``: whether to ask for metrics, which are means since the last time.
         """
         found = self.loader.metrics() if metered else {}
         mine = {name: found[name] for name in METERED if name in found}
@@ -182,3 +187,50 @@ class Steps:
                 "rate's schedule ends, was estimated",
                 self.planned_epochs, steps, max_steps,
             )  # fmt: skip
+
+
+def write_stream(state: dict[str, Any], folder: Path) -> None:
+    """Write the stream's state as the first file of a checkpoint.
+
+    An older checkpoint in the folder becomes incomplete first, so that no mixture of the two passes for a complete one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TRAINER_FILE).unlink(missing_ok=True)
+    torch.save(state, folder / STREAM_FILE)
+
+
+def read_stream(folder: Path) -> dict[str, Any]:
+    """Read the state that `write_stream` wrote."""
+    try:
+        state: dict[str, Any] = torch.load(folder / STREAM_FILE, weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} has no {STREAM_FILE}: it was saved without prepare_trainer_for_packing, so nobody knows which "
+            "packs were trained; load its weights into the model and call train() without resume_from_checkpoint"
+        ) from None
+    return state
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """Read Trainer's own state, which Trainer writes last, so that a checkpoint with it is complete."""
+    state: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
+    return state
+
+
+def newest_checkpoint(output_dir: str) -> str:
+    """Return the newest complete checkpoint; a run may have been killed while it wrote a newer one."""
+    steps = {
+        int(number): path
+        for path in Path(output_dir).glob(f"{PREFIX}*")
+        if (number := path.name.removeprefix(PREFIX)).isdigit()
+    }
+    for _, folder in sorted(steps.items(), reverse=True):
+        try:
+            read_trainer(folder)
+        except (OSError, ValueError):
+            log.warning("%s was not written to its end; resuming from an earlier checkpoint", folder)
+            continue
+        return str(folder)
+    raise ValueError(
+        f"there is no whole checkpoint in {output_dir} to resume from; call train() to begin, or name a folder"
+    )

@@ -67,7 +67,7 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
             )
             return config
 
-    Each batch is ``({"input", "positions"}, labels)``, see `trainer_batch`. Packs have ``training.seq_len`` tokens, and
+    Each batch is as `trainer_batch` returns it. Packs have ``training.seq_len`` tokens, and
     a batch has ``training.local_batch_size`` of them (with pipeline parallelism, as many as a microbatch). Positions
     restart at each sequence, which is where the attention masks of torchtitan's language models separate documents.
 
@@ -206,11 +206,7 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Collective: iterate over the batches that follow the loaded state.
-
-        Raises:
-            ValueError: for a number of lanes that the ranks do not divide, beside what the dataset raises.
-        """
+        """Collective: iterate over the batches that follow the loaded state."""
         if self.loader.batches_per_step > 1:
             raise ValueError(
                 f"{self.loader.rank_sync.data_world_size} data-parallel ranks do not divide the "
@@ -230,11 +226,7 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         return {STATE: file.getvalue()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: let the next iteration continue after the batch of a state, on any number of ranks.
-
-        Raises:
-            ValueError: for a state of another loader, corpus, encoder or config.
-        """
+        """Collective: let the next iteration continue after the batch of a state, on any number of ranks."""
         if STATE not in state_dict:
             raise ValueError(
                 f"the state has the keys {sorted(state_dict)} and not {STATE!r}: another loader made it; begin the "
