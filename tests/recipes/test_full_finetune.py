@@ -144,13 +144,13 @@ def test_settings_that_a_resume_cannot_heed_are_named(tmp_path: Path, whole: Run
     train(tiny_config(tmp_path, resume=True, **changes))
     said = " ".join(str(warning.message) for warning in recwarn)
     assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
-    assert (
-        "optimizer.lr=0.5 is not heeded: the optimizer goes on as its checkpoint has it, which was made with"
-        in said
-    )
-    assert "optimizer.eps=0.001 is not heeded: " in said
-    assert "optimizer._component_=torch.optim.Adam is not heeded" not in said
-    assert "a torch.optim.Adam goes on with the numbers of a torch.optim.AdamW" in said
+    for changed in (
+        "optimizer._component_=torch.optim.Adam (it was torch.optim.AdamW)",
+        "optimizer.eps=0.001 (it was None)",
+        "optimizer.lr=0.5 (it was ",
+    ):
+        assert changed in said
+    assert "not heeded as far as the checkpoint has such a number" in said
     assert max(numbers(tmp_path, "lr").values()) <= 0.02
 
 
