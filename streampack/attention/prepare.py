@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from streampack.attention.calls import PREPARED
 from streampack.attention.layout import Packed, as_packed, visible_of
 from streampack.attention.masks import dense_mask, flex_mask
-from streampack.streaming.consumers import model_parallel_warning
+from streampack.distributed.ranks import model_parallel_warning
 from streampack.validation import require, warn_user
 
 ATTENTIONS = ("auto", "dense", "sdpa", "flex", "varlen", "flash")

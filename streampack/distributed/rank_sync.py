@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from streampack.distributed.data_ranks import DataPlace, require_whole
+from streampack.distributed.ranks import DataPlace, require_whole
 from streampack.storage.base import map_in_threads
 
 T = TypeVar("T")

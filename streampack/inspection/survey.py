@@ -29,8 +29,7 @@ from streampack.inspection.report import (
 from streampack.packing.groups import attention_cost
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.run_settings import default_lanes
+from streampack.streaming.lane_config import LaneConfig, default_lanes
 from streampack.streaming.sampling import tolerant
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
@@ -66,7 +65,7 @@ def inspect_dataset(
     """
     shape = shape or RunShape()
     config, lanes = dataset.lane_config, _lanes(dataset, shape, shape.ranks[0])
-    window = dataset.settings.window_for(config.packing, shape.ranks[0])
+    window = dataset.window_for(shape.ranks[0])
     reading = replace(tolerant(config), balance_window=window)
     tally = Tally(config.source, progress)
     epoch = read_epoch(reading, tally, num_lanes=lanes, rows=rows)

@@ -55,7 +55,7 @@ def _report(trainer: Trainer, hooks: Hooks) -> RunReport:
     assert hooks.steps is not None
     assert hooks.ledger is not None
     args, loader, config = trainer.args, hooks.steps.loader, hooks.packs.lane_config
-    window = hooks.packs.settings.window_for(config.packing, args.world_size)
+    window = hooks.packs.window_for(args.world_size)
     consumers = args.world_size * max(1, args.dataloader_num_workers)
     num_lanes = hooks.packs.lanes_for(consumers)
     metrics: dict[int, dict[str, float]] = {}

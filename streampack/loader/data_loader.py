@@ -11,12 +11,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.distributed.data_ranks import DataPlace, data_place
-from streampack.distributed.one_run import identify_across_ranks, require_same_run
 from streampack.distributed.rank_sync import RankSync
+from streampack.distributed.ranks import DataPlace, data_place
 from streampack.fingerprint import digest, plain
 from streampack.loader.batching import Batching
 from streampack.loader.iteration import Iteration
+from streampack.loader.one_run import identify_across_ranks, require_same_run
 from streampack.loader.step_meter import StepMeter
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.round_robin import total_ledger

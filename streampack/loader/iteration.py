@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any
 
 from streampack.accounting import Ledger
-from streampack.distributed.one_run import divide_across_ranks, require_same_run
 from streampack.distributed.rank_sync import RankSync
+from streampack.distributed.ranks import require_loader_made_after_group
 from streampack.fingerprint import digest
 from streampack.loader.batching import Batching
+from streampack.loader.one_run import divide_across_ranks, require_same_run
 from streampack.loader.shares import RankPacks, Share, agreed_shares
 from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import Worker
 from streampack.packing.batch import Batch, null_pack, stack_packs
-from streampack.streaming.consumers import require_loader_made_after_group
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
@@ -103,8 +103,8 @@ class Iteration:
         require_same_run(dataset, rank_sync, doing="iterate", settings=self._settings)
         if begin.partial:  # then it has the lanes of this rank
             begin = replace(begin, lane_states=rank_sync.merge_lanes(begin.lane_states))
-        num_lanes = dataset.fix_lanes(ranks * max(1, self.num_workers))
-        dataset.settings.choose_window(dataset.lane_config.packing, ranks)
+        dataset.num_lanes = num_lanes = dataset.lanes_for(ranks * max(1, self.num_workers))
+        dataset.balance_window = dataset.window_for(ranks)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
         dataset.lane_config.check_shards()
         self.batching = replace(self.batching, num_lanes=num_lanes)

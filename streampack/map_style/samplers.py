@@ -13,9 +13,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from streampack.distributed.ranks import require_data_parallel
 from streampack.packing.strategies import exact_fit
 from streampack.sources.reading import permutation
-from streampack.streaming.consumers import require_data_parallel
 from streampack.validation import require_multiple, require_positive
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from streampack.attention import Inputs
 from streampack.attention.prepare import prepared_inputs
 from streampack.distributed.rank_sync import RankSync, shared_sync
+from streampack.distributed.ranks import model_parallel_warning
 from streampack.packing.planner import plan_packs
 from streampack.scoring.forward import ForwardPass, Values
 from streampack.scoring.prefixes import Tree, lay_out, share_prefixes
 from streampack.scoring.requests import OVERLONG, Request, fit, read_request
-from streampack.streaming.consumers import model_parallel_warning
 from streampack.validation import require, require_positive
 
 LOOK_AHEAD = 2048

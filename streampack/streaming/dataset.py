@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
+from streampack.distributed.ranks import ranks_here, refuse_several_ranks
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.foreign_loader import refuse_foreign_loader
 from streampack.packing.samples import sample_from_row
@@ -23,17 +24,16 @@ from streampack.sources.bad_records import SkipBad, quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.sources.source import shared_by_lanes
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
-from streampack.streaming.consumers import ranks_here, refuse_several_ranks
+from streampack.streaming.balance import default_window, require_window
 from streampack.streaming.corpus_changes import CorpusChanges, Resumed
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
+from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.readers import PackDicts, Readers
 from streampack.streaming.round_robin import in_turn, total_ledger, total_source_stats
 from streampack.streaming.run_identity import OF_READING, RunIdentity
-from streampack.streaming.run_settings import RunSettings
 from streampack.streaming.run_state import RunState, as_dicts, checked_state, state_of
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import (
@@ -180,7 +180,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
         self.lane_config.check_shards()
         self.epochs = epochs
-        self.settings = RunSettings(num_lanes=num_lanes, balance_window=balance_window)
+        # As the user set them, as a state has them, or as the run began with them; None until then.
+        self.num_lanes = None if num_lanes is None else require_positive(num_lanes, "num_lanes")
+        self.balance_window = None if balance_window is None else require_window(balance_window)
+        # What the user set, and no state has replaced.
+        self._asked_for = {"num_lanes": self.num_lanes, "balance_window": self.balance_window}
         self.readers = Readers(epochs or 1)
         self._ranks = 1  # of the process that pickled this for a worker process
         self._shared_logged = False
@@ -204,7 +208,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "PackedDataLoader, or use one worker"
             )
         begin = self.readers.start(shuffled=self.lane_config.shuffle_window > 0)
-        self.settings.choose_window(self.lane_config.packing, 1)
+        self.balance_window = self.window_for(1)
         events = self.events(consumer, consumers, lane_states=begin.lane_states, epoch=begin.epoch)
         if consumer == 0:
             self._log_shared()
@@ -233,9 +237,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
-        num_lanes = self.fix_lanes(consumers)
-        window = self.settings.choose_window(self.lane_config.packing, consumers)
-        config = replace(self.lane_config, balance_window=window)
+        self.num_lanes = num_lanes = self.lanes_for(consumers)
+        self.balance_window = self.window_for(consumers)
+        config = replace(self.lane_config, balance_window=self.balance_window)
         begin = self.readers.following()
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
@@ -271,7 +275,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Without ``lists_bad`` it skips bad records and does not list them, for a rank beside one that does.
         """
         copied, config = copy(self), self.lane_config
-        copied.settings = copy(self.settings)
         if not lists_bad and config.quarantine is not None:
             quarantine = replace(config.quarantine, folder=None, quiet=True)
             copied.lane_config = replace(config, quarantine=quarantine)
@@ -282,24 +285,20 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """The epoch, from 0, with which whoever has not read yet begins."""
         return self.readers.following().epoch
 
-    @property
-    def num_lanes(self) -> int | None:
-        """The number of lanes, once it is set, loaded or begun with."""
-        return self.settings.num_lanes
-
-    @property
-    def balance_window(self) -> int | None:
-        """Packs that each lane plans ahead, once that is set, loaded or begun with."""
-        return self.settings.balance_window
-
     def lanes_for(self, consumers: int) -> int:
-        """Return how many lanes this many consumers (ranks x workers) would read."""
-        return self.settings.lanes_for(self.lane_config.source, consumers)
+        """Return how many lanes this many consumers (ranks x workers) would read; a run that goes on may have fewer."""
+        lanes = self.num_lanes or default_lanes(self.lane_config.source, consumers)
+        if lanes < consumers and self._asked_for["num_lanes"]:
+            raise ValueError(
+                f"{lanes} lane{'s' * (lanes > 1)} cannot feed {consumers} consumers (ranks x workers): some would get "
+                "nothing; use fewer workers, or start a new run with more num_lanes"
+            )
+        return lanes
 
-    def fix_lanes(self, consumers: int) -> int:
-        """Fix the number of lanes for this many consumers, and return it."""
-        self.settings.num_lanes = num_lanes = self.lanes_for(consumers)
-        return num_lanes
+    def window_for(self, ranks: int) -> int:
+        """Return the ``balance_window`` of this many ranks."""
+        default = default_window(self.lane_config.packing.max_seq_len, ranks=ranks)
+        return default if self.balance_window is None else self.balance_window
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
@@ -402,7 +401,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         self.lane_config = replace(self.lane_config, earlier=resumed.earlier)
         self._changes.histories = resumed.histories
-        self.settings.keep(loaded)
+        for name, asked in self._asked_for.items():
+            before = getattr(loaded, name)
+            if None not in (before, asked) and before != asked:
+                warn_user(
+                    f"{name}={asked} is not heeded: the state was made with {name}={before}, which a run keeps; start "
+                    "a new run for another number"
+                )
+            if before is not None:
+                self._asked_for = {**self._asked_for, name: None}
+            setattr(self, name, asked if before is None else before)
         self.readers.command(loaded)
 
     def __getstate__(self) -> dict[str, Any]:

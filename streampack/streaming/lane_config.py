@@ -19,6 +19,7 @@ from streampack.sources.source import Source
 from streampack.types import Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
+DEFAULT_LANES = 8
 Encode = Callable[[Mapping[str, Any]], Sample]
 
 
@@ -136,6 +137,18 @@ class LaneConfig:
         if bounds and bounds[-1][1] < length:  # cut on the right
             pieces = [(start, with_eos_of(sample, piece, self.eos_ids)) for start, piece in pieces]
         return pieces
+
+
+def default_lanes(source: Source, consumers: int) -> int:
+    """Return a multiple of the consumers (ranks x workers), at least 8 unless data is small.
+
+    On small data it is 1, 2 or 4 where it can be, because 5 lanes would not divide evenly among 2 ranks.
+    """
+    filled = source.natural_lanes()
+    most = 1 << min(DEFAULT_LANES, filled).bit_length() - 1
+    wanted = -(-most // consumers) * consumers
+    # Of four compressed files three consumers read one lane each.
+    return wanted if wanted <= filled else max(1, filled // consumers) * consumers
 
 
 def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:

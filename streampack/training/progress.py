@@ -86,7 +86,7 @@ def _packing(loader: PackedDataLoader, world: World, estimate: Estimate | None) 
     parts = [
         "split_across_pack" if packing.split_across_pack else f"strategy={packing.strategy}",
         f"max_seq_len={packing.max_seq_len}",
-        f"balance_window={dataset.settings.window_for(packing, world.size)}",
+        f"balance_window={dataset.window_for(world.size)}",
     ]
     if estimate is not None:
         parts.append(f"about {estimate.padding:.1%} padding expected")

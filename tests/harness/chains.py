@@ -93,7 +93,7 @@ def _consume(
         check_traces(dataset, packs)
         return of_dicts(packs), dataset, dataset.ledger().as_dict()
     if door == "torch":
-        dataset.settings.num_lanes = None
+        dataset.num_lanes = None
         loading = DataLoader(dataset, batch_size=None, num_workers=1 if case.single else 2)
         packs = list(loading)
         check_traces(dataset, packs)

@@ -6,9 +6,8 @@ import copy
 from typing import Any
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.distributed import one_run
 from streampack.distributed.rank_sync import RankSync
-from streampack.loader import shares
+from streampack.loader import one_run, shares
 from streampack.loader.workers import Worker
 from streampack.packing import batch
 from streampack.sources.files import file_sources

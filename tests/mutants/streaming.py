@@ -75,7 +75,7 @@ def num_lanes_recomputed(good, self, state):
     """A resume takes the number of lanes from its own ranks and workers, not from the state."""
     ours = self.num_lanes
     good(self, state)
-    self.settings.num_lanes = ours
+    self.num_lanes = ours
 
 
 @replaces(RunIdentity, "require")

@@ -6,11 +6,11 @@ import re
 from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
+from streampack.distributed.ranks import model_parallel_warning
 from streampack.integrations.hf_trainer.callback import step_callback
 from streampack.integrations.hf_trainer.epochs import require_epochs
 from streampack.integrations.hf_trainer.evaluation import require_end
 from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
-from streampack.streaming.consumers import model_parallel_warning
 from streampack.streaming.dataset import IterablePackedDataset
 
 if TYPE_CHECKING:

@@ -1,12 +1,14 @@
-"""Checks that the ranks which iterate a dataset may read different data, and that none reads all of it."""
+"""Data ranks: which ranks are given the same batches, and checks that no others are, and that none reads all data."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
 from streampack.validation import warn_user
@@ -16,6 +18,51 @@ MODEL_PARALLEL_DIMS = {
     *(f"{kind}_parallel" for kind in ("tensor", "context", "sequence", "pipeline", "model", "tensor_model")),
 }
 """Names of mesh dimensions along which all ranks must get the same batch."""
+
+DataPlace = tuple[int, int]
+"""(data rank, number of data ranks) of a process. Processes with the same data rank get the same batches."""
+
+
+def data_place(data_ranks: DeviceMesh | DataPlace | None) -> DataPlace | None:
+    """Return this process's data rank and the number of data ranks; None means that every rank is a data rank.
+
+    >>> data_place((1, 4))
+    (1, 4)
+    """
+    if data_ranks is None:
+        return None
+    if not isinstance(data_ranks, DeviceMesh):
+        match data_ranks:
+            case (int(rank), int(size)) if 0 <= rank < size:
+                return rank, size
+        raise ValueError(
+            f"data_ranks={data_ranks!r} must be (rank, size), counted from 0, such as (dp_mesh.get_local_rank(), "
+            "dp_mesh.size()), or a DeviceMesh of the dimensions along which batches differ"
+        )
+    if wrong := MODEL_PARALLEL_DIMS & {*(data_ranks.mesh_dim_names or ())}:
+        raise ValueError(
+            f"the mesh in data_ranks has a dimension {min(wrong)!r}, along which ranks must be given the same batches; "
+            "give the dimensions along which batches differ, such as data_ranks=mesh['dp_replicate', 'dp_shard']"
+        )
+    place = data_ranks.get_coordinate()
+    if place is None:
+        raise ValueError(
+            f"this process is not in the mesh {data_ranks}; make the loader on the ranks of the mesh only"
+        )
+    rank = 0
+    for size, index in zip(data_ranks.mesh.shape, place, strict=True):
+        rank = rank * size + index
+    return rank, data_ranks.size()
+
+
+def require_whole(places: Sequence[DataPlace]) -> None:
+    """Raise ValueError if no rank has some data rank, whose data would not be read."""
+    if {*places} != {(rank, places[0][1]) for rank in range(places[0][1])}:
+        listed = ", ".join(f"rank {number}: {at} of {size}" for number, (at, size) in enumerate(places))
+        raise ValueError(
+            f"the data ranks do not make up a whole ({listed}); each of them must be held by at least one rank, and "
+            "counted alike, or its part of the data would never be read"
+        )
 
 
 def ranks_here() -> int | None:
@@ -36,7 +83,7 @@ def refuse_several_ranks(of_parent: int) -> None:
             "a PackedDataLoader, or under Hugging Face's Trainer call prepare_trainer_for_packing(trainer)"
         )
     if here is None and not in_worker:
-        warn_of_missing_group()
+        _warn_of_missing_group()
 
 
 def require_data_parallel(what: str) -> None:
@@ -70,14 +117,13 @@ def _message_of_same_batches(name: str, size: int, what: str) -> str:
 
 
 def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
-    """Raise if a loader was made before the process group; it would read all the data on every rank.
+    """Raise if a loader found a single rank when it was made, and would read all the data on each of several.
 
-    Warns if there should be a group and still is none. ``made_for_one_rank`` says whether the loader found a single
-    rank when it was made.
+    Warns if there should be a process group and still is none.
     """
     ranks = ranks_here()
     if ranks is None:
-        warn_of_missing_group()
+        _warn_of_missing_group()
     elif ranks > 1:
         if made_for_one_rank:
             raise ValueError(
@@ -87,8 +133,7 @@ def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
         require_data_parallel("a PackedDataLoader gives each rank its own")
 
 
-def warn_of_missing_group() -> None:
-    """Warn if this process was launched as one of several and there is no process group."""
+def _warn_of_missing_group() -> None:
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         warn_user(
