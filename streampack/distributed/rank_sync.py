@@ -28,16 +28,9 @@ class OtherRankFailed(RuntimeError):
 class RankSync:
     """Collectives over the ranks of a process group; without a group, of a single rank that exchanges nothing.
 
-    The constructor is a collective of the group's ranks too, unless ``shared``: it makes a gloo group of them.
-
-    Messages go over gloo, whatever backend the gradients use, so they neither wait for the GPU nor make it wait. They
-    are all-to-all, so that a rank that dies is noticed at once by all others; in a ring only its neighbours would.
-
-    Args:
-        timeout: how long a collective waits for the slowest rank.
-        group: the ranks; None: all.
-        place: this rank's data rank and the number of data ranks; None: every rank is a data rank of its own.
-        shared: use ``group`` itself, which can send CPU tensors.
+    The constructor is one too, unless ``group`` itself is ``shared``: it makes a gloo group, so that messages neither
+    wait for the GPU nor make it wait. They are all-to-all, so that a rank that dies is noticed at once by all others;
+    in a ring only its neighbours would. ``place`` is that of `data_place`.
     """
 
     def __init__(
@@ -112,13 +105,9 @@ class RankSync:
         return self._results(result, None, doing=doing)
 
     def raise_on_all(self, error: Exception | None, *, doing: str = "") -> None:
-        """Collective: raise on all ranks if any rank passes an ``error``; ``doing`` says what the ranks were doing.
+        """Collective: raise on all ranks if any rank passes an ``error``: that, or `OtherRankFailed` with its message.
 
-        The error has an attribute ``raised_on_all_ranks``.
-
-        Raises:
-            Exception: this rank's own error, unchanged.
-            OtherRankFailed: if another rank has an error; with its rank and message.
+        What is raised has an attribute ``raised_on_all_ranks``.
         """
         self._results(None, error, doing=doing)
 
@@ -143,11 +132,8 @@ class RankSync:
     def map(self, call: Callable[[Item], T], items: Sequence[Item], *, doing: str) -> list[T]:
         """Collective: call a function on each item, on one of the ranks, in threads; return all results on every rank.
 
-        For what every rank must know of the files' content: if each read all files, 64 KiB from both ends of 100,000
-        shards, which are 13 GB, would be 13 TB on 1,024 ranks. All ranks must be given the same items.
-
-        Raises:
-            Exception: on all ranks, whatever failed on one.
+        For what every rank must know of files: 64 KiB of both ends of 100,000 shards, 13 GB, would be 13 TB on 1,024
+        ranks. All ranks must be given the same items.
         """
         size, own = self.world_size, items[self.rank :: self.world_size]
         results = self.gather_results(lambda: map_in_threads(call, own), doing=doing)
@@ -194,8 +180,7 @@ _shared: WeakKeyDictionary[dist.ProcessGroup, dict[timedelta, RankSync]] = WeakK
 def shared_sync(*, timeout: timedelta) -> RankSync:
     """Return one `RankSync` of all ranks for all calls with a timeout; the first of them is a collective.
 
-    For what is called often: each gloo group keeps connections between all ranks until torch's process group is
-    destroyed. Those who share one must exchange in the same order on all ranks, as blocking calls of one thread do.
+    For what is called often: each gloo group keeps connections between all ranks until the process group is destroyed.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -80,10 +80,9 @@ def agreed_shares(
 ) -> Iterator[Share]:
     """Collective: yield this rank's shares of the batches that all ranks make, and of the end of each epoch.
 
-    A batch exists if any rank has packs for it, or if it completes a step. So each rank makes its shares ahead of time,
-    and tells the others about a round of them at once, while it hands out those of the round before. When an exchange
-    begins follows from the number of batches taken, so all ranks begin the same ones. A single rank makes each share
-    when it is asked for. If a rank fails, all raise after the same batch.
+    A batch exists if any rank has packs for it, or if it completes a step. When an exchange begins follows from the
+    number of batches taken, so all ranks begin the same ones. A single rank makes each share when it is asked for. If a
+    rank fails, all raise after the same batch.
 
     A function, and no method of whoever holds the iterator: such a cycle would keep the workers of an abandoned
     iteration alive.
@@ -135,11 +134,7 @@ def agreed_shares(
 
 
 def _order_of(event: LaneEvent) -> tuple[int, int, int]:
-    """Return the place of an event in the order of a single process.
-
-    No two events have the same. The events of one stream arrive in order, so the end of a lane is reached after all its
-    packs; it is returned as soon as it is reached.
-    """
+    """Return the place of an event in the order of a single process; an end of a lane comes once it is reached."""
     return (event.epoch, -1 if event.pack is None else event.pack.number, event.lane)
 
 

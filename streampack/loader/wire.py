@@ -1,8 +1,4 @@
-"""Wire format: events as plain values, sent from a worker to the trainer's process.
-
-Pickling the arrays and fragments of a pack as objects calls their classes, in Python, on both sides. Beside tokenizing,
-that took a tenth of a worker's time.
-"""
+"""Events as plain values, for the way from a worker: pickled as objects, they took a tenth of its time."""
 
 from __future__ import annotations
 

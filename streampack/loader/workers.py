@@ -48,13 +48,10 @@ CLOSE_TIMEOUT = 10.0
 class Worker:
     """Iterator over the events of some lanes, which runs in a process of its own.
 
-    Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a pipe of its own,
-    so that a process that dies in the middle of writing harms no other. They come several at a time where they are made
-    quickly, because each arrival takes a core of the trainer's process.
-
-    torch's DataLoader raises a worker's death wherever the trainer happens to be; here the next call notices it, and
-    starts a new process after the last pack that arrived. An error in the stream is raised here; one that cannot be
-    pickled arrives as a RuntimeError with its message. After an exception, make a new worker.
+    Packs come through a pipe of its own, so that a process that dies in the middle of writing harms no other, and
+    several at a time where they are made quickly, because each arrival takes a core of the trainer's process. Where the
+    process has died, the next call starts a new one after the last pack that arrived. An error in the stream is raised
+    here; one that cannot be pickled as a RuntimeError with its message. After an exception, make a new worker.
     """
 
     def __init__(self, stream: OpenStream, lane_states: Mapping[int, LaneState], name: str) -> None:
@@ -121,7 +118,6 @@ class Worker:
         return event
 
     def _message(self) -> tuple[str, Any]:
-        """Wait for the next message."""
         while True:
             with suppress(Empty):
                 message = self.inbox.get(timeout=POLL_SECONDS)
@@ -153,10 +149,7 @@ class Worker:
         self._start()
 
     def close(self) -> None:
-        """End the process and its receiver thread; wait for each `CLOSE_TIMEOUT` seconds at most.
-
-        After an interrupt it can be called again.
-        """
+        """End the process and its receiver thread. After an interrupt it can be called again."""
         if self.pipe.closed:
             return
         _end(self.process)
@@ -181,14 +174,13 @@ class Worker:
 
 
 def _has_ended(process: mp.Process | None) -> bool:
-    """Return whether a process was started and is gone."""
     with suppress(ValueError):  # raised if it is closed
         return process is not None and not process.is_alive()
     return True
 
 
 def _end(process: mp.Process | None) -> None:
-    """Kill a process, if it was started, and wait until it is gone, `CLOSE_TIMEOUT` seconds at most."""
+    """Kill a process, if it was started, and wait until it is gone."""
     with suppress(ValueError, AttributeError):  # raised if it is closed, or was not started
         process.kill()  # type: ignore[union-attr]
         # Not `process.join`: with a limit, it waits for a pipe that the process's own children may hold.
@@ -258,10 +250,7 @@ def _serve(
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error if it can be pickled, else a RuntimeError with its message.
-
-    Many classes of errors with several arguments cannot be unpickled.
-    """
+    """Return the error if it can be unpickled, as many of several arguments cannot, else one with its message."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

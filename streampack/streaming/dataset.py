@@ -232,8 +232,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     ) -> Generator[LaneEvent]:
         """Return the packs of `stream` and the ends of its lanes' epochs, each with the lane's state after it.
 
-        The lanes resume from ``lane_states``, by default those of the loaded state, and read ``epochs`` epochs from
-        ``epoch`` on, by default the next one. Lanes that have ended an epoch before ``first_epoch`` begin that one.
+        Of lanes without a state the first epoch is ``epoch``; lanes that have ended one before ``first_epoch`` begin
+        that one.
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
@@ -262,7 +262,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return in_turn(opened, last_epoch=last_epoch, alone=consumers == 1)
 
     def _log_shared(self) -> None:
-        """Log, once, of which parts of the data several lanes read the same rows."""
         if not self._shared_logged and self.num_lanes is not None:
             with suppress(OSError):  # reading raises it again, and can be tried again
                 for what in shared_by_lanes(self.lane_config.source, self.num_lanes):
@@ -270,10 +269,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 self._shared_logged = True
 
     def _frozen(self, *, lists_bad: bool) -> IterablePackedDataset:
-        """Return a copy that keeps its settings, whatever is loaded later.
-
-        Without ``lists_bad`` it skips bad records and does not list them, for a rank beside one that does.
-        """
+        """Return a copy that keeps its settings, whatever is loaded later, and may list no bad records."""
         copied, config = copy(self), self.lane_config
         if not lists_bad and config.quarantine is not None:
             quarantine = replace(config.quarantine, folder=None, quiet=True)
@@ -322,7 +318,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return self._state_of(state, as_dicts(state.lane_states))
 
     def _state_of(self, state: RunState, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what is saved of a state, with the states of these ``lanes``."""
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}  # which may change
         head = {
             "identity": self._identity.plain(),
@@ -385,7 +380,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._go_on(loaded.behind(), resumed)
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
-        """Check a state, by these parts of its identity. The dataset is not changed."""
         resumed = self._changes.resume(state, checked_state(state))
         self._identity.require(state["identity"], names=names, changed=resumed.changed)
         return resumed
@@ -421,11 +415,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._changes.kept_in = Path(folder)
 
     def ledger(self) -> Ledger:
-        """Return the ledger of what this process has read, as of the last pack.
-
-        Raises:
-            ValueError: as `state_dict`.
-        """
+        """Return the ledger as of the last pack; raise as `state_dict` does."""
         return total_ledger(self.readers.whole_state().lane_states)
 
     @property
@@ -434,15 +424,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return self.lane_config.mix
 
     def source_stats(self) -> dict[str, SourceStats]:
-        """Return the counts of each source of a mixture, as of the last pack; empty without a mixture.
-
-        Raises:
-            ValueError: as `state_dict`.
-        """
+        """Return the counts of each source of a mixture as of the last pack; raise as `state_dict` does."""
         return self._source_stats_of(self.readers.whole_state().lane_states)
 
     def _source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
-        """Return the same for the lanes given."""
         names = [] if self.mix is None else self.mix.names
         return dict(
             zip(names, total_source_stats(lane_states) or [SourceStats() for _ in names], strict=True)

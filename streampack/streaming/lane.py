@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streampack.accounting import Ledger, SourceStats, trained_tokens
+from streampack.accounting import Ledger, trained_tokens
 from streampack.packing.assemble import assemble
 from streampack.packing.groups import Group, pack_groups
 from streampack.packing.planner import Placed, Planner
@@ -21,15 +21,10 @@ Rows = Mapping[RowId, Mapping[str, Any]]
 
 
 class Lane:
-    """Make the packs of one lane, from its beginning or from a state: they follow from (config, seed, lane, state).
+    """Make the packs of one lane: they follow from (config, lane, state), whatever else is read.
 
     The constructor reads nothing, so that `prepare` can be called for many lanes first. With a state, `restore` must be
-    called before anything else. After an error (a broken row, a failing disk) a lane is of no more use.
-
-        Lane.next_event -> Planner.next_pack -> PieceReader.next -> Source reader, encoder
-
-    `next_event` has no pack when the epoch's rows and the buffer are used up; `start_epoch` then begins the next one.
-    With ``endless``, epochs follow one another by themselves, and it has none only if no row makes a piece.
+    called next. After an error a lane is of no more use.
     """
 
     def __init__(
@@ -69,11 +64,6 @@ class Lane:
         """Counts of the tokens read, packed and dropped."""
         return self.piece_reader.ledger
 
-    @property
-    def source_stats(self) -> list[SourceStats]:
-        """Counts of each source of a mixture; empty without a mixture."""
-        return self.piece_reader.source_stats
-
     def prepare(self) -> None:
         """Begin to fetch what the lane reads next, if it is behind a URL. It changes no pack and raises no error."""
         self.piece_reader.reader.prepare()
@@ -103,7 +93,10 @@ class Lane:
         self.packs, self.done = 0, False
 
     def next_event(self) -> LaneEvent:
-        """Return the next pack, or the end of the epoch, with the state after it."""
+        """Return the next pack, or the end of the epoch, with the state after it.
+
+        With ``endless``, epochs follow one another by themselves, and there is an end only if no row makes a piece.
+        """
         if self.done:
             placed = []
         elif self.config.balance_window:
@@ -118,12 +111,11 @@ class Lane:
         return LaneEvent(self.lane, 0 if self.config.endless else self.epoch, pack, self.state())
 
     def _assembled(self, placed: list[Placed[Piece]]) -> Pack:
-        """Make a pack of the pieces that were planned, and count it."""
         reader, packing = self.piece_reader, self.config.packing
         sequences: list[Sample] = []
         fragments: list[Fragment] = []
         seq_lens: list[int] = []
-        grouped, mixed = False, bool(self.source_stats)
+        grouped, mixed = False, bool(reader.source_stats)
         packed = 0
         for piece, start, stop in placed:
             sequence, (row_id, first, *_), length = piece.sample, piece.address, stop - start
@@ -171,7 +163,7 @@ class Lane:
         )
 
     def state(self) -> LaneState:
-        """Return a snapshot to resume from. Call it between packs only."""
+        """Return a snapshot to resume from, between two packs."""
         reader, held = self.piece_reader, self._held
         ledger = reader.ledger.copy()
         if ledger.buffered != held:
@@ -190,7 +182,6 @@ class Lane:
         )
 
     def _stand(self) -> Stand:
-        """Return where the lane stands behind the packs that it has planned."""
         reader, planner = self.piece_reader, self.planner
         waiting = [piece.address for piece in planner.waiting]
         return Stand(reader.epoch, reader.reader.cursor, (*waiting, *reader.waiting), planner.offset)
@@ -208,7 +199,6 @@ class Lane:
         self.planned_tokens = sum(map(_tokens, self.planned))
 
     def _take(self) -> list[Placed[Piece]]:
-        """Return the next pack of the balance window; none if it has none."""
         placed = self.planned.popleft() if self.planned else []
         self.planned_tokens -= _tokens(placed)
         window = self.window

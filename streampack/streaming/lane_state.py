@@ -59,7 +59,7 @@ class Stand:
 
     @classmethod
     def from_list(cls, found: Sequence[Any]) -> Stand:
-        """Make a stand from what `as_list` returned."""
+        """Invert `as_list`."""
         epoch, cursor, waiting, offset = found
         addresses = tuple(Address(tuple(numbers[:-3]), *numbers[-3:]) for numbers in waiting)
         return cls(epoch, tuple(cursor), addresses, offset)
@@ -179,7 +179,7 @@ class LaneState:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> LaneState:
-        """Make a lane state from the dict that `as_dict` returned."""
+        """Invert `as_dict`."""
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
         }

@@ -84,7 +84,7 @@ class PieceReader:
         self.epochs_without_pieces = 0 if start is not None else self.epochs_without_pieces + 1
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin to read an epoch that no rows were read of before."""
+        """Begin to read an epoch from its beginning."""
         self.open(epoch)
         self.bad_in_pass = [0] * len(self.bad_in_pass)
 
@@ -128,11 +128,11 @@ class PieceReader:
 
     @property
     def bad_of_state(self) -> tuple[int, ...]:
-        """See `LaneState.bad_in_pass`."""
+        """What a state has of ``bad_in_pass``."""
         return tuple(self.bad_in_pass) if any(self.bad_in_pass) else ()
 
     def stats(self, row_id: RowId) -> SourceStats:
-        """Return the statistics of the source, in a mixture, that a row comes from."""
+        """Return the counts of a row's source in a mixture."""
         return self.source_stats[self.config.source.source_index(row_id)]
 
     def _read(self) -> Row | None:
@@ -214,7 +214,6 @@ class PieceReader:
         return pieces, untrained
 
     def _pieces_at(self, address: Address, row: Row) -> list[Piece]:
-        """Encode a row again and return the pieces of it that waited."""
         pieces = self._pieces_of(row, counted=True)
         waited = [piece for piece in pieces if address.start <= piece.address.start < address.stop]
         if not waited or waited[0].address._replace(stop=waited[-1].address.stop) != address:
@@ -233,7 +232,6 @@ class PieceReader:
             log.warning("lane %d, so far: %s; the next rows are read", self.lane, nothing_to_pack(ledger))
 
     def _skip_record(self, row_id: RowId, reason: str) -> None:
-        """Count and list a bad record as a dropped row."""
         quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
         if self.planning_again:
