@@ -1,7 +1,8 @@
-"""The ledger, which counts where every token went, and functions that count the trained tokens of a sample."""
+"""The ledger, which counts where every token went, messages about it, and the trained tokens of a sample."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from streampack.types import IGNORE_INDEX, Sample
+
+log = logging.getLogger(__name__)
 
 DROP_REASONS = ("overlong", "truncated", "bad", "untrained", "removed")
 """Reasons for dropping tokens. ``overlong`` and ``untrained`` samples are dropped whole, of ``truncated`` ones what is
@@ -143,3 +146,50 @@ def trains_nothing(sample: Sample) -> bool:
     if labels.size > 1 and labels.item(-1) != IGNORE_INDEX:
         return False
     return not bool((labels[1:] != IGNORE_INDEX).any())
+
+
+WORDS = {
+    "overlong": "longer than a pack",
+    "untrained": "without a trained token",
+    "bad": "broken, and skipped",
+}
+
+
+def nothing_to_pack(ledger: Ledger) -> ValueError:
+    """Make the error for a run without a pack.
+
+    >>> nothing = Ledger()
+    >>> nothing.drop("bad", 0)
+    >>> print(nothing_to_pack(nothing))  # doctest: +ELLIPSIS
+    no row makes a pack: all 1 that were read are dropped (1 broken, and skipped); check what the source reads, and ...
+    """
+    counts = [(ledger.dropped_samples[reason], words) for reason, words in WORDS.items()]
+    reasons = "; ".join(f"{count:,} {words}" for count, words in counts if count)
+    if not (rows := ledger.samples + ledger.dropped_samples["bad"]):
+        return ValueError("the source has no rows at all; check what it reads")
+    return ValueError(
+        f"no row makes a pack: all {rows:,} that were read are dropped ({reasons}); check what the source reads, and "
+        "the encoder, max_seq_len and the settings that drop rows"
+    )
+
+
+class UntrainedWarning:
+    """Warn once when the ledger first counts an untrained sample, if that is ``wanted``.
+
+    The process that consumes the packs uses it: each worker process would warn of its own first one.
+    """
+
+    def __init__(self, *, wanted: bool, max_seq_len: int) -> None:
+        self.wanted, self.max_seq_len = wanted, max_seq_len
+
+    def look_at(self, ledger: Ledger) -> None:
+        """Say how many samples train nothing, the first time that a ledger counts any."""
+        if self.wanted and ledger.untrained:
+            self.wanted = False
+            log.warning(
+                "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never "
+                "counts. Of messages only the assistant's are trained, and truncation to max_seq_len=%d (%d samples so "
+                "far) may cut answers off. Set untrained='drop' to leave them out, 'error' to see where one is, or "
+                "'keep' if they are meant to be there",
+                ledger.untrained, ledger.samples, self.max_seq_len, ledger.dropped_samples["truncated"],
+            )  # fmt: skip

@@ -18,8 +18,8 @@ from streampack.sources.bad_records import kind_of
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import BadRecord, Reading, permutation
 from streampack.sources.source import Source
+from streampack.streaming.estimate import Seen, look, sample_epoch
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.sampling import Seen, look, sample_epoch
 from streampack.types import RowId
 
 EXAMPLES_OF_A_LOSS = 3

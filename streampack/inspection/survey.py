@@ -29,8 +29,8 @@ from streampack.inspection.report import (
 from streampack.packing.groups import attention_cost
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
+from streampack.streaming.estimate import tolerant
 from streampack.streaming.lane_config import LaneConfig, default_lanes
-from streampack.streaming.sampling import tolerant
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
 BINS = 24

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from streampack.accounting import Ledger
+from streampack.accounting import Ledger, nothing_to_pack
 from streampack.distributed.rank_sync import RankSync
 from streampack.distributed.ranks import require_loader_made_after_group
 from streampack.fingerprint import digest
@@ -20,7 +20,6 @@ from streampack.loader.workers import Worker
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.streaming.readers import ANEW
 from streampack.streaming.round_robin import total_ledger
 from streampack.streaming.run_state import RunState, as_dicts

@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from streampack.accounting import Ledger, trains_nothing
+from streampack.accounting import Ledger, UntrainedWarning, nothing_to_pack, trains_nothing
 from streampack.map_style import parity as torchtune
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
@@ -25,7 +25,6 @@ from streampack.packing.settings import Packing
 from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.streaming.lane_config import UNTRAINED
-from streampack.streaming.ledger_messages import UntrainedWarning, nothing_to_pack
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import naming_nearest, require, require_positive, require_token_id
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streampack.accounting import Ledger, SourceStats
+from streampack.accounting import Ledger, SourceStats, UntrainedWarning
 from streampack.distributed.ranks import ranks_here, refuse_several_ranks
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.foreign_loader import refuse_foreign_loader
@@ -30,7 +30,6 @@ from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check
 from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.readers import PackDicts, Readers
 from streampack.streaming.round_robin import in_turn, total_ledger, total_source_stats
 from streampack.streaming.run_identity import OF_READING, RunIdentity

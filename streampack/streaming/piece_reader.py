@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
+from streampack.accounting import Ledger, SourceStats, nothing_to_pack, trained_tokens, trains_nothing
 from streampack.packing.cut_samples import untrained_error
 from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address
-from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.types import Cursor, Row, RowId, Sample
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from streampack.accounting import UntrainedWarning
 from streampack.packing.batch import to_torchtune
 from streampack.streaming.lane_state import LaneEvent
-from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.run_state import RunState
 from streampack.validation import warn_user
 

@@ -6,11 +6,10 @@ import heapq
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from streampack.accounting import Ledger, SourceStats
+from streampack.accounting import Ledger, SourceStats, nothing_to_pack
 from streampack.storage.read_ahead import SOON
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneEvent, LaneState
-from streampack.streaming.ledger_messages import nothing_to_pack
 
 
 def in_turn(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Generator[LaneEvent]:
