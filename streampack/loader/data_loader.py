@@ -102,7 +102,8 @@ class PackedDataLoader:
         Else the epoch begins that comes after the newest iteration's.
         """
         self._meter.step = ()  # an iteration that was left in the middle of a step gives no more of it
-        iteration = Iteration(
+        self._turn = self.dataset.readers.turn + 1
+        return Iteration(
             self.dataset,
             self.rank_sync,
             self._batching,
@@ -110,8 +111,6 @@ class PackedDataLoader:
             pin_memory=self.pin_memory,
             meter=self._meter,
         )
-        self._turn = iteration.turn
-        return iteration
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the state after the last batch that was handed out, of all ranks, as plain values.

@@ -14,7 +14,7 @@ from streampack.distributed.ranks import require_loader_made_after_group
 from streampack.fingerprint import digest
 from streampack.loader.batching import Batching
 from streampack.loader.one_run import divide_across_ranks, require_same_run
-from streampack.loader.shares import RankPacks, Share, agreed_shares
+from streampack.loader.shares import RankPacks, agreed_shares
 from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import Worker
 from streampack.packing.batch import Batch, null_pack, stack_packs
@@ -164,7 +164,14 @@ class Iteration:
                 if self.rank_sync.rank == 0 and self.handed is self.begun:
                     self.begun.warn_if_left()
             else:
-                self._given(share, batch, waited=time.perf_counter() - begun)
+                self.meter.add(
+                    share.trained,
+                    share.tokens,
+                    batch.tokens.numel() * self.rank_sync.world_size,
+                    time.perf_counter() - begun,
+                    share.costs,
+                    ends_step=share.number % self.batching.batches_per_step == 0,
+                )
         except BaseException as error:
             # Set at once: a second interrupt may come at the next call.
             self.rank_sync.broken = True
@@ -180,17 +187,6 @@ class Iteration:
             raise StopIteration
         return batch
 
-    def _given(self, share: Share, batch: Batch, *, waited: float) -> None:
-        """Count a batch."""
-        self.meter.add(
-            share.trained,
-            share.tokens,
-            batch.tokens.numel() * self.rank_sync.world_size,
-            ends_step=share.number % self.batching.batches_per_step == 0,
-            waited=waited,
-            costs=share.costs,
-        )
-
     def _require_packs(self, lane_states: Mapping[int, LaneState]) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
         # Lanes that read on behind an earlier run may have nothing left of this epoch.
@@ -201,7 +197,6 @@ class Iteration:
             self.rank_sync.raise_on_all(nothing_to_pack(whole))
 
     def _collated(self, packs: list[Pack]) -> Batch:
-        """Stack packs to a batch, filled up with null packs."""
         config = self.dataset.lane_config
         if missing := self.batching.packs_per_batch - len(packs):
             packs = packs + [null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)] * missing

@@ -17,7 +17,7 @@ class StepMeter:
 
     >>> meter = StepMeter(untrained=None, warns=True)
     >>> for costs in ([4, 2], [0, 2]):
-    ...     meter.add(1, 7, 8, waited=0.5, costs=costs, ends_step=True)
+    ...     meter.add(1, 7, 8, 0.5, costs, ends_step=True)
     >>> meter.metrics()["cost_imbalance"], meter.metrics()["data_wait_mean"]
     (1.6666666666666665, 0.5)
     """
@@ -40,10 +40,10 @@ class StepMeter:
         trained: int,
         tokens: int,
         capacity: int,
+        waited: float,
+        costs: Sequence[int],
         *,
         ends_step: bool,
-        waited: float = 0.0,
-        costs: Sequence[int] = (),
     ) -> None:
         """Count a batch of all ranks: what is trained, tokens, those that fit, seconds waited, each rank's cost."""
         batch = (trained, tokens, capacity, waited, *costs)
