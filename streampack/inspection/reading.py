@@ -202,7 +202,6 @@ def _lane_rows(config: LaneConfig, lane: int, num_lanes: int) -> Iterator[Seen]:
             row = next(reader, None)
         except BadRecord as error:
             yield Seen(error.row_id, 0, 0, 0, 0, "bad", error.reason)
-            reader.skip()
             continue
         if row is None:
             return

@@ -32,7 +32,6 @@ def first_rows(reader: Reader, count: int) -> list[Example]:
             row = next(reader, None)
         except BadRecord as error:
             found.append(Example(error.row_id, None))
-            reader.skip()
             continue
         if row is None:
             break

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from streampack.sources.corpus_lists import CorpusList, Entry
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record, deal, share, sharing
+from streampack.sources.parts_reader import read_parts
 from streampack.sources.reading import Reader, Reading, spread
-from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
-from streampack.sources.turns import deal, share, sharing
 from streampack.storage.base import File, ParallelMap, Problem, gone, map_in_threads
 from streampack.storage.listing import Corpus
 from streampack.storage.ranges import Fetcher
@@ -215,8 +214,7 @@ class FileSource(Source):
 
     def shared(self, num_lanes: int) -> list[str]:
         """See `Source.shared`."""
-        turns = (part.turns for lane in self._lanes(num_lanes) for part in lane if part.turn == 0)
-        return sharing(turns, what=self.whole)
+        return sharing(self._lanes(num_lanes), what=self.whole)
 
     def _lanes(self, num_lanes: int) -> list[list[Part]]:
         if not self.is_divided(num_lanes):

@@ -146,9 +146,6 @@ class _Kept(Reader):
     def __init__(self, reader: Reader, part: Holdout) -> None:
         self.reader = reader
         self.part = part
-        self.unhashed = (
-            False  # whether the newest row is such a record, behind which the reader stands already
-        )
 
     @property
     def cursor(self) -> Cursor:
@@ -156,7 +153,6 @@ class _Kept(Reader):
 
     @override
     def __next__(self) -> Row:
-        self.unhashed = False
         while True:
             row = next(self.reader)
             try:
@@ -165,14 +161,8 @@ class _Kept(Reader):
             except OSError:  # of a value that is read late; the record is not to blame
                 raise
             except Exception as error:
-                self.unhashed = True
                 reason = f"its content, by which rows are held out, cannot be hashed: {type(error).__name__}: {error}"
                 raise BadRecord(reason, row_id=row.row_id, locate=self.part.locate) from error
-
-    @override
-    def skip(self) -> None:
-        if not self.unhashed:
-            self.reader.skip()
 
     @override
     def prepare(self) -> None:

@@ -13,12 +13,11 @@ from streampack.sources.arrow_dataset import ArrowDataset, has_plain_ids, is_rea
 from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.examples import EXAMPLES, Example, leading, leading_marks, marks
 from streampack.sources.memory import MapSource
-from streampack.sources.parts import Part, Record
+from streampack.sources.parts import Part, Record, deal, share, sharing
+from streampack.sources.parts_reader import read_parts
 from streampack.sources.reading import Reader, Reading, own_row
 from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
-from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
-from streampack.sources.turns import deal, share, sharing
 from streampack.sources.wrapped import WrappedSource
 from streampack.types import RowId
 
@@ -175,8 +174,7 @@ class _Stream(Source):
         )
 
     def shared(self, num_lanes: int) -> list[str]:
-        turns = (part.turns for lane in self._lanes(num_lanes) for part in lane if part.turn == 0)
-        return sharing(turns, what="shard")
+        return sharing(self._lanes(num_lanes), what="shard")
 
     def _lanes(self, num_lanes: int) -> list[list[Part]]:
         if num_lanes not in self._divided:

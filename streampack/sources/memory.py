@@ -11,10 +11,10 @@ import numpy as np
 from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, example, leading, leading_marks, marks
+from streampack.sources.parts import Part, sharing
 from streampack.sources.reading import BadRecord, Reader, Reading, own_row, permutation, reason_of, spread
 from streampack.sources.source import Source
 from streampack.sources.torchtune_rows import refusing_nulls
-from streampack.sources.turns import sharing
 from streampack.types import Cursor, Row, RowId
 
 ROWS_PER_LANE = 512
@@ -141,8 +141,9 @@ class _Rows(Reader):
         if self.index >= len(self.numbers):
             raise StopIteration
         number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
+        self.index += 1
         try:
-            data = self.source.dataset[number]
+            return Row(self.source.dataset[number], (number,))
         except OSError as error:  # A disk or a network failed: the record is not to blame, and not skipped.
             error.add_note(f"while reading sample {number}")
             raise
@@ -150,13 +151,6 @@ class _Rows(Reader):
             if isinstance(error, StopIteration):  # raised again by the lane, it would end the stream silently
                 error = RuntimeError(f"sample {number}: the dataset raised StopIteration")
             raise BadRecord(reason_of(error), row_id=(number,), locate=self.source.locate) from error
-        row = Row(data, (number,))
-        self.index += 1
-        return row
-
-    @override
-    def skip(self) -> None:
-        self.index += 1
 
 
 Rows = Iterable[Mapping[str, Any]]
@@ -242,7 +236,7 @@ class IterableSource(Source):
 
     @override
     def shared(self, num_lanes: int) -> list[str]:
-        return sharing([num_lanes], what="iterable")
+        return sharing([[Part(0, turns=num_lanes)]], what="iterable")
 
     @override
     def shard(self, row_id: RowId) -> str:

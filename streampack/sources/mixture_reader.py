@@ -193,6 +193,7 @@ class MixtureReader(Reader):
             try:
                 row = next(reader, None)
             except BadRecord as error:
+                self._count_row(0)  # as of a row without trained tokens
                 row_id = (current, *error.row_id)
                 raise BadRecord(error.reason, row_id=row_id, locate=self.locate) from error.__cause__
             if row is not None:
@@ -200,11 +201,6 @@ class MixtureReader(Reader):
             self._restart(current)
         self.awaits_charge = True
         return Row(row.data, (current, *row.row_id))
-
-    @override
-    def skip(self) -> None:
-        self._reader(self.current).skip()
-        self._count_row(0)  # as of a row without trained tokens
 
     @override
     def prepare(self) -> None:

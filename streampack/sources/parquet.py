@@ -10,7 +10,7 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, FileSource
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record, deal, share
 from streampack.sources.reading import spread
 from streampack.sources.row_groups import (
     Footers,
@@ -19,7 +19,6 @@ from streampack.sources.row_groups import (
     row_groups,
     starts_of,
 )
-from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
 from streampack.storage.listing import Corpus, Name, find_files
 from streampack.storage.ranges import Fetcher

@@ -67,7 +67,7 @@ class Reading:
 
 
 class BadRecord(ValueError):
-    """A record that cannot be read. ``next()`` raises it again until `Reader.skip` is called.
+    """A record that cannot be read. The reader that raises it goes on behind it.
 
     Args:
         reason: why it cannot be read.
@@ -101,7 +101,7 @@ class BadRecord(ValueError):
 
 
 class Reader(ABC):
-    """An iterator over one lane's rows of one epoch. After an error, ``next()`` tries the same row again.
+    """An iterator over one lane's rows of one epoch, which goes on behind a `BadRecord`, and behind no other error.
 
     Its cursor is all that a resume needs to go on with the next row, at any row.
 
@@ -122,10 +122,6 @@ class Reader(ABC):
 
     @abstractmethod
     def __next__(self) -> Row: ...
-
-    @abstractmethod
-    def skip(self) -> None:
-        """Skip the record that `BadRecord` was raised for."""
 
     def prepare(self) -> None:  # noqa: B027  # only a reader of files behind a URL has a use for it
         """Begin to fetch what the next rows need, because they will be asked for soon. It changes no row or error."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example, first_rows
 from streampack.sources.parts import Part, Record
+from streampack.sources.parts_reader import read_parts
 from streampack.sources.reading import Reader, Reading, own_row
-from streampack.sources.shuffling import read_parts
 from streampack.types import Cursor, RowId
 
 

@@ -142,7 +142,6 @@ class PieceReader:
             except BadRecord as error:
                 if self.config.quarantine is None:
                     raise error.unskipped() from None
-                self.reader.skip()
                 self.epoch_has_rows = True
                 self._skip_record(error.row_id, error.reason)
                 self._warn_if_all_dropped()

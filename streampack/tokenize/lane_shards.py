@@ -134,7 +134,6 @@ def _samples(job: Job, progress: Progress) -> Iterator[tuple[Cursor, int, tuple[
             if config.quarantine is None:
                 raise error.unskipped() from None
             row_id, sample = error.row_id, error.reason
-            reader.skip()
         if not isinstance(sample, str):
             assert row is not None
             documents += 1

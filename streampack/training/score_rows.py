@@ -176,7 +176,6 @@ class _Rows:
             except BadRecord as error:
                 if not self.skips:
                     raise error.unskipped() from error.__cause__
-                reader.skip()
                 if number >= skip:
                     yield _Row({}, [], error=str(error))
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from streampack.sources.ahead import Ahead
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.files import FileSource, divide
 from streampack.sources.mixture_reader import pass_number
-from streampack.sources.reading import own_row
+from streampack.sources.reading import BadRecord, own_row
 from streampack.types import Sample
 from tests.mutants.registry import replaces
 
@@ -81,12 +82,13 @@ def lines_without_blank_ones_counted(good, self, row_id):
 
 
 class _Skipping(Proxy):
-    def skip(self) -> None:
-        self.reader.skip()
+    def __next__(self) -> Any:
         try:
-            next(self.reader, None)
-        except ValueError:
-            self.reader.skip()
+            return next(self.reader)
+        except BadRecord:
+            with suppress(BadRecord):
+                next(self.reader, None)
+            raise
 
 
 @replaces(JSONLSource, "read")

@@ -13,7 +13,8 @@ import numpy as np
 from streampack import IterablePackedDataset, Ledger, PackedDataLoader
 from streampack.accounting import trains_nothing
 from streampack.packing.planner import Planner
-from streampack.sources import memory, shuffling
+from streampack.sources import memory
+from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
@@ -38,12 +39,13 @@ def cursor_off_by_one(good, self):
     return (self.index + 1,)
 
 
-@replaces(shuffling.WindowReader, "_go_to")
-def cursor_behind_the_row(good, self, index):
+@replaces(PartsReader, "_next_of_window")
+def cursor_behind_the_row(good, self):
     """Within a shuffle window, the cursor is behind the next row, not before it."""
-    good(self, index)
+    found = good(self)
     part, offset, at, *counts = self.cursor
     self.cursor = (part, offset, at + (at > 0), *counts)
+    return found
 
 
 @replaces(permutation)

@@ -405,7 +405,7 @@ def number(row: Any) -> int:
 def test_a_damaged_record_is_an_error_with_its_place_and_the_others_are_read(
     tmp_path: Path, case: str, remote: bool
 ) -> None:
-    """The error is raised again, also by a new reader at the cursor, until the record is skipped."""
+    """A new reader at the cursor before it raises the same error."""
     kind, count, change, message, lost = LOST[case]
     made, folder = FORMATS[kind], tmp_path / tmp_path.name
     folder.mkdir()
@@ -420,16 +420,16 @@ def test_a_damaged_record_is_an_error_with_its_place_and_the_others_are_read(
             reading: dict[str, Any] = {"num_lanes": num_lanes, "shuffle_window": window}
             reader = source.read(Reading(lane, **reading))
             while True:
+                before = reader.cursor
                 try:
                     found.append(number(next(reader).data))
                 except StopIteration:
                     break
-                except ValueError:
+                except ValueError as error:
                     errors += 1
-                    again = source.read(Reading(lane, start=reader.cursor, **reading))
-                    assert re.search(message, said := next_error(reader))
-                    assert next_error(again) == said
-                    reader.skip()
+                    assert re.search(message, str(error))
+                    again = source.read(Reading(lane, start=before, **reading))
+                    assert next_error(again) == str(error)
         assert len(found) == len(set(found))
         missing = all_rows - set(found)
         assert 0 < len(missing) <= lost
