@@ -14,7 +14,7 @@ from streampack.inspection.tables import Table, lead, report_tables
 from streampack.packing.groups import ROOT
 
 if TYPE_CHECKING:
-    from streampack.inspection.charts import Chart
+    from streampack.inspection.run_page import Chart
 
 MOST_BLOCKS = 300
 """Sequences of a pack that are drawn one by one; the rest is one block."""

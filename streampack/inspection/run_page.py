@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from streampack.accounting import DROP_REASONS
-from streampack.inspection.charts import BUCKETS, Point, draw
 from streampack.inspection.packs import PackView
 from streampack.inspection.page import page
 from streampack.inspection.tables import Table
 
 MOST_CONFIG = 40_000
 """Characters of the settings that are shown."""
+LEFT, RIGHT, TOP, BOTTOM = 66, 402, 12, 176
+"""Where the axes of a picture lie, of 420 by 210."""
+BUCKETS = 250
+"""A line of more than twice as many points is drawn as the means of so many parts of it."""
+MOST_MARKS = 40
+"""Values that are no numbers are marked, at most so many."""
+
+Point = tuple[float, float]  # (step, value)
 
 
 @dataclass(frozen=True)
@@ -81,13 +91,62 @@ METRICS = (
 )
 
 
+class Line(NamedTuple):
+    """A metric, drawn."""
+
+    name: str
+    points: str
+    band: str  # of many points: the lowest and the highest of each part, so that spikes stay
+    gaps: list[str]  # places of values that are no numbers
+
+
+class Chart(NamedTuple):
+    """A picture of one or two metrics."""
+
+    title: str
+    unit: str
+    lines: list[Line]
+    ticks: list[tuple[int, str]]
+    first: str
+    last: str
+
+
+def draw(metric: Metric, metrics: Mapping[str, Sequence[Point]]) -> Chart | None:
+    """Draw metrics by their names in the picture; None if they have no finite value."""
+    values = [value for points in metrics.values() for _, value in _finite(points)]
+    if not values:
+        return None
+    steps = [step for points in metrics.values() for step, _ in points]
+    first, last = min(steps), max(steps)
+    low, high = min(values if metric.least is None else [metric.least, *values]), max(values)
+
+    def x(step: float) -> str:
+        return f"{LEFT + (RIGHT - LEFT) * (step - first) / ((last - first) or 1):.1f}"
+
+    def path(points: Iterable[Sequence[float]]) -> str:
+        return " ".join(
+            f"{x(step)},{BOTTOM - (BOTTOM - TOP) * (value - low) / ((high - low) or 1):.1f}"
+            for step, value in points
+        )
+
+    lines = []
+    for name, points in metrics.items():
+        drawn, band = path(_finite(points)), ""
+        if len(_finite(points)) > 2 * BUCKETS:
+            parts = np.array_split(np.array(_finite(points)), BUCKETS)
+            drawn = path(part.mean(0).tolist() for part in parts)
+            ends = [(part, sorted((part[:, 1].argmin(), part[:, 1].argmax()))) for part in parts]
+            band = path(part[at].tolist() for part, both in ends for at in both)
+        gaps = [x(step) for step, value in points if not math.isfinite(value)][:MOST_MARKS]
+        lines.append(Line(name, drawn, band, gaps))
+    ticks = [(BOTTOM, low), ((TOP + BOTTOM) // 2, (low + high) / 2), (TOP, high)]
+    marks = [(place, metric.show(value)) for place, value in (ticks if high > low else ticks[:1])]
+    return Chart(metric.title, metric.unit, lines, marks, f"{first:,.0f}", f"{last:,.0f}")
+
+
 def run_page(report: RunReport) -> str:
     """Return the report of a run as a self-contained HTML document."""
-    charts = [
-        draw(each.title, each.unit, found, least=each.least, show=each.show)
-        for each in METRICS
-        if (found := _logged(report, each))
-    ]
+    charts = [draw(each, _logged(report, each)) for each in METRICS]
     return page(
         f"Run {report.title}",
         report.ended,
@@ -143,8 +202,10 @@ def _metrics(report: RunReport) -> Table:
             shown = shown if metric.unit in shown else f"{shown}, {metric.unit}"
             rows.append([shown, *_summary(points, metric.show)])
             if odd := [step for step, value in points if not math.isfinite(value)]:
-                cross = "A cross marks a step whose value is not a finite number"
-                notes.append(f"{cross}: {shown}: {len(odd):,} value(s), the first at step {odd[0]:,.0f}.")
+                mark = "; a cross marks each" if _finite(points) else ""
+                mark = f"; crosses mark the first {MOST_MARKS}" if mark and len(odd) > MOST_MARKS else mark
+                what = f"{len(odd):,} value(s), the first at step {odd[0]:,.0f}"
+                notes.append(f"Not a finite number: {shown}: {what}{mark}.")
     if not rows:
         return Table("The metrics in numbers", notes=["Nothing was logged."])
     if len(report.metrics) > 2 * BUCKETS:

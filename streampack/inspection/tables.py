@@ -122,7 +122,7 @@ def _histogram(report: Report) -> Table:
         for start, stop, count in bins
     ]
     longer = any(start > limit and count for start, _, count in bins)
-    notes = [f"In another colour: longer than max_seq_len={limit:,}."] if longer else []
+    notes = [f"In another shade: longer than max_seq_len={limit:,}."] if longer else []
     return Table("", ("tokens", "samples", "number"), rows, notes=notes)
 
 

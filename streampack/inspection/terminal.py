@@ -74,7 +74,10 @@ def _table(table: Table) -> Iterator[RenderableType]:
         shown.add_column(column, justify="left" if left else "right", overflow="fold")
     for number, row in enumerate(table.rows):
         cells = [
-            Text("█" * round(BAR * cell.size) or ("▏" if cell.size else ""), "red" if cell.lost else "blue")
+            Text(
+                ("▒" if cell.lost else "█") * max(round(BAR * cell.size), cell.size > 0),
+                "red" if cell.lost else "blue",
+            )
             if isinstance(cell, Bar)
             else Text(cell)
             for cell in row

@@ -183,11 +183,14 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_is_said_and_breaks_nothing(tmp_path: Path) -> None:
     metrics = {1: {"loss": 2.0}, 2: {"loss": math.nan}, 3: {"loss": math.inf}, 4: {"loss": 1.0}}
     page = parsed(written(tmp_path, metrics).read_text())
-    assert "not a finite number: training loss, nats: 2 value(s), the first at step 2." in page.text
+    assert (
+        "Not a finite number: training loss, nats: 2 value(s), the first at step 2; a cross marks each."
+        in page.text
+    )
     assert not [place for place in page.values("points") if "nan" in place.lower() or "inf" in place.lower()]
     never = parsed(written(tmp_path, {1: {"loss": math.nan}}).read_text())
     assert never.after("training loss, nats", 2) == ["not finite"] * 2
-    assert "A cross marks" not in parsed(written(tmp_path).read_text()).text
+    assert "a cross marks" not in parsed(written(tmp_path).read_text()).text
 
 
 def test_the_page_of_a_long_run_keeps_every_spike_and_is_bounded(tmp_path: Path) -> None:
