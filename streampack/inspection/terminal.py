@@ -11,6 +11,7 @@ from streampack.inspection.tables import Bar, Table, lead, report_tables
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
 WIDTH = 110
 BAR = 60
@@ -73,14 +74,14 @@ def _table(table: Table) -> Iterator[RenderableType]:
         left = at in (0, *table.text) or isinstance(table.rows[0][at], Bar)
         shown.add_column(column, justify="left" if left else "right", overflow="fold")
     for number, row in enumerate(table.rows):
-        cells = [
-            Text(
-                ("▒" if cell.lost else "█") * max(round(BAR * cell.size), cell.size > 0),
-                "red" if cell.lost else "blue",
-            )
-            if isinstance(cell, Bar)
-            else Text(cell)
-            for cell in row
-        ]
+        cells = [_bar(cell) if isinstance(cell, Bar) else Text(cell) for cell in row]
         shown.add_row(*cells, style="bold" if number == table.chosen else None)
     yield shown
+
+
+def _bar(bar: Bar) -> Text:
+    from rich.text import Text
+
+    return Text(
+        ("▒" if bar.lost else "█") * max(round(BAR * bar.size), bar.size > 0), "red" if bar.lost else "blue"
+    )
