@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "models.md"
@@ -19,6 +19,8 @@ BACKENDS = ("dense", "flex", "varlen", "flash")
 EVERY = "every attention"  # instead of a backend, for a model that is refused
 NUMBER = re.compile(r"\d(?:\.\d)?e-\d+")
 LIMITS = {"logits": 1e-5, "gradients": 1e-5, "fp64": 1e-8}
+
+BETWEEN = " · "  # the families of a row
 
 Record = tuple[str, str, str, str]  # library, family, backend, outcome
 
@@ -64,26 +66,42 @@ def shape(outcome: str) -> str:
 
 
 def render(records: Iterable[Record]) -> dict[str, str]:
-    """Library -> its tables in Markdown: families by backends, then who is refused, then the reasons."""
+    """Library -> its tables in Markdown: families with the same outcomes by backends, who is refused, and why."""
     cells = {record[:3]: record[3] for record in records}
     tables = {}
     for library in sorted({library for library, _, _ in cells}):
         families = sorted({family for lib, family, _ in cells if lib == library})
         backends = [word for word in BACKENDS if any(key[0] == library and key[2] == word for key in cells)]
         reasons: list[str] = []
-        rows, refused = [], []
+        rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
+        refused: dict[str, list[str]] = {}
         for family in families:
             if why := cells.get((library, family, EVERY)):
-                refused.append(f"| {family} | {why.removeprefix('refused: ')} |")
+                refused.setdefault(why.removeprefix("refused: "), []).append(family)
                 continue
             row = [_cell(cells.get((library, family, backend), ""), reasons) for backend in backends]
-            rows.append(f"| {family} | {' | '.join(row)} |")
-        lines = [f"| family | {' | '.join(backends)} |", f"|---|{'---|' * len(backends)}", *rows, ""]
-        lines += [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+            rows.setdefault(tuple(map(shape, row)), {})[family] = row
+        lines = [f"| families | {' | '.join(backends)} |", f"|---|{'---|' * len(backends)}"]
+        for group in rows.values():
+            worst = [_largest(column) for column in zip(*group.values(), strict=True)]
+            lines.append(f"| {BETWEEN.join(group)} | {' | '.join(worst)} |")
+        lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
         if refused:
-            lines += ["", f"Refused with {EVERY}:", "", "| family | why |", "|---|---|", *refused]
+            lines += ["", f"Refused with {EVERY}:", "", "| families | why |", "|---|---|"]
+            lines += [f"| {BETWEEN.join(names)} | {why} |" for why, names in refused.items()]
         tables[library] = "\n".join(lines).strip()
     return tables
+
+
+def _largest(outcomes: Sequence[str]) -> str:
+    """Return outcomes of one shape as one, with the largest figures.
+
+    >>> _largest(["logits 3e-07, gradients 4e-07", "logits 1e-07, gradients 6e-07"])
+    'logits 3e-07, gradients 6e-07'
+    """
+    figures = zip(*map(NUMBER.findall, outcomes), strict=True)
+    largest = iter([max(each, key=float) for each in figures])
+    return NUMBER.sub(lambda _: next(largest), outcomes[0])
 
 
 def _cell(outcome: str, reasons: list[str]) -> str:
@@ -103,8 +121,8 @@ def read_page(page: str) -> dict[tuple[str, str, str], str]:
         for line in text.splitlines():
             if not line.startswith("| "):
                 continue
-            family, *row = (cell.strip() for cell in line.strip("|").split("|"))
-            if family == "family":
+            names, *row = (cell.strip() for cell in line.strip("|").split("|"))
+            if names == "families":
                 columns = [EVERY if column == "why" else column for column in row]
                 continue
             for backend, cell in zip(columns, row, strict=True):
@@ -112,7 +130,7 @@ def read_page(page: str) -> dict[tuple[str, str, str], str]:
                 if number or backend == EVERY:
                     cell = f"refused: {reasons[number[1]] if number else cell}"
                 if cell:
-                    cells[library, family, backend] = cell
+                    cells |= {(library, family, backend): cell for family in names.split(BETWEEN)}
     return cells
 
 
@@ -131,7 +149,7 @@ def write(page: str, tables: dict[str, str]) -> str:
 def merged(page: str, records: Iterable[Record]) -> list[Record]:
     """The records of a page, with those of each family that was tried again in place of its old ones.
 
-    >>> page = "<!-- table: hf -->\\n| family | dense | flex |\\n| a | refused (1) | 2e-7 |\\n1. leaks\\n<!-- end -->"
+    >>> page = "<!-- table: hf -->\\n| families | dense | flex |\\n| a | refused (1) | 2e-7 |\\n1. leaks\\n<!-- end -->"
     >>> merged(page, [("hf", "a", "dense", "logits 1e-7")])
     [('hf', 'a', 'dense', 'logits 1e-7')]
     >>> merged(page, [("hf", "b", "dense", "logits 1e-7")])[0]
