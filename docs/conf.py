@@ -30,7 +30,7 @@ suppress_warnings = ["myst.header"]  # pages of results go from their title to a
 
 # A name in single backticks in a docstring is linked where it names something on the page of the API.
 default_role = "py:obj"
-autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_default_options = {"member-order": "bysource"}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autoclass_content = "class"

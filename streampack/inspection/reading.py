@@ -98,8 +98,8 @@ class Tally:
 
     @property
     def rows(self) -> Rows:
-        """What was found."""
-        return Rows(*np.array(self.numbers, np.int32).reshape(-1, len(Rows._fields)).T)
+        """What was found; no row can be added as long as somebody has it."""
+        return Rows(*np.frombuffer(self.numbers, np.int32).reshape(-1, len(Rows._fields)).T)
 
 
 @dataclass(frozen=True)
