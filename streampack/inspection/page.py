@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -13,11 +13,28 @@ from streampack.inspection.report import Advice, Report
 from streampack.inspection.tables import Table, lead, report_tables
 from streampack.packing.groups import ROOT
 
-if TYPE_CHECKING:
-    from streampack.inspection.run_page import Chart
-
 MOST_BLOCKS = 300
 """Sequences of a pack that are drawn one by one; the rest is one block."""
+
+
+class Line(NamedTuple):
+    """A metric, drawn."""
+
+    name: str
+    points: str
+    band: str  # of many points: the lowest and the highest of each part, so that spikes stay
+    gaps: list[str]  # places of values that are no numbers
+
+
+class Chart(NamedTuple):
+    """A picture of one or two metrics."""
+
+    title: str
+    unit: str
+    lines: list[Line]
+    ticks: list[tuple[int, str]]
+    first: str
+    last: str
 
 
 def page(

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from streampack.accounting import DROP_REASONS
 from streampack.inspection.packs import PackView
-from streampack.inspection.page import page
+from streampack.inspection.page import Chart, Line, page
 from streampack.inspection.tables import Table
 
 MOST_CONFIG = 40_000
@@ -89,26 +88,6 @@ METRICS = (
     Metric("Gradient norm, before it is clipped", "norm", {"gradient norm": "grad_norm"}),
     Metric("Learning rate", "rate", {"learning rate": "lr"}, show="{:.3g}".format),
 )
-
-
-class Line(NamedTuple):
-    """A metric, drawn."""
-
-    name: str
-    points: str
-    band: str  # of many points: the lowest and the highest of each part, so that spikes stay
-    gaps: list[str]  # places of values that are no numbers
-
-
-class Chart(NamedTuple):
-    """A picture of one or two metrics."""
-
-    title: str
-    unit: str
-    lines: list[Line]
-    ticks: list[tuple[int, str]]
-    first: str
-    last: str
 
 
 def draw(metric: Metric, metrics: Mapping[str, Sequence[Point]]) -> Chart | None:
