@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby, pairwise
 
-from streampack.packing.groups import ROOT, path_starts
+from streampack.packing.groups import ROOT
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Pack
@@ -61,15 +61,6 @@ class PackView:
     max_seq_len: int
     padding: int
     sequences: list[SequenceView]
-    cu_seqlens: list[int]  # of the sequences and the padding
-
-    @property
-    def positions(self) -> list[tuple[int, int]]:
-        """First and last position id of each segment, the padding included."""
-        lengths = [stop - start for start, stop in pairwise(self.cu_seqlens)]
-        parents = [sequence.parent for sequence in self.sequences]
-        starts = path_starts(lengths, [*parents, *[ROOT] * (len(lengths) - len(parents))])
-        return [(start, start + length - 1) for start, length in zip(starts, lengths, strict=True)]
 
 
 def first_packs(config: LaneConfig, num_lanes: int, count: int) -> list[PackView]:
@@ -133,8 +124,7 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
             )
         )
     size = pack.tokens.size
-    bounds = starts if starts[-1] == size else [*starts, size]
-    return PackView(pack.lane, pack.number, size, size - starts[-1], sequences, bounds)
+    return PackView(pack.lane, pack.number, size, size - starts[-1], sequences)
 
 
 def _ids(tokens: list[int]) -> str:
@@ -163,7 +153,7 @@ def draw_packs(packs: Sequence[PackView], *, width: int = 64, colour: bool = Tru
 
     >>> first = SequenceView("a:1", None, 0, 8, (0, 8), 4, [Run(0, 4, False, None), Run(4, 8, True, None)])
     >>> second = SequenceView("a:2", None, 8, 4, (0, 4), 3, [Run(8, 12, True, None)])
-    >>> pack = PackView(0, 0, 16, 4, [first, second], [0, 8, 12, 16])
+    >>> pack = PackView(0, 0, 16, 4, [first, second])
     >>> print(draw_packs([pack], width=16, colour=False))
     ▒▒▒▒███▌███▌····
 
@@ -180,7 +170,7 @@ def _cells(pack: PackView, width: int, colour: bool) -> Iterator[str]:
     number = 0  # of the sequence in which the cell's middle lies
     for start, stop in pairwise(bounds):
         middle = (start + stop) // 2
-        while number < len(pack.sequences) and middle >= pack.cu_seqlens[number + 1]:
+        while number < len(pack.sequences) and middle >= pack.sequences[number].stop:
             number += 1
         if number == len(pack.sequences):
             yield PADDING

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from streampack.inspection.packs import COLOURS, PackView
+from streampack.inspection.packs import PackView
 from streampack.inspection.report import Advice, Report
 from streampack.inspection.tables import Table, lead, report_tables
-from streampack.packing.groups import ROOT
 
 MOST_BLOCKS = 300
 """Sequences of a pack that are drawn one by one; the rest is one block."""
@@ -45,7 +44,6 @@ def page(
     packs: Sequence[tuple[str, PackView]] = (),
     charts: Sequence[Chart] = (),
     advice: Sequence[Advice] | None = None,
-    mask: PackView | None = None,
     assumed: Sequence[str] = (),
     settings: str = "",
 ) -> str:
@@ -65,7 +63,6 @@ def page(
         blocks=MOST_BLOCKS,
         charts=charts,
         advice=advice,
-        mask=[] if mask is None else list(_mask(mask)),
         assumed=assumed,
         settings=settings,
     )
@@ -79,23 +76,5 @@ def report_page(report: Report) -> str:
         report_tables(report),
         packs=[(f"lane {pack.lane}, pack {pack.number}", pack) for pack in report.packs],
         advice=report.advice,
-        mask=report.packs[0] if report.packs else None,
         assumed=report.assumed,
     )
-
-
-def _mask(pack: PackView) -> Iterator[tuple[int, str]]:
-    """Yield which tokens (rows) attend to which (columns) as paths with their colours: a triangle for each sequence.
-
-    Of a group there is a rectangle besides for each segment that a segment continues.
-    """
-    scale = 400 / pack.max_seq_len
-    for number, sequence in enumerate(pack.sequences):
-        start, stop = sequence.start * scale, sequence.stop * scale
-        yield number % len(COLOURS), f"M{start:.2f} {start:.2f}V{stop:.2f}H{stop:.2f}Z"
-        parent = sequence.parent
-        while parent != ROOT:
-            before = pack.sequences[parent]
-            left, right = before.start * scale, (before.start + before.length) * scale
-            yield parent % len(COLOURS), f"M{left:.2f} {start:.2f}V{stop:.2f}H{right:.2f}V{start:.2f}Z"
-            parent = before.parent

@@ -223,6 +223,4 @@ class Report:
         """Return the report as plain values, for JSON."""
         plain: dict[str, Any] = asdict(self)
         plain["lengths"]["masked"] = self.lengths.masked
-        for view, pack in zip(plain["packs"], self.packs, strict=True):
-            view["positions"] = [list(pair) for pair in pack.positions]
         return {"version": VERSION, **plain}

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from streampack.inspection.packs import PackView
 from streampack.inspection.report import Report
-
-MOST_ROWS = 16
-"""Sequences of the first pack in the table of its boundaries."""
 
 
 class Bar(NamedTuple):
@@ -59,10 +55,7 @@ def report_tables(report: Report) -> list[Table]:
         tables.append(_losses(report))
     if report.sources:
         tables.append(_sources(report))
-    tables.append(_attention(report))
-    if report.packs:
-        tables.append(_boundaries(report.packs[0]))
-    return tables
+    return [*tables, _attention(report)]
 
 
 def _short(report: Report) -> Table:
@@ -192,21 +185,3 @@ def _attention(report: Report) -> Table:
     )
     columns = ("ranks", "packs a step", "null packs", "steps", "slowest / mean", "balanced")
     return Table("Attention", columns, rows, notes=[note, wait])
-
-
-def _boundaries(pack: PackView) -> Table:
-    rows = [
-        (
-            each.place,
-            f"{each.start:,} - {each.stop:,}",
-            "{:,} - {:,}".format(*pack.positions[number]),
-            f"{each.trained:,}",
-        )
-        for number, each in enumerate(pack.sequences[:MOST_ROWS])
-    ]
-    if (more := len(pack.sequences) - MOST_ROWS) > 0:
-        rows.append((f"and {more:,} more", "", "", ""))
-    if pack.padding:
-        start = pack.max_seq_len - pack.padding
-        rows.append(("padding", f"{start:,} - {pack.max_seq_len:,}", f"0 - {pack.padding - 1:,}", "0"))
-    return Table("Boundaries of the first pack", ("sequence", "cu_seqlens", "positions", "trained"), rows)

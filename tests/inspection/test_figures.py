@@ -229,8 +229,7 @@ def test_the_first_packs_are_those_of_a_run(name: str, way: dict[str, Any], corp
     assert len(views) == 5
     for view, pack in zip(views, stream, strict=False):
         assert (view.lane, view.number, view.max_seq_len) == (pack.lane, pack.number, pack.tokens.size)
-        ends = np.cumsum([0, *pack.seq_lens]).tolist()
-        assert view.cu_seqlens == [*ends, *[pack.tokens.size] * (ends[-1] < pack.tokens.size)]
+        assert [0, *(each.stop for each in view.sequences)] == np.cumsum([0, *pack.seq_lens]).tolist()
         for sequence, fragment in zip(view.sequences, pack.fragments, strict=True):
             found, stop = run.trace(fragment), sequence.start + sequence.length
             assert sequence.place == found["place"]
