@@ -293,7 +293,7 @@ def unpack(options: Options) -> None:
 
 
 @command(
-    "show the steps with the highest loss, or the rows of one; the run needs log_rows: true",
+    "show the steps with the highest loss; with log_rows: true, the rows of one",
     "streampack trace --config my.yaml",
     "streampack trace --config my.yaml --step 1200",
     words=[

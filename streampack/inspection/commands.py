@@ -193,9 +193,12 @@ def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
 def worst_steps(config: Any, *, top: int) -> list[str]:
     """Return lines of the steps with the highest loss, those first whose loss is not finite."""
     from streampack.training.config import read_config
-    from streampack.training.row_losses import ROWS_FOLDER, step_losses
+    from streampack.training.progress import METRICS_FILE, read_metrics
 
-    losses = step_losses(Path(read_config(config).output_dir, ROWS_FOLDER))
+    path = Path(read_config(config).output_dir, METRICS_FILE)
+    losses = {step: found["loss"] for step, found in read_metrics(path).items() if "loss" in found}
+    if not losses:
+        raise ValueError(f"{path} has no steps: no run has logged any in this output_dir")
     worst = sorted(losses, key=lambda step: -losses[step] if math.isfinite(losses[step]) else -math.inf)[:top]
     lines = [f"{'step':>8} {'loss':>8}   of {len(losses):,} steps; --step N shows the rows of one"]
     return lines + [f"{step:>8} {losses[step]:>8.3f}" for step in worst]

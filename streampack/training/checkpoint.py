@@ -113,7 +113,9 @@ class Checkpoints:
         # A collective: no rank writes before the folder is clean.
         with self.world.raise_on_all(), self._removed_on_error(final):
             if self.world.is_main:
-                self._clean()
+                for path in self.folder.iterdir() if self.folder.is_dir() else ():
+                    if LEFTOVER_NAME.fullmatch(path.name):  # of a run that was killed
+                        shutil.rmtree(path)
                 part.mkdir(parents=True)
                 # To a file, torch.save would hide the error of a full disk behind another.
                 content = io.BytesIO()
@@ -150,11 +152,10 @@ class Checkpoints:
         """Restore model and optimizer in place, and return the saved ``run``."""
         _silence_dcp()
         path = self.path(step)
-        failed = f"checkpoint {path} could not be read"
         # Before the collectives of DCP, in which the other ranks would wait for one that has no such file.
-        with self.world.raise_on_all(), plain_errors(failed):
-            run = _read(path / RUN_FILE)
-        with self.world.raise_on_all(), plain_errors(failed):
+        with self.world.raise_on_all():
+            run = read_run(path)
+        with self.world.raise_on_all(), plain_errors(f"checkpoint {path} could not be read"):
             state = _state(model, optimizer)
             loader.load(state, checkpoint_id=path, no_dist=self.world.size == 1)
             set_optimizer_state_dict(
@@ -195,12 +196,6 @@ class Checkpoints:
                     f"{error}; the newest complete checkpoint is that of step {complete[-1]}"
                 ) from error
             raise
-
-    def _clean(self) -> None:
-        """Remove the unfinished directories of a killed run."""
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if LEFTOVER_NAME.fullmatch(path.name):
-                shutil.rmtree(path)
 
     def path(self, step: int) -> Path:
         """Return the directory of a step's checkpoint, whether there is one or not."""
@@ -273,15 +268,12 @@ class _Writer(FileSystemWriter):
 
 def read_run(path: Path) -> dict[str, Any]:
     """Read what a checkpoint's directory holds beside model and optimizer."""
+    file = path / RUN_FILE
     with plain_errors(f"checkpoint {path} could not be read"):
-        return _read(path / RUN_FILE)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        run: dict[str, Any] = torch.load(path, weights_only=True)
-    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is damaged, or no file of a checkpoint: {error}") from error
+        try:
+            run: dict[str, Any] = torch.load(file, weights_only=True)
+        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{file} is damaged, or no file of a checkpoint: {error}") from error
     return run
 
 

@@ -183,10 +183,9 @@ def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
     return ids
 
 
-def stream_totals(loader: PackedDataLoader, world: World) -> tuple[Ledger, int]:
-    """Collective: return the ledger of all ranks, and the lowest epoch of any rank."""
-    ledgers, epochs = zip(*world.gather((loader.ledger(), loader.epoch)), strict=True)
-    return Ledger.total(ledgers), min(epochs)
+def run_ledger(loader: PackedDataLoader, world: World) -> Ledger:
+    """Collective: return the ledger of all ranks."""
+    return Ledger.total(world.gather(loader.ledger()))
 
 
 def stream_metrics(loader: PackedDataLoader, world: World) -> dict[str, float]:

@@ -17,7 +17,7 @@ from streampack.loader.data_loader import PackedDataLoader
 from streampack.sources.bad_records import Quarantine
 from streampack.streaming.estimate import Estimate
 from streampack.training.config import RunConfig
-from streampack.training.meters import stream_totals
+from streampack.training.meters import run_ledger
 from streampack.training.schedule import PROBED_ROWS, lanes_of
 from streampack.training.world import World
 
@@ -35,7 +35,7 @@ def opening(
     The state of ``loader`` is loaded if the run goes on, after ``done`` steps. Returns an empty dict on all ranks but
     0.
     """
-    ledger = stream_totals(loader, world)[0] if done else None
+    ledger = run_ledger(loader, world) if done else None
     with world.raise_on_all():
         return _opening(config, loader, inputs, world, ledger) if world.is_main else {}
 

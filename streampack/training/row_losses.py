@@ -171,20 +171,6 @@ def read_step(folder: Path, step: int) -> list[RowLoss]:
     ]
 
 
-def step_losses(folder: Path) -> dict[int, float]:
-    """Return the mean loss of each step in the log, by step."""
-    sums: dict[int, list[float]] = {}
-    for path in _files(folder):
-        for line in read_lines(path):
-            step = sums.setdefault(line["step"], [0.0, 0.0])
-            for row in line["rows"]:
-                step[0] += row[3]
-                step[1] += row[4]
-    if not sums:
-        raise ValueError(f"{folder} has no rows{_what_there_is(folder)}")
-    return {step: loss / weight if weight else 0.0 for step, (loss, weight) in sorted(sums.items())}
-
-
 def ranked(rows: Iterable[RowLoss]) -> list[RowLoss]:
     """Return sequences by their `RowLoss.excess`, the largest first; before all others those of no finite loss."""
 

@@ -19,7 +19,7 @@ from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import read_config, shown
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
-from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
+from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, run_ledger, stream_metrics
 from streampack.training.model import (
     Weights,
     build_model,
@@ -315,7 +315,7 @@ class Run:
         if cfg.checkpoint_every and self.saved_step != self.step:
             self._save()  # a longer run can continue from here
         self.checkpoints.wait()
-        result = self._totals() | {"ledger": stream_totals(self.loader, self.world)[0]}
+        result = self._totals() | {"ledger": run_ledger(self.loader, self.world)}
         final = full_weights(self.model, device=self.device, world=self.world)
         if self.world.is_main:
             saved = write_weights(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from streampack.loader.data_loader import PackedDataLoader
-from streampack.storage.folders import lock_folder
+from streampack.storage.folders import lock_folder, write_whole
 from streampack.training.checkpoint import STEP_NAME, Checkpoints
 from streampack.training.config import RunConfig
 from streampack.training.world import World
@@ -269,9 +269,8 @@ def _finished(config: RunConfig) -> int | None:
 def record_end(config: RunConfig, *, step: int) -> None:
     """Mark a run as over; rank 0 calls this when the weights are written."""
     by_steps = config.max_steps is not None and step >= config.max_steps
-    part = end_file(config).with_suffix(".part")
-    part.write_text(json.dumps({"step": step, "epochs": None if by_steps else config.epochs}))
-    part.replace(end_file(config))
+    end = {"step": step, "epochs": None if by_steps else config.epochs}
+    write_whole(end_file(config), json.dumps(end).encode())
 
 
 def end_file(config: RunConfig) -> Path:

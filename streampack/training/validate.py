@@ -18,7 +18,7 @@ from torchtune import training
 
 from streampack.attention import Inputs
 from streampack.attention.prepare import prepare_model_for_packing
-from streampack.attention.probe import find_leaks, probe_length
+from streampack.attention.probe import PROBE_LENGTH, find_leaks, probe_length
 from streampack.instantiate import build
 from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.dataset import IterablePackedDataset
@@ -155,7 +155,8 @@ def _probe(cfg: RunConfig, *, groups: bool) -> None:
             value.fill_(1.0) if value.ndim == 1 else value.normal_(std=0.05, generator=generator)
     # The kernel of "flash" needs a GPU.
     inputs = prepare_model_for_packing(model, attention="auto" if cfg.attention == "flash" else cfg.attention)
-    require_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], groups=groups)
+    # Not the longer pack that a window needs: on a CPU it would take minutes.
+    require_isolation(model, inputs, max_seq_len=min(cfg.data["max_seq_len"], PROBE_LENGTH), groups=groups)
 
 
 def require_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, groups: bool = False) -> None:

@@ -141,7 +141,11 @@ def test_unpack_shows_the_first_packs(run: Path, capsys: pytest.CaptureFixture[s
     ("words", "status", "said"),
     [
         ("trace --step 99", 1, "rows has no rows of step 99; it has steps 1 to 12"),
-        ("trace output_dir=nowhere", 1, "nowhere/rows has no rows; a run keeps them with log_rows: true"),
+        (
+            "trace output_dir=nowhere",
+            1,
+            "nowhere/metrics.jsonl has no steps: no run has logged any in this output_dir",
+        ),
         ("trace --top 0", 2, "argument --top: '0' is no whole number from 1 on"),
         ("unpack --packs 0", 2, "argument --packs: '0' is no whole number from 1 on"),
         ("unpack --step 0", 1, "step 0 cannot be: steps are counted from 1"),

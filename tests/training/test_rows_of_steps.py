@@ -28,7 +28,6 @@ from streampack.training.row_losses import (
     packs_of_step,
     ranked,
     read_step,
-    step_losses,
 )
 from streampack.training.world import World
 from tests.harness.runs import Run
@@ -44,6 +43,11 @@ ROWS = [
 def log_of(folder: Path, *, resumed: int | None = None) -> RowLosses:
     config: Any = SimpleNamespace(output_dir=str(folder), log_rows=True)
     return RowLosses(config, world=World(), resumed=resumed)
+
+
+def loss_of(folder: Path, step: int) -> float:
+    first = read_step(folder, step)[0]
+    return first.step_loss / first.step_weight
 
 
 def batches(**settings: Any) -> PackedDataLoader:
@@ -84,7 +88,7 @@ def test_sums_are_those_of_each_sequence(tmp_path: Path, norm: str, settings: An
             assert each.checksum == checksum
         assert sum(each.excess for each in found) == pytest.approx(0, abs=1e-9)
         mean = sum(row[1] for row in rows) / sum(row[2] for row in rows)
-        assert step_losses(tmp_path / ROWS_FOLDER)[number] == pytest.approx(mean, rel=1e-4)
+        assert loss_of(tmp_path / ROWS_FOLDER, number) == pytest.approx(mean, rel=1e-4)
 
 
 def test_ranks_are_joined_and_steps_made_again_take_the_place_of_the_former(tmp_path: Path) -> None:
@@ -98,20 +102,21 @@ def test_ranks_are_joined_and_steps_made_again_take_the_place_of_the_former(tmp_
     (folder / "rank_00000.jsonl").write_text(line(1, 2) + line(2, 4) + line(3, 6))
     (folder / "rank_00001.jsonl").write_text(line(1, 2) + line(2, 4) + '{"step": 3, "ro')
     (folder / "notes.txt").write_text("")
-    assert step_losses(folder) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert [loss_of(folder, step) for step in (1, 2, 3)] == [1, 2, 3]
     log = log_of(tmp_path, resumed=1)
-    assert step_losses(folder) == {1: 1.0}
+    with pytest.raises(ValueError, match=r"has no rows of step 2; it has steps 1 to 1$"):
+        read_step(folder, 2)
     batch = next(iter(batches()))
     log.add(batch, torch.ones(batch.tokens.shape), torch.ones(batch.tokens.shape))
     log.end_step(2)
     log.write()
     assert [row.loss for row in read_step(folder, 1)] == [2, 2]
-    assert step_losses(folder) == {1: 1.0, 2: 1.0}
+    assert [loss_of(folder, step) for step in (1, 2)] == [1, 1]
     with pytest.raises(ValueError, match=r"has no rows of step 9; it has steps 1 to 2$"):
         read_step(folder, 9)
     log_of(tmp_path)
-    with pytest.raises(ValueError, match="has no rows; a run keeps them with log_rows"):
-        step_losses(folder)
+    with pytest.raises(ValueError, match="has no rows of step 1; a run keeps them with log_rows"):
+        read_step(folder, 1)
 
 
 def test_rows_are_ranked_by_what_they_add_to_the_loss(tmp_path: Path) -> None:
@@ -156,7 +161,8 @@ def test_a_run_keeps_the_rows_of_its_steps(tmp_path: Path) -> None:
     train(config)
     folder = tmp_path / "out" / ROWS_FOLDER
     logged = {step: float(loss) for step, loss in losses(tmp_path).items()}
-    assert {step: pytest.approx(loss, rel=1e-3) for step, loss in step_losses(folder).items()} == logged
+    for step, loss in logged.items():
+        assert loss_of(folder, step) == pytest.approx(loss, rel=1e-3)
     assert sorted(logged) == list(range(1, 61))
     found = found_first(folder, planted, range(31, 61))
     assert len(found) >= 5
