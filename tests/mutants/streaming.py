@@ -19,8 +19,10 @@ from streampack.sources.reading import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
+from streampack.streaming.readers import Readers
 from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import RunIdentity
+from streampack.streaming.run_state import RunState
 from tests.mutants.registry import replaces
 
 
@@ -256,3 +258,10 @@ def newest_waiting_piece_lost(state):
     if len(waiting := state.stand.waiting) > 1:
         state.ledger.tokens_in -= waiting[-1].tokens
         state.stand = replace(state.stand, waiting=waiting[:-1])
+
+
+@replaces(Readers, "following")
+def each_iteration_begins_its_epoch(good, self):
+    """Iterating again begins the epoch anew, in place of going on behind what was handed out."""
+    found = good(self)
+    return RunState(epoch=found.epoch) if found.given else found
