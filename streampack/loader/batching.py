@@ -1,14 +1,30 @@
-"""`Batching`: how the packs of an optimizer step are divided into batches of several ranks."""
+"""Batches of several ranks: how a step is divided into them, and a rank's packs of each, in step with the others."""
 
 from __future__ import annotations
 
+import heapq
 import logging
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from streampack.distributed.rank_sync import Exchange, RankSync
+from streampack.loader.workers import Worker
+from streampack.packing.batch import trains
+from streampack.packing.groups import attention_cost
+from streampack.streaming.lane_state import LaneEvent
+from streampack.types import Pack
 from streampack.validation import warn_user
 
 log = logging.getLogger(__name__)
+
+ROUND = 8
+"""Batches in one exchange between the ranks, and how many are made ahead.
+
+One for each batch was tried. It costs two ranks 0.2 ms of CPU, more than making a pack of rows that are tokens already,
+and a thousand ranks 73 to 282 ms (docs/scale.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -96,3 +112,122 @@ class Batching:
                 "null packs, which cost time and train nothing; a multiple of %d holds none",
                 self.packs_per_step, ranks, self.batch_size, whole - self.packs_per_step, ranks * self.batch_size,
             )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Share:
+    """One rank's share of a batch, or of the end of an epoch: of that, ``exists`` is False."""
+
+    events: list[LaneEvent] = field(default_factory=list)  # packs, and ends of lanes before or among them
+    packs: list[Pack] = field(default_factory=list)
+    # Whether this rank's epoch reaches the batch; once the ranks have agreed, whether there is one.
+    exists: bool = False
+    epoch: int = 0
+    number: int = 0  # batches of the epoch up to this one, from where the iteration began
+    slot: int = 0  # where the next step begins
+    costs: Sequence[int] = ()  # attention costs on each rank
+    trained: int = 0  # packs that train something, on all ranks
+    tokens: int = 0  # on all ranks, all but the padding at packs' ends
+
+
+class RankPacks:
+    """The packs of one rank's streams in the order of a single process, whichever worker was quicker."""
+
+    def __init__(self, streams: Sequence[Worker | Generator[LaneEvent]]) -> None:
+        self.streams = streams
+        self._merged = heapq.merge(*streams, key=_order_of)
+        self._next: LaneEvent | None = None  # looked at, and not taken
+
+    def share(self, room: int, epoch: int) -> Share:
+        """Return this rank's share of the next batch: at most ``room`` packs, fewer at the epoch's end.
+
+        With a ``room`` of 0 (the step has no slot left for this rank), it takes ends of lanes only, and finds out
+        whether a pack follows.
+        """
+        share, packs = Share(), 0
+        while not room or packs < room:
+            event = self._next or next(self._merged, None)
+            self._next = event
+            if event is None or event.epoch != epoch:
+                break
+            if event.pack is not None:
+                share.exists = True
+                if not room:
+                    break
+                share.packs.append(event.pack)
+                packs += 1
+            share.events.append(event)
+            self._next = None
+        return share
+
+    def close(self) -> None:
+        """End the workers, or drop the lanes."""
+        for stream in self.streams:
+            stream.close()  # explicitly, because the traceback of an error may keep the stream alive
+
+
+def agreed_shares(
+    packs: RankPacks, batching: Batching, rank_sync: RankSync, *, slot: int, epochs: Iterable[int]
+) -> Iterator[Share]:
+    """Collective: yield this rank's shares of the batches that all ranks make, and of the end of each epoch.
+
+    A batch exists if any rank has packs for it, or if it completes a step. When an exchange begins follows from the
+    number of batches taken, so all ranks begin the same ones. A single rank makes each share when it is asked for. If a
+    rank fails, all raise after the same batch.
+
+    A function, and no method of whoever holds the iterator: such a cycle would keep the workers of an abandoned
+    iteration alive.
+    """
+    error: Exception | None = None  # of this rank
+    for epoch in epochs:
+        made: deque[Share] = deque()  # and not taken
+        untold: list[tuple[int, ...]] = []  # what the other ranks must know of the newest of them
+        exchanges: deque[Exchange] = deque()  # under way
+        told: deque[tuple[Sequence[int], ...]] = deque()  # what each rank has told of the oldest
+        exists, number = True, 0
+        while exists:
+            # The first rounds are short, so that the first batch comes at once.
+            ahead = 0 if rank_sync.alone else min(number + 1, ROUND)
+            while len(made) <= ahead:
+                share = None
+                if error is None:
+                    room = batching.room(number + len(made), slot=slot, rank=rank_sync.data_rank)
+                    try:
+                        share = packs.share(room, epoch)
+                    except Exception as raised:
+                        if rank_sync.alone:
+                            raise
+                        error = raised  # raised on all ranks, when they have taken the batches before it
+                made.append(share := share or Share())
+                costs = () if rank_sync.alone else map(_cost_of, share.packs)
+                tokens = sum([sum(pack.seq_lens) for pack in share.packs])
+                trained = sum(map(trains, share.packs))
+                untold.append((share.exists, error is not None, sum(costs), trained, tokens))
+                if len(untold) >= ahead:
+                    exchanges.append(rank_sync.exchange(untold))
+                    untold = []
+            if not told:
+                told += zip(*exchanges.popleft()(), strict=True)
+            share = made.popleft()
+            exist, failed, share.costs, trains_of, tokens_of = zip(*told.popleft(), strict=True)
+            exists = share.exists = any(exist) or number % batching.batches_per_step > 0
+            share.epoch, share.trained, share.tokens = epoch, sum(trains_of), sum(tokens_of)
+            if any(failed):
+                try:
+                    rank_sync.raise_on_all(error, doing="making packs")
+                finally:
+                    del error  # its traceback refers to this frame
+            number += exists
+            steps = number // batching.batches_per_step
+            share.number, share.slot = number, slot + steps * batching.packs_per_step
+            yield share
+        slot = 0
+
+
+def _order_of(event: LaneEvent) -> tuple[int, int, int]:
+    """Return the place of an event in the order of a single process; an end of a lane comes once it is reached."""
+    return (event.epoch, -1 if event.pack is None else event.pack.number, event.lane)
+
+
+def _cost_of(pack: Pack) -> int:
+    return attention_cost(pack.seq_lens, None if pack.groups is None else pack.groups.parents)

@@ -12,9 +12,8 @@ from streampack.accounting import Ledger, nothing_to_pack
 from streampack.distributed.rank_sync import RankSync
 from streampack.distributed.ranks import require_loader_made_after_group
 from streampack.fingerprint import digest
-from streampack.loader.batching import Batching
+from streampack.loader.batching import Batching, RankPacks, agreed_shares
 from streampack.loader.one_run import divide_across_ranks, require_same_run
-from streampack.loader.shares import RankPacks, agreed_shares
 from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import Worker
 from streampack.packing.batch import Batch, null_pack, stack_packs

@@ -17,12 +17,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pickle import PickleBuffer
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from streampack.distributed.parent import end_with_parent
-from streampack.loader.wire import Folded, fold, unfold
+from streampack.packing.columns import narrowed
 from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.types import Fragment, Pack, PackGroups
 from streampack.validation import raised_here
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,8 @@ log = logging.getLogger(__name__)
 OpenStream = Callable[..., Generator[LaneEvent]]
 """Opens some lanes at ``lane_states``: `IterablePackedDataset.events`, with all other arguments given."""
 
+Folded = tuple[Any, ...]
+"""An event as plain values: pickled as objects, events took a tenth of a worker's time."""
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
 MAX_RESTARTS = 3
 """Deaths of a worker in a row, without a pack between them, that are survived."""
@@ -257,3 +263,32 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         log.debug("%s cannot be sent between processes", type(error), exc_info=True)
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def fold(event: LaneEvent) -> Folded:
+    """Return an event as numbers, tuples and buffers; pickle copies the arrays' memory without calling their class."""
+    pack, head = event.pack, (event.lane, event.epoch, event.state)
+    if pack is None:
+        return head
+    arrays: list[Any] = []
+    for ids in (pack.tokens, pack.labels):
+        if ids.itemsize > 4:  # a pack is int64 if one of its samples was
+            ids = narrowed(ids)
+        arrays += [ids.dtype.char, PickleBuffer(ids.data)]
+    groups = None
+    if pack.groups is not None:
+        groups = tuple(getattr(pack.groups, name) for name in PackGroups.__slots__)
+    return (*head, *arrays, pack.seq_lens, tuple(map(tuple, pack.fragments)), pack.number, groups)
+
+
+def unfold(folded: Folded) -> LaneEvent:
+    """Invert `fold`. The arrays use the memory of the bytes that arrived, and are writable."""
+    lane, epoch, state, *rest = folded
+    if not rest:
+        return LaneEvent(lane, epoch, None, state)
+    first, tokens, second, labels, seq_lens, fragments, number, groups = rest
+    tokens, labels = np.frombuffer(tokens, np.dtype(first)), np.frombuffer(labels, np.dtype(second))
+    pack = Pack(tokens, labels, seq_lens, tuple(map(Fragment._make, fragments)), epoch, number, lane)
+    if groups is not None:
+        pack.groups = PackGroups(*groups)
+    return LaneEvent(lane, epoch, pack, state)

@@ -7,7 +7,7 @@ from typing import Any
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync
-from streampack.loader import one_run, shares
+from streampack.loader import batching, one_run
 from streampack.loader.workers import Worker
 from streampack.packing import batch
 from streampack.sources.files import file_sources
@@ -39,7 +39,7 @@ def stale_lanes_win() -> None:
     replace(RankSync, "merge_lanes", merge_lanes)
 
 
-@replaces(shares._order_of)
+@replaces(batching._order_of)
 def merged_in_arrival_order(good, event):
     """Packs are merged in the order of the workers, not of the lanes."""
     return (0, 0)
@@ -56,7 +56,7 @@ def _state_of_later_events(self: Any, share: Any, *, ends: bool) -> None:
         made.append(event)
 
 
-@replaces(shares.RankPacks, "share")
+@replaces(batching.RankPacks, "share")
 def lane_end_recorded_too_early(good, self, room, epoch):
     """A state says that a lane has ended before its last packs are returned."""
     share = good(self, room, epoch)
@@ -64,7 +64,7 @@ def lane_end_recorded_too_early(good, self, room, epoch):
     return share
 
 
-@replaces(shares.RankPacks, "share")
+@replaces(batching.RankPacks, "share")
 def state_ahead_of_packs(good, self, room, epoch):
     """A state counts packs that were made and not returned yet."""
     share = good(self, room, epoch)
