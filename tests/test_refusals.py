@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no state": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({}),
-        "this dict is no state of an IterablePackedDataset (version 4); give what loader.state_dict() returned",
+        "this dict is no state of an IterablePackedDataset (version 5); give what loader.state_dict() returned",
     ),
     "other data": (
         lambda: resumed(rows=11),

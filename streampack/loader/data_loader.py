@@ -97,10 +97,7 @@ class PackedDataLoader:
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
     def __iter__(self) -> Iteration:
-        """Collective: iterate from the loaded state on, or behind what an iteration gave that was left before its end.
-
-        Else the epoch begins that comes after the newest iteration's.
-        """
+        """Collective: iterate from the dataset's state on, or its next epoch if the newest iteration has ended."""
         self._meter.step = ()  # an iteration that was left in the middle of a step gives no more of it
         self._turn = self.dataset.readers.turn + 1
         return Iteration(
@@ -113,10 +110,7 @@ class PackedDataLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective: return the state after the last batch that was handed out, of all ranks, as plain values.
-
-        All ranks must call it, after the same number of batches.
-        """
+        """Collective, after the same batch on all ranks: return the state behind it, of all ranks, as plain values."""
         readers = self.dataset.readers
         if self._turn is not None and readers.process and self._turn != readers.turn:
             raise ValueError(
@@ -131,17 +125,11 @@ class PackedDataLoader:
         return self.dataset._state_of(position, self.rank_sync.merge_lanes(as_dicts(position.lane_states)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Collective: let the next iteration continue after the batch of ``state``, on any topology.
-
-        See `IterablePackedDataset.load_state_dict`.
-        """
+        """Collective: continue as `IterablePackedDataset.load_state_dict` says, on any topology."""
         self._load(state, self.dataset.load_state_dict)
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Collective: read on behind what a run with other settings has packed, on any topology.
-
-        See `IterablePackedDataset.continue_from`.
-        """
+        """Collective: read on as `IterablePackedDataset.continue_from` says, on any topology."""
         self._load(state, self.dataset.continue_from)
 
     def _load(self, state: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
@@ -149,7 +137,6 @@ class PackedDataLoader:
         load(state)
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
-        """Collective: compare what the ranks were given, and read the ends of the files once, each rank a part."""
         require_same_run(self.dataset, self.rank_sync, doing=f"{doing} a state", settings=settings)
         if not self._identified:
             identify_across_ranks(self.dataset.lane_config.source, self.rank_sync)

@@ -31,7 +31,7 @@ from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.readers import PackDicts, Readers
-from streampack.streaming.round_robin import in_turn, total_ledger, total_source_stats
+from streampack.streaming.round_robin import in_turn, total_ledger
 from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_state import RunState, as_dicts, checked_state, state_of
 from streampack.types import Fragment, Pack, Sample
@@ -428,9 +428,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def _source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
         names = [] if self.mix is None else self.mix.names
-        return dict(
-            zip(names, total_source_stats(lane_states) or [SourceStats() for _ in names], strict=True)
-        )
+        lanes = [list(state.source_stats) for state in lane_states.values()] or [[SourceStats()] * len(names)]
+        return {name: SourceStats.total(each) for name, *each in zip(names, *lanes, strict=True)}
 
     def trace(self, fragment: Fragment) -> dict[str, Any]:
         """Find the row of a sequence in a pack: its place, its data, and the fragment's tokens.

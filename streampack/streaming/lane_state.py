@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from streampack.accounting import Ledger, SourceStats
 from streampack.types import Cursor, Pack, RowId
 
-STAND = ("epoch", "cursor", "waiting", "offset")
-"""Names in the dict of a lane state of where it stands."""
 Moved = Callable[[RowId], RowId | None]
 """The id that a row has in a corpus that has changed; None if it is gone."""
 
@@ -163,7 +161,7 @@ class LaneState:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes."""
         often = {
-            **dict(zip(STAND, self.stand.as_list(), strict=True)),
+            "stand": self.stand.as_list(),
             "ledger": self.ledger.numbers(),
             "done": self.done,
             "packs": self.packs,
@@ -180,15 +178,17 @@ class LaneState:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> LaneState:
         """Invert `as_dict`."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
-        }
-        values["stand"] = Stand.from_list([values.pop(name) for name in STAND])
-        values["ledger"] = Ledger.from_numbers(found["ledger"])
-        values["source_stats"] = tuple(SourceStats(*numbers) for numbers in found["source_stats"])
-        if "window" in found:
-            values["window"] = OpenWindow(Stand.from_list(found["window"][:4]), *found["window"][4:])
-        return cls(**values)
+        window = found.get("window")
+        return cls(
+            Stand.from_list(found["stand"]),
+            Ledger.from_numbers(found["ledger"]),
+            found["done"],
+            found["packs"],
+            window and OpenWindow(Stand.from_list(window[:4]), *window[4:]),
+            tuple(SourceStats(*numbers) for numbers in found["source_stats"]),
+            tuple(found.get("bad_in_pass", ())),
+            found.get("anew", False),
+        )
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from streampack.accounting import Ledger, SourceStats, nothing_to_pack
+from streampack.accounting import Ledger, nothing_to_pack
 from streampack.storage.read_ahead import SOON
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneEvent, LaneState
@@ -75,9 +75,3 @@ def _restore(lanes: Sequence[Lane]) -> None:
 def total_ledger(lane_states: Mapping[int, LaneState]) -> Ledger:
     """Add up the ledgers of lanes."""
     return Ledger.total(state.ledger for state in lane_states.values())
-
-
-def total_source_stats(lane_states: Mapping[int, LaneState]) -> list[SourceStats]:
-    """Add up what each source of a mixture gave in all lanes; ``epochs`` too."""
-    lanes = [state.source_stats for state in lane_states.values()]
-    return [SourceStats.total(source_stats) for source_stats in zip(*lanes, strict=True)]

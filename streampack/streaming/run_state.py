@@ -13,7 +13,7 @@ from streampack.streaming.lane_state import LaneState
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def of_ranks(ranks: list[list[Any]], batches_per_step: int) -> list[list[Plain]]
 def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """Save and load a state, which is no larger than docs/reliability.md says."""
     for lane in state["lanes"].values():
-        stands = [lane["waiting"], lane["cursor"], *lane.get("window", [0, [], [], 0])[1:3]]
+        stands = [lane["stand"][2], lane["stand"][1], *lane.get("window", [0, [], [], 0])[1:3]]
         numbers, waiting = len(stands[1]) + len(stands[2]), len(stands[0]) + len(stands[3])
         assert len(pickle.dumps(lane)) <= 350 + 140 * len(lane["source_stats"]) + 25 * waiting + 3 * numbers
     buffer = io.BytesIO()

@@ -241,9 +241,9 @@ def test_the_state_of_one_of_several_consumers_is_refused_where_the_others_decid
             resumed(new(), state)
         except ValueError as error:
             assert "the state has 1 of 2 lanes, and the others decide, too" in str(error)
-            refused.append(own["epoch"])
+            refused.append(own["stand"][0])
         else:
-            assert own["epoch"] == 0, "the next epoch is the same for all consumers only in the first"
+            assert own["stand"][0] == 0, "the next epoch is the same for all consumers only in the first"
     assert set(refused) == {1, 2}
     merged = {**states[-1], "lanes": {lane: own for state in states for lane, own in state["lanes"].items()}}
     resumed(new(), merged)
