@@ -88,15 +88,16 @@ def _packed(name: str, epoch: Epoch, packing: Packing, batching: Batching) -> tu
     rows = (scale * (int(plan.widths.sum()) - plan.last) + last) / width
     found = _outcome(name, plan, scale, 0.0, max(1.0, rows / batching.packs_per_step))
     # The error is that of parts of the sample, planned each on its own; the last pack of each is left out.
-    each = -(-len(lengths) // BLOCKS) if len(lengths) >= 2 * BLOCKS else len(lengths)
+    each = -(-len(lengths) // BLOCKS)
     parts = plan_lanes([lengths[start : start + each] for start in range(0, len(lengths), each)], packing)
-    error = _error(parts, np.cumsum([0, *parts.lanes]).tolist(), without=1)
+    padding = 1 - epoch.tokens / (rows * width)
+    error = _error(parts, np.cumsum([0, *parts.lanes]).tolist(), without=1, unknown=padding)
     error = math.hypot(error, math.sqrt(epoch.num_lanes / 12) / rows)
     return plan, replace(
         found,
         packs=rows,
         tokens=rows * width,
-        padding=1 - epoch.tokens / (rows * width),
+        padding=padding,
         error=error,
         last_packs=last / (rows * width),
         sequence_ends=scale * plan.ends / (rows * width),
@@ -113,7 +114,8 @@ def _padded(config: LaneConfig, epoch: Epoch, shape: RunShape) -> Iterator[Outco
         scale = epoch.tokens / int(plan.held.sum())
         steps = -(-len(plan.held) // step) * scale
         bounds = np.linspace(0, len(plan.held), min(BLOCKS, len(plan.held)) + 1).astype(np.int64).tolist()
-        error = 0.0 if epoch.exact else _error(plan, bounds)
+        unknown = 1 - int(plan.held.sum()) / int(plan.widths.sum())
+        error = 0.0 if epoch.exact else _error(plan, bounds, unknown=unknown)
         yield _outcome(name, plan, scale, error, steps if epoch.exact else max(1.0, steps))
 
 
@@ -213,8 +215,11 @@ def steps_of(packs: Sequence[int], batching: Batching) -> int:
     return -(-most // batching.batches_per_step)
 
 
-def _error(plan: Plan, bounds: Sequence[int], *, without: int = 0) -> float:
-    """Return the standard error of a plan's padding, from the differences between parts of its rows."""
+def _error(plan: Plan, bounds: Sequence[int], *, without: int = 0, unknown: float) -> float:
+    """Return the standard error of a plan's padding, from the differences between parts of its rows.
+
+    Where fewer than half of the parts have a row, so few tell nothing, and it is ``unknown``.
+    """
     parts = [slice(start, stop - without) for start, stop in pairwise(bounds) if stop - without > start]
     full = [plan.held[part].sum() / plan.widths[part].sum() for part in parts]
-    return float(np.std(full, ddof=1) / math.sqrt(len(full))) if len(full) > 1 else 0.0
+    return float(np.std(full, ddof=1) / math.sqrt(len(full))) if 2 * len(full) > BLOCKS else unknown

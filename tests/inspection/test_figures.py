@@ -181,6 +181,13 @@ def test_a_bin_of_the_histogram_begins_behind_max_seq_len() -> None:
     assert sum(count for *_, count in bins) == 5
 
 
+@pytest.mark.parametrize("rows", [1, 5, 25])
+def test_a_sample_that_is_too_small_says_so(rows: int, corpus: Any, whole: Any) -> None:
+    """As many as ten parts of it have no full pack, from whose differences the error is taken."""
+    found, true = inspect_dataset(corpus("flan"), rows=rows).chosen, whole("flan").chosen
+    assert abs(found.padding - true.padding) <= found.error
+
+
 def test_a_stream_of_unknown_length() -> None:
     rows = token_rows(log_normal(500, 60, 0.8))
     report = inspect_dataset(IterablePackedDataset(lambda: iter(rows), max_seq_len=2048), rows=100)
