@@ -9,13 +9,13 @@ outside of the config: by ``--trust NAME``, or by the environment variable `TRUS
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
 import inspect
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from importlib import import_module, invalidate_caches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +97,40 @@ def resolve(path: str) -> Any:
         ValueError: if a config may not name it, or it does not exist.
         ImportError: if a library that it needs is not installed.
     """
-    parts = str(path).split(".")
-    module, package = ".".join(parts[:-1]), parts[0]
+    module, _, name = str(path).rpartition(".")
     if not isinstance(path, str) or not all(
-        part.isidentifier() and not part.startswith("_") for part in parts
+        part.isidentifier() and not part.startswith("_") for part in (*module.split("."), name)
     ):
         raise ValueError(
             f"_component_ {path!r} is no public dotted name; write one such as torch.optim.AdamW or my_package.Rows"
         )
-    trusted = any(f"{path}.".startswith(f"{name}.") for name in trusted_by_user())
-    if trusted:
+    package = module.split(".")[0]
+    if any(f"{path}.".startswith(f"{trusted}.") for trusted in trusted_by_user()):
         _find_in_working_directory(package)
-    elif not any(re.fullmatch(m, module) and re.fullmatch(n, parts[-1]) for m, n in COMPONENTS.items()):
-        raise ValueError(
-            f"_component_ {path!r} is not among the components that a config may name; {_way_out(path)}"
+    elif not any(re.fullmatch(m, module) and re.fullmatch(n, name) for m, n in COMPONENTS.items()):
+        close = difflib.get_close_matches(name, import_module("streampack").__all__, n=1, cutoff=0.8)
+        way_out = (
+            f"did you mean 'streampack.{close[0]}'?"
+            if close and package == "streampack"
+            else f"check the spelling, or if you trust {module}, say so outside of the config: --trust {module}, or "
+            f"the variable {TRUST}={module}"
         )
-    found = locate(path)
+        raise ValueError(
+            f"_component_ {path!r} is not among the components that a config may name; {way_out}"
+        )
+    found, hint = None, ""
+    try:
+        holder = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module}.".startswith(f"{error.name}."):
+            raise ImportError(f"_component_ {path!r} needs {error.name}, which is not installed") from error
+    else:
+        found = getattr(holder, name, None)
+        hint = "" if found is not None else did_you_mean(name, getattr(holder, "__all__", dir(holder)))
+    if not callable(found):
+        raise ValueError(
+            f"_component_ {path!r} leads to nothing that can be called{hint or '; check the spelling'}"
+        )
     # A module also holds what it imported: my_rows.system may be os.system.
     home = str(getattr(getattr(found, "func", found), "__module__", "")).split(".")[0]
     if home != package:
@@ -159,48 +177,6 @@ def trust(names: Iterable[str]) -> None:
 def _find_in_working_directory(package: str) -> None:
     """Put the working directory last on `sys.path` if a package is found nowhere else."""
     here = str(Path.cwd())
-    if here not in sys.path and package not in sys.modules and importlib.util.find_spec(package) is None:
+    if here not in sys.path and package not in sys.modules and find_spec(package) is None:
         sys.path.append(here)
-        importlib.invalidate_caches()
-
-
-def locate(path: str) -> Any:
-    """Return what a dotted path names, without the checks of `resolve`."""
-    parts, hint = path.split("."), ""
-    for depth in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:depth])
-        try:
-            found: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name and not f"{module}.".startswith(f"{error.name}."):
-                raise ImportError(
-                    f"_component_ {path!r} needs {error.name}, which is not installed"
-                ) from error
-            continue
-        for name in parts[depth:]:
-            holder, found = found, getattr(found, name, None)
-            if found is None:
-                hint = did_you_mean(name, getattr(holder, "__all__", dir(holder)))
-                break
-        if callable(found):
-            return found
-        break
-    raise ValueError(
-        f"_component_ {path!r} leads to nothing that can be called{hint or '; check the spelling'}"
-    )
-
-
-def _way_out(path: str) -> str:
-    """Return what to write instead of a path, or how to allow it."""
-    module, _, name = path.rpartition(".")
-    package = path.split(".")[0]
-    close = difflib.get_close_matches(name, importlib.import_module("streampack").__all__, n=1, cutoff=0.8)
-    if close and package == "streampack":
-        return f"did you mean 'streampack.{close[0]}'?"
-    # In a package with components of its own, suggest the module only: torch as a whole can run anything.
-    ours = any(known.split("\\.")[0] == package for known in COMPONENTS)
-    trusted = module if ours else package
-    return (
-        f"{'check the spelling, or ' if ours else ''}if you trust {trusted}, say so outside of the config: "
-        f"--trust {trusted}, or the variable {TRUST}={trusted}"
-    )
+        invalidate_caches()

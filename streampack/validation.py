@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import difflib
 import dis
-import functools
 import inspect
 import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 if TYPE_CHECKING:
     import torch
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 LONGEST = 10**9
 """The longest duration, in seconds or minutes: no thread can wait for more than centuries."""
 PACKAGE = str(Path(__file__).parent) + os.sep
@@ -54,24 +51,11 @@ def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]
     parameters = inspect.signature(component).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
-    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    known = [name for name in named if name != "self"]  # of an ``__init__`` that is decorated
+    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     for name in arguments:
         if name not in known:
             hint = did_you_mean(name, known) or f"; it takes {', '.join(known) or 'none'}"
             yield f"got an unexpected keyword argument {name!r}{hint}"
-
-
-def naming_nearest(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Decorate a function of many arguments, so that a misspelt one is answered with the name that was meant."""
-
-    @functools.wraps(function)
-    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        for problem in unknown_arguments(function, kwargs):
-            raise TypeError(f"{function.__qualname__}() {problem}")
-        return function(*args, **kwargs)
-
-    return call
 
 
 def require_positive(value: object, name: str, *, least: int = 1) -> int:

@@ -113,8 +113,8 @@ def test_every_row_of_the_table_names_public_components() -> None:
         ("torch.optim.Zzz", "leads to nothing that can be called; check the spelling"),
         ("tests.nowhere.Thing", "leads to nothing that can be called; check the spelling"),
         ("tests.harness.tiny.WORDS", "leads to nothing that can be called; check the spelling"),
-        *((path, "no public dotted name") for path in ("", "my_rows..build", "a.__import__", "_private.thing", 3)),
-        *((path, "_component_ ") for path in ("system", "a b.c")),
+        *((path, "no public dotted name")
+          for path in ("", "my_rows..build", "a.__import__", "_private.thing", 3, "system", "a b.c")),
     ],
 )  # fmt: skip
 def test_paths_that_lead_to_no_component_are_refused(path, said) -> None:

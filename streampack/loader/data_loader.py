@@ -21,7 +21,7 @@ from streampack.loader.step_meter import StepMeter
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.round_robin import total_ledger
 from streampack.streaming.run_state import RunState, as_dicts
-from streampack.validation import naming_nearest, require_duration, require_positive
+from streampack.validation import require_duration, require_positive
 
 
 class PackedDataLoader:
@@ -62,7 +62,6 @@ class PackedDataLoader:
         process_group: the ranks that iterate this loader. Default: all.
     """
 
-    @naming_nearest
     def __init__(
         self,
         dataset: IterablePackedDataset,

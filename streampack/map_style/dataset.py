@@ -26,7 +26,7 @@ from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.streaming.lane_config import UNTRAINED
 from streampack.types import Fragment, Pack, Sample
-from streampack.validation import naming_nearest, require, require_positive, require_token_id
+from streampack.validation import require, require_positive, require_token_id
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
             later for a sample whose length has changed since.
     """
 
-    @naming_nearest
     def __init__(
         self,
         ds: Any,

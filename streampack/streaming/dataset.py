@@ -36,7 +36,6 @@ from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_state import RunState, as_dicts, checked_state, state_of
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import (
-    naming_nearest,
     require,
     require_positive,
     require_token_id,
@@ -115,7 +114,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             The row is not consumed by the error.
     """
 
-    @naming_nearest
     def __init__(
         self,
         source: Any,

@@ -40,7 +40,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"epoch": 4}, "epoch: Key 'epoch' not in 'RunConfig'. Did you mean: 'epochs'"),
     ({"validation": {"fracton": 0.1}}, "validation.fracton: Key 'fracton' not in 'Validation'. Did you mean: 'frac"),
     ({"data.dtype": "bf16"}, r"data: IterablePackedDataset\.__init__\(\) got an unexpected keyword argument 'dtype'"),
-    ({"data.num_lane": 2}, "got an unexpected keyword argument 'num_lane'; did you mean 'num_lanes'"),
     ({"optimizer": ...}, "missing: optimizer; the keys without"),
     ({"optimizer._component_": ...}, "optimizer names no _component_, so there is nothing to build"),
     ({"optimizer.lrr": 1}, r"optimizer: torch\.optim\.AdamW: .* keyword argument 'lrr'; did you mean 'lr'"),
