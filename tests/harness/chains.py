@@ -406,7 +406,7 @@ def changes(seed: int, number: int) -> Counter[str]:
             files = changed(rng, lists[-1], numbers)
             gone = {name: lists[-1][name] for name in set(lists[-1]) - set(untouched(lists[-1], files))}
             lists.append(files)
-            begins.append(1 + max(lane["epoch"] for lane in state["lanes"].values()))
+            begins.append(1 + max(lane["stand"][0] for lane in state["lanes"].values()))
             source = source_of(folder / "data", files)
             ahead, data, third = (resumed(stream_of(source, **settings), state) for _ in range(3))
             assert not tokens_of(ahead) & everything([gone], longest), "something of a file that is gone"
