@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 class Threads:
     """Threads that call functions, at most ``at_once`` at a time; others wait in the order in which they were given.
 
-    A thread ends when it has had nothing to do for a second, so there is no pool to shut down. After a fork, none is
-    there: what waits can be cancelled, and is called by who needs it (`result_of`).
+    A thread ends when it has had nothing to do for a second, so there is no pool to shut down. What waits can be
+    cancelled, and is called by who needs it (`result_of`).
     """
 
     def __init__(self, at_once: int) -> None:
@@ -40,12 +40,14 @@ class Threads:
         self.queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self.lock = threading.Lock()
         self.running = self.idle = 0
-        self.waiting = (
-            0  # calls; one that an idle thread is just taking counts until the thread is no longer idle
-        )
+        # Calls; one that an idle thread is just taking counts until the thread is no longer idle.
+        self.waiting = 0
+        self.process = os.getpid()
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Call a function in a thread. Until it has begun, the returned future can be cancelled."""
+        if self.process != os.getpid():  # a fork copied this object, but none of its threads
+            vars(self).update(vars(Threads(self.at_once)))
         future: Future[Result] = Future()
         with self.lock:
             self.queue.put((future, call))
@@ -89,51 +91,29 @@ POLL = 0.002
 """Seconds between two looks of a thread at the call that it waits for."""
 
 
-class _Call:
-    """A call that is running, or `over`."""
-
-    def __init__(self) -> None:
-        self.over = False  # no lock or event: an interrupt while it is taken would leave it taken
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-
 class Shared:
-    """Calls by key. Threads of a process that make one at the same moment make it once, and get its result or error.
+    """Calls by key, of functions that keep what they find. Threads that come during the first wait until it is over.
 
-    Were an outage waited out by one thread after the other, that could take as many times as long.
+    Then they make their own, which finds it, or, after an error, all try side by side.
     """
 
     def __init__(self) -> None:
-        self._running: dict[tuple[int, Any], _Call] = {}
+        self._first: dict[tuple[int, Any], list[bool]] = {}  # whether it is running
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_running": {}}
+        return {"_first": {}}
 
     def __call__(self, key: Any, call: Callable[[], Result]) -> Result:
-        """Call a function, or wait for the thread that is calling it for this key."""
-        own, at = _Call(), (os.getpid(), key)  # a process that is forked meanwhile does not have that thread
+        """Call a function, behind the first call for this key."""
+        own = [True]  # no lock or event: an interrupt while it is taken would leave it taken
         try:
-            found = self._running.setdefault(at, own)
-            if found.over:  # an interrupt came before it was taken out
-                found = self._running[at] = own
-            if found is own:
-                own.result = call()
-        except BaseException as error:
-            own.error = error
-            raise
-        finally:  # an interrupt may come at any call below, and the others must not wait for ever
-            own.over = True
-            if self._running.get(at) is own:
-                del self._running[at]
-        while not found.over:
-            time.sleep(POLL)
-        if isinstance(found.error, Exception):
-            raise found.error
-        if found.error is not None:  # that thread was interrupted, and this one was not
-            return self(key, call)
-        result: Result = found.result
-        return result
+            # A process that is forked meanwhile does not have the thread of the first call.
+            first = self._first.setdefault((os.getpid(), key), own)
+            while first is not own and first[0]:
+                time.sleep(POLL)
+            return call()
+        finally:
+            own[0] = False
 
 
 @dataclass(frozen=True, slots=True)

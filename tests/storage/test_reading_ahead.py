@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import pickle
 import threading
 import time
@@ -221,6 +222,15 @@ def test_no_byte_is_fetched_twice_whatever_is_fetched_ahead(
     network.requests.clear()
     assert packs(data, num_lanes=3, read_ahead=read_ahead) == expected
     assert sum(size for _, size in network.requests) <= 1.05 * sizes
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    ahead = ReadAhead.for_lanes(8 << 20, 1)
+    assert ahead.decode(threading.get_ident) != threading.get_ident()
+    child = mp.get_context("fork").Process(target=ahead.decode, args=(threading.get_ident,), daemon=True)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
 
 
 def test_an_interrupt_anywhere_in_a_shared_call_leaves_nobody_waiting() -> None:
