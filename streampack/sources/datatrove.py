@@ -24,8 +24,8 @@ from streampack.sources.documents import DocumentSource, Layout, Mask
 from streampack.sources.indexed import Offsets
 from streampack.sources.parts import Part
 from streampack.storage.base import File
-from streampack.storage.listing import Corpus, Name, find_files
-from streampack.storage.look_ups import companion, look_at_each
+from streampack.storage.corpus import Corpus, companion, look_at_each
+from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.retries import Storage
 

@@ -21,7 +21,7 @@ from streampack.sources.files import divide
 from streampack.sources.indexed import IndexedSource, Offsets, require_sound
 from streampack.sources.parts import Part, Record
 from streampack.storage.base import File, ParallelMap, resized
-from streampack.storage.listing import Corpus, require_some
+from streampack.storage.corpus import Corpus, require_some
 from streampack.storage.ranges import Block, Fetcher
 from streampack.types import IGNORE_INDEX, IntArray
 

@@ -14,7 +14,7 @@ from streampack.sources.parts_reader import read_parts
 from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.source import Source
 from streampack.storage.base import File, ParallelMap, Problem, gone, map_in_threads
-from streampack.storage.listing import Corpus
+from streampack.storage.corpus import Corpus
 from streampack.storage.ranges import Fetcher
 from streampack.storage.read_ahead import NO_READ_AHEAD, READ_AHEAD, ReadAhead
 from streampack.types import RowId

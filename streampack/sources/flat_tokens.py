@@ -21,8 +21,8 @@ from streampack.sources.files import places
 from streampack.sources.lines import KINDS
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, map_in_threads
-from streampack.storage.listing import Corpus, Name, find_files
-from streampack.storage.look_ups import look_at_each
+from streampack.storage.corpus import Corpus, look_at_each
+from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 from streampack.storage.retries import Storage
 from streampack.validation import require_positive

@@ -9,9 +9,8 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlunsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -21,17 +20,19 @@ from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, places
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import (
+    GONE,
     File,
+    FileStorage,
+    Listed,
     LocalStorage,
     Resized,
     map_in_threads,
     redact,
-    split_url,
+    with_path,
 )
-from streampack.storage.listing import Corpus, Name, inode_of, once, require_distinct, require_some
-from streampack.storage.manifest import placed
+from streampack.storage.corpus import Corpus, once
+from streampack.storage.listing import Name, corpus_of, placed, storage_of
 from streampack.storage.ranges import Fetcher
-from streampack.storage.remote import Listed, RemoteStorage, scheme_of
 from streampack.storage.retries import Storage
 
 INDEX = "index.json"
@@ -112,14 +113,13 @@ def read_indexes(
     """
     if not folders:
         raise ValueError("no folders given; name at least one")
-    if len(schemes := {scheme_of(os.fspath(folder)) for folder in folders}) > 1:
-        shown = " and ".join(redact(os.fspath(folder)) for folder in folders)
-        raise ValueError(f"{shown} lie in several places; make a source of each (a mixture joins them)")
-    [scheme], settings = schemes, Storage.of(storage)
-    held = LocalStorage(settings) if scheme is None else RemoteStorage(scheme, settings)
-    found: list[tuple[Listed, File, Shard]] = []
-    for folder in folders:
-        path, text = _read(os.fspath(folder), held)
+    given = [os.fspath(folder) for folder in folders]
+    held = storage_of(given, storage)
+    found: list[Listed] = []
+    shards: list[Shard] = []
+    for folder in given:
+        url = with_path(folder, lambda path: f"{path.rstrip('/')}/{INDEX}")
+        path, text = once(partial(_read, url, held), of=redact(url), local=isinstance(held, LocalStorage))
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -132,45 +132,40 @@ def read_indexes(
                 if not isinstance(entry, dict):
                     raise ValueError("it is not described")
                 name, size, shard, problem = describe(content, entry)
-                listed = _look(path, name, size, local=scheme is None)
+                if not isinstance(name, str) or type(size) is not int or size <= 0:
+                    raise ValueError(
+                        f"{name!r} of {size!r} bytes is no shard; an entry has a name and a size above 0"
+                    )
+                listed = placed(path, name, size)
             except ValueError as error:
                 raise ValueError(f"{redact(path)}, shard {number}: {error}") from None
-            listed = listed._replace(problem=listed.problem or problem)
-            found.append((listed, File(listed.path, name, size), shard))
-    require_distinct([listed for listed, _, _ in found])
-    problems = {listed.path: listed.problem for listed, _, _ in found if listed.problem is not None}
-    corpus = require_some(Corpus(tuple(file for _, file, _ in found), held, problems))
-    return corpus, [shard for _, _, shard in found]
+            if isinstance(held, LocalStorage):
+                listed = _looked_at(listed, held)
+            found.append(listed._replace(problem=listed.problem or problem))
+            shards.append(shard)
+    return corpus_of(found, held), shards
 
 
-def _read(folder: str, storage: LocalStorage | RemoteStorage) -> tuple[str, bytes]:
+def _read(path: str, storage: FileStorage) -> tuple[str, bytes]:
     """Return the path of a folder's index, pinned to a version if the storage has any, and its content."""
-    if isinstance(storage, LocalStorage):
-        once(lambda: None, of="a folder of each machine")  # raises an error if another rank was given a URL
-        path = Path(os.path.normpath(Path(folder).expanduser().absolute() / INDEX))
-        if not path.is_file():
-            raise ValueError(f"there is no {path}; name the folder that holds {INDEX} and its shards")
-        return str(path), path.read_bytes()
-    parts = split_url(folder)
-    url = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{INDEX}"))
-
-    def read() -> tuple[str, bytes]:
-        [path] = storage.pinned([url])
+    [path] = storage.pinned([path])
+    try:
         return path, storage.whole(path)
+    except FileNotFoundError as error:
+        if isinstance(storage, LocalStorage):
+            what = f"there is no {path}; name the folder that holds {INDEX} and its shards"
+            raise ValueError(what) from None
+        raise error
 
-    return once(read, of=redact(url))
 
-
-def _look(index: str, name: str, size: int, *, local: bool) -> Listed:
-    """Look at a shard, if it is on this machine."""
-    if not isinstance(name, str) or type(size) is not int or size <= 0:
-        raise ValueError(f"{name!r} of {size!r} bytes is no shard; an entry has a name and a size above 0")
-    listed = placed(index, name)
-    if not local or listed.problem is not None:
-        return listed
-    there = Path(listed.path).stat()
-    problem = _resized(there.st_size, size) if there.st_size != size else None
-    return listed._replace(inode=inode_of(there), problem=problem)
+def _looked_at(listed: Listed, storage: LocalStorage) -> Listed:
+    try:
+        there = storage.look(listed.path)
+    except FileNotFoundError:
+        return listed._replace(problem=GONE)
+    assert listed.size is not None
+    problem = _resized(there.size, listed.size) if there.size != listed.size else None
+    return listed._replace(inode=there.inode, problem=problem)
 
 
 def _resized(size: int | None, described: int) -> str:

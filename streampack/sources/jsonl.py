@@ -24,7 +24,8 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
 from streampack.storage.compression import COMPRESSED, DAMAGED, content
-from streampack.storage.listing import Corpus, Name, find_files, require_some
+from streampack.storage.corpus import Corpus, require_some
+from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 from streampack.types import RowId

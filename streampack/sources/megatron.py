@@ -25,7 +25,6 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlunsplit
 
 import numpy as np
 from typing_extensions import override
@@ -33,9 +32,9 @@ from typing_extensions import override
 from streampack.sources.documents import DocumentSource, Layout
 from streampack.sources.indexed import Offsets
 from streampack.sources.parts import Damage, Part
-from streampack.storage.base import File, split_url
-from streampack.storage.listing import MAGIC, Corpus, Name, find_files
-from streampack.storage.look_ups import companion, look_at_each
+from streampack.storage.base import File, with_path
+from streampack.storage.corpus import Corpus, companion, look_at_each
+from streampack.storage.listing import MAGIC, Name, find_files
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.retries import Storage
 
@@ -118,8 +117,7 @@ def _data_file(path: str) -> str:
     ('corpus/text_document.bin', 'a.bin', '*.bin', 's3://b/a.bin')
     """
     if "://" in path:
-        parts = split_url(path)
-        return urlunsplit(parts._replace(path=_data_file(parts.path)))
+        return with_path(path, _data_file)
     if path.endswith(".bin") or any(character in path for character in MAGIC):
         return path
     if Path(path).expanduser().is_dir():

@@ -20,7 +20,8 @@ from streampack.sources.row_groups import (
     starts_of,
 )
 from streampack.storage.base import ParallelMap
-from streampack.storage.listing import Corpus, Name, find_files
+from streampack.storage.corpus import Corpus
+from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
 from streampack.types import RowId

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
-from urllib.parse import SplitResult, urlsplit
+from typing import NamedTuple, Protocol, TypeVar
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
@@ -58,6 +59,17 @@ class File:
         return redact(self.path)
 
 
+class Listed(NamedTuple):
+    """An entry of a listing. Values that are not known are None."""
+
+    path: str  # or URL
+    size: int | None = None  # bytes
+    tag: str | None = None  # such as an ETag
+    inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
+    problem: str | None = None  # why the file cannot be read
+    name: str = ""  # see `File`
+
+
 class FileStorage(Protocol):
     """Something that holds files: this machine, or a service behind URLs."""
 
@@ -79,22 +91,27 @@ class FileStorage(Protocol):
     def tag(self, file: File) -> str:
         """Return a digest or tag of the file's content, the same wherever the file is stored."""
 
+    def look(self, path: str) -> Listed:
+        """Return the size and tag of a file.
+
+        Raises:
+            FileNotFoundError: if there is none.
+        """
+
+    def whole(self, path: str) -> bytes:
+        """Read all of a small file."""
+
+    def pinned(self, paths: Sequence[str]) -> list[str]:
+        """Return the paths at the versions that they have now, if the storage keeps any."""
+
 
 class LocalStorage:
-    """Files on this machine, including mounted file systems.
-
-    Args:
-        storage: how they are read.
-        within: for files that a manifest lists, its folder. When a process first reads such a file, it checks that no
-            link leads out of the folder, and that the file's content is the one that the manifest describes: nothing
-            has looked at the file before.
-    """
+    """Files on this machine, including mounted file systems."""
 
     block = 1 << 18
 
-    def __init__(self, storage: Storage | None = None, *, within: str | None = None) -> None:
+    def __init__(self, storage: Storage | None = None) -> None:
         self.storage = Storage.of(storage)
-        self.within = within
         self._met: set[str] = set()  # the paths of the files that this process has read from
 
     @property
@@ -104,12 +121,10 @@ class LocalStorage:
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """See `FileStorage.fetch`. Opening a file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds."""
-        if self.within is not None and file.path not in self._met:
-            if not Path(file.path).resolve().is_relative_to(Path(self.within).resolve()):
-                raise ValueError(
-                    f"{file.path} is refused: it is a link that leads out of the manifest's folder"
-                )
-            if file.tag is not None and ends(self._read, file) != file.tag:
+        if (
+            file.tag is not None and file.path not in self._met
+        ):  # a manifest's, and nothing looked at the file since
+            if ends(self._read, file) != file.tag:
                 raise ValueError(changed(file, "does not have the content that it had"))
             self._met.add(file.path)
         return self.storage.retry(
@@ -131,6 +146,30 @@ class LocalStorage:
     def tag(self, file: File) -> str:
         """See `FileStorage.tag`: that of the manifest, or a digest of the first and last 64 KiB."""
         return file.tag or ends(self.fetch, file)
+
+    def look(self, path: str) -> Listed:
+        """See `FileStorage.look`.
+
+        A file costs a single `stat`: 100,000 shards on 1,024 ranks are 102 million calls as it is.
+        """
+        try:
+            found = Path(path).stat()
+        except (NotADirectoryError, ValueError):
+            found = None
+        if found is None or not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(path)
+        inode = (
+            (found.st_dev, found.st_ino) if found.st_ino else None
+        )  # some file systems do not number files
+        return Listed(os.path.normpath(Path(path).absolute()), found.st_size, inode=inode)
+
+    def whole(self, path: str) -> bytes:
+        """See `FileStorage.whole`."""
+        return Path(path).read_bytes()
+
+    def pinned(self, paths: Sequence[str]) -> list[str]:
+        """See `FileStorage.pinned`."""
+        return [str(Path(path).expanduser()) if path[:1] == "~" else path for path in paths]
 
 
 def ends(fetch: Callable[[File, int, int], bytes], file: File) -> str:
@@ -184,6 +223,18 @@ def path_in(path: str) -> str:
     ('/a.gz', 'part#1?.gz')
     """
     return split_url(path).path if "://" in path else path
+
+
+def with_path(path: str, change: Callable[[str], str]) -> str:
+    """Return a path or URL with another path; the query of a URL, which may be a signature, is kept.
+
+    >>> with_path("https://host/a.bin?key=1", lambda path: path + ".idx")
+    'https://host/a.bin.idx?key=1'
+    """
+    if "://" not in path:
+        return change(path)
+    parts = split_url(path)
+    return urlunsplit(parts._replace(path=change(parts.path)))
 
 
 def redact(path: str) -> str:

@@ -8,10 +8,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from streampack.storage.base import STORES, File, changed, ends, redact, resized
+from streampack.storage.base import STORES, File, Listed, changed, ends, redact, resized
 from streampack.storage.hub import http_options, pinned, web_address
 from streampack.storage.retries import PERMANENT, Busy, Refused, Storage
 
@@ -32,17 +32,6 @@ _INHERITED: list[Any] = []
 that the parent still uses."""
 
 Result = TypeVar("Result")
-
-
-class Listed(NamedTuple):
-    """An entry of a listing. Values that are not known are None."""
-
-    path: str  # or URL
-    size: int | None = None  # bytes
-    tag: str | None = None  # such as an ETag
-    inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
-    problem: str | None = None  # why the file cannot be read
-    name: str = ""  # see `File`
 
 
 class RemoteStorage:

@@ -23,7 +23,7 @@ from streampack.sources.mixture import Mix
 from streampack.sources.mixture_reader import Entry
 from streampack.sources.reading import Reading
 from streampack.sources.source import Source
-from streampack.storage.listing import listed_by
+from streampack.storage.corpus import listed_by
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut

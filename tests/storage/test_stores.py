@@ -33,7 +33,7 @@ from streampack import (
 )
 from streampack.sources import Reading
 from streampack.sources.corpus_identity import fingerprint_of
-from streampack.storage.listing import listed_by
+from streampack.storage.corpus import listed_by
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_resume_everywhere, lists, read_with_cursors
 from tests.harness.corpus import plain, read_all

@@ -1,0 +1,197 @@
+"""`Corpus`: the files of a source; look-ups of each of them, and of files that lie beside them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Protocol, TypeVar
+
+from streampack.fingerprint import digest
+from streampack.storage.base import (
+    File,
+    FileStorage,
+    LocalStorage,
+    map_in_threads,
+    redact,
+    summarize,
+    with_path,
+)
+
+UNREADABLE = "unreadable"  # the tag of a file that is gone or cannot be read
+Result = TypeVar("Result")
+
+
+class Once(Protocol):
+    """A function that does some work in one process and returns its result in all: a collective."""
+
+    def __call__(self, work: Callable[[], Result], /, *, of: str) -> Result:
+        """Return the result of ``work``; ``of`` describes it without secrets, and must be equal in all processes."""
+
+
+_shared: ContextVar[Once | None] = ContextVar("_shared", default=None)
+
+
+@contextmanager
+def listed_by(share: Once) -> Iterator[None]:
+    """Let all ranks make their sources in this ``with`` block, and one of them look at the files behind URLs.
+
+    If each of a thousand ranks listed them, the storage would get a thousand requests for the same 100,000 names, and
+    ranks would get different ones while files are added. Files on this machine are listed by each process, as machines
+    may have different files.
+    """
+    before = _shared.set(share)
+    try:
+        yield
+    finally:
+        _shared.reset(before)
+
+
+def once(work: Callable[[], Result], *, of: str, local: bool) -> Result:
+    """Return the result of ``work``, which one rank does for all within `listed_by`, unless it is about local files."""
+    share = _shared.get()
+    if share is None:
+        return work()
+    if local:
+        share(lambda: None, of="files of each machine")  # raises an error if another rank was given a URL
+        return work()
+    return share(work, of=of)
+
+
+@dataclass
+class Corpus:
+    """The files of a source, and the storage that holds them.
+
+    ``problems`` says why files cannot be read, by path, as far as that is known from listing them. They stay in
+    ``files``, so that the same names and sizes are always divided among the lanes in the same way. ``beside`` has the
+    files that belong to a file, such as its index, by its path: they are part of its tag.
+    """
+
+    files: tuple[File, ...]
+    storage: FileStorage
+    problems: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, Sequence[File]] = field(default_factory=dict)
+    # None until they are known, for which the files' ends may have to be read.
+    _tags: Sequence[str] | None = field(default=None, init=False)
+
+    @property
+    def local(self) -> bool:
+        """Whether the files are on this machine."""
+        return isinstance(self.storage, LocalStorage)
+
+    @cached_property
+    def distinct_names(self) -> list[str]:
+        """The files' names, each with its number among the files of this name if it is not the first."""
+        seen: Counter[str] = Counter()
+        found = []
+        for file in self.files:
+            seen[file.name] += 1
+            found.append(file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})")
+        return found
+
+    def manifest(self) -> str:
+        r"""Return the text of a manifest: a line for each file with its name, size and tag.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from streampack.storage import find_files
+        >>> _ = (folder := Path(tempfile.mkdtemp())).joinpath("a.jsonl").write_bytes(b"{}\n")
+        >>> find_files(folder, endings=[".jsonl"]).manifest()
+        '{"name": "a.jsonl", "size": 3, "tag": "d7c11401a8c58112"}\n'
+        """
+        entries = (
+            {"name": file.name, "size": file.size, "tag": None if file.path in self.problems else tag}
+            for file, tag in zip(self.files, self.tags(), strict=True)
+        )
+        return "".join(f"{json.dumps(entry)}\n" for entry in entries)
+
+    def digest(self) -> str:
+        """Return a digest of names and sizes, and of each file's ETag or its first and last 64 KiB.
+
+        Modification times are no part of it, so a corpus may be copied.
+        """
+        return digest(
+            *((file.name, file.size, tag) for file, tag in zip(self.files, self.tags(), strict=True))
+        )
+
+    def described(self) -> str:
+        """Return the number of files, their bytes, and the digest, as the identity of a run holds them."""
+        size = sum(file.size for file in self.files)
+        return f"{len(self.files):,} file(s) of {size:,} bytes, digest {self.digest()}"
+
+    def tags(self) -> Sequence[str]:
+        """Return the tags of the files, in their order. The first call may read the ends of all files."""
+        if self._tags is None:
+            self._tags = map_in_threads(self.tag, self.files)
+        return self._tags
+
+    def identify(self, tags: Sequence[str]) -> None:
+        """Set the tags of the files, in the files' order, which other ranks may have read."""
+        self._tags = tags
+
+    def tag(self, file: File) -> str:
+        """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is known to be unreadable.
+
+        Of a file with others beside it, return a digest of all their tags.
+        """
+        if file.path in self.problems:
+            return file.tag if file.tag and file.size else UNREADABLE
+        try:
+            own, *others = [self.storage.tag(each) for each in (file, *self.beside.get(file.path, ()))]
+            return digest(own, *others) if others else own
+        except FileNotFoundError:  # raised where its rows are read, unless they are left out
+            return UNREADABLE
+
+
+def require_some(corpus: Corpus) -> Corpus:
+    """Return the corpus.
+
+    Raises:
+        ValueError: if none of its files can be read, with the reasons.
+    """
+    if len(corpus.problems) == len(corpus.files):
+        problems = [(redact(path), reason) for path, reason in corpus.problems.items()]
+        raise ValueError(summarize(problems, files=len(corpus.files)))
+    return corpus
+
+
+def look_at_each(corpus: Corpus, describe: Callable[[Corpus, File], Result]) -> list[Result | str]:
+    """Return for each file of a corpus what ``describe`` returns, or why the file cannot be read.
+
+    ``describe`` raises ValueError with that reason. Files behind URLs are looked at by one of the ranks, see `once`.
+
+    Raises:
+        OSError: if a storage does not answer, or refuses to.
+    """
+
+    def look(file: File) -> Result | str:
+        if (problem := corpus.problems.get(file.path)) is not None:
+            return problem
+        try:
+            return describe(corpus, file)
+        except ValueError as error:
+            return str(error)
+
+    names = digest([(file.name, file.size) for file in corpus.files])
+    each = f"{len(corpus.files)} file(s) ({names})"
+    return once(partial(map_in_threads, look, corpus.files), of=each, local=corpus.local)
+
+
+def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File | None:
+    """Return the file beside a file of the corpus whose name ``rename`` makes of that file's; None if there is none.
+
+    Behind a URL this takes a request.
+
+    Raises:
+        OSError: if a storage does not answer, or refuses to.
+    """
+    path = with_path(file.path, rename)
+    try:
+        found = corpus.storage.look(path)
+    except FileNotFoundError:
+        return None
+    return File(path, rename(file.name), found.size or 0, found.tag)
