@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -72,7 +70,9 @@ def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int |
         max_steps=cfg.max_steps,
         model=model,
     )
-    return _inspect(training_data(cfg), title=title, shape=shape, rows=rows, packs=packs)
+    return inspect_dataset(
+        training_data(cfg), title=title, shape=shape, rows=rows, packs=packs, progress=_count
+    )
 
 
 def inspect_files(
@@ -96,7 +96,9 @@ def inspect_files(
         padding_idx=0 if built is None else padding_id(built),
     )
     title = " ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
-    return _inspect(dataset, title=title, shape=RunShape(ranks=ranks), rows=rows, packs=packs)
+    return inspect_dataset(
+        dataset, title=title, shape=RunShape(ranks=ranks), rows=rows, packs=packs, progress=_count
+    )
 
 
 def _encoder(row: Mapping[str, Any], tokenizer: Any) -> Any:
@@ -120,26 +122,10 @@ def _encoder(row: Mapping[str, Any], tokenizer: Any) -> Any:
     return TextEncoder(tokenizer, column="text" if "text" in columns else "content")
 
 
-def _inspect(
-    dataset: IterablePackedDataset, *, title: str, shape: RunShape, rows: int | None, packs: int
-) -> Report:
-    with _progress(rows) as progress:
-        return inspect_dataset(dataset, title=title, shape=shape, rows=rows, packs=packs, progress=progress)
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how many rows were read; elsewhere nothing."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield lambda rows: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading rows", total=total)
-        yield lambda rows: None if rows % 64 else bar.update(task, completed=rows)
+def _count(rows: int) -> None:
+    """Say on a terminal how many rows were read."""
+    if not rows % 256 and sys.stderr.isatty():
+        sys.stderr.write(f"\r{rows:,} rows read\x1b[K\r")
 
 
 def show(report: Report, *, html: Path | None, json_file: str | None) -> None:

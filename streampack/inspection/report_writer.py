@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ MOST_ERROR = 500
 """Characters of an error's message that are kept."""
 
 
+@dataclass
 class ReportWriter:
     """Writes the page of a run, ``report.html`` in its ``output_dir``, on rank 0; does nothing on the other ranks.
 
@@ -38,30 +39,23 @@ class ReportWriter:
         world: the ranks.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        written: Any,
-        lanes: LaneConfig,
-        in_effect: Mapping[str, str],
-        world: World,
-    ) -> None:
-        self.config = config
-        self.written = written
-        self.lanes = lanes
-        self.in_effect = in_effect
-        self.path = Path(config.output_dir, REPORT_FILE)
-        self._missing = PACKS if world.is_main else 0
-        self._is_main = world.is_main
-        self._packs: list[tuple[int, Pack]] = []
+    config: RunConfig
+    _: KW_ONLY
+    written: Any
+    lanes: LaneConfig
+    in_effect: Mapping[str, str]
+    world: World
+    packs: list[tuple[int, Pack]] = field(default_factory=list, init=False)
+
+    @property
+    def path(self) -> Path:
+        """The page."""
+        return Path(self.config.output_dir, REPORT_FILE)
 
     def add(self, batch: Batch, *, step: int) -> None:
         """Take a batch that is trained in a step; only the first packs are kept."""
-        if self._missing:
-            found = unstack_packs(batch)[: self._missing]
-            self._packs += [(step, pack) for pack in found]
-            self._missing -= len(found)
+        if self.world.is_main and len(self.packs) < PACKS:
+            self.packs += [(step, pack) for pack in unstack_packs(batch)][: PACKS - len(self.packs)]
 
     @contextmanager
     def on_error(self) -> Iterator[None]:
@@ -77,28 +71,26 @@ class ReportWriter:
         self._write(f"finished after {step:,} steps", ledger=ledger)
 
     def _write(self, ended: str, *, ledger: Ledger | None) -> None:
-        if not self._is_main:
+        if not self.world.is_main:
             return
-        try:
-            write_page(self._report(ended, ledger), self.path)
-        except Exception as error:  # the weights are worth more than a picture of the run
-            warn_user(f"{self.path} could not be written: {type(error).__name__}: {error}")
-
-    def _report(self, ended: str, ledger: Ledger | None) -> RunReport:
         from omegaconf import OmegaConf
 
-        metrics = read_metrics(self.path.with_name(METRICS_FILE))
-        mix = self.lanes.mix
-        return RunReport(
-            title=str(self.path.parent),
-            ended=ended,
-            in_effect=self.in_effect,
-            config=OmegaConf.to_yaml(asdict(self.config) | to_plain(self.written)),
-            metrics=metrics,
-            ledger=_last_ledger(metrics) if ledger is None else ledger.as_dict(),
-            sources=[] if mix is None else list(mix.names),
-            packs=[(step, view(pack, self.lanes)) for step, pack in self._packs],
-        )
+        path, mix = self.path, self.lanes.mix
+        try:
+            metrics = read_metrics(path.with_name(METRICS_FILE))
+            report = RunReport(
+                title=str(path.parent),
+                ended=ended,
+                in_effect=self.in_effect,
+                config=OmegaConf.to_yaml(asdict(self.config) | to_plain(self.written)),
+                metrics=metrics,
+                ledger=_last_ledger(metrics) if ledger is None else ledger.as_dict(),
+                sources=[] if mix is None else list(mix.names),
+                packs=[(step, view(pack, self.lanes)) for step, pack in self.packs],
+            )
+            write_page(report, path)
+        except Exception as error:  # the weights are worth more than a picture of the run
+            warn_user(f"{path} could not be written: {type(error).__name__}: {error}")
 
 
 def _how(error: BaseException) -> str:
