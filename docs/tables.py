@@ -77,7 +77,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def keys_table(callable_: Callable[..., Any], section: str = "Args") -> str:
+def keys(callable_: Callable[..., Any], section: str = "Args") -> list[list[str]]:
     """Return a row for each argument: name, type, default and meaning, which the docstring must have."""
     meanings = documented(callable_.__doc__ or "", section)
     rows = []
@@ -86,27 +86,37 @@ def keys_table(callable_: Callable[..., Any], section: str = "Args") -> str:
             default = None if repr(parameter.default) == "<factory>" else parameter.default
             meaning = meanings[name].replace("``", "`")
             rows.append([f"`{name}`", plain_type(str(parameter.annotation)), plain_default(default), meaning])
-    return table(["key", "type", "default", "meaning"], rows)
+    return rows
 
 
-COMPONENTS = (
+HEAD = ["key", "type", "default", "meaning"]
+SOURCES = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
     *("MegatronSource", "DatatroveSource", "FlatTokensSource"),
-    *("TextEncoder", "ChatEncoder", "AnswersEncoder"),
-    *("MessagesEncoder", "TokensEncoder", "HFTokenizer"),
-)  # fmt: skip
+)
+ENCODERS = ("TextEncoder", "ChatEncoder", "AnswersEncoder", "MessagesEncoder", "TokensEncoder")
+
+
+def components(names: Iterable[str]) -> str:
+    """Return one table of several classes, each of which is named in the row of its first argument."""
+    rows = []
+    for name in names:
+        for number, row in enumerate(keys(getattr(streampack, name))):
+            rows.append(["" if number else f"**{name}**", *row])
+    return table(["streampack.", *HEAD], rows)
 
 
 def tables() -> dict[tuple[str, str], str]:
     """Return all tables, by page and name."""
     made = {
-        ("reference/config.md", "run"): keys_table(RunConfig, "Attributes"),
-        ("reference/config.md", "validation"): keys_table(Validation, "Attributes"),
-        ("reference/config.md", "data"): keys_table(streampack.IterablePackedDataset),
+        "run": table(HEAD, keys(RunConfig, "Attributes")),
+        "validation": table(HEAD, keys(Validation, "Attributes")),
+        "data": table(HEAD, keys(streampack.IterablePackedDataset)),
+        "sources": components(SOURCES),
+        "encoders": components(ENCODERS),
+        "tokenizer": components(["HFTokenizer"]),
     }
-    for name in COMPONENTS:
-        made["reference/config.md", name] = keys_table(getattr(streampack, name))
-    return made
+    return {("reference/config.md", name): content for name, content in made.items()}
 
 
 def put(text: str, name: str, content: str) -> str:
