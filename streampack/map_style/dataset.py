@@ -17,11 +17,10 @@ from streampack.accounting import Ledger, UntrainedWarning, nothing_to_pack, tra
 from streampack.map_style import parity as torchtune
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
-from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos_of
 from streampack.packing.foreign_loader import refuse_foreign_loader
 from streampack.packing.planner import plan_samples
-from streampack.packing.samples import read_sample
-from streampack.packing.settings import Packing
+from streampack.packing.samples import read_sample, with_eos_of
+from streampack.packing.settings import Packing, trained_if_split, untrained_error
 from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import refusing_nulls
 from streampack.streaming.lane_config import UNTRAINED

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from streampack.packing.columns import ids_from_column
+from streampack.packing.settings import Packing
 from streampack.types import IGNORE_INDEX, FloatArray, IntArray, PackGroups, Sample
 
 ROOT = -1
@@ -169,6 +170,28 @@ class Group(Sample):
         return np.concatenate([np.arange(*bounds[segment]) for segment in segments])
 
 
+def cut_group(group: Group, packing: Packing) -> list[tuple[int, Sample]]:
+    """Return a group whole, or shortened so that it fits, and 0, where it starts; none if it is dropped."""
+    length = group.tokens.size
+    for name, off in (("split_across_pack", False), ("max_seqs_per_pack", None), ("pad_seqs_to", 1)):
+        if (value := getattr(packing, name)) != off:
+            raise ValueError(
+                f"is a group of segments, which are never split, counted or padded one by one; leave {name}={value} out"
+            )
+    if length <= packing.max_seq_len:
+        return [(0, group)]
+    if packing.overlong in ("truncate", "truncate_left"):
+        side = "right" if packing.overlong == "truncate" else "left"
+        short = group.truncated(packing.max_seq_len, side=side)
+        return [] if short is None else [(0, short)]
+    if packing.overlong == "drop":
+        return []
+    raise ValueError(
+        f"is a group of {length} tokens, max_seq_len is {packing.max_seq_len}, and a group is never split; set "
+        "overlong to 'truncate' or 'drop', or raise max_seq_len"
+    )
+
+
 def pack_groups(sequences: Sequence[Sample], labels: IntArray, *, max_seq_len: int) -> PackGroups:
     """Return what a pack of groups and plain samples says of them, and take what a parent predicts out of ``labels``.
 
@@ -202,11 +225,7 @@ def _end_to_end(numbers: Sequence[Mapping[str, FloatArray]], sizes: Sequence[int
 
 
 def paths_of(parents: Sequence[int]) -> list[list[int]]:
-    """Return for each segment those from the root to itself.
-
-    >>> paths_of([-1, 0, 0, 2])
-    [[0], [0, 1], [0, 2], [0, 2, 3]]
-    """
+    """Return for each segment those from the root to itself."""
     found: list[list[int]] = []
     for number, parent in enumerate(parents):
         found.append([*(found[parent] if parent != ROOT else ()), number])
@@ -214,11 +233,7 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
 
 
 def path_starts(seq_lens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Return the position of each sequence's first token: behind the sequence that it continues.
-
-    >>> path_starts([4, 2, 3, 1], [-1, 0, 0, 2])
-    [0, 4, 4, 7]
-    """
+    """Return the position of each sequence's first token: behind the sequence that it continues."""
     starts: list[int] = []
     for parent in parents:
         starts.append(0 if parent == ROOT else starts[parent] + seq_lens[parent])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -169,6 +169,18 @@ def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
             starts = (np.flatnonzero(steps != 1) + 1).tolist()
             return np.diff([0, *starts, size]).tolist()  # type: ignore[no-any-return]
     return [size]
+
+
+def with_eos_of(whole: Sample, beginning: Sample, eos_ids: Collection[int | None]) -> Sample:
+    """Return the beginning of a sample, in a copy with the EOS for its last token if the sample ended with it."""
+    eos = int(whole.tokens[-1])
+    if eos not in eos_ids:
+        return beginning
+    tokens, labels = (array.astype(array.dtype if eos < 2**31 else INT64) for array in beginning)
+    tokens[-1] = eos
+    if labels[-1] != IGNORE_INDEX:
+        labels[-1] = eos
+    return Sample(tokens, labels)
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int | None = None) -> None:

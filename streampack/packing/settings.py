@@ -1,10 +1,14 @@
-"""The settings that decide which tokens share a pack."""
+"""The settings that decide which tokens share a pack, and what follows from them for one sample."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from streampack.accounting import trained_tokens
 from streampack.packing.strategies import STRATEGIES
+from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require, require_multiple, require_positive
 
 OVERLONG = ("error", "drop", "truncate", "truncate_left", "split")
@@ -100,3 +104,42 @@ class Packing:
     def max_segments(self) -> int | None:
         """The most segments of a pack: its sequences and its padding. None if ``max_seqs_per_pack`` is."""
         return None if self.max_seqs_per_pack is None else self.max_seqs_per_pack + 1
+
+
+def trained_if_split(
+    sample: Sample, start: int, stop: int, *, packing: Packing, isolated: bool = True
+) -> int | None:
+    """Count the trained tokens in all fragments of a sample, ``[start, stop)`` being one; None if it is not split.
+
+    It is the value of `Fragment.trained`. If samples are ``isolated``, the first label of every fragment is not
+    trained. If they are not, it is trained except where the fragment begins a pack.
+
+    >>> trained_if_split(Sample(np.arange(10), np.arange(10)), 4, 8, packing=Packing(4, overlong="split"))
+    7
+    """
+    if start == 0 and stop == sample.tokens.size:
+        return None
+    bounds = packing.pieces_of(sample.tokens.size)
+    kept_start, kept_stop = bounds[0][0], bounds[-1][1]  # what overlong leaves of the sample
+    cuts = packing.cuts(kept_stop - kept_start, start - kept_start, stop - kept_start)
+    if not cuts:
+        return None
+    kept = sample.cut(kept_start, kept_stop)
+    if isolated:
+        return trained_tokens(kept, cuts)
+    # After each cut a new pack begins. The sample's first fragment begins a pack, too, if it fills one.
+    pack_starts = [0, *cuts] if cuts[0] == packing.max_seq_len else cuts
+    not_trained = sum(1 for start in pack_starts if kept.labels[start] != IGNORE_INDEX)
+    return int(np.count_nonzero(kept.labels != IGNORE_INDEX)) - not_trained
+
+
+def untrained_error(length: int, packing: Packing) -> ValueError:
+    """Make the error for a sample of ``length`` tokens that trains nothing; the caller adds its place."""
+    kept = sum(stop - start for start, stop in packing.pieces_of(length))
+    left, way_out = f"its {length} tokens", "look at its labels (the first is never trained)"
+    if kept < length:
+        left = f"the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
+        way_out = "raise max_seq_len, choose another overlong"
+    return ValueError(
+        f"trains nothing: none of {left} has a label to train; {way_out}, or set untrained to 'drop' or 'keep'"
+    )

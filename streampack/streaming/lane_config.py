@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streampack.packing.cut_samples import cut_group, with_eos_of
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
-from streampack.packing.groups import Group
-from streampack.packing.samples import check_ids, sample_from_row
+from streampack.packing.groups import Group, cut_group
+from streampack.packing.samples import check_ids, sample_from_row, with_eos_of
 from streampack.packing.settings import Packing
 from streampack.sources.arrow_rows import ArrowRow
 from streampack.sources.bad_records import Quarantine, require_sound

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streampack.accounting import Ledger, SourceStats, nothing_to_pack, trained_tokens, trains_nothing
-from streampack.packing.cut_samples import untrained_error
+from streampack.packing.settings import untrained_error
 from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.storage.read_ahead import ReadAhead

@@ -32,15 +32,10 @@ Content = str | Messages
 
 
 def parse_conversation(value: Any, column: str) -> Messages:
-    """Parse what a column holds to messages with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
+    """Return messages of OpenAI's form or ShareGPT's, as a list, an array or JSON text, in a new list of OpenAI's form.
 
     >>> parse_conversation('[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]', "messages")
     [{'role': 'user', 'content': 'Hi'}]
-
-    Args:
-        value: messages in OpenAI's form or ShareGPT's (``from``, ``value``), as a list, an array or JSON text; they are
-            not changed. Content in parts is joined if all parts are text.
-        column: names it in errors.
     """
     place = f"column {column!r}"
     found = parse_json(value, place)
@@ -55,9 +50,6 @@ def parse_conversation(value: Any, column: str) -> Messages:
 
 def read_content(value: Any, column: str, *, ignore: Iterable[str] = ()) -> Content:
     """Return what a column holds: a text, or messages, also one alone or in OpenAI's ``{"messages": [...]}``.
-
-    >>> read_content({"from": "gpt", "value": "Yes."}, "chosen")
-    [{'role': 'assistant', 'content': 'Yes.'}]
 
     Keys beside ``messages`` are refused but those to ``ignore``, which are read elsewhere or left out on purpose.
     """
@@ -134,7 +126,6 @@ def _left_out(name: str) -> str:
 
 
 def _parse_message(given: Any, place: str) -> dict[str, Any]:
-    """Convert one message to OpenAI's form; ``place`` names it in errors."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is a {type(given).__name__}; it must be a dict with 'role' and 'content'")
     message = {str(key): value for key, value in given.items() if value is not None}
@@ -174,7 +165,6 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
 
 
 def _join_text(content: Any, place: str) -> str:
-    """Join a message's content to one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple | np.ndarray):

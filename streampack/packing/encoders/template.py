@@ -33,7 +33,7 @@ class ChatTemplate:
         templates: the Jinja texts for conversations without tools, and with tools.
         tokenize: text to ids, without special tokens, and where in the text each begins; None if that is not known.
         settings: variables of the template: special tokens, and the user's.
-        date: the date (YYYY-MM-DD) that a template writes in place of today's.
+        date: as for `HFTokenizer`.
     """
 
     def __init__(
