@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,6 +53,26 @@ def inputs_of(model: nn.Module) -> Callable[[Batch], dict[str, Any]] | None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is a wrapper of ``torch.compile(module)``, or was compiled by ``module.compile()``."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+@contextmanager
+def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run compiled modules as they are written within the block; functions that they compile stay compiled."""
+    found = [module for module in modules if is_compiled(module)]
+    kept = [{name: vars(module).get(name) for name in ("forward", "_compiled_call_impl")} for module in found]
+    for module in found:
+        vars(module)["_compiled_call_impl"] = None
+        if "_orig_mod" in module._modules:
+            vars(module)["forward"] = module._modules["_orig_mod"]
+    try:
+        yield
+    finally:
+        for module, attributes in zip(found, kept, strict=True):
+            for name, value in attributes.items():
+                if value is None:
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = value
 
 
 def _plain_torchtune_inputs(batch: Batch) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from streampack.attention.calls import inputs_of, is_compiled, logits_of, native_call
+from streampack.attention.calls import inputs_of, logits_of, native_call, uncompiled
 from streampack.attention.families import media_tokens, position_table
 from streampack.attention.report import Kind, Leak, LeakReport
 from streampack.packing.batch import Batch, stack_packs
@@ -255,10 +255,10 @@ def _undisturbed(module: nn.Module | None, device: torch.device) -> Iterator[Non
     """Run the block in eval mode without gradients, then restore the mode, buffers and random generators.
 
     A model that is compiled runs uncompiled: a pack of another length than in training would make torch.compile compile
-    again for dynamic lengths, and training would be slower from then on. Others keep the kernels that they compile.
+    again for dynamic lengths, and training would be slower from then on. Kernels that it compiles, such as flex
+    attention, stay compiled, or they would compute all scores of a pack.
     """
     was_training = {part: part.training for part in module.modules()} if module is not None else {}
-    compiled = any(map(is_compiled, was_training))
     # A forward pass in training mode may change buffers in place, as batch norm does, or replace them by others.
     buffers = [
         (part, name, buffer, buffer.detach().clone())
@@ -272,7 +272,7 @@ def _undisturbed(module: nn.Module | None, device: torch.device) -> Iterator[Non
         torch.inference_mode(False),
         torch.no_grad(),
         torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
-        torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        uncompiled(was_training),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile")

@@ -24,7 +24,7 @@ from streampack import Batch, find_leaks, prepare_model_for_packing
 from streampack.attention.mixers import find_mixers
 from tests.harness.boundary_kernels import causal_conv1d_fn, one_by_one
 from tests.harness.hf_models import MAX_SEQ_LEN, Wrapper, build
-from tests.harness.isolation import stream_and_batch, worst
+from tests.harness.isolation import Operations, stream_and_batch, worst
 
 pytest.importorskip("transformers")
 
@@ -183,8 +183,13 @@ def test_all_packs_go_to_the_kernels_in_one_row_if_all_layers_have_them(
     _, batch = stream_and_batch("overlong")
     assert len(batch.tokens) > 1
     kernels.rows.clear()
-    model(**inputs(batch))
+    given = inputs(batch)
+    with Operations() as passes:
+        model(**given)
     assert kernels.rows == [1] * (installed == "everything")
+    assert (passes.counts["index_select"] == 0) == (installed == "everything"), (
+        "kernels get views, not copies"
+    )
 
 
 def ignores(kernels: Kernels, *args: Any, cu_seqlens: Any, seq_idx: Any = None, **settings: Any) -> Any:

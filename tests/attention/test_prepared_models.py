@@ -34,6 +34,7 @@ from tests.harness import tiny_torchtune
 from tests.harness.groups import batch_of, trees
 from tests.harness.hf_models import MAX_SEQ_LEN, VOCAB, Wrapper, build, prepared
 from tests.harness.isolation import (
+    Operations,
     differences,
     placed,
     run_alone,
@@ -370,6 +371,46 @@ def test_the_dropout_of_the_attention_is_kept() -> None:
 
 
 # On CUDA.
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("family", "grouped"), [("lfm2", False), ("mamba", False), ("llama", True)])
+def test_tokens_are_gathered_without_a_sort(family: str, grouped: bool, device: str) -> None:
+    """As the backward pass of indexing sorts on CUDA, and masks of bools are read by the host."""
+    batch = (batch_of(trees()) if grouped else stream_and_batch("overlong")[1]).to(device)
+    model: Any = build(family, torch.bfloat16).to(device)
+    with Operations() as plain:
+        model(input_ids=batch.tokens, use_cache=False).logits.sum().backward()
+    inputs = prepare_model_for_packing(model, attention="varlen" if grouped else "dense")
+    given = inputs(batch)
+    with Operations() as packed:
+        model(**given).logits.sum().backward()
+    assert packed.counts["index_select"] > 0
+    for name in ("index", "index_put", "index_put_", "nonzero", "sort"):
+        assert packed.counts[name] <= plain.counts[name], name
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("always:called a synchronizing CUDA operation")
+def test_layers_of_sequences_read_lengths_once_a_pass(recwarn: pytest.WarningsRecorder) -> None:
+    """Whatever their number and that of the lengths."""
+    batch = stream_and_batch("overlong")[1].to("cuda")
+    for count in (2, 5):
+        layers = ["conv"] * (count - 1) + ["full_attention"]
+        model: Any = build("lfm2", num_hidden_layers=count, layer_types=layers).cuda()
+        read = []
+        for given in (
+            {"input_ids": batch.tokens, "use_cache": False},
+            prepare_model_for_packing(model, attention="dense")(batch),
+        ):
+            recwarn.clear()
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                model(**given).logits.sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            read.append(sum("synchronizing" in str(each.message) for each in recwarn))
+        assert read[1] <= read[0] + 1, read
 
 
 @pytest.mark.gpu

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from streampack import Batch, find_leaks, prepare_model_for_packing
 from streampack.attention import dense_mask, document_ids
+from streampack.packing.batch import stack_paths
 from tests.harness import hf_models, tiny_torchtune
 from tests.harness.hf_models import Wrapper, prepared
 from tests.harness.isolation import MAX_SEQ_LEN, VOCAB, differences, run_alone, run_packed, stream_and_batch
@@ -270,6 +272,33 @@ def test_refusals_and_errors_leave_nothing_behind(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class OwnKernel(OneLayer):
+    """Calls a function that it compiles, as flex attention is."""
+
+    def __init__(self) -> None:
+        super().__init__(right)
+        self.graphs = CompileCounter()
+        self.kernel = torch.compile(torch.Tensor.clone, backend=self.graphs)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.kernel(super().forward(batch))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_runs_uncompiled_with_its_compiled_kernels(whole: bool) -> None:
+    """The model would be compiled again for the probe's length; uncompiled flex attention computes all scores."""
+    torch._dynamo.reset()
+    model, graphs = OwnKernel(), CompileCounter()
+    given: Any = torch.compile(model, backend=graphs) if whole else model
+    if not whole:
+        model.compile(backend=graphs)
+    assert find_leaks(given, vocab_size=VOCAB).ok
+    assert (graphs.frame_count, model.graphs.frame_count > 0) == (0, True)
+    given(stream_and_batch("overlong")[1])
+    assert graphs.frame_count > 0, "it is compiled as before"
+
+
 def test_the_limit_depends_on_the_type() -> None:
     model = OneLayer(right)
     assert find_leaks(model).limit == 1e-4
@@ -384,7 +413,9 @@ def sibling_seen(batch: Batch) -> Batch:
     """The second answer is taken for a continuation of the first."""
     assert batch.groups is not None
     assert batch.groups.parents[0] == (-1, 0, 0, 2, -1)
-    return replace(batch, groups=replace(batch.groups, parents=((-1, 0, 1, 2, -1),)))
+    parents = ((-1, 0, 1, 2, -1),)
+    paths = stack_paths(parents, batch.seq_lens.shape[1])
+    return replace(batch, groups=replace(batch.groups, parents=parents, paths=paths))
 
 
 def restarted(batch: Batch) -> Batch:
@@ -410,3 +441,35 @@ def test_mistakes_with_groups_are_found(attention: str) -> None:
 
         report = find_leaks(model, inputs=mistaken, groups=True)
         assert kind in {leak.kind for leak in report.leaks}
+
+
+# Rounding and kernels on CUDA.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_rounding_of_experts_in_16_bits_is_no_leak(family: str, attention: str) -> None:
+    """Other tokens change how many an expert computes at once, and so a token's rounding, even its expert."""
+    model: Any = hf_models.build(family, torch.bfloat16, num_hidden_layers=4).cuda()
+    inputs = prepare_model_for_packing(model, attention=attention)
+    for seed in range(3):  # the weights decide which tokens are near to two experts
+        generator = torch.Generator("cuda").manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(std=0.1, generator=generator)
+        assert find_leaks(model, inputs=inputs).ok
+    assert not find_leaks(model, inputs=lambda batch: {"input_ids": batch.tokens, "use_cache": False}).ok
+
+
+@pytest.mark.gpu
+def test_the_probe_of_a_compiled_model_computes_no_scores_of_all_pairs() -> None:
+    """In eager mode, flex attention computes them in fp32: 2 GiB for 8 heads."""
+    model = tiny_torchtune.build("llama3", dtype=torch.bfloat16, max_seq_len=8192).cuda()
+    inputs = prepare_model_for_packing(model, attention="flex")
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.compile()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert find_leaks(model, inputs=inputs, max_seq_len=8192).ok
+    assert torch.cuda.max_memory_allocated() - before < 512 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streampack import (
     IGNORE_INDEX,
@@ -155,3 +157,15 @@ def differences(ours: Run, theirs: Run) -> dict[str, float]:
         for name, value in vars(theirs).items()
     }
     return {name: math.inf if math.isnan(value) else value for name, value in found.items()}
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of the passes within its block, also those of backward passes, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
