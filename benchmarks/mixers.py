@@ -53,7 +53,8 @@ def measure(family: str, batch: Batch, *, rounds: int) -> list[str]:
     attention = "dense" if (family, "varlen") in OTHERWISE else "varlen"
     inputs = prepare_model_for_packing(model, attention=attention)
     positions = torch.arange(size)[None]
-    alone = replace(batch, input_pos=positions, seq_lens=torch.tensor([[size]], dtype=torch.int32))
+    whole = torch.tensor([[size]], dtype=torch.int32)
+    alone = replace(batch, input_pos=positions, seq_lens=whole, longest=size)
 
     def run(given: Batch) -> None:
         model(**inputs(given)).logits.sum().backward()

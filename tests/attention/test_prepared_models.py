@@ -217,7 +217,9 @@ def of_other_lengths() -> Iterable[Batch]:
     """Yield 20 batches of the same tokens in other sequences."""
     _, batch = stream_and_batch("overlong")
     for seq_lens in random_packs(20, max_seq_len=MAX_SEQ_LEN):
-        yield replace(batch, tokens=batch.tokens[:2], input_pos=batch.input_pos[:2], seq_lens=seq_lens)
+        yield replace(
+            batch, tokens=batch.tokens[:2], input_pos=batch.input_pos[:2], seq_lens=seq_lens, longest=None
+        )
 
 
 def of_other_groups() -> Iterable[Batch]:
