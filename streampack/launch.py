@@ -79,7 +79,7 @@ def run_torchrun(run: Callable[[], None], *, tracebacks: bool) -> int:
         stopped = failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM)  # by a signal to a rank
         if tracebacks and not stopped:
             raise
-        if not Path(failure.error_file).is_file():  # it has reported no error; perhaps the system killed it
+        if failure.exitcode < 0:  # by a signal: it has not said why itself
             print(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}", file=sys.stderr)  # noqa: T201
         return failure.exitcode if stopped else 1
     except SignalException as error:

@@ -25,8 +25,6 @@ from streampack.training.checkpoint import CheckpointError
 from streampack.training.run_folder import Interrupted
 from streampack.validation import did_you_mean, raised_here
 
-TRACEBACK = "STREAMPACK_TRACEBACK"
-"""Environment variable; any value but 0 has the effect of ``--traceback``."""
 MISTAKES = (OmegaConfBaseException, yaml.YAMLError, CheckpointError)
 """Errors shown by their message only, as those are that `raised_here` finds."""
 TEXT_KEY = "max_filename"
@@ -48,9 +46,7 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         parser.add_argument(
             "--trust", action="append", default=[], metavar="NAME", help="a package it may name"
         )
-        parser.add_argument(
-            "--traceback", action="store_true", help=f"show where an error was raised; or set {TRACEBACK}=1"
-        )
+        parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
         options, rest = parser.parse_known_args()
         with shown_errors(tracebacks=options.traceback):
             trust(options.trust)
@@ -70,7 +66,6 @@ def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
     Args:
         tracebacks: let all errors pass, so that Python shows where they were raised.
     """
-    tracebacks = tracebacks or os.environ.get(TRACEBACK, "0") != "0"
     try:
         yield
     except KeyboardInterrupt as error:

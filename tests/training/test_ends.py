@@ -23,7 +23,7 @@ from streampack_recipes.full_finetune import train
 from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
 from streampack.training import run_folder
 from streampack.training.checkpoint import CheckpointError
-from streampack.training.entry import TRACEBACK, shown_errors
+from streampack.training.entry import shown_errors
 from streampack.training.run_folder import Interrupted, stop_on_signals
 from streampack.training.world import World
 from tests.harness.processes import run_ranks
@@ -34,11 +34,6 @@ from tests.harness.tiny import interrupt_step, losses, numbers, tiny_config
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*multi-threaded:DeprecationWarning"
 )  # of Python 3.12 on fork
-
-
-@pytest.fixture(autouse=True)
-def no_tracebacks(monkeypatch):
-    monkeypatch.delenv(TRACEBACK, raising=False)
 
 
 @contextmanager
@@ -123,17 +118,13 @@ ONE_LINE: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("work", "message"), ONE_LINE)
 def test_expected_errors_are_one_line_unless_a_traceback_is_asked_for(
-    work: Callable[[], Any], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    work: Callable[[], Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for value in (None, "0"):
-        if value is not None:
-            monkeypatch.setenv(TRACEBACK, value)
-        with ends(1), shown_errors():
-            work()
-        [line] = capsys.readouterr().err.splitlines()
-        assert message in line
-    monkeypatch.setenv(TRACEBACK, "1")
-    with pytest.raises(Exception, match=".*"), shown_errors():  # not SystemExit
+    with ends(1), shown_errors():
+        work()
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+    with pytest.raises(Exception, match=".*"), shown_errors(tracebacks=True):  # not SystemExit
         work()
 
 

@@ -217,6 +217,9 @@ def test_torchrun_does_not_repeat_errors_of_ranks(tmp_path, capsys):
 
     assert run_torchrun(fail, tracebacks=False) == 1
     assert capsys.readouterr().err == ""
+    told.unlink()  # a mistake is printed, and not told to torchrun
+    assert run_torchrun(fail, tracebacks=False) == 1
+    assert capsys.readouterr().err == ""
     with pytest.raises(ChildFailedError):
         run_torchrun(fail, tracebacks=True)
 
@@ -330,7 +333,8 @@ def test_the_guides_kill_and_resume(tmp_path, shell):
 
 
 @pytest.mark.slow
-def test_one_of_two_ranks_prints_a_mistake_and_torchrun_is_silent(tmp_path, shell):
+def test_ranks_print_a_mistake_and_torchrun_is_silent(tmp_path, shell):
+    """Each rank prints it at most once; the first that ends may end the other before it does."""
     OmegaConf.save(tiny_config(tmp_path), tmp_path / "my.yaml")
     command = (
         "streampack run --nproc_per_node 2 full_finetune --config my.yaml data.source.paths=nowhere.jsonl"
@@ -339,5 +343,6 @@ def test_one_of_two_ranks_prints_a_mistake_and_torchrun_is_silent(tmp_path, shel
     _, said = run.communicate(timeout=120)
     assert run.returncode == 1
     ours = [line for line in said.splitlines() if "torchao" not in line]
-    assert len(ours) == 1
-    assert re.match(r"error( \(rank 1\))?: no file matches 'nowhere.jsonl'", ours[0])
+    found = [re.match(r"error( \(rank 1\))?: no file matches 'nowhere.jsonl'", line) for line in ours]
+    assert all(found), ours
+    assert 1 <= len({each[1] for each in found}) == len(found)
