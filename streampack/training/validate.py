@@ -18,7 +18,7 @@ from torchtune import training
 
 from streampack.attention import Inputs
 from streampack.attention.prepare import prepare_model_for_packing
-from streampack.attention.probe import PROBE_LENGTH, find_leaks, probe_length
+from streampack.attention.probe import find_leaks, probe_length
 from streampack.instantiate import build
 from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.dataset import IterablePackedDataset
@@ -32,6 +32,8 @@ from streampack.validation import did_you_mean
 SCHEDULE_STEPS = 100  # number of training steps given to the schedule that is built
 PROBED_LAYERS = 2
 """First layers of a model that `validate` probes. In torchtune's models every kind of layer is among them."""
+PROBED_TOKENS = 64
+"""Tokens of the pack in which it does: with those of a run, or of a window, it would take minutes on a CPU."""
 
 
 def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> list[str]:
@@ -139,24 +141,24 @@ def _probe(cfg: RunConfig, *, groups: bool) -> None:
     A builder that cannot build without weights is left to the run, which probes its whole model.
     """
     dtype = training.get_dtype(cfg.dtype, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(cfg.seed)
     try:
         with training.set_default_dtype(dtype), torch.device("meta"):
             model: Any = build(cfg.model)
         del model.layers[PROBED_LAYERS:]
         model.to_empty(device="cpu")
-    except (RuntimeError, NotImplementedError):
+        with training.set_default_dtype(dtype), torch.no_grad():
+            for module in model.modules():
+                if hasattr(module, "rope_init"):  # computes a buffer
+                    module.rope_init()
+            for value in model.parameters():
+                value.fill_(1.0) if value.ndim == 1 else value.normal_(std=0.05, generator=generator)
+    except (RuntimeError, NotImplementedError, AttributeError):  # quantized, or not of torchtune's form
         return
-    generator = torch.Generator().manual_seed(cfg.seed)
-    with training.set_default_dtype(dtype), torch.no_grad():
-        for module in model.modules():
-            if hasattr(module, "rope_init"):  # computes a buffer
-                module.rope_init()
-        for value in model.parameters():
-            value.fill_(1.0) if value.ndim == 1 else value.normal_(std=0.05, generator=generator)
     # The kernel of "flash" needs a GPU.
     inputs = prepare_model_for_packing(model, attention="auto" if cfg.attention == "flash" else cfg.attention)
-    # Not the longer pack that a window needs: on a CPU it would take minutes.
-    require_isolation(model, inputs, max_seq_len=min(cfg.data["max_seq_len"], PROBE_LENGTH), groups=groups)
+    size = min(cfg.data["max_seq_len"], PROBED_TOKENS)
+    require_isolation(model, inputs, max_seq_len=size, groups=groups)
 
 
 def require_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, groups: bool = False) -> None:
