@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
-    AnswersEncoder,
     ChatEncoder,
     HFTokenizer,
     Sample,
@@ -335,24 +334,3 @@ def test_prompts_with_completions_use_tools(tokenizers: dict[str, Any]) -> None:
     assert encoder(row).tokens.size < whole.tokens.size
     with pytest.raises(ValueError, match="leaves out the tool .weather."):
         ChatEncoder(byte_level(template=DEAF))({**row, "tools": [TOOL]})
-
-
-@pytest.mark.parametrize(("key", "value"), [("tools", [TOOL]), ("system", "be kind")])
-def test_what_a_column_holds_beside_its_messages_is_not_dropped(
-    tokenizers: dict[str, Any], key: str, value: Any
-) -> None:
-    """OpenAI's ``{"messages": [...], "tools": [...]}``: of a pair's prompt, the tools are rendered."""
-    beside, tokenizer = {"messages": [USER], key: value}, tokenizers["chatml"]
-    row = {"prompt": beside, "completion": [ANSWER]}
-    answers = {"messages": [ANSWER], key: value}
-    pair = {"prompt": [USER], "chosen": answers, "rejected": [{**ANSWER, "content": "no"}]}
-    refused = f"column '.*' has {key} beside its messages, which would be left out.*ignore: .{key}."
-    for made, bad in ((ChatEncoder, row), (AnswersEncoder, pair)):
-        with pytest.raises(ValueError, match=refused):
-            made(tokenizer)(bad)
-    assert ChatEncoder(tokenizer, ignore=[key])(row).tokens.size
-    pair = {**pair, "prompt": beside, "chosen": [ANSWER]}
-    if key == "tools":
-        assert "weather" in tokenizer.decode(AnswersEncoder(tokenizer)(pair).tokens)
-    with pytest.raises(ValueError, match=refused):
-        AnswersEncoder(tokenizer)({**pair, "tools": [TOOL] if key == "tools" else None})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,7 @@ import numpy as np
 from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
-from streampack.packing.encoders.conversation import (
-    Content,
-    ReadColumns,
-    is_empty,
-    read_content,
-    read_tools,
-)
+from streampack.packing.encoders.conversation import Content, ReadColumns, read_content, read_tools
 from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import IGNORE_INDEX, INT32, FloatArray, IntArray, Sample
@@ -113,19 +107,11 @@ class AnswersEncoder(Encoder):
         entries = _entries(row, columns, listed=len(columns) == 1)
         if not entries:
             raise ValueError(f"column {columns[0]!r} holds no answer; leave the row out (skip_bad: True)")
-        answers = {name: _read(value, name, ignore=self.ignore) for name, value in entries}
-        prompt = None
-        if self.prompt in row:
-            # Tools beside a prompt's messages are rendered where the row has no column of them.
-            rendered = ("tools",) if is_empty(row.get(self.tools)) else ()
-            prompt = _read(row[self.prompt], self.prompt, ignore=(*rendered, *self.ignore))
+        answers = {name: _read(value, name) for name, value in entries}
+        prompt = _read(row[self.prompt], self.prompt) if self.prompt in row else None
         kinds = {type(each) for each in (prompt, *answers.values())}
         self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
-        tools = None
-        if list in kinds:
-            tools = read_tools(row, self.tools, ignore=self.ignore)
-            if tools is None and isinstance(whole := row.get(self.prompt), Mapping):  # OpenAI's form
-                tools = read_tools(whole, "tools", ignore=self.ignore)
+        tools = read_tools(row, self.tools, ignore=self.ignore) if list in kinds else None
         ids = [each for each in answers.values() if isinstance(each, np.ndarray)]
         token_fields = {}
         if len(ids) == len(answers):
@@ -227,11 +213,7 @@ def group_of(
     >>> pair.tokens.tolist(), pair.lengths, pair.parents
     ([5, 6, 7, 8], (2, 1, 1), (-1, 0, 0))
 
-    Args:
-        wholes: the sequences, each from its first token to its last, by names for errors.
-        fields: for each name one number a sequence.
-        token_fields: for each name and sequence one number for each of its last tokens.
-        share_prefix: False: the sequences stand side by side, as they do where there is no prefix to share.
+    ``token_fields`` have for each sequence one number for each of its last tokens.
     """
     starts = []
     for name, whole in wholes.items():
@@ -341,12 +323,12 @@ def _numbers(value: Any, column: str, *shapes: tuple[int, ...]) -> Any:
     return found
 
 
-def _read(value: Any, column: str, *, ignore: Iterable[str]) -> Content | IntArray:
+def _read(value: Any, column: str) -> Content | IntArray:
     """Return what a column holds: ids, a text, or messages; an empty list is one of ids."""
     listed = not isinstance(value, str | Mapping) and hasattr(value, "__len__")
     if listed and (not len(value) or not isinstance(value[0], str | Mapping)):
         return _ids(value, column)
-    return read_content(value, column, ignore=ignore)
+    return read_content(value, column)
 
 
 def _ids(value: Any, column: str) -> IntArray:

@@ -98,7 +98,7 @@ class ChatEncoder(Encoder):
         if len(read) == 1:
             answer = parse_conversation(row[column], column)
         else:
-            prompt, answer = (read_content(row[name], name, ignore=self.ignore) for name in read.values())
+            prompt, answer = (read_content(row[name], name) for name in read.values())
         if isinstance(prompt, str) and isinstance(answer, str):  # nothing renders tools
             self.columns.check(row, *read.values())
             return self.encode_text(prompt, answer)

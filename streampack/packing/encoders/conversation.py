@@ -48,19 +48,13 @@ def parse_conversation(value: Any, column: str) -> Messages:
     return [_parse_message(message, f"{place}, message {i}") for i, message in enumerate(found)]
 
 
-def read_content(value: Any, column: str, *, ignore: Iterable[str] = ()) -> Content:
-    """Return what a column holds: a text, or messages, also one alone or in OpenAI's ``{"messages": [...]}``.
-
-    Keys beside ``messages`` are refused but those to ``ignore``, which are read elsewhere or left out on purpose.
-    """
+def read_content(value: Any, column: str) -> Content:
+    """Return what a column holds: a text, or messages, also one alone."""
     if isinstance(value, str):
         found = _json_messages(value)
         return value if found is None else parse_conversation(found, column)
     if isinstance(value, Mapping):
-        beside = value.keys() & COMPANIONS - {*ignore} if "messages" in value else ()
-        for key in sorted(name for name in beside if not is_empty(value[name])):
-            raise ValueError(f"column {column!r} has {key} beside its messages, which {_left_out(key)}")
-        value = value.get("messages", [value])
+        value = [value]
     elif value is None:
         raise ValueError(f"column {column!r} is null; mend the row, or leave it out (skip_bad: True)")
     elif not isinstance(value, list | tuple | np.ndarray):
@@ -107,7 +101,10 @@ class ReadColumns:
         """Refuse or name columns of a row that are not empty, and neither read nor left out on purpose."""
         unread = {name for name in row.keys() - self.known - {*read} if not is_empty(row[name])}
         if companions := sorted(unread & COMPANIONS):
-            raise ValueError(f"column {companions[0]!r} {_left_out(companions[0])}")
+            raise ValueError(
+                f"column {companions[0]!r} would be left out, and the model trained without it; make it part of the "
+                f"messages, remove it, or say ignore: [{companions[0]}]"
+            )
         self.known |= unread
         if texts := sorted(name for name in unread if type(row[name]) not in (int, float)):
             log.warning(
@@ -116,13 +113,6 @@ class ReadColumns:
                 ", ".join(map(repr, texts)),
                 ", ".join(texts),
             )
-
-
-def _left_out(name: str) -> str:
-    return (
-        "would be left out, and the model trained without it; make it part of the messages, remove it, or say ignore: "
-        f"[{name}]"
-    )
 
 
 def _parse_message(given: Any, place: str) -> dict[str, Any]:
