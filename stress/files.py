@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from streampack import IGNORE_INDEX, Mix
 from streampack.sources.indexed import INDEX
-from streampack.sources.token_files import FORMAT, VERSION, ShardWriter
+from streampack.sources.token_shards import FORMAT, VERSION, ShardWriter
 from streampack.storage.folders import Folder
 from stress.corpus import (
     SOURCES,

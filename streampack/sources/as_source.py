@@ -17,8 +17,7 @@ from streampack.sources.mds import MDSSource
 from streampack.sources.memory import Columns, IterableSource, MapSource
 from streampack.sources.parquet import PARQUET, ParquetSource
 from streampack.sources.source import Source
-from streampack.sources.token_files import FORMAT
-from streampack.sources.token_shards import TokenShardSource
+from streampack.sources.token_shards import FORMAT, TokenShardSource
 from streampack.storage.listing import in_folder
 
 

@@ -1,27 +1,219 @@
-"""`TokenShardSource`: reads token shards, whose format is described in `token_files`.
+"""Token shards: files of tokenized documents, made for mapping into memory; `TokenShardSource`, which reads them.
 
-Shards on this machine are mapped into memory. Behind a URL, they are read by ranges.
+A folder holds shards and an ``index.json`` that names them. A shard, all numbers little-endian:
+
+| bytes | what |
+|---|---|
+| 4,096 | the header: a JSON object, filled up with spaces, a line's end last |
+| ``tokens`` x 2 or 4 | the documents' tokens, end to end, ``uint16`` or ``uint32`` as ``dtype`` says |
+| 0 to 6 | zeros, up to a multiple of 8 |
+| (``documents`` + 1) x 8 | ``int64``: where each document begins, counted in tokens; the end last |
+| ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 if its label is -100 |
+
+``crc32`` in the header is the checksum of all bytes behind the header. The index repeats what a reader needs of every
+header; when a shard is opened, the two are compared.
+
+Other programs can read the tokens with ``np.memmap(path, "<u2", offset=4096, shape=tokens)``.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from streampack.sources.documents import DocumentSource, Layout, Mask
 from streampack.sources.indexed import Offsets, read_indexes
 from streampack.sources.parts import Damage, Part
-from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, shard_of
 from streampack.storage.base import File
+from streampack.storage.folders import Folder
 from streampack.storage.listing import Name
 from streampack.storage.ranges import Block
 from streampack.storage.read_ahead import Shared
 from streampack.storage.retries import Storage
+from streampack.types import IntArray
+
+FORMAT = "streampack-tokens"
+VERSION = 1
+HEADER_BYTES = 4096  # a page of memory, so that the mapped tokens begin with a page
+DTYPES = ("uint16", "uint32")
+COUNTS = ("documents", "tokens", "crc32")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The description of a shard in its index and header, and where in the file its parts begin."""
+
+    name: str
+    dtype: str
+    documents: int
+    tokens: int
+    masked: bool
+    crc32: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def offsets_at(self) -> int:
+        """The byte where the offsets begin."""
+        return -(-(HEADER_BYTES + self.tokens * self.width) // 8) * 8
+
+    @property
+    def mask_at(self) -> int:
+        """The byte where the mask begins, if there is one."""
+        return self.offsets_at + 8 * (self.documents + 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.mask_at + (-(-self.tokens // 8) if self.masked else 0)
+
+
+def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
+    """Check the header of a shard, or its entry in an index, and return it as a `Shard`.
+
+    Raises:
+        ValueError: if it has another format or version, or a value is out of range.
+    """
+    if header.get("format") != FORMAT or header.get("version") != VERSION:
+        raise ValueError(
+            f"{name} is of format {header.get('format')!r}, version {header.get('version')!r}; this reads {FORMAT!r}, "
+            f"version {VERSION}"
+        )
+    counts = [header.get(key) for key in COUNTS]
+    sound = all(type(count) is int and 0 <= count < 1 << 48 for count in counts)
+    if header.get("dtype") not in DTYPES or type(header.get("masked")) is not bool or not sound:
+        raise ValueError(f"{name}: its description is damaged; make it anew")
+    return Shard(name, **{key: header[key] for key in ("dtype", "documents", "tokens", "masked", "crc32")})
+
+
+def read_header(folder: Folder, name: str) -> dict[str, Any] | None:
+    """Read the header of a shard; return None if there is no such file, or only a part of it.
+
+    Folders on this machine and object stores show no parts of files, but other file systems behind URLs may.
+
+    Raises:
+        ValueError: if the file is no token shard.
+    """
+    if (found := folder.head(name, HEADER_BYTES)) is None:
+        return None
+    raw, size = found
+    if size < HEADER_BYTES:
+        return None
+    header = _parsed(raw, shown=f"{folder.shown}/{name}")
+    return header if shard_of(name, header).size == size else None
+
+
+def misdescribed(raw: bytes, shard: Shard) -> str | None:
+    """Compare the header of a shard, ``raw``, with its description in the index; return how they differ, if so."""
+    try:
+        own = shard_of(shard.name, _parsed(raw, shown="the shard"))
+    except ValueError as error:
+        return str(error)
+    if own == shard:
+        return None
+    return (
+        f"it is not the shard that its index describes: its header says {own}, the index {shard}; one of them was "
+        "replaced: copy the folder anew, the index and all shards"
+    )
+
+
+def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{shown} is no token shard: it does not begin with a header")
+    return header
+
+
+class ShardWriter:
+    """Writes one shard, which has its name when it is complete.
+
+    Args:
+        folder: that is to hold the shard.
+        name: of the shard.
+        dtype: the type of the stored tokens, one of `DTYPES`.
+    """
+
+    def __init__(self, folder: Folder, name: str, *, dtype: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.unfinished = folder.begin(name)
+        self.file = self.unfinished.open("wb")
+        self.file.write(bytes(HEADER_BYTES))
+        self.offsets = array("q", [0])
+        self.trained: list[npt.NDArray[np.bool_]] = []
+        self.masked = False
+        self.crc32 = 0
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens written so far."""
+        return self.offsets[-1]
+
+    def append(self, tokens: IntArray, trained: npt.NDArray[np.bool_]) -> None:
+        """Write one document.
+
+        Raises:
+            ValueError: for a token id that does not fit into the shard's type.
+        """
+        limit = np.iinfo(self.dtype).max
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= limit:
+            bad = tokens[(tokens < 0) | (tokens > limit)][0]
+            raise ValueError(
+                f'token id {bad} does not fit into {self.dtype.name} (0 to {limit}); use dtype="uint32"'
+            )
+        self._write(tokens.astype(self.dtype).tobytes())
+        self.offsets.append(self.tokens + tokens.size)
+        self.trained.append(trained)
+        self.masked |= not trained.all()
+
+    def close(self, notes: Mapping[str, Any]) -> Shard:
+        """Complete the shard and give it its name. ``notes`` are further values for the header, by name."""
+        self._write(bytes(-(HEADER_BYTES + self.tokens * self.dtype.itemsize) % 8))
+        self._write(np.asarray(self.offsets).astype("<i8").tobytes())
+        if self.masked:
+            self._write(np.packbits(np.concatenate(self.trained), bitorder="little").tobytes())
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "documents": len(self.offsets) - 1,
+            "tokens": self.tokens,
+            "masked": self.masked,
+            "crc32": self.crc32,
+        }
+        text = json.dumps({**header, **notes}).encode()
+        assert len(text) < HEADER_BYTES, f"a header of {len(text)} bytes"
+        self.file.seek(0)
+        self.file.write(text.ljust(HEADER_BYTES - 1) + b"\n")
+        self.folder.complete(self.file, self.name)
+        return shard_of(self.name, header)
+
+    def abandon(self) -> None:
+        """Remove the unfinished file."""
+        with suppress(OSError):  # on a full disk, what is buffered cannot be written
+            self.file.close()
+        self.unfinished.unlink(missing_ok=True)
+
+    def _write(self, data: bytes) -> None:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.file.write(data)
 
 
 class TokenShardSource(DocumentSource):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from streampack.packing.groups import Group
 from streampack.sources.corpus_identity import first_difference
 from streampack.sources.reading import BadRecord, Reading
-from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
+from streampack.sources.token_shards import Shard, ShardWriter, read_header, shard_of
 from streampack.storage.folders import Folder
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Cursor, Row, Sample

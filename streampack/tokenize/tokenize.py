@@ -23,7 +23,7 @@ from streampack.sources.bad_records import BAD_RECORDS_FOLDER, SkipBad, quaranti
 from streampack.sources.corpus_identity import fingerprint_of
 from streampack.sources.indexed import INDEX
 from streampack.sources.source import shared_by_lanes
-from streampack.sources.token_files import DTYPES, FORMAT, VERSION
+from streampack.sources.token_shards import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
 from streampack.storage.folders import Folder, RemoteFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
