@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test slow test-eval test-ray test-torchtitan test-kernels mutants stress lint format bench paper models gpu wheels docs clean
+.PHONY: help setup quickstart test slow test-eval test-ray test-torchtitan test-kernels test-lowest test-newest test-wheel mutants stress lint format bench paper models gpu wheels docs dist publish clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -47,16 +47,32 @@ test-kernels: .site-kernels/.installed  ## kernels that are told where sequences
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
 		-p tests.harness.kernels_on_cpu tests/attention/test_mixers.py -k interpreted $(PYTEST_ARGS)
 
+# Without torchtune, which pins what it needs: its tests skip.
+test-lowest: $(VENV)-lowest/.installed  ## `make test` with the oldest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -p no:anyio -n $(JOBS) --dist worksteal \
+		-m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-newest: $(VENV)-newest/.installed  ## `make test` with the newest releases of torch, transformers and all else
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -p no:anyio -n $(JOBS) --dist worksteal \
+		-m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-wheel: dist  ## the README's commands from the built wheel, in a fresh environment far from the clone
+	rm -rf $(VENV)-wheel
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet $(WHEEL_ARGS) "$$(ls dist/*.whl)[hf,data,tune]"
+	PATH="$(CURDIR)/$(VENV)-wheel/bin:$$PATH" $(VENV)-wheel/bin/python -P tests/harness/installed.py
+
 mutants: setup  ## plant known faults, one at a time, and say which no test sees; resumable; ARGS="sources."
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 stress: $(VENV)/.installed-stress  ## the reliability table: kills, elastic resumes, a million packs; writes docs/reliability.md; ARGS="--list"
 	$(BIN)/python -m stress $(ARGS)
 
-lint: setup  ## ruff (lint, format) and mypy
+lint: setup  ## ruff (lint, format), mypy, and the schema of workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: setup  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
@@ -108,15 +124,24 @@ docs: $(VENV)/.installed-docs  ## the documentation as pages that open from disk
 	$(BIN)/python -m sphinx -q -b html -c docs -d build/doctrees -W --keep-going -n . build/docs
 	@echo "open build/docs/index.html"
 
+dist: $(VENV)/.installed-release  ## the wheel and the source distribution, checked: dist/
+	rm -rf dist build/lib
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+
+publish: $(VENV)/.installed-release  ## upload dist/; in the workflow of a release, which the index trusts
+	$(BIN)/python -m twine upload --non-interactive dist/*
+
 clean:  ## remove .venv, builds, caches, and the quickstart's runs; what you trained in outputs/ stays
-	rm -rf $(VENV) $(VENV)-torchtitan .site-gpu .site-kernels wheels build dist *.egg-info outputs/quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* .site-gpu .site-kernels wheels build dist *.egg-info outputs/quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: pip runs again only when what it reads has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found on the PATH; install one or set PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[tune,hf,zstd,dev]"
+	$(BIN)/python -m pip install --quiet "pip>=25.1"  # the first that knows --group
+	$(BIN)/python -m pip install -c constraints.txt -e ".[tune,hf,data]" --group dev
 	@touch $@
 
 .site-gpu/.installed: $(wildcard wheels/*.whl)
@@ -125,7 +150,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-stress: $(VENV)/.installed
-	$(BIN)/python -m pip install -c constraints.txt -e ".[stress]"
+	$(BIN)/python -m pip install -c constraints.txt --group stress
 	@touch $@
 
 $(VENV)/.installed-eval: $(VENV)/.installed
@@ -151,9 +176,27 @@ $(VENV)-torchtitan/.installed: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m pip install -c constraints.txt --group docs
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
-	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m pip install -c constraints.txt --group bench
+	@touch $@
+
+$(VENV)/.installed-release: $(VENV)/.installed
+	$(BIN)/python -m pip install -c constraints.txt --group release
+	@touch $@
+
+# pip takes the newest that is allowed; uv can be asked for the oldest.
+$(VENV)-lowest/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet uv
+	$(@D)/bin/python -m uv pip install --python $(@D)/bin/python --resolution lowest-direct -e ".[hf,data]"
+	$(@D)/bin/python -m uv pip install --python $(@D)/bin/python pytest pytest-xdist hypothesis
+	@touch $@
+
+$(VENV)-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install -e ".[hf,data]" pytest pytest-xdist hypothesis
 	@touch $@

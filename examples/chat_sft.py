@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face model folder on chats of your own with transformers' Trainer, streamed and packed.
 
     pip install "streampack[hf]"
-    python examples/chat_sft.py --model my_model --data "chats/*.jsonl"
+    python -m streampack_examples.chat_sft --model my_model --data "chats/*.jsonl"
 
 A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}; the answers are
 trained. Kill it and run it again: it continues with the packs not trained yet, on another number of ranks too, if

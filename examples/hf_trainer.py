@@ -1,8 +1,8 @@
 """Train a small llama on the standard library's docstrings with transformers' Trainer, on a stream of packs.
 
     pip install "streampack[hf]"
-    python examples/hf_trainer.py                                  # half a minute on two cores
-    torchrun --nproc_per_node 2 examples/hf_trainer.py --gradient_accumulation_steps 1
+    python -m streampack_examples.hf_trainer                           # half a minute on two cores
+    torchrun --nproc_per_node 2 -m streampack_examples.hf_trainer --gradient_accumulation_steps 1
 
 Kill it and run it again, on another number of ranks if you like: it continues with the packs not trained yet.
 All of TrainingArguments are options.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from stdlib_text import pairs, random_llama, train_tokenizer
+from streampack_examples.stdlib_text import pairs, random_llama, train_tokenizer
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 from streampack import (

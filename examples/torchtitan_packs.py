@@ -11,7 +11,7 @@ not trained yet. All of torchtitan's flags are options.
 import json
 from pathlib import Path
 
-from stdlib_text import pairs, train_tokenizer
+from streampack_examples.stdlib_text import pairs, train_tokenizer
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 

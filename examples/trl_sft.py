@@ -1,8 +1,8 @@
 """Train with TRL's SFTTrainer on a stream of packs: TRL tokenizes and masks the prompts, streampack packs.
 
     pip install "streampack[hf]" trl
-    python examples/trl_sft.py                                     # half a minute on two cores
-    torchrun --nproc_per_node 2 examples/trl_sft.py --gradient_accumulation_steps 1
+    python -m streampack_examples.trl_sft                              # half a minute on two cores
+    torchrun --nproc_per_node 2 -m streampack_examples.trl_sft --gradient_accumulation_steps 1
 
 Kill it and run it again, on another number of ranks if you like: it continues with the packs not trained yet.
 All of SFTConfig are options; leave `packing` alone, which is TRL's own.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from stdlib_text import pairs, random_llama, train_tokenizer
+from streampack_examples.stdlib_text import pairs, random_llama, train_tokenizer
 from transformers import HfArgumentParser, set_seed
 from trl import SFTConfig, SFTTrainer
 

@@ -19,10 +19,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from streampack.accounting import Ledger
-from streampack.types import IGNORE_INDEX, Fragment, Pack, Sample
-
 if TYPE_CHECKING:
+    from streampack.accounting import Ledger
     from streampack.attention import find_leaks, make_mask, prepare_model_for_packing
     from streampack.integrations.hf_trainer import prepare_trainer_for_packing
     from streampack.loader import PackedDataLoader
@@ -66,8 +64,9 @@ if TYPE_CHECKING:
     from streampack.sources.bad_records import Quarantine
     from streampack.storage import Storage
     from streampack.streaming import IterablePackedDataset
+    from streampack.types import IGNORE_INDEX, Fragment, Pack, Sample
 
-__version__ = "0.1.0"  # pyproject.toml reads it from here
+__version__ = "0.2.0"  # pyproject.toml reads it from here
 
 __all__ = [
     "IGNORE_INDEX",
@@ -118,8 +117,9 @@ __all__ = [
     "summed_cross_entropy",
 ]
 
-# Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
+# Importing torch takes over a second and numpy a tenth, which `streampack --help` need not wait for.
 _MODULES = {
+    "accounting": "Ledger",
     "attention": "find_leaks make_mask prepare_model_for_packing",
     "integrations.hf_trainer": "prepare_trainer_for_packing",
     "loader": "PackedDataLoader",
@@ -136,6 +136,7 @@ _MODULES = {
     "sources.bad_records": "Quarantine",
     "storage": "Storage",
     "streaming": "IterablePackedDataset",
+    "types": "IGNORE_INDEX Fragment Pack Sample",
 }
 
 

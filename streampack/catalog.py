@@ -1,4 +1,4 @@
-"""The project's recipes and configs by name, and the error message for an unknown name."""
+"""The project's recipes, configs and examples by name, and the error message for an unknown name."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ RECIPES: dict[str, tuple[str, ...]] = {
 """Every recipe, and the configs made for it. The table is written by hand, because finding them would mean importing
 recipes; `tests/test_cli.py` compares it with the folders."""
 
+EXAMPLES = ("chat_sft", "hf_trainer", "trl_sft", "torchtitan_packs", "context_parallel")
+"""Scripts to copy: ``python -m streampack_examples.chat_sft`` runs one as it is."""
+
 NOT_LISTED = "neither a name that `streampack ls` lists"
 """The beginning of a rule for `unknown`, which goes on with "nor ..."."""
 
@@ -26,11 +29,12 @@ class UsageError(ValueError):
 
 
 def our_files() -> dict[str, Path]:
-    """Return the file of every recipe and config of ours, by name."""
+    """Return the file of every recipe, config and example of ours, by name."""
     recipes, configs = folder_of("streampack_recipes"), folder_of("streampack_configs")
     files = {name: recipes / f"{name}.py" for name in RECIPES}
     files |= {name: configs / f"{name}.yaml" for names in RECIPES.values() for name in names}
-    return files
+    examples = folder_of("streampack_examples")
+    return files | {name: examples / f"{name}.py" for name in EXAMPLES}
 
 
 def config_file(config: str) -> Path:

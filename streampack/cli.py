@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack import __version__
-from streampack.catalog import RECIPES, UsageError, config_file, our_files, unknown
+from streampack.catalog import EXAMPLES, RECIPES, UsageError, config_file, our_files, unknown
 from streampack.launch import run_recipe, trust_named
 from streampack.validation import raised_here
 from streampack.words import Parser, Word, json_object, positive, ranks, shard
@@ -150,15 +150,16 @@ def require_torchtune() -> None:
 # Recipes and configs.
 
 
-@command("list recipes and configs", "streampack ls")
+@command("list recipes, configs and examples", "streampack ls")
 def ls(options: Options) -> None:
     print(f"{'RECIPE':<40} CONFIG")
     for recipe, configs in RECIPES.items():
         for row, config in enumerate(configs):
             print(f"{recipe if row == 0 else '':<40} {config}")
+    print("\nEXAMPLE", *EXAMPLES, sep="\n")
 
 
-@command("print a config or a recipe", "streampack cat quickstart", words=[NAME])
+@command("print a config, a recipe or an example", "streampack cat quickstart", words=[NAME])
 def cat(options: Options) -> None:
     print(_file(options.name).read_text(encoding="utf-8"), end="")
 
@@ -166,12 +167,12 @@ def cat(options: Options) -> None:
 def _file(name: str) -> Path:
     files = our_files()
     if name not in files:
-        raise UsageError(unknown("recipe or config", name, files, rule="`streampack ls` lists them"))
+        raise UsageError(unknown("recipe, config or example", name, files, rule="`streampack ls` lists them"))
     return files[name]
 
 
 @command(
-    "copy a config or a recipe, to make it yours",
+    "copy a config, a recipe or an example, to make it yours",
     "streampack cp quickstart my.yaml",
     words=[
         NAME,
@@ -259,9 +260,7 @@ def inspect(options: Options) -> None:
     if of_files and options.max_seq_len is None:
         raise UsageError("--max-seq-len is missing: give the tokens of a pack, such as --max-seq-len 4096")
     if options.json != "-" and importlib.util.find_spec("rich") is None:
-        raise UsageError(
-            "rich, which prints this, is missing: pip install 'streampack[inspect]'; or --json -"
-        )
+        raise UsageError("rich, which prints this, is missing: pip install 'streampack[data]'; or --json -")
     config = None if of_files else read(options)
     from streampack.inspection.commands import inspect_config, inspect_files, show
 

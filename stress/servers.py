@@ -125,7 +125,7 @@ def moto_server() -> Iterator[int]:
         NotRun: if moto is not installed.
     """
     if any(find_spec(module) is None for module in ("moto", "flask", "flask_cors")):
-        raise NotRun("moto is not installed: pip install 'streampack[stress]'")
+        raise NotRun("moto is not installed: pip install --group stress")
     port = free_port()
     with listening([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port):
         yield port

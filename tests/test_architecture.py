@@ -28,7 +28,16 @@ LAYERS = (
     "training", "inspection", "launch words recipes", "cli", "__main__",
 )  # fmt: skip
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units.split()}
-RECIPES = ("streampack_recipes", "streampack_configs", "recipes", "configs", "benchmarks", "tests")
+RECIPES = (
+    "streampack_recipes",
+    "streampack_configs",
+    "streampack_examples",
+    "examples",
+    "recipes",
+    "configs",
+    "benchmarks",
+    "tests",
+)
 
 # What `import streampack` must not need: what the extras bring.
 EXTRAS = [
@@ -155,9 +164,20 @@ def test_a_public_name_is_documented(name: str) -> None:
 def test_every_package_is_installed_in_one_version() -> None:
     folders = {name_of(path) for path in PACKAGE.rglob("__init__.py")}
     listed = PROJECT["tool"]["setuptools"]["packages"]
-    assert set(listed) == folders | {"streampack_recipes", "streampack_configs"}
+    assert set(listed) == folders | {"streampack_recipes", "streampack_configs", "streampack_examples"}
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "streampack.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", streampack.__version__)
+
+
+def test_workflows_run_make_targets_and_nothing_else() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert [path.stem for path in files] == ["nightly", "push", "release"]
+    text = "".join(path.read_text() for path in files)
+    [nightly] = re.findall(r"target: \[(.*)\]", text)
+    run = re.findall(r"run: (\w+) (\S+)", text)
+    assert {command for command, _ in run} == {"make"}
+    assert {target for _, target in run} - {'"$TARGET"'} | set(nightly.split(", ")) <= targets
 
 
 def test_the_transformers_that_is_promised_is_the_one_that_is_tested() -> None:

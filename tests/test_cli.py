@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import streampack_configs
+import streampack_examples
 import streampack_recipes
 
 from streampack import __version__, cli
 from tests.harness.raising import fail
 
-RECIPES, CONFIGS = (Path(package.__path__[0]) for package in (streampack_recipes, streampack_configs))
+RECIPES, CONFIGS, EXAMPLES = (
+    Path(package.__path__[0]) for package in (streampack_recipes, streampack_configs, streampack_examples)
+)
 RECIPE = """\
 import json, pathlib, sys
 def recipe_main():
@@ -61,9 +64,10 @@ def python(*words: str, cwd: Path) -> tuple[int, str, str]:
 
 
 def listed(text: str) -> list[list[str]]:
-    """The pairs of recipes and configs that `ls` prints."""
+    """The pairs of recipes and configs that `ls` prints, and the examples."""
     head, *lines = [line.split() for line in text.splitlines()]
     assert head == ["RECIPE", "CONFIG"]
+    lines.remove(["EXAMPLE"])
     return lines
 
 
@@ -111,8 +115,8 @@ def test_ls_lists_all_recipes_and_configs(capsys: Capture) -> None:
         runs |= {path.stem} if "recipe_main" in names else set()
     found = [words for line in listed(out_of(capsys, "ls")) for words in line]
     configs = {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml")}
-    assert set(found) == runs | configs
-    assert not runs & configs, "one name, two files"
+    examples = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__", "stdlib_text"}
+    assert sorted(found) == sorted([*runs, *configs, *examples]), "one name, one file"
 
 
 def test_files_are_printed_and_copied_and_nothing_is_overwritten(here: Path, capsys: Capture) -> None:
@@ -228,7 +232,7 @@ UNKNOWN = "neither a name that `streampack ls` lists nor a"
         ("run dpo", "recipe dpo needs --config with "),
         (
             "cp quickstrat .",
-            "unknown recipe or config 'quickstrat': `streampack ls` lists them; did you mean",
+            "unknown recipe, config or example 'quickstrat': `streampack ls` lists them; did you mean",
         ),
         (
             "validate quickstrat",

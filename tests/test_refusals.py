@@ -290,7 +290,7 @@ def test_a_config_is_refused_before_it_runs(
 @pytest.mark.parametrize(
     ("package", "open_door", "extra"),
     [
-        ("pyarrow", lambda: first("rows.parquet"), "reading Parquet needs pyarrow: pip install 'streampack[parquet]'"),
+        ("pyarrow", lambda: first("rows.parquet"), "reading Parquet needs pyarrow: pip install 'streampack[data]'"),
         ("torchtune", lambda: main(["validate", "quickstart"]), "pip install 'streampack[tune]'"),
     ],
     ids=["pyarrow", "torchtune"],

@@ -79,7 +79,7 @@ class ParquetSource(FileSource):
         try:
             import pyarrow.parquet  # noqa: F401 - it is used later; if it is missing, that is an error now
         except ImportError as error:
-            raise ImportError("reading Parquet needs pyarrow: pip install 'streampack[parquet]'") from error
+            raise ImportError("reading Parquet needs pyarrow: pip install 'streampack[data]'") from error
         if isinstance(columns, str) or (columns is not None and not columns):
             raise ValueError(f"columns={columns!r} is no list of columns; give their names, or None for all")
         self.columns = None if columns is None else list(columns)

@@ -35,7 +35,7 @@ class _Zstd(io.RawIOBase):
         try:
             import pyarrow
         except ImportError as error:
-            raise ImportError("reading .zst files needs pyarrow: pip install 'streampack[zstd]'") from error
+            raise ImportError("reading .zst files needs pyarrow: pip install 'streampack[data]'") from error
         self.stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(io.BufferedReader(raw), "r"), "zstd")
 
     def readable(self) -> bool:

@@ -20,9 +20,6 @@ SCHEMES = ("http", "https", "s3", "hf", *STORES)
 """The schemes that are read, besides those that a user has registered with fsspec. fsspec knows others, but some of
 them run programs, open archives or read files of this machine."""
 
-EXTRAS = {"s3": "s3", "hf": "hf", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
-"""The extra of this package that brings the file system of a scheme."""
-
 TEMPORARY = (408, 425, 429)  # HTTP statuses after which a request is tried again, besides 5xx
 SLOWEST = 1 << 20
 """Bytes per second: a file that is stored at a lower rate is given up, and tried again."""
@@ -348,9 +345,8 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
         # fsspec's cache of file systems would keep this one, and its secrets, after the source is gone.
         filesystem = fsspec.filesystem(scheme, **options, skip_instance_cache=True)
     except ImportError as error:
-        # What fsspec says of other schemes names the package: "Install adlfs to access ...".
-        extra = f"pip install 'streampack[{EXTRAS[scheme]}]'" if scheme in EXTRAS else str(error)
-        raise ImportError(f"reading {scheme}:// needs more: {extra}") from error
+        extra = "hf" if scheme == "hf" else "remote"
+        raise ImportError(f"reading {scheme}:// needs more: pip install 'streampack[{extra}]'") from error
     except (TypeError, ValueError) as error:
         what = (
             f"the storage's options do not fit {scheme}:// ({type(error).__name__}): it may lack the account"

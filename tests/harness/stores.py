@@ -295,7 +295,7 @@ def running(kind: str, folder: Path) -> Iterator[Store]:
 def lacking(kind: str) -> str | None:
     """Return what must be installed to run a store; None if nothing is missing."""
     if kind == "s3" and any(find_spec(name) is None for name in ("s3fs", "moto", "flask", "flask_cors")):
-        return "needs moto: pip install 'streampack[stress]'"
+        return "needs moto: pip install --group stress"
     if kind == "gs" and (find_spec("gcsfs") is None or shutil.which("fake-gcs-server") is None):
         return "needs the package gcsfs and the program fake-gcs-server"
     if kind == "az" and (find_spec("adlfs") is None or shutil.which("azurite-blob") is None):

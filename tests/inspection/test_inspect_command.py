@@ -208,7 +208,7 @@ def test_without_rich_it_writes_json(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     words = ["inspect", str(path), "--max-seq-len", "4"]
     assert cli.main(words) == 2
-    assert "pip install 'streampack[inspect]'; or --json -" in capsys.readouterr().err
+    assert "pip install 'streampack[data]'; or --json -" in capsys.readouterr().err
     assert cli.main([*words, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 2
 

@@ -199,9 +199,9 @@ def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.Mo
     )
     install, train, inspect = map(shlex.split, block.splitlines())
 
-    assert install[:3] == ["pip", "install", "-e"]
+    assert install[:2] == ["pip", "install"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"\w+", install[3])) <= extras.keys()
+    assert set(re.findall(r"\w+", install[2])) <= {"streampack", *extras}
 
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_level(pad_token="</s>")
@@ -211,9 +211,9 @@ def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.Mo
     turns = [{"role": "user", "content": "what is this"}, {"role": "assistant", "content": "a test"}]
     Path("chats/rows.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 400)
 
-    assert train[:2] == ["python", "examples/chat_sft.py"]
-    main = runpy.run_path(str(EXAMPLES / "chat_sft.py"))["main"]
-    trainer = main([*train[2:], "--use_cpu", "True", "--disable_tqdm", "True", "--strategy", "best_fit"])
+    assert train[:2] == ["python", "-m"]
+    main = runpy.run_module(train[2])["main"]
+    trainer = main([*train[3:], "--use_cpu", "True", "--disable_tqdm", "True", "--strategy", "best_fit"])
     assert "best_fit" in (Path(trainer.args.output_dir) / "report.html").read_text(), (
         "as inspect may recommend"
     )

@@ -324,8 +324,8 @@ def test_only_stores_and_registered_file_systems_are_read() -> None:
 @pytest.mark.parametrize(
     ("scheme", "error", "message"),
     [
-        ("gs", ImportError("canary"), r"reading gs:// needs more: pip install 'streampack\[gs\]'"),
-        ("abfs", ImportError("canary"), r"reading abfs:// needs more: pip install 'streampack\[az\]'"),
+        ("gs", ImportError("canary"), r"reading gs:// needs more: pip install 'streampack\[remote\]'"),
+        ("abfs", ImportError("canary"), r"reading abfs:// needs more: pip install 'streampack\[remote\]'"),
         (
             "az",
             ValueError("canary"),
