@@ -24,10 +24,11 @@ setup: $(VENV)/.installed  ## make .venv with streampack, editable, and all it n
 quickstart: setup  ## train a small model on streamed, packed text; ARGS="..." goes to it
 	$(BIN)/python -m streampack_recipes.quickstart $(ARGS)
 
-# One thread in each test process: two workers with a thread pool each only wait for one another on two cores.
+# One thread in each test process: two workers with a thread pool each only wait for one another on two cores. Bytecode
+# is kept whatever the caller's environment says: each process compiles all tests otherwise, 4 s of CPU time a process.
 test: setup  ## every test that needs neither a GPU nor minutes, and the ten slowest; PYTEST_ARGS="..." goes to pytest
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10 \
-		-m "not slow and not gpu" $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+		--durations=10 -m "not slow and not gpu" $(PYTEST_ARGS)
 
 slow: setup  ## the tests that take minutes, and those for a GPU where there is one
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10 -m "slow or gpu" $(PYTEST_ARGS)

@@ -1,18 +1,16 @@
 import gc
 import os
+import sys
 from collections.abc import Callable
 
 import pytest
-from torch.utils.data import _utils as torch_loader
 
 from tests.harness.models_table import file_record
 
 # Configs of tests name components of tests, in the processes that tests start, too.
 os.environ.setdefault("STREAMPACK_TRUST", "tests")
 
-# torch waits so many seconds (5.0) for the workers of an iterator that the garbage collector frees, as it does after an
-# error: their queues may be gone by then, so that they do not hear of the end. The wait falls into any later test.
-torch_loader.MP_STATUS_CHECK_INTERVAL = 0.5
+gc.disable()  # until all is imported: none of it can be freed
 
 # A machine lent for the GPU tests may have a bare pytest; the property tests are not among those.
 try:
@@ -55,6 +53,15 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of garbage collections: accelerate makes a whole one at each end of a training."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(10_000, 20, 50)
+    if loader := sys.modules.get("torch.utils.data._utils"):
+        # torch waits so many seconds (5.0) for the workers of an iterator that the garbage collector frees, as it does
+        # after an error: their queues may be gone by then, so that they do not hear of the end. The wait falls into
+        # any later test.
+        loader.MP_STATUS_CHECK_INTERVAL = 0.5
+    if processes := sys.modules.get("tests.harness.processes"):
+        processes.start_server()
 
 
 @pytest.fixture(scope="session")

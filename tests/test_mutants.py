@@ -67,7 +67,7 @@ def test_refusal():
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("faults.absent", "cannot be planted"),
+        pytest.param("faults.absent", "cannot be planted", marks=pytest.mark.slow),
         ("faults.breaks", "broke by itself"),
         pytest.param("faults.wrong_arguments", "broke by itself", marks=pytest.mark.slow),
     ],

@@ -14,34 +14,23 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-# Importing torchtune or transformers takes seconds, so one server does it and ranks are forked from it: unlike the test
-# process, it has no threads and has run no model. What is not installed is left out.
+# Importing torch and transformers takes seconds, so ranks are forked from a server that has them: see `start_server`.
 _server = mp.get_context("forkserver")
-_server.set_forkserver_preload(
-    [
-        "streampack_recipes.full_finetune",
-        "streampack_recipes.lora_finetune",
-        "streampack_recipes.dpo",
-        "streampack.integrations.hf_trainer",
-        "transformers.trainer",
-        "transformers.models.llama.modeling_llama",
-        "accelerate",
-        "datasets",
-        "hypothesis",
-        "pytest",
-    ]
-)
+_server.set_forkserver_preload([])
 PR_SET_PDEATHSIG = 1  # prctl(2)
 DUMP_AFTER = 30.0  # seconds; half the time after which the loaders of most jobs give up on a peer
 GRACE = 20.0  # seconds that ranks have to end in after one has failed
@@ -58,6 +47,33 @@ class ExitWith:
     """Return value of a job whose process is to exit at once, as after an uncaught error."""
 
     value: Any
+
+
+def start_server() -> None:
+    """Fork the server from this process, which has imported what tests use; torch must have no threads here yet."""
+
+    def fork(_executable: str, arguments: list[str], files: list[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            for file in open_files() - before - {*files}:
+                with suppress(OSError):
+                    os.close(file)  # else it would not notice that this process ends
+            for output in (1, 2):  # in which pytest would show what ranks print
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+            warnings.resetwarnings()  # pytest's make errors of them
+            try:
+                exec(arguments[-1])
+            finally:
+                os._exit(0)
+        return pid
+
+    def open_files() -> set[int]:
+        return {int(path.name) for path in Path("/dev/fd").iterdir()}
+
+    resource_tracker.ensure_running()
+    before = open_files()
+    with mock.patch("multiprocessing.util.spawnv_passfds", fork):
+        forkserver.ensure_running()
 
 
 def open_store() -> dist.TCPStore:
@@ -98,7 +114,7 @@ def run_forked(
 
 
 def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:
-    """Start one process that has imported torchtune already, for a test to kill."""
+    """Start one process that has imported what this one had at its beginning, for a test to kill."""
     process = _server.Process(target=_call_alone, args=(function, args))
     process.start()
     return process
@@ -110,7 +126,7 @@ class Ranks:
     Args:
         size: number of ranks.
         join: initialise torch's process group (gloo). False: set the environment variables that torchrun would set.
-        store: of ranks that do not join. With it, they are forked from a server that has imported what recipes need.
+        store: of ranks that do not join. With it, they are forked from a server that has run nothing.
             None: they are forked from this process, which is fast; it must have no threads that ranks wait for.
         job: a function and its arguments, which each rank calls at once, and exits if it raises.
     """
