@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeGuard
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from streampack.packing.batch import Batch
+from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.groups import paths_of
-from streampack.types import IGNORE_INDEX
+from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups
 
 BOUNDARY_KEYS = (
     "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
@@ -144,6 +144,20 @@ def _mark_starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor
             f"give {BOUNDARY_KEYS} (FlatteningCollator returns position_ids unless told not to)"
         )
     return starts
+
+
+def untrained_batch(
+    tokens: torch.Tensor, lengths: Sequence[int], parents: Sequence[int] | None = None
+) -> Batch:
+    """Return a pack of sequences of these ``lengths``, then padding, as a batch on the device of ``tokens``.
+
+    ``parents`` are those of `PackGroups`; None: no sequence continues another.
+    """
+    ids = tokens.numpy(force=True)
+    groups = None if parents is None else PackGroups(tuple(parents), (IGNORE_INDEX,) * len(lengths), {}, {})
+    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
+    pack = Pack(ids, np.full(ids.size, IGNORE_INDEX), tuple(lengths), fragments, groups=groups)
+    return stack_packs([pack]).to(tokens.device)
 
 
 def shares_prefixes(batch: Packed) -> TypeGuard[Batch]:

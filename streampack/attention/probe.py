@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from streampack.attention.calls import inputs_of, logits_of, native_call, uncompiled
 from streampack.attention.families import media_tokens, position_table
+from streampack.attention.layout import untrained_batch
 from streampack.attention.report import Kind, Leak, LeakReport
-from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.batch import Batch
 from streampack.packing.groups import paths_of
-from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups
 
 PROBE_LENGTH = 256
 """Tokens of the pack for a model without windows: two blocks of a block mask."""
@@ -173,7 +173,8 @@ def find_leaks(
                 length = tokens.shape[1]
                 if as_written is None:
                     rest = pack.tokens.shape[1] - length
-                    alone = run_model(_pack_of(nn.functional.pad(tokens, (0, rest)), [length]))[:length]
+                    padded = untrained_batch(nn.functional.pad(tokens[0], (0, rest)), [length])
+                    alone = run_model(padded)[:length]
                 else:
                     alone = as_written(tokens)
                 own = alone[length - (place.stop - place.start) :]
@@ -332,16 +333,7 @@ def _make_pack(
     lengths = [max(1, int(fraction * min(max_seq_len, PROBE_LENGTH))) for fraction in fractions]
     lengths[fractions.index(max(fractions))] += max(0, max_seq_len - PROBE_LENGTH)
     tokens = torch.randint(0, vocab_size, (1, max_seq_len), generator=generator)
-    return _pack_of(tokens, lengths, parents=GROUP_PARENTS if groups else None), lengths
-
-
-def _pack_of(tokens: torch.Tensor, lengths: list[int], *, parents: tuple[int, ...] | None = None) -> Batch:
-    """Return ``tokens`` ``[1, max_seq_len]`` as a batch of one pack: samples of these lengths, then padding."""
-    ids = tokens[0].numpy(force=True)
-    groups = None if parents is None else PackGroups(parents, (IGNORE_INDEX,) * len(lengths), {}, {})
-    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
-    pack = Pack(ids, np.full(ids.size, IGNORE_INDEX), tuple(lengths), fragments, groups=groups)
-    return stack_packs([pack]).to(tokens.device)
+    return untrained_batch(tokens[0], lengths, GROUP_PARENTS if groups else None), lengths
 
 
 def _vocabulary_of(module: nn.Module | None) -> int:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from streampack.attention.backends import auto_backends, compute_dtype, why_not_backend
-from streampack.attention.flash import flash_attention
+from streampack.attention.backends import auto_backends, compute_dtype, flash_attention, why_not_backend
 from streampack.attention.layout import as_packed, shares_prefixes, visible_of
 from streampack.attention.masks import dense_mask, flex_attention_of, flex_mask
 from streampack.attention.varlen import Boundaries, varlen_attention

@@ -28,16 +28,18 @@ from streampack.attention.layout import (
 from streampack.attention.masks import dense_mask, flex_mask
 from streampack.attention.mixers import LENGTHS, find_mixers, split_mixers
 from streampack.attention.pretrained import (
+    REGISTERED_NAMES,
     current_attention,
     disable_cache,
     find_pretrained,
     is_stateful,
+    keywords_of,
+    register_functions,
     set_attention,
     stock_attention,
     why_not_settable,
 )
 from streampack.attention.probe import TRIED, find_leaks
-from streampack.attention.registered import REGISTERED_NAMES, keywords_of, register_functions
 from streampack.attention.varlen import Boundaries
 from streampack.packing.batch import Batch
 from streampack.validation import require_token_ids

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from streampack.packing.batch import Batch, stack_packs
+from streampack.attention.layout import untrained_batch
+from streampack.packing.batch import Batch
 from streampack.packing.groups import ROOT
 from streampack.scoring.requests import Request
-from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack, PackGroups
+from streampack.types import IntArray
 
 LEAST_SHARED = 16
 """Tokens that two requests must begin with alike to become one tree. A tree is never split, so it is harder to pack."""
@@ -149,12 +151,9 @@ def lay_out(trees: Sequence[Tree], requests: Sequence[Request]) -> tuple[Batch, 
 
 def batch_of(segments: Sequence[IntArray], parents: Sequence[int]) -> Batch:
     """Make a batch of one row, in which nothing is trained."""
-    lengths, groups = tuple(segment.size for segment in segments), None
-    if any(parent != ROOT for parent in parents):
-        groups = PackGroups(tuple(parents), (IGNORE_INDEX,) * len(lengths), {}, {})
-    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
-    tokens = np.concatenate(segments)
-    return stack_packs([Pack(tokens, np.full(tokens.size, IGNORE_INDEX), lengths, fragments, groups=groups)])
+    shared = any(parent != ROOT for parent in parents)
+    tokens = torch.from_numpy(np.concatenate(segments))
+    return untrained_batch(tokens, [segment.size for segment in segments], parents if shared else None)
 
 
 def _places(predictors: IntArray, end: Node) -> IntArray:

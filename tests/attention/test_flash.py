@@ -15,8 +15,8 @@ import pytest
 import torch
 
 # private: without a GPU, no prepared model calls flash-attn
-from streampack.attention import flash, varlen_attention
-from streampack.attention.flash import choose_flash, flash_attention, why_not_flash
+from streampack.attention import backends, varlen_attention
+from streampack.attention.backends import choose_flash, flash_attention, why_not_backend
 from tests.oracle.attention import tensors
 
 CUDA = torch.device("cuda")
@@ -59,8 +59,8 @@ def install(patch: pytest.MonkeyPatch, *names: str, gpu: tuple[int, int] = (9, 0
     module = ModuleType("flash_attn")
     module.__dict__["flash_attn_varlen_func"] = generation_2
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu)
-    patch.setattr(flash, "_flash2", None)
-    patch.setattr(flash, "activate_flash_attention_impl", activate)
+    patch.setattr(backends, "_flash2", None)
+    patch.setattr(backends, "activate_flash_attention_impl", activate)
     patch.setitem(sys.modules, "flash_attn", module if "FA2" in names else None)  # type: ignore[arg-type]
     return switched
 
@@ -122,7 +122,7 @@ def test_it_computes_what_varlen_attention_computes(
 def test_what_it_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "FA2")
     good: dict[str, Any] = {"device": CUDA, "dtype": torch.bfloat16, "head_dim": 128, "softcap": 50.0}
-    assert why_not_flash(**good) is None
+    assert why_not_backend("flash", **good) is None
     why = "flash attention computes in 16 bits and the model computes in torch.float32"
-    assert why_not_flash(**good | {"dtype": torch.float32}) == why
-    assert "at most 256" in str(why_not_flash(**good | {"head_dim": 264}))
+    assert why_not_backend("flash", **good | {"dtype": torch.float32}) == why
+    assert "at most 256" in str(why_not_backend("flash", **good | {"head_dim": 264}))
