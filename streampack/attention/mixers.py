@@ -157,10 +157,10 @@ class _Sequences:
     def by_size(
         self, shape: torch.Size, device: torch.device, *, least: int
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the tokens of the sequences, those of one size together, and where each token of the packs is in them.
+        """Return the tokens of the sequences, those of about one size together, and where each token is in them.
 
-        A size is a power of two up to `CHUNK`, or a multiple of it, and is a multiple of ``least``, a power of two;
-        behind a shorter sequence its last token is repeated.
+        Together are those up to the same power of two, or from `CHUNK` on up to the same multiple of it. Their size is
+        that of the longest, as a multiple of ``least``, a power of two; shorter ones repeat their last token.
 
         Returns:
             for each size ``[sequences, size]``; and ``[tokens]``, of the places in these, laid end to end.
@@ -172,8 +172,9 @@ class _Sequences:
             chunk = max(CHUNK, least)
             sizes = np.where(lengths > chunk, -(-lengths // chunk) * chunk, powers.clip(least))
             begin, places, groups = 0, np.empty_like(starts), []
-            for size in np.unique(sizes):
-                (chosen,) = np.nonzero(sizes == size)
+            for bound in np.unique(sizes):
+                (chosen,) = np.nonzero(sizes == bound)
+                size = -(-lengths[chosen].max() // least) * least
                 within = np.minimum(np.arange(size), lengths[chosen, None] - 1)
                 groups.append(_moved(starts[chosen, None] + within, device))
                 places[chosen] = begin + size * np.arange(len(chosen))

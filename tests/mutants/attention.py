@@ -136,3 +136,9 @@ def chained(batch: Any) -> Any:
     )
     paths = stack_paths(parents, batch.seq_lens.shape[1])
     return replace(batch, groups=replace(groups, parents=parents, paths=paths))
+
+
+@replaces("streampack.training.data:join_documents")
+def joined_sequences_as_long_as_a_document(good, batch):
+    """Where documents are joined, kernels are told the length of the longest one, and compute no more of a sequence."""
+    return replace(good(batch), longest=batch.longest)
