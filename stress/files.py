@@ -210,11 +210,11 @@ def check_list(reasons: Mapping[str, str], corpus: Corpus, state: bytes) -> None
     """Check the list of the files that were left out: each with its reason, and each part once by each lane."""
     folder = Path(corpus.settings["skip_bad"])
     entries = listed(folder)
-    files = {entry["shard"] for entry in entries}
+    files = {Path(entry["path"]).name for entry in entries}
     assert files == set(reasons), f"the list has {sorted(files)} and not {sorted(reasons)}"
-    wrong = [entry for entry in entries if reasons[entry["shard"]] not in entry["reason"]]
+    wrong = [entry for entry in entries if reasons[Path(entry["path"]).name] not in entry["reason"]]
     assert not wrong, f"the list has other reasons: {wrong}"
     for path in folder.iterdir():
         found = [json.loads(line) for line in path.read_text().splitlines()]
-        lines = [(line["shard"], line["offset"]) for line in found]
+        lines = [(line["path"], line["offset"]) for line in found]
         assert len(set(lines)) == len(lines), "a lane lists a part twice"

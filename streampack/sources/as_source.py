@@ -9,8 +9,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from streampack.sources.arrow_dataset import ArrowDataset, is_readable
-from streampack.sources.hugging_face import HFSource
+from streampack.sources.hugging_face import ArrowDataset, HFSource, is_readable
 from streampack.sources.indexed import INDEX
 from streampack.sources.jsonl import JSON_LINES, JSONLSource
 from streampack.sources.mds import MDSSource

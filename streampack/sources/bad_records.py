@@ -34,10 +34,10 @@ class Quarantine:
     """A list of the bad records of a run, with a limit for each lane. A part that cannot be read is one bad record.
 
     Each lane appends to its own file, such as ``lane-00003.jsonl``, which has a line for each record: ``path`` (of its
-    file, or the URL, where it is in one), ``place`` (the same with the line, where lines are cheap to count), ``shard``
-    (the name of the file in the corpus), ``offset`` (the byte at which its line, or what is left of its file, begins,
-    or its row number) and ``reason``. A lane lists a record once, also if later epochs or a resume read it again. In a
-    mixture, later passes over a source are read by other lanes, which list it, too; reports count it once.
+    file, or the URL, where it is in one), ``place`` (the same with the line, where lines are cheap to count),
+    ``offset`` (the byte at which its line, or what is left of its file, begins, or its row number) and ``reason``. A
+    lane lists a record once, also if later epochs or a resume read it again. In a mixture, later passes over a source
+    are read by other lanes, which list it, too; reports count it once.
 
     Args:
         folder: where the files of one stream are written, on this machine. Without one nothing is listed, and each
@@ -53,7 +53,7 @@ class Quarantine:
     folder: str | os.PathLike[str] | None = None
     limit: int | float = BAD_FRACTION
     quiet: bool = False
-    # For each lane, the (shard, offset) of the records that its file lists.
+    # For each lane, the (path or place, offset) of the records that its file lists.
     _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, init=False, compare=False)
     _logged: set[str] = field(default_factory=set, init=False, compare=False)  # places
     _warned_of: set[str] = field(default_factory=set, init=False, compare=False)  # files
@@ -108,14 +108,15 @@ class Quarantine:
         if self.folder is None:
             self._log(source.locate(row_id), reason)
             return
-        file, key = Path(self.folder, f"lane-{lane:05d}.jsonl"), (source.shard(row_id), row_id[-1])
+        file, path = Path(self.folder, f"lane-{lane:05d}.jsonl"), source.path_of(row_id)
+        key = (path or source.locate(row_id), row_id[-1])
         # The lane's records are forgotten during the write: if that is interrupted, nobody knows whether the line is
         # there, and the next call reads the file again.
         known = self._known.pop(lane) if lane in self._known else _begun(file)
         if key not in known:
-            entry: dict[str, Any] = {"path": source.path_of(row_id), "place": source.locate(row_id)}
-            entry |= {"shard": key[0], "offset": key[1], "reason": reason[:LONGEST_REASON]}
-            line = json.dumps({name: value for name, value in entry.items() if value is not None})
+            entry: dict[str, Any] = {} if path is None else {"path": path}
+            entry |= {"place": source.locate(row_id), "offset": row_id[-1], "reason": reason[:LONGEST_REASON]}
+            line = json.dumps(entry)
             with file.open("ab", buffering=0) as stream:  # a kill can cut off only the newest line
                 stream.write(line.encode() + b"\n")
             known.add(key)
@@ -138,13 +139,12 @@ class Quarantine:
         found: dict[tuple[str, int], dict[str, Any]] = {}
         for path in files:
             for entry in _entries(b"" if path.is_symlink() else path.read_bytes()):
-                found.setdefault((entry["shard"], entry["offset"]), entry)
+                found.setdefault(_key(entry), entry)
         if not (entries := list(found.values())):
             return ""
         kinds = Counter(kind_of(entry["reason"]) for entry in entries).most_common(REPORTED_KINDS)
         counts = ", ".join(f"{count:,} {kind[:LONGEST_KIND]}" for kind, count in kinds)
-        first = entries[0].get("place", entries[0]["shard"])
-        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {first}"
+        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {entries[0]['place']}"
 
 
 def kind_of(reason: str) -> str:
@@ -220,7 +220,7 @@ def require_sound(source: Source, quarantine: Quarantine | None) -> None:
 
 
 def _begun(path: Path) -> set[tuple[str, int]]:
-    """Return the (shard, offset) of the records that a lane's file lists. An incomplete last line is removed."""
+    """Return the keys of the records that a lane's file lists. An incomplete last line is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():  # whoever may write to the folder could have any file cut and written to
         raise ValueError(f"{path} is a link, and is not followed; remove it, or name another folder")
@@ -230,7 +230,11 @@ def _begun(path: Path) -> set[tuple[str, int]]:
     whole = lines.rfind(b"\n") + 1
     if whole < len(lines):
         os.truncate(path, whole)
-    return {(entry["shard"], entry["offset"]) for entry in _entries(lines)}
+    return {_key(entry) for entry in _entries(lines)}
+
+
+def _key(entry: Mapping[str, Any]) -> tuple[str, int]:
+    return entry.get("path", entry["place"]), entry["offset"]
 
 
 def _entries(lines: bytes) -> list[dict[str, Any]]:
@@ -239,7 +243,7 @@ def _entries(lines: bytes) -> list[dict[str, Any]]:
     for line in lines.split(b"\n")[:-1]:
         with suppress(ValueError):
             entry = json.loads(line)
-            kinds = {"shard": str, "reason": str, "offset": int}
+            kinds = {"place": str, "reason": str, "offset": int}
             if isinstance(entry, dict) and {key: type(entry.get(key)) for key in kinds} == kinds:
                 found.append(entry)
     return found

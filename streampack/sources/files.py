@@ -45,10 +45,6 @@ class FileSource(Source):
     """Whether the files' ends may have to be read for their tags."""
 
     def __init__(self, corpus: Corpus) -> None:
-        self._hold(corpus)
-
-    def _hold(self, corpus: Corpus) -> None:
-        """Set all attributes that depend on the files."""
         self.corpus = corpus
         self.files = corpus.files
         self.local = corpus.local
@@ -149,10 +145,6 @@ class FileSource(Source):
     def locate(self, row_id: RowId) -> str:
         """Return the file and the record's number in it, from 0."""
         return f"{self.files[row_id[0]].shown}, {self.unit} {row_id[1]}"
-
-    def shard(self, row_id: RowId) -> str:
-        """Return the file's name in the corpus; of a later one of the same name, with its number among them."""
-        return self.corpus.distinct_names[row_id[0]]
 
     def path_of(self, row_id: RowId) -> str | None:
         """See `Source.path_of`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -16,7 +15,6 @@ from streampack.sources.lines import (
     ByteCount,
     Lines,
     no_json_lines,
-    other_format,
     parsed,
     way_out_of,
 )
@@ -24,7 +22,6 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
 from streampack.storage.compression import COMPRESSED, DAMAGED, content
-from streampack.storage.corpus import Corpus, require_some
 from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
@@ -92,15 +89,7 @@ class JSONLSource(FileSource):
         corpus = find_files(
             paths, manifest=manifest, endings=JSON_LINES, storage=storage,
         )  # fmt: skip
-        problems = {
-            file.path: reason
-            for file in corpus.files
-            if file.path not in corpus.problems and (reason := other_format(file))
-        }
-        super().__init__(require_some(replace(corpus, problems={**corpus.problems, **problems})))
-
-    def _hold(self, corpus: Corpus) -> None:
-        super()._hold(corpus)
+        super().__init__(corpus)
         self._count = ByteCount()
         self._kinds: dict[int, str | None] = {}
         sound = [number for number in range(len(self.files)) if number not in self.bad]

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from streampack.sources.parts import Damage, Part, Record
@@ -35,17 +34,6 @@ KINDS = {
 }
 """Kinds of files by their first bytes, none of which can begin a JSON object, and what to do with each."""
 
-READ_WITH = {
-    ".parquet": "read it with ParquetSource",
-    ".ds": "read it with DatatroveSource",
-    ".npy": "read it with FlatTokensSource",
-    ".bin": "read it with MegatronSource if an .idx lies beside it, else with FlatTokensSource",
-    ".idx": "read it with MegatronSource",
-    ".arrow": "let datasets read it: HFSource('arrow', data_files={}, split='train')",
-    ".csv": "let datasets read it: HFSource('csv', data_files={}, split='train')",
-    ".tsv": "let datasets read it: HFSource(datasets.load_dataset('csv', data_files={}, sep='\\t', split='train'))",
-}
-"""Ways to read files of other formats, by the endings of their names. ``{}`` stands for the path, as a literal."""
 _scan = json.JSONDecoder().raw_decode
 
 
@@ -82,17 +70,6 @@ def like_row(text: bytes) -> bool:
     return end < 0 or text[:end].rstrip()[-1:] == b"}"
 
 
-def other_format(file: File) -> str | None:
-    """Return why a file is no JSON lines, by its name, with what reads it; None if it may be.
-
-    >>> other_format(File("a.parquet", "a.parquet", 9))
-    'it is no file of JSON lines, judging by its name; read it with ParquetSource'
-    """
-    way_out = READ_WITH.get(Path(path_in(file.path)).suffix.lower())
-    shown = repr(file.shown)
-    return way_out and f"it is no file of JSON lines, judging by its name; {way_out.format(shown)}"
-
-
 def no_json_lines(head: bytes, path: str) -> str | None:
     r"""Return why a file with this beginning is no JSON lines: it is of a known kind, or none of its lines is a row.
 
@@ -120,6 +97,8 @@ def way_out_of(line: bytes, path: str) -> str:
     if begin == b"{'":
         return "; Python wrote it in single quotes: write rows by json.dumps"
     what, builder = ("one JSON document", "json") if begin[:1] in (b"[", b"{") else ("plain text", "text")
+    if path.endswith(".csv"):
+        what, builder = "a table", "csv"
     return f"; if the file is {what}, let datasets read it: HFSource({builder!r}, data_files={path!r}, split='train')"
 
 

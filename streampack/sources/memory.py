@@ -103,10 +103,6 @@ class MapSource(Source):
         return f"sample {row_id[0]}"
 
     @override
-    def shard(self, row_id: RowId) -> str:
-        return type(self.dataset).__name__
-
-    @override
     def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         return [own_row(self.dataset[row_id[0]]) for row_id in row_ids]
 
@@ -237,10 +233,6 @@ class IterableSource(Source):
     @override
     def shared(self, num_lanes: int) -> list[str]:
         return sharing([[Part(0, turns=num_lanes)]], what="iterable")
-
-    @override
-    def shard(self, row_id: RowId) -> str:
-        return type(self.iterable).__name__
 
     def _iterate(self) -> Iterator[Mapping[str, Any]]:
         rows = self.iterable() if callable(self.iterable) else self.iterable

@@ -201,11 +201,6 @@ class Mix(Source):
         return f"{entry.name}: {entry.source.locate(row_id[1:])}"
 
     @override
-    def shard(self, row_id: RowId) -> str:
-        entry = self.entries[row_id[0]]
-        return f"{entry.name}/{entry.source.shard(row_id[1:])}"
-
-    @override
     def path_of(self, row_id: RowId) -> str | None:
         return self.entries[row_id[0]].source.path_of(row_id[1:])
 

@@ -20,7 +20,6 @@ from streampack.sources.row_groups import (
     starts_of,
 )
 from streampack.storage.base import ParallelMap
-from streampack.storage.corpus import Corpus
 from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
@@ -87,9 +86,6 @@ class ParquetSource(FileSource):
             paths, manifest=manifest, endings=PARQUET, storage=storage,
         )  # fmt: skip
         super().__init__(corpus)
-
-    def _hold(self, corpus: Corpus) -> None:
-        super()._hold(corpus)
         self.footers = Footers(self.files, self.columns)
 
     def identity(self) -> dict[str, Any]:

@@ -110,10 +110,6 @@ class Source(ABC):
         """Return the sources that hold the rows: itself under an empty name, or a mixture's by their names."""
         return {"": self}
 
-    def shard(self, row_id: RowId) -> str:
-        """Return the name of the file or other part of the corpus that a row is in, for the list of bad records."""
-        return self.locate(row_id)
-
     def path_of(self, row_id: RowId) -> str | None:
         """Return the path or URL, without secrets, of the file that a row is in; None if it is in no file."""
         return None

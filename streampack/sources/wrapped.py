@@ -41,10 +41,6 @@ class WrappedSource(Source):
         return self.source.fetch_many(row_ids)
 
     @override
-    def shard(self, row_id: RowId) -> str:
-        return self.source.shard(row_id)
-
-    @override
     def path_of(self, row_id: RowId) -> str | None:
         return self.source.path_of(row_id)
 

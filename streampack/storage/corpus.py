@@ -83,16 +83,6 @@ class Corpus:
         """Whether the files are on this machine."""
         return isinstance(self.storage, LocalStorage)
 
-    @cached_property
-    def distinct_names(self) -> list[str]:
-        """The files' names, each with its number among the files of this name if it is not the first."""
-        seen: Counter[str] = Counter()
-        found = []
-        for file in self.files:
-            seen[file.name] += 1
-            found.append(file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})")
-        return found
-
     def manifest(self) -> str:
         r"""Return the text of a manifest: a line for each file with its name, size and tag.
 

@@ -72,8 +72,9 @@ def corpus(kind: str, folder: Path) -> tuple[Any, list[int], list[tuple[str, int
 def listed(folder: Path) -> list[tuple[str, int, str]]:
     lines = files.listed(folder)
     for line in lines:
-        assert [key for key in line if key not in ("path", "place")] == ["shard", "offset", "reason"]
-    return sorted((line["shard"], line["offset"], line["reason"]) for line in lines)
+        assert [key for key in line if key != "path"] == ["place", "offset", "reason"]
+    names = [Path(line["path"]).name if "path" in line else "Refusing" for line in lines]
+    return sorted((name, line["offset"], line["reason"]) for name, line in zip(names, lines, strict=True))
 
 
 def check_listed(folder: Path, bad: list[tuple[str, int, str]]) -> None:
@@ -335,7 +336,7 @@ def test_skipped_rows_are_listed_by_line(tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_list_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     data, _, _ = corpus("jsonl", tmp_path / "data")
     (tmp_path / "bad").mkdir()
-    (tmp_path / "other").write_text('{"shard": "a", "reason": "b"}\n')
+    (tmp_path / "other").write_text('{"place": "a", "reason": "b"}\n')
     link = tmp_path / "bad" / "lane-00000.jsonl"
     for target in ("other", "nowhere"):
         link.unlink(missing_ok=True)
@@ -343,5 +344,5 @@ def test_a_list_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         dataset = skipping(data, skip_bad=tmp_path / "bad", num_lanes=1)
         with pytest.raises(ValueError, match=f"{link} is a link, and is not followed; remove it"):
             list(dataset)
-    assert (tmp_path / "other").read_text() == '{"shard": "a", "reason": "b"}\n'
+    assert (tmp_path / "other").read_text() == '{"place": "a", "reason": "b"}\n'
     assert not (tmp_path / "nowhere").exists()

@@ -77,7 +77,7 @@ def test_a_file_that_is_gone_is_left_out_and_a_resume_gives_the_same_packs(tmp_p
 
     check_resume_everywhere(make, packs=30, whole_every=10)
     assert survivors(make()) == files.rest(2)
-    assert {entry["shard"] for entry in listed(tmp_path / "bad")} == {files.paths[2].name}
+    assert {Path(entry["path"]).name for entry in listed(tmp_path / "bad")} == {files.paths[2].name}
 
 
 @pytest.mark.parametrize("kind", KINDS)
