@@ -33,11 +33,10 @@ def by_rows(data: Any) -> Any:
         return ArrowDataset(data)
     if library == "pandas" and hasattr(data, "columns"):
         return Columns({str(name): data[name].array for name in data.columns})
-    if library == "polars" and hasattr(data, "to_dicts"):
-        raise ValueError("a polars frame has no rows by number; give frame.to_dicts()")
-    if library == "pyarrow" and hasattr(data, "to_pylist"):
+    if (library, hasattr(data, "columns")) in (("polars", True), ("pyarrow", True)):
         raise ValueError(
-            "an Arrow table has no rows by number; give table.to_pylist(), or datasets.Dataset(table)"
+            f"a table of {library} has no rows by number; give frame.to_dicts(), or table.to_pylist(), or "
+            "datasets.Dataset(table)"
         )
     if isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data):
         if all(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -86,11 +86,3 @@ def leading_marks(given: Sequence[Example]) -> dict[str, str]:
     if len(given) < EXAMPLES and not (given and given[-1].data is None):
         found[f"0.{len(given)}"] = END
     return found
-
-
-def columns_of(examples: Iterable[Example]) -> list[str] | None:
-    """Return the names of the columns of the first row that could be read; None if there is none."""
-    for row in examples:
-        if isinstance(row.data, Mapping):
-            return sorted(map(str, row.data))
-    return None

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from streampack.fingerprint import plain
 from streampack.sources.arrow_rows import column_of
-from streampack.sources.examples import Example, columns_of, marks
+from streampack.sources.examples import Example, marks
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import BadRecord, Reader, Reading
 from streampack.sources.source import Source
@@ -63,13 +63,13 @@ class Holdout(WrappedSource):
         """Return that of the source, and what decides which rows are held out: the columns, too."""
         if self._examples is None:
             self._examples = self.source.examples()
-        columns = columns_of(self._examples)
+        first = next((row.data for row in self._examples if isinstance(row.data, Mapping)), None)
         return {
             "source": "Holdout",
             "of": self.source.identity(),
             "fraction": self.fraction,
             "part": self.part,
-            "columns": None if columns is None else ", ".join(columns),
+            "columns": None if first is None else ", ".join(sorted(map(str, first))),
             "hashed": marks(self._examples),
         }
 

@@ -108,10 +108,7 @@ class Mix(Source):
         )
 
     def _flattened(self, entry: Entry) -> list[Entry]:
-        """Return the entries that take an entry's place: the sources of a mixture, or the entry itself.
-
-        The weight of an entry that is a mixture is divided among its sources.
-        """
+        """Return the entries that take an entry's place: the sources of a mixture, or the entry itself."""
         mix = entry.source
         if not isinstance(mix, Mix):
             return [entry]
@@ -235,17 +232,15 @@ class Mix(Source):
 
 def entry_of(given: Mapping[str, Any] | Entry) -> Entry:
     """Check the settings of a source: an `Entry`, or a mapping of its fields."""
-    keys = [field.name for field in fields(Entry)]
-    # A name with a slash is that of a mixture within another one. Only `_flattened` makes such names.
-    slash_allowed = isinstance(given, Entry)
     if isinstance(given, Entry):
-        given = {key: getattr(given, key) for key in keys}
+        return given
+    keys = [field.name for field in fields(Entry)]
     if not isinstance(given, Mapping):  # of sources that a mapping has by name, it is a name
         raise ValueError(
             f"a source of a mixture is {given!r}; give a list of mappings, each with {', '.join(keys)}"
         )
     name = given.get("name")
-    if not isinstance(name, str) or not name or ("/" in name and not slash_allowed):
+    if not isinstance(name, str) or not name or "/" in name:
         raise ValueError(f"a source of a mixture is named {name!r}; give it a name without a slash")
     if unknown := sorted(set(given) - set(keys)):
         raise ValueError(f"source {name!r} has no {unknown[0]!r}; its keys are {', '.join(keys)}")

@@ -103,14 +103,6 @@ class ParquetSource(FileSource):
         row: Mapping[str, Any] = batch.row(i)
         return row
 
-    def locate(self, row_id: RowId) -> str:
-        """Return the file, the row's number in it, from 0, and its row group if the footer is in the cache."""
-        file, row = row_id
-        footer = self.footers.known(file)
-        return super().locate(row_id) + (
-            f" (row group {group_of(footer, row)})" if footer is not None else ""
-        )
-
     def is_near(self, row_id: RowId, later: RowId) -> bool:
         """See `FileSource.is_near`: the bytes of a row group are read at once."""
         footer = self.footers.get(row_id[0], self.fetcher().take)

@@ -48,10 +48,6 @@ class Footers:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
 
-    def known(self, number: int) -> Any:
-        """Return a file's metadata if it is in the cache, else None."""
-        return self._kept.get(number)
-
     def get(self, number: int, take: Callable[[Block], bytes]) -> Any:
         """Return a file's metadata, pyarrow's ``FileMetaData``; read it by ``take`` if it is not in the cache.
 

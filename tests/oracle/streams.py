@@ -126,7 +126,7 @@ class Oracle:
 
     def place(self, row_id: tuple[int, ...]) -> str:
         if row_id not in self.places:
-            self.places[row_id] = self.locate(row_id).split(" (row group")[0]
+            self.places[row_id] = self.locate(row_id)
         return self.places[row_id]
 
     def check_pack(self, pack: Plain) -> None:

@@ -389,7 +389,7 @@ LOST: dict[str, tuple[str, int, Change, str, int]] = {
     "document": ("flat", 30, nothing, r"a.bin, token \d+: the document has more than max_document_tokens=21 by", 1),
     "page": (
         "parquet", 40, lambda f: damage(f / "a.parquet", group=2),
-        r"a.parquet, row 20 \(row group 2\): row group 2 is damaged: ", 10,
+        r"a.parquet, row 20: row group 2 is damaged: ", 10,
     ),
     "row group": ("small groups", 20_000, outside, "row group 40 is damaged: it lies outside the file", 200),
     "no utf-8": ("parquet", 0, no_text, "row 7 .*'utf-8' codec can't decode byte 0xff", 1),
