@@ -35,8 +35,8 @@ def by_rows(data: Any) -> Any:
         return Columns({str(name): data[name].array for name in data.columns})
     if (library, hasattr(data, "columns")) in (("polars", True), ("pyarrow", True)):
         raise ValueError(
-            f"a table of {library} has no rows by number; give table.to_pylist(), or datasets.Dataset(table); of polars, "
-            "frame.to_dicts()"
+            f"a table of {library} has no rows by number; give table.to_pylist(), or datasets.Dataset(table); "
+            "of polars, frame.to_dicts()"
         )
     if isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data):
         if all(
