@@ -392,7 +392,7 @@ LOST: dict[str, tuple[str, int, Change, str, int]] = {
         r"a.parquet, row 20: row group 2 is damaged: ", 10,
     ),
     "row group": ("small groups", 20_000, outside, "row group 40 is damaged: it lies outside the file", 200),
-    "no utf-8": ("parquet", 0, no_text, "row 7 .*'utf-8' codec can't decode byte 0xff", 1),
+    "no utf-8": ("parquet", 0, no_text, "row 7.*'utf-8' codec can't decode byte 0xff", 1),
 }  # fmt: skip
 
 
