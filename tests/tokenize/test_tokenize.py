@@ -171,7 +171,7 @@ def broken_corpus(folder: Path) -> JSONLSource:
 def listed(folder: Path) -> list[tuple[str, int, str]]:
     """Return the records that a quarantine lists."""
     lines = [line for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
-    return sorted((entry["shard"], entry["offset"], entry["reason"]) for entry in map(json.loads, lines))
+    return sorted((entry["path"], entry["offset"], entry["reason"]) for entry in map(json.loads, lines))
 
 
 SKIP = {"skip_bad": True}
