@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from streampack.packing.groups import Group, attention_cost
-from streampack.packing.planner import Placed, Planner
+from streampack.packing.planner import Placed
 from streampack.packing.settings import Packing
 from streampack.sources.reading import permutation
 from streampack.streaming.lane_config import LaneConfig
@@ -62,17 +62,11 @@ def hand_out_order(costs: Sequence[int], *, slot: int, window: int, key: Sequenc
     return [dearest_last[rank] for rank in ranks.argsort().argsort().tolist()]
 
 
-def plan_window(
-    config: LaneConfig, planner: Planner[Piece], *, epoch: int, packs: int
+def in_order(
+    config: LaneConfig, planned: Sequence[list[Placed[Piece]]], *, epoch: int, packs: int
 ) -> list[list[Placed[Piece]]]:
-    """Plan the packs of a window that begins behind so many ``packs``, in the order in which they are handed out.
-
-    Windows begin at multiples of ``balance_window`` packs in an epoch, the same ones in all lanes.
-    """
+    """Return the packs that were planned behind so many ``packs`` in the order in which they are handed out."""
     size = config.balance_window
-    planned: list[list[Placed[Piece]]] = []
-    while len(planned) < size - packs % size and (placed := planner.next_pack()):
-        planned.append(placed)
     order = hand_out_order(
         [_cost(placed, config.packing) for placed in planned],
         slot=packs % size,

@@ -11,7 +11,7 @@ from streampack.packing.assemble import assemble
 from streampack.packing.groups import Group, pack_groups
 from streampack.packing.planner import Placed, Planner
 from streampack.storage.read_ahead import ReadAhead
-from streampack.streaming.balance import plan_window
+from streampack.streaming.balance import in_order
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address, LaneEvent, LaneState, OpenWindow, Stand, joined
 from streampack.streaming.piece_reader import Piece, PieceReader
@@ -193,9 +193,12 @@ class Lane:
         return self.planner.buffered + self.planned_tokens + pending
 
     def _plan(self) -> None:
-        """Plan the packs of a balance window that begins here."""
+        """Plan the packs of a balance window that begins here, and ends at a multiple of its size, as in all lanes."""
         self.window = OpenWindow(self._stand(), self.ledger.tokens_in)
-        self.planned = deque(plan_window(self.config, self.planner, epoch=self.epoch, packs=self.packs))
+        size, planned = self.config.balance_window, list[list[Placed[Piece]]]()
+        while len(planned) < size - self.packs % size and (placed := self.planner.next_pack()):
+            planned.append(placed)
+        self.planned = deque(in_order(self.config, planned, epoch=self.epoch, packs=self.packs))
         self.planned_tokens = sum(map(_tokens, self.planned))
 
     def _take(self) -> list[Placed[Piece]]:

@@ -90,9 +90,22 @@ class PieceReader:
     def next(self) -> Piece | None:
         """Return the next piece; None at the end of the epoch. The next `check` looks at its ids."""
         while not self.pending:
-            if (row := self._read()) is None:
-                self.check()
-                return None
+            try:
+                row = next(self.reader, None)
+            except BadRecord as error:
+                if self.config.quarantine is None:
+                    raise error.unskipped() from None
+                self.epoch_has_rows = True
+                self._skip_record(error.row_id, error.reason)
+                self._warn_if_all_dropped()
+                continue
+            if row is None:
+                if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
+                    self.check()
+                    return None
+                self.begin_epoch(self.epoch + 1)
+                continue
+            self.epoch_has_rows = True
             if len(pieces := self._pieces_of(row)) == 1:  # as most rows make
                 self.epochs_without_pieces = 0
                 return pieces[0]
@@ -133,25 +146,6 @@ class PieceReader:
     def stats(self, row_id: RowId) -> SourceStats:
         """Return the counts of a row's source in a mixture."""
         return self.source_stats[self.config.source.source_index(row_id)]
-
-    def _read(self) -> Row | None:
-        """Return the row to encode next; None at the end of the epoch, and never if epochs follow without an end."""
-        while True:
-            try:
-                row = next(self.reader, None)
-            except BadRecord as error:
-                if self.config.quarantine is None:
-                    raise error.unskipped() from None
-                self.epoch_has_rows = True
-                self._skip_record(error.row_id, error.reason)
-                self._warn_if_all_dropped()
-                continue
-            if row is not None:
-                self.epoch_has_rows = True
-                return row
-            if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
-                return None
-            self.begin_epoch(self.epoch + 1)
 
     def _pieces_of(self, row: Row, *, counted: bool = False) -> list[Piece]:
         """Encode a row, cut it to pieces, and count it unless it is ``counted``; none if it is dropped."""
