@@ -137,8 +137,12 @@ class Ranks:
         context: Any = mp.get_context("fork") if store is None else _server
         self.size, self.once = size, job is not None
         self.folder = tempfile.TemporaryDirectory()
-        env = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
-        env["MASTER_PORT"] = str(free_port() if store is None else store.port)
+        env = {
+            "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")
+        }  # which the server does not know
+        if not join:
+            port = free_port() if store is None else store.port
+            env |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         if store is not None:
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self.pipes: list[Connection] = []
@@ -148,7 +152,7 @@ class Ranks:
             # A forked child closes the ends of the others' pipes that it inherits: otherwise the death of a rank would
             # not close its pipe.
             inherited = [*self.pipes, ours] if store is None else None
-            arguments = (rank, size, self.folder.name, None if join else env, theirs, inherited, job)
+            arguments = (rank, size, self.folder.name, env, theirs, inherited, job)
             process = context.Process(target=_serve, args=arguments)
             process.start()
             theirs.close()
@@ -311,7 +315,7 @@ def _serve(
     rank: int,
     size: int,
     folder: str,
-    env: dict[str, str] | None,
+    env: dict[str, str],
     pipe: Connection,
     inherited: list[Connection] | None,
     job: Call | None,
@@ -330,8 +334,9 @@ def _serve(
     else:
         torch.set_num_threads(1)  # the threads of the process that forked are not here: ranks would wait
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if env is not None:
-        os.environ.update(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    os.environ.update(env)
+    if "WORLD_SIZE" in env:
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     else:
         store, limit = dist.FileStore(f"{folder}/store", size), timedelta(minutes=10)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
