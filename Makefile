@@ -48,7 +48,6 @@ test-kernels: .site-kernels/.installed  ## kernels that are told where sequences
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
 		-p tests.harness.kernels_on_cpu tests/attention/test_mixers.py -k interpreted $(PYTEST_ARGS)
 
-# Without torchtune, which pins what it needs: its tests skip.
 test-lowest: $(VENV)-lowest/.installed  ## `make test` with the oldest versions that pyproject.toml allows
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -p no:anyio -n $(JOBS) --dist worksteal \
 		-m "not slow and not gpu" $(PYTEST_ARGS)
@@ -192,12 +191,13 @@ $(VENV)/.installed-release: $(VENV)/.installed
 $(VENV)-lowest/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet uv
-	$(@D)/bin/python -m uv pip install --python $(@D)/bin/python --resolution lowest-direct -e ".[hf,data]"
-	$(@D)/bin/python -m uv pip install --python $(@D)/bin/python pytest pytest-xdist hypothesis
+	$(@D)/bin/python -m uv pip install --python $(@D)/bin/python --compile-bytecode --resolution lowest-direct -e ".[hf,tune,data]"
+	$(@D)/bin/python -m uv pip install --python $(@D)/bin/python --compile-bytecode \
+		pytest pytest-xdist hypothesis zstandard aiohttp s3fs  # trl would bring newer ones of what is tested
 	@touch $@
 
 $(VENV)-newest/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
-	$(@D)/bin/python -m pip install -e ".[hf,data]" pytest pytest-xdist hypothesis
+	$(@D)/bin/python -m pip install -e ".[hf,tune,data]" --group dev
 	@touch $@

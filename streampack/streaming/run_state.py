@@ -75,12 +75,17 @@ def checked_state(state: Any) -> RunState:
     """Parse a state, all but its identity; refuse what is none, or damaged."""
     found = state if isinstance(state, Mapping) else {}
     version = found.get("version")
-    if type(version) is not int or version != STATE_VERSION:
+    if type(version) is int and version != STATE_VERSION and "lanes" in found:
+        raise ValueError(
+            f"this state has format {version}, of another release of streampack; this one "
+            f"reads format {STATE_VERSION}: go on with the release that wrote it (CHANGELOG.md says which)"
+        )
+    if version != STATE_VERSION or type(version) is not int:
         method = found.get("method")
         other = f"; it was made with method={method!r}, whose batches no stream makes" if method else ""
         kind = "None" if state is None else f"this {type(state).__name__}"
         raise ValueError(
-            f"{kind} is no state of an IterablePackedDataset (version {STATE_VERSION}){other}; give what "
+            f"{kind} is no state of an IterablePackedDataset (format {STATE_VERSION}){other}; give what "
             "loader.state_dict() returned during the run to go on with"
         )
     head = unsealed({name: value for name, value in found.items() if name != "lanes"}, of="the run")
