@@ -52,12 +52,13 @@ def _shielded(frame: FrameType | None) -> bool:
     """Return whether an exception here would show nothing about streampack.
 
     Python only reports one in a finalizer. One within `logging` may leave the lock of all loggers held, on which every
-    other thread would wait for ever. One in ``closed`` of a file, which `io` calls from C, becomes a SystemError.
+    other thread would wait for ever. One in ``closed`` of a file, which `io` calls from C, becomes a SystemError. One
+    before a `threading.Condition` has its lock again becomes a RuntimeError about that lock, in its own ``with``.
     """
     while frame is not None:
         file = frame.f_code.co_filename
         if (
-            frame.f_code.co_name in ("__del__", "_remove", "closed")
+            frame.f_code.co_name in ("__del__", "_remove", "closed", "_acquire_restore")
             or "weakref" in file
             or file == logging.__file__
         ):
