@@ -80,7 +80,7 @@ def checked_state(state: Any) -> RunState:
             f"this state has format {version}, of another release of streampack; this one "
             f"reads format {STATE_VERSION}: go on with the release that wrote it (CHANGELOG.md says which)"
         )
-    if version != STATE_VERSION or type(version) is not int:
+    if type(version) is not int or version != STATE_VERSION:
         method = found.get("method")
         other = f"; it was made with method={method!r}, whose batches no stream makes" if method else ""
         kind = "None" if state is None else f"this {type(state).__name__}"
