@@ -29,15 +29,9 @@ LAYERS = (
 )  # fmt: skip
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units.split()}
 RECIPES = (
-    "streampack_recipes",
-    "streampack_configs",
-    "streampack_examples",
-    "examples",
-    "recipes",
-    "configs",
-    "benchmarks",
+    "streampack_recipes", "streampack_configs", "streampack_examples", "examples", "recipes", "configs", "benchmarks",
     "tests",
-)
+)  # fmt: skip
 
 # What `import streampack` must not need: what the extras bring.
 EXTRAS = [

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import groups, model
+from benchmarks import model
 from benchmarks.gpu.batches import samples_of, steps_of
 from benchmarks.gpu.settings import CPU_PARTS
 from benchmarks.paper import data
@@ -51,14 +51,6 @@ def test_a_command_runs(name: str, tmp_path: Path) -> None:
     assert len(re.findall(rf"^\| {row}", done.stdout, re.MULTILINE)) >= count, done.stdout
     assert not re.search("failed|changed the tokens", done.stdout), done.stdout
     assert list(tmp_path.iterdir()), "a result"
-
-
-def test_padded_groups_hold_every_answer_behind_its_prompt() -> None:
-    made = groups.make_groups(5, answers=2, prompt=20, answer=10)
-    rows = [row[row > 0].tolist() for tokens, _ in groups.padded(made, rows=4) for row in tokens]
-    assert rows == [
-        each.unshared().tokens[start:stop].tolist() for each in made for start, stop in each.unshared().bounds
-    ]
 
 
 STACK = replace(CPU_PARTS["flan-256"], lengths="stack", max_seq_len=512, most_places=700)  # steps in parts

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.scale import simulation as sim
-from streampack import IterablePackedDataset, JSONLSource, MapSource, plan_packs
-from tests.harness.corpus import Numbers, rows, write
+from streampack import IterablePackedDataset, MapSource, plan_packs
+from tests.harness.corpus import Numbers, rows
 from tests.harness.threads import Topology, run
 
 DATA = rows(900, longest=16, seed=5)
@@ -77,13 +75,3 @@ def test_a_run_is_that_of_real_loaders(topology: sim.Topology, steps: int) -> No
     assert handed == really(topology, state=state)[0]
     same = sim.same_steps((rest, dealt.step[later] - steps), (rest, again.step))
     assert steps + same >= sim.first_lane_end(packs, before) > steps
-
-
-def test_rows_go_to_the_lanes_that_a_source_of_files_gives_them(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{n:02}.jsonl", DATA[n * 70 : n * 70 + 70]) for n in range(13)]
-    data = IterablePackedDataset(JSONLSource(paths), encoder=Numbers(), num_lanes=9, **PACKING)
-    row_bytes = np.array([len(json.dumps(row)) + 1 for row in DATA])
-    numbers = {(row // 70, int(row_bytes[row - row % 70 : row].sum())): row for row in range(len(DATA))}
-    for lane, own in enumerate(sim.by_bytes(row_bytes, 70, 9)):  # a row_id: file, byte
-        real = [sorted(numbers[f.row_id] for f in pack.fragments) for pack in data.stream(lane, 9)]
-        assert real == planned(own)

@@ -22,48 +22,6 @@ def test_jobs_with_small_counts_hold_and_write_nothing(capsys: pytest.CaptureFix
     assert (report.PAGE.read_text(), report.read()) == before
 
 
-def test_jobs_are_listed_and_unknown_ones_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list"]) == 0
-    assert set(load_jobs()) <= set(capsys.readouterr().out.split())
-    with pytest.raises(SystemExit):
-        command.main(["--only", "nonsense"])
-    assert "no job is called nonsense; choose one of kill-all" in capsys.readouterr().err
-
-
-def test_the_table_has_the_last_result_of_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later call runs what is missing; rows of an earlier table are kept where there is no result."""
-    known = {name: Job(name, f"shows {name}", 5, lambda run: "") for name in ("one", "two", "three", "four")}
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{report.BEGIN}\n| old (`four`) | all | 2 s | holds |\n{report.END}\nafter\n")
-    monkeypatch.setattr(report, "PAGE", page)
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results.json")
-    monkeypatch.setattr(command, "RESULTS", command.ROOT / "results.json")
-    monkeypatch.setattr(command, "load_jobs", lambda: known)
-    holds: dict[str, bool | None] = {"one": True, "two": False}
-    ran: list[str] = []
-
-    def run_job(name: str, *, quick: bool) -> dict[str, object]:
-        ran.append(name)
-        if name not in holds:
-            raise KeyboardInterrupt
-        told = {"date": "today", "machine": "m", "versions": "v"}
-        return {"holds": holds[name], "counts": "7 | 7", "seconds": 1.0, **told}
-
-    monkeypatch.setattr(command, "run_job", run_job)
-    with pytest.raises(KeyboardInterrupt):
-        command.main([])
-    assert "| old (`four`) |" in page.read_text()
-    assert "Not run yet: `three`." in page.read_text()
-    holds |= {"two": True, "three": None, "four": True}
-    assert command.main(["--continue"]) == 0
-    assert ran == ["one", "two", "three", "two", "three", "four"]
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert (text.count("| holds |"), text.count("| **not run** |"), text.count("7 / 7")) == (3, 1, 4)
-    assert list(json.loads(report.RESULTS.read_text())) == list(known)
-
-
 def test_jobs_that_hang_or_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_jobs()
     monkeypatch.setitem(JOBS, "uneven", Job("uneven", "", 1, JOBS["uneven"].body))
