@@ -151,7 +151,7 @@ def _read(path: str, storage: FileStorage) -> tuple[str, bytes]:
     [path] = storage.pinned([path])
     try:
         return path, storage.whole(path)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(storage, LocalStorage):
             what = f"there is no {path}; name the folder that holds {INDEX} and its shards"
             raise ValueError(what) from None

@@ -445,6 +445,7 @@ def test_folders_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         ([one, two, copy], f"copy/{same}"),
         ([one, in_memory(two)], "lie in several places .*; make a source of each"),
         ([one, tmp_path / "nothing"], "there is no .*nothing/index.json"),
+        ([one / "index.json"], "there is no .*index.json/index.json; name the folder"),
     ):
         with pytest.raises(ValueError, match=message):
             TokenShardSource(folders)
