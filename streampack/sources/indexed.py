@@ -31,7 +31,7 @@ from streampack.storage.base import (
     with_path,
 )
 from streampack.storage.corpus import Corpus, once
-from streampack.storage.listing import Name, corpus_of, placed, storage_of
+from streampack.storage.listing import Name, corpus_of, placed, resolved, storage_of
 from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
 
@@ -127,6 +127,7 @@ def read_indexes(
         entries = content.get("shards") if isinstance(content, dict) else None
         if not isinstance(entries, list) or not entries:
             raise ValueError(f"{redact(path)} names no shards: it is no index of such")
+        index = resolved(path)
         for number, entry in enumerate(entries):
             try:
                 if not isinstance(entry, dict):
@@ -136,7 +137,7 @@ def read_indexes(
                     raise ValueError(
                         f"{name!r} of {size!r} bytes is no shard; an entry has a name and a size above 0"
                     )
-                listed = placed(path, name, size)
+                listed = placed(index, name, size)
             except ValueError as error:
                 raise ValueError(f"{redact(path)}, shard {number}: {error}") from None
             if isinstance(held, LocalStorage):

@@ -147,7 +147,7 @@ def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: s
     beside = folder == manifest
     [folder] = storage.pinned([folder])
     [manifest] = [folder] if beside else holds.pinned([manifest])
-    index = manifest if beside else with_path(folder, lambda path: f"{path.rstrip('/')}/manifest")
+    index = resolved(manifest if beside else with_path(folder, lambda path: f"{path.rstrip('/')}/manifest"))
     found: list[Listed] = []
     for number, line in enumerate(holds.whole(manifest).decode().splitlines(), 1):
         if line.strip():
@@ -169,8 +169,13 @@ def _entry(index: str, line: str) -> Listed:
     return placed(index, name, size, tag)
 
 
+def resolved(index: str) -> str:
+    """Return the path of a manifest or an index without links in that of its folder; a URL unchanged."""
+    return index if "://" in index else f"{os.path.realpath(Path(index).parent)}/{Path(index).name}"
+
+
 def placed(index: str, name: str, size: int | None = None, tag: str | None = None) -> Listed:
-    """Return the file with this name in the folder of a manifest or an index.
+    """Return the file with this name in the folder of a manifest or an index, whose path was `resolved`.
 
     >>> placed("https://host/corpus/shards.txt?key=1", "a.jsonl").path
     'https://host/corpus/a.jsonl?key=1'
@@ -187,9 +192,10 @@ def placed(index: str, name: str, size: int | None = None, tag: str | None = Non
         quoted = quote(name) if index.startswith(("http:", "https:")) else name
         path = with_path(index, lambda path: f"{path.rpartition('/')[0]}/{quoted}")
     else:
-        folder = os.path.realpath(Path(index).parent)
+        folder = index.rpartition("/")[0]
         path = os.path.normpath(f"{folder}/{name}")
-        if not os.path.realpath(path).startswith(f"{folder}/"):
+        may_link = "/" in name or path == folder or Path(path).is_symlink()
+        if may_link and not os.path.realpath(path).startswith(f"{folder}/"):
             raise ValueError(
                 f"the name {name!r} is refused: it is a link that leads out of the manifest's folder"
             )

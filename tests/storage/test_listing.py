@@ -219,8 +219,8 @@ def test_links_out_of_a_manifests_folder(tmp_path: Path) -> None:
     manifest = folder / "shards.txt"
     manifest.write_text("good.jsonl\ngood-link.jsonl\n")
     assert sorted(row.data["i"] for row in JSONLSource(manifest=manifest).read(Reading())) == [2, 3]
-    for name in ("bad-link.jsonl", "bad-folder/secret.jsonl"):
-        manifest.write_text(f"good.jsonl\n{name}\n")
+    for name, size in (("bad-link.jsonl", None), ("bad-link.jsonl", 9), ("bad-folder/secret.jsonl", 9)):
+        manifest.write_text(f"good.jsonl\n{json.dumps({'name': name, 'size': size})}\n")
         with pytest.raises(
             ValueError, match=f":2: the name '{name}' is refused: it is a link that leads out"
         ):
