@@ -137,16 +137,18 @@ class _Rows(Reader):
         if self.index >= len(self.numbers):
             raise StopIteration
         number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
-        self.index += 1
         try:
-            return Row(self.source.dataset[number], (number,))
+            row = Row(self.source.dataset[number], (number,))
         except OSError as error:  # A disk or a network failed: the record is not to blame, and not skipped.
             error.add_note(f"while reading sample {number}")
             raise
         except Exception as error:
+            self.index += 1
             if isinstance(error, StopIteration):  # raised again by the lane, it would end the stream silently
                 error = RuntimeError(f"sample {number}: the dataset raised StopIteration")
             raise BadRecord(reason_of(error), row_id=(number,), locate=self.source.locate) from error
+        self.index += 1
+        return row
 
 
 Rows = Iterable[Mapping[str, Any]]

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix
-from streampack.sources import ParquetSource
+from streampack.sources import ParquetSource, Reading
 from tests.harness import files
 from tests.harness.conformance import check_resume_everywhere, content
 from tests.harness.corpus import Numbers, rows
@@ -221,6 +221,9 @@ def test_errors_of_the_storage_and_overlong_samples_are_not_skipped(tmp_path: Pa
 
     with pytest.raises(OSError, match="gone"):
         list(skipping(MapSource(Gone())))
+    with pytest.raises(OSError, match="gone"):
+        next(reader := MapSource(Gone()).read(Reading()))
+    assert reader.cursor == (0,), "it consumes nothing"
     with pytest.raises(ValueError, match="has 30 tokens, max_seq_len is 24"):
         list(skipping([{"i": 1, "n": 30}]))
 
