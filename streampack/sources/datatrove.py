@@ -66,9 +66,7 @@ class DatatroveSource(DocumentSource):
         loss: bool = True,
         storage: Storage | Mapping[str, Any] | None = None,
     ) -> None:
-        corpus = find_files(
-            paths, endings=(".ds",), storage=storage,
-        )  # fmt: skip
+        corpus = find_files(paths, endings=(".ds",), storage=storage)
         found = look_at_each(corpus, partial(_layout, loss=loss))
         if any(isinstance(each, Layout) and each.mask is not None for each in found):
             found = [_with_mask(file, each) for file, each in zip(corpus.files, found, strict=True)]

@@ -110,9 +110,7 @@ class FlatTokensSource(DocumentSource):
         self.document_length = document_length
         self.dtype = dtype
         self.max_document_tokens = require_positive(max_document_tokens, "max_document_tokens")
-        corpus = find_files(
-            paths, endings=(".npy", ".bin"), storage=storage,
-        )  # fmt: skip
+        corpus = find_files(paths, endings=(".npy", ".bin"), storage=storage)
         super().__init__(corpus, look_at_each(corpus, partial(layout_of, dtype=dtype)))
         for name, token in (("eos_token_id", eos_token_id), ("bos_token_id", bos_token_id)):
             for layout in self.layouts if token is not None else ():

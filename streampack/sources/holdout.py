@@ -78,10 +78,8 @@ class Holdout(WrappedSource):
         return _Kept(self.source.read(reading), self)
 
     @override
-    def sample(
-        self, count: int
-    ) -> tuple[list[Example], float]:  # loses as large a fraction of rows as the source
-        rows, scale = self.source.sample(count)
+    def sample(self, count: int) -> tuple[list[Example], float]:
+        rows, scale = self.source.sample(count)  # of which as large a fraction is kept as of the source
         return [row for row in rows if row.data is None or self._keeps_if_sound(row)], scale
 
     def _keeps_if_sound(self, row: Example) -> bool:

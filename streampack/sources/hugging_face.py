@@ -273,9 +273,8 @@ class ArrowDataset:
         self._tables: list[Any] = []  # slices of the table, of at most `BATCH_ROWS` rows
         self._starts: list[int] = []  # the first row of each
         self._length = len(dataset)
-        self._numbers: npt.NDArray[Any] | None = (
-            None  # the table's row for each row of the dataset, if they differ
-        )
+        # The table's row for each row of the dataset, if they differ.
+        self._numbers: npt.NDArray[Any] | None = None
         self._batches: dict[int, ArrowBatch] = {}
 
     def __getstate__(self) -> dict[str, Any]:

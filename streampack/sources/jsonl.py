@@ -10,14 +10,7 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import (
-    LOOKED_AT,
-    ByteCount,
-    Lines,
-    no_json_lines,
-    parsed,
-    way_out_of,
-)
+from streampack.sources.lines import LOOKED_AT, ByteCount, Lines, no_json_lines, parsed, way_out_of
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, map_in_threads, path_in
@@ -86,10 +79,7 @@ class JSONLSource(FileSource):
         max_line_bytes: int = LONGEST_LINE,
     ) -> None:
         self.max_line_bytes = require_positive(max_line_bytes, "max_line_bytes")
-        corpus = find_files(
-            paths, manifest=manifest, endings=JSON_LINES, storage=storage,
-        )  # fmt: skip
-        super().__init__(corpus)
+        super().__init__(find_files(paths, manifest=manifest, endings=JSON_LINES, storage=storage))
         self._count = ByteCount()
         self._kinds: dict[int, str | None] = {}
         sound = [number for number in range(len(self.files)) if number not in self.bad]

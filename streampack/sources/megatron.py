@@ -81,10 +81,8 @@ class MegatronSource(DocumentSource):
         storage: Storage | Mapping[str, Any] | None = None,
     ) -> None:
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        corpus = find_files(
-            [_data_file(os.fspath(path)) for path in given], endings=(".bin",),
-            storage=storage,
-        )  # fmt: skip
+        files = [_data_file(os.fspath(path)) for path in given]
+        corpus = find_files(files, endings=(".bin",), storage=storage)
         super().__init__(corpus, look_at_each(corpus, _layout))
 
     @override

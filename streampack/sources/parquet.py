@@ -12,13 +12,7 @@ from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, FileSource
 from streampack.sources.parts import Damage, Part, Record, deal, share
 from streampack.sources.reading import spread
-from streampack.sources.row_groups import (
-    Footers,
-    group_of,
-    records_of,
-    row_groups,
-    starts_of,
-)
+from streampack.sources.row_groups import Footers, group_of, records_of, row_groups, starts_of
 from streampack.storage.base import ParallelMap
 from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher
@@ -82,10 +76,7 @@ class ParquetSource(FileSource):
         if isinstance(columns, str) or (columns is not None and not columns):
             raise ValueError(f"columns={columns!r} is no list of columns; give their names, or None for all")
         self.columns = None if columns is None else list(columns)
-        corpus = find_files(
-            paths, manifest=manifest, endings=PARQUET, storage=storage,
-        )  # fmt: skip
-        super().__init__(corpus)
+        super().__init__(find_files(paths, manifest=manifest, endings=PARQUET, storage=storage))
         self.footers = Footers(self.files, self.columns)
 
     def identity(self) -> dict[str, Any]:

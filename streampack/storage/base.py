@@ -121,9 +121,8 @@ class LocalStorage:
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """See `FileStorage.fetch`. Opening a file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds."""
-        if (
-            file.tag is not None and file.path not in self._met
-        ):  # a manifest's, and nothing looked at the file since
+        # A manifest's tag, and nothing looked at the file since.
+        if file.tag is not None and file.path not in self._met:
             if ends(self._read, file) != file.tag:
                 raise ValueError(changed(file, "does not have the content that it had"))
             self._met.add(file.path)
@@ -158,9 +157,8 @@ class LocalStorage:
             found = None
         if found is None or not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(path)
-        inode = (
-            (found.st_dev, found.st_ino) if found.st_ino else None
-        )  # some file systems do not number files
+        # Some file systems do not number files.
+        inode = (found.st_dev, found.st_ino) if found.st_ino else None
         return Listed(os.path.normpath(Path(path).absolute()), found.st_size, inode=inode)
 
     def whole(self, path: str) -> bytes:
