@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -72,6 +72,12 @@ class TorchtuneInputs:
     attention: str
     refused: Mapping[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def _window(self) -> int | None:
+        """The shortest sliding window of the model's layers, in tokens."""
+        windows = {getattr(module, "sliding_window_size", None) for module in _attentions(self.model)}
+        return min(filter(None, windows), default=None)
+
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``mask`` and ``input_pos``.
 
@@ -113,11 +119,11 @@ class TorchtuneInputs:
 
     def why_not_shared(self, max_seq_len: int) -> str | None:
         """Return why the model cannot take packs with shared prefixes, or None if it can."""
-        windows = {getattr(module, "sliding_window_size", None) for module in _attentions(self.model)}
-        window = min(filter(None, windows), default=max_seq_len)
-        if window >= max_seq_len:
+        if self._window is None or self._window >= max_seq_len:
             return None
-        return f"torchtune counts this model's window of {window} tokens in packs; use share_prefix=False"
+        return (
+            f"torchtune counts this model's window of {self._window} tokens in packs; use share_prefix=False"
+        )
 
 
 def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
