@@ -222,9 +222,8 @@ def _attend_sequences(
     lengths = key_lengths = [length for length in cu_seqlens.diff().tolist() if length]
     if cu_seqlens_k is not None:
         key_lengths = [length for length in cu_seqlens_k.diff().tolist() if length]
-    if (
-        max(key_lengths) > max_seqlen
-    ):  # a kernel would leave the rest of the sequence uncomputed, and say nothing
+    # A kernel would leave the rest of the sequence uncomputed, and say nothing.
+    if max(key_lengths) > max_seqlen:
         raise ValueError(
             f"a sequence has {max(key_lengths)} keys, and max_seqlen is {max_seqlen}; give at least that"
         )
