@@ -168,7 +168,7 @@ def test_kernels_are_told_how_long_sequences_are_not_packs() -> None:
 
 
 def test_kernels_are_told_how_long_joined_sequences_are() -> None:
-    """Not their fragments: a kernel leaves uncomputed what is behind the bound."""
+    """The bound covers joined sequences, not their fragments: a kernel leaves uncomputed what is behind it."""
     rows = [{"tokens": [7] * 90, "labels": [7] * 90}] * 22
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -378,7 +378,7 @@ def test_the_dropout_of_the_attention_is_kept() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("family", "grouped"), [("lfm2", False), ("mamba", False), ("llama", True)])
 def test_tokens_are_gathered_without_a_sort(family: str, grouped: bool, device: str) -> None:
-    """As the backward pass of indexing sorts on CUDA, and masks of bools are read by the host."""
+    """Backward passes of indexing sort on CUDA, and the host reads masks of bools; packs add neither to a model."""
     batch = (batch_of(trees()) if grouped else stream_and_batch("overlong")[1]).to(device)
     model: Any = build(family, torch.bfloat16).to(device)
     with Operations() as plain:
@@ -395,7 +395,7 @@ def test_tokens_are_gathered_without_a_sort(family: str, grouped: bool, device: 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("always:called a synchronizing CUDA operation")
 def test_layers_of_sequences_read_lengths_once_a_pass(recwarn: pytest.WarningsRecorder) -> None:
-    """Whatever their number and that of the lengths."""
+    """The host waits for the lengths of sequences once a pass, for one such layer as for four."""
     batch = stream_and_batch("overlong")[1].to("cuda")
     for count in (2, 5):
         layers = ["conv"] * (count - 1) + ["full_attention"]
