@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from streampack import FlatteningCollator, prepare_trainer_for_packing
-from tests.harness.hf_trainers import (
-    held_out,
-    model,
-    packed,
-    samples,
-    stream,
-    trainer_of,
-    truth,
-)
+from tests.harness.hf_trainers import held_out, model, packed, samples, stream, trainer_of, truth
 from tests.oracle.padding import padded
 
 transformers = pytest.importorskip("transformers")

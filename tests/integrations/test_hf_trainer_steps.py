@@ -84,12 +84,7 @@ def test_epochs_of_a_stream_are_estimated(
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     expected = steps_of(stream(str(file), epochs=2))
-    common: dict[str, Any] = {
-        "max_steps": -1,
-        "num_train_epochs": 2,
-        "save_strategy": "steps",
-        "save_steps": 500,
-    }
+    common = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 500}
     real = IterablePackedDataset.estimate
 
     def estimate_times(factor: float) -> None:
@@ -105,10 +100,9 @@ def test_epochs_of_a_stream_are_estimated(
     assert "an epoch is at most" in caplog.text
     assert "estimated from 100 samples; training ends with the data, or there" in caplog.text
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{expected}"]
-    assert [entry["epoch"] for entry in trainer.state.log_history[-2:]] == [
-        2.0,
-        2.0,
-    ]  # the last step and the summary
+    assert [entry["epoch"] for entry in trainer.state.log_history[-2:]] == [2, 2], (
+        "the last step, the summary"
+    )
     assert f"all 2 epochs were read after step {expected}" in caplog.text
     assert "epochs=None" not in caplog.text, "which this way of counting refuses"
 
@@ -141,21 +135,37 @@ def test_data_that_ends_early_is_logged_and_saved(tmp_path: Path, caplog: pytest
     assert over.train(resume_from_checkpoint=True).global_step == steps  # no data is left
 
 
+class Look(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """Looks at a pack of the training data."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        next(iter(given["train_dataloader"].loader.dataset))
+
+
+def test_checkpoints_are_of_the_training_whoever_else_reads_its_data(tmp_path: Path) -> None:
+    """They said that the run was where an evaluation of the same packs, or a look, had come to: a resume lost data."""
+    saved = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    straight = packed(tmp_path / "straight", stream(samples(100)), **saved)
+    straight.train()
+    for changes in ({"eval_strategy": "steps", "eval_steps": 2}, {}):
+        packs = stream(samples(100))
+        trainer = packed(tmp_path / f"{len(changes)}", packs, eval_dataset=packs, **saved, **changes)
+        trainer.add_callback(Look())
+        trainer.train()
+        again = packed(tmp_path / "again", stream(samples(100)), **saved)
+        again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+        assert losses(again) == losses(trainer) == losses(straight)
+
+
 # Other ranks than before, and lanes that the ranks do not divide.
 
 
 def train(folder: Path, resume: Path | None = None, lanes: int = 1, accumulation: int = 2) -> Any:
     packs = stream(samples(60), epochs=1, num_lanes=None if resume else lanes)
     trainer = packed(
-        folder,
-        packs,
-        max_steps=-1,
-        num_train_epochs=2,
-        save_strategy="steps",
-        save_steps=3,
-        save_only_model=False,
+        folder, packs, max_steps=-1, num_train_epochs=2, save_strategy="steps", save_steps=3, save_only_model=False,
         gradient_accumulation_steps=accumulation,
-    )
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return losses(trainer), trainer.state.max_steps, trainer.state.global_step
 

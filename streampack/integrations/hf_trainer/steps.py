@@ -101,7 +101,7 @@ class Steps:
         if not self._fetched:
             if self._batches is None:
                 self._batches = iter(self.loader)
-            self._before = self.loader.position()
+            self._before = self._handed()
             self._next, self._fetched = next(self._batches, None), True
         return self._next
 
@@ -129,7 +129,11 @@ class Steps:
         # has not made: with enable_jit_checkpoint it saves a checkpoint at once when it gets a SIGTERM.
         if self._fetched or self.given > made * self.loader.batches_per_step:
             return self._before
-        return self.loader.position()
+        return self._handed()
+
+    def _handed(self) -> RunState:
+        """Return how far the training is, whoever else reads its data: an evaluation, or a callback that looks."""
+        return self.loader.position() if self._batches is None else self._batches.handed
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the stream's state after the last step that was made."""
