@@ -140,7 +140,7 @@ class PieceReader:
 
     @property
     def bad_of_state(self) -> tuple[int, ...]:
-        """What a state has of ``bad_in_pass``."""
+        """Bad records of the newest pass over each source, as a state keeps them: empty if there are none."""
         return tuple(self.bad_in_pass) if any(self.bad_in_pass) else ()
 
     def stats(self, row_id: RowId) -> SourceStats:
