@@ -1,4 +1,4 @@
-"""What the commands `inspect`, `unpack` and `trace` do, whose words `streampack.cli` reads."""
+"""The commands `inspect`, `unpack` and `trace`, whose arguments `streampack.cli` parses."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Progress = Callable[[int], None]
 
 
 class Rows(NamedTuple):
-    """What was found of each row that was looked at, in the order of reading: ``[rows]`` each."""
+    """Token counts of the rows that were read, one column for each count: ``[rows]`` each, in the order of reading."""
 
     source: Ints  # its number in a mixture
     length: Ints  # tokens of the whole sample
@@ -98,7 +98,7 @@ class Tally:
 
     @property
     def rows(self) -> Rows:
-        """What was found; no row can be added as long as somebody has it."""
+        """The token counts of all rows added so far; a view, and no row can be added while it is in use."""
         return Rows(*np.frombuffer(self.numbers, np.int32).reshape(-1, len(Rows._fields)).T)
 
 

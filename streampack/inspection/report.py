@@ -19,7 +19,7 @@ PADDED_BATCH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """What a dataset does not say of its run.
+    """Ranks, workers, batches and model of a run, which its dataset does not know.
 
     Args:
         ranks: of the run; numbers of ranks after the first are compared with it.

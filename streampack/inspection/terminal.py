@@ -22,7 +22,7 @@ def print_report(report: Report, *, console: Console | None = None) -> None:
     """Print a report.
 
     Raises:
-        ImportError: without rich, which the extra ``inspect`` installs.
+        ImportError: without rich, which the extra ``data`` installs.
     """
     from rich.console import Console
 
