@@ -20,7 +20,8 @@ project_copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = [
-    "README.md", "CONTRIBUTING.md", "docs/**.md", "benchmarks/README.md", "benchmarks/results/*.md"
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**.md", "benchmarks/README.md",
+    "benchmarks/results/*.md",
 ]  # fmt: skip
 exclude_patterns = [".*", "build", "dist", "outputs", "tests", "wheels", "**/__pycache__", "*.egg-info"]
 
