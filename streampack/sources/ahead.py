@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,7 @@ class Ahead:
         # By the index of their part, in order; the first one is read from.
         self.stretches: dict[int, Stretch] = {}
         self.lock = threading.Lock()
+        self.process = os.getpid()
 
     @property
     def wanted(self) -> int:
@@ -73,6 +75,7 @@ class Ahead:
 
     def prepare(self, index: int, offset: int) -> None:
         """Begin to read the next records, which begin at an offset of a part, because they are needed soon."""
+        self._leave_behind()
         with self.lock:
             if not self.stretches and (first := self._next(index)) is not None:
                 begin = offset if first == index else self.parts[first].start
@@ -81,6 +84,7 @@ class Ahead:
 
     def open(self, index: int, offset: int) -> Iterator[Record]:
         """Return the records of a part from an offset on."""
+        self._leave_behind()
         with self.lock:
             stretch = self.stretches.get(index)
             later = {i: each for i, each in self.stretches.items() if i > index}
@@ -89,8 +93,16 @@ class Ahead:
             self.stretches = {index: stretch, **later}
         return self._records(stretch)
 
+    def _leave_behind(self) -> None:
+        if self.process != os.getpid():  # a fork copied this object, but none of the threads that read
+            self.process, self.lock, self.stretches = os.getpid(), threading.Lock(), {}
+
     def _records(self, stretch: Stretch) -> Iterator[Record]:
+        process, at = os.getpid(), stretch.begin
         while True:
+            if process != os.getpid():
+                yield from self.open_part(self.parts[stretch.index], at)
+                return
             with self.lock:
                 records = stretch.found.popleft() if stretch.found else []
                 if not records and (stretch.ended or stretch.error is not None):
@@ -101,6 +113,7 @@ class Ahead:
                     self._start(stretch, self.wanted)
                 future = stretch.future
             if records:
+                at = records[-1][2]
                 yield from records
             elif future is not None and future.cancel():  # no thread has begun it
                 self._read(stretch, self.wanted)

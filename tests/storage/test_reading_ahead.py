@@ -224,10 +224,29 @@ def test_no_byte_is_fetched_twice_whatever_is_fetched_ahead(
     assert sum(size for _, size in network.requests) <= 1.05 * sizes
 
 
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    ahead = ReadAhead.for_lanes(8 << 20, 1)
+def test_a_forked_process_has_threads_of_its_own(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on with readers for which threads were reading when it was forked."""
+    small_pieces(monkeypatch, block=3000)
+    data, ahead = filled("jsonl", 2, per_shard=120), ReadAhead(1000)
+    expected = [row.row_id for row in data.read(Reading())]
+    reader, prepared = (data.read(Reading(read_ahead=ahead)) for _ in range(2))
+    found = [next(reader).row_id]
+    network.together, network.requests = 9, []  # threads that read wait for others
+    while not network.requests:
+        found.append(next(reader).row_id)
+        time.sleep(0.02)
+    prepared.prepare()
+    while len(network.requests) < 2:
+        time.sleep(0.01)
+
+    def read_on() -> None:
+        network.together = 0
+        assert ahead.decode(threading.get_ident) != threading.get_ident()
+        assert [*found, *(row.row_id for row in reader)] == expected
+        assert [row.row_id for row in prepared] == expected
+
     assert ahead.decode(threading.get_ident) != threading.get_ident()
-    child = mp.get_context("fork").Process(target=ahead.decode, args=(threading.get_ident,), daemon=True)
+    child = mp.get_context("fork").Process(target=read_on, daemon=True)
     child.start()
     child.join(20)
     assert child.exitcode == 0
