@@ -8,21 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack import (
-    IterablePackedDataset,
-    MapSource,
-    Mix,
-)
+from streampack import IterablePackedDataset, MapSource, Mix
 from streampack.sources import Holdout, Reading
 from streampack.sources.holdout import hold_out  # private: behind ``data.validation.fraction`` of a config
 from tests.harness.corpus import all_of, samples_in
 from tests.harness.corpus import rows as numbers
-from tests.harness.mixtures import (
-    APART,
-    make,
-    shifted,
-    three,
-)
+from tests.harness.mixtures import APART, make, shifted, three
 
 PARTS = ("train", "validation")
 

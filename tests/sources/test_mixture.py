@@ -15,14 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import (
-    IGNORE_INDEX,
-    IterablePackedDataset,
-    MapSource,
-    Mix,
-    Sample,
-    TokensEncoder,
-)
+from streampack import IGNORE_INDEX, IterablePackedDataset, MapSource, Mix, Sample, TokensEncoder
 from streampack.sources import Holdout, Reading
 from tests.harness.conformance import check_resume_everywhere, content
 from tests.harness.corpus import Numbers, rows

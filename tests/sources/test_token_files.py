@@ -32,13 +32,7 @@ from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize
 from tests.harness.conformance import lists, read_with_cursors
 from tests.harness.corpus import in_memory, read_all
-from tests.harness.files import (
-    small_pieces,
-    write_datatrove,
-    write_flat,
-    write_mds,
-    write_megatron,
-)
+from tests.harness.files import small_pieces, write_datatrove, write_flat, write_mds, write_megatron
 
 Rows = list[tuple[list[int], list[int]]]  # (tokens, labels)
 EOS, BOS = 0, 1

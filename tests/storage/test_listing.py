@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from streampack import (
-    HFSource,
-    IterablePackedDataset,
-    JSONLSource,
-    ParquetSource,
-    TokenShardSource,
-)
+from streampack import HFSource, IterablePackedDataset, JSONLSource, ParquetSource, TokenShardSource
 from streampack.sources import Reading, as_source
 from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize

@@ -15,17 +15,7 @@ import pytest
 from streampack import TokenShardSource, cli
 from streampack.sources import Reading
 from tests.harness.stores import Store, Versioned, lacking, running, short_waits
-from tests.harness.tokenizing import (
-    Dies,
-    Killed,
-    Logged,
-    content,
-    corpus,
-    into,
-    run,
-    stored,
-    wait_for,
-)
+from tests.harness.tokenizing import Dies, Killed, Logged, content, corpus, into, run, stored, wait_for
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

@@ -17,15 +17,7 @@ from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, TextE
 from streampack.sources import Holdout, Reading
 from streampack.tokenize import tokenize
 from streampack.types import Sample
-from tests.harness.tokenizing import (
-    Dies,
-    Killed,
-    Letters,
-    content,
-    corpus,
-    run,
-    wait_for,
-)
+from tests.harness.tokenizing import Dies, Killed, Letters, content, corpus, run, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
