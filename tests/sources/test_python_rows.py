@@ -153,6 +153,15 @@ def test_an_iterable_may_change_the_rows_of_a_window() -> None:
     assert sorted(row.data["messages"][0]["content"] for row in found) == list(range(20))
 
 
+def test_a_resume_within_a_window_that_has_other_records_now_is_refused() -> None:
+    rows = [{"i": i} for i in range(20)]
+    source = IterableSource(lambda: iter(rows))
+    next(reader := source.read(Reading(shuffle_window=8)))
+    del rows[5:]
+    with pytest.raises(ValueError, match="lane 0: other records are read than when the state was made"):
+        next(source.read(Reading(shuffle_window=8, start=reader.cursor)))
+
+
 @pytest.mark.parametrize(("window", "lane"), [(0, 0), (4, 1)])
 def test_a_generator_that_raises_midway(window: int, lane: int) -> None:
     """A generator that raised is finished, which is not the end of the data: a new reader goes on at the cursor."""
