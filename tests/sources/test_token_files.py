@@ -450,10 +450,12 @@ def test_a_shard_by_two_names_is_refused(tmp_path: Path) -> None:
     folder = numbered_shards(tmp_path, 0, lanes=1)
     index = json.loads((folder / "index.json").read_text())
     [entry] = index["shards"]
-    index["shards"].append({**entry, "name": f"./{entry['name']}"})
-    (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="is named twice; name every file once"):
-        TokenShardSource(folder)
+    (folder / "link.bin").symlink_to(folder / entry["name"])
+    for name, message in ((f"./{entry['name']}", "is named twice"), ("link.bin", "link.bin are one file")):
+        index["shards"] = [entry, {**entry, "name": name}]
+        (folder / "index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=f"{message}; name every file once"):
+            TokenShardSource(folder)
 
 
 # MDS.
