@@ -72,7 +72,8 @@ def start_server() -> None:
 
     resource_tracker.ensure_running()
     before = open_files()
-    with mock.patch("multiprocessing.util.spawnv_passfds", fork):
+    # Where Python starts it by another function, it starts it its own way, and ranks import for themselves.
+    with mock.patch("multiprocessing.util.spawnv_passfds", fork, create=True):
         forkserver.ensure_running()
 
 
@@ -137,9 +138,8 @@ class Ranks:
         context: Any = mp.get_context("fork") if store is None else _server
         self.size, self.once = size, job is not None
         self.folder = tempfile.TemporaryDirectory()
-        env = {
-            "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")
-        }  # which the server does not know
+        # The server does not know which test is running.
+        env = {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}
         if not join:
             port = free_port() if store is None else store.port
             env |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
