@@ -227,6 +227,8 @@ def read_config(config: Any) -> RunConfig:
     # What else is wrong with data shows here, and not after the weights were read.
     try:
         packing = {key: value for key, value in cfg.data.items() if key not in ("source", "encoder")}
+        for problem in unknown_arguments(IterablePackedDataset, packing):
+            raise ValueError(problem)
         IterablePackedDataset([{"tokens": [0], "labels": [0]}], **packing)
     except (TypeError, ValueError) as error:
         raise ValueError(f"data: {error}") from None

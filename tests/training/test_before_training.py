@@ -87,7 +87,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"validation.fraction": {"web": 0.1, "code": 1}}, "validation.fraction=1 is no fraction of the rows; give a"),
     ({"validation.shares": 0.1}, "validation.shares: Key 'shares' not in 'Validation'"),
     ({"validation": {"source": COLUMNS}}, "validation rows: {folder}/columns.jsonl:1: column 'text' is missing"),
-    ({"data.shufle": True}, "data: IterablePackedDataset.__init__() got an unexpected keyword argument 'shufle'"),
+    ({"data.shufle": True}, "data: got an unexpected keyword argument 'shufle'; did you mean 'shuffle'?"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
     ({"data.source.paths": "{folder}/gone.jsonl"}, "data: no file matches '{folder}/gone.jsonl' (looked in "),
     (of_file("long"), "data: {folder}/long.jsonl:1 has 101 tokens, max_seq_len is 32; set overlong to"),

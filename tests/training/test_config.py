@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataset": 4}, "dataset: Key 'dataset' not in 'RunConfig'. Did you mean: 'data'"),
     ({"epoch": 4}, "epoch: Key 'epoch' not in 'RunConfig'. Did you mean: 'epochs'"),
     ({"validation": {"fracton": 0.1}}, "validation.fracton: Key 'fracton' not in 'Validation'. Did you mean: 'frac"),
-    ({"data.dtype": "bf16"}, r"data: IterablePackedDataset\.__init__\(\) got an unexpected keyword argument 'dtype'"),
+    ({"data.dtype": "bf16"}, "data: got an unexpected keyword argument 'dtype'; it takes source, max_seq_len, "),
     ({"optimizer": ...}, "missing: optimizer; the keys without"),
     ({"optimizer._component_": ...}, "optimizer names no _component_, so there is nothing to build"),
     ({"optimizer.lrr": 1}, r"optimizer: torch\.optim\.AdamW: .* keyword argument 'lrr'; did you mean 'lr'"),
