@@ -140,10 +140,14 @@ def run_child(name: str, outcome: Path, *, quick: bool) -> int:
 
 
 def end_session(session: int) -> int:
-    """Kill the living processes of a session; return how many there were."""
-    ended = set()
+    """Kill the living processes of a session and all their descendants; return how many there were."""
+    ended: set[int] = set()
     for _ in range(50):
-        living = [pid for pid, process in processes().items() if process.session == session and process.alive]
+        found = processes()
+        ours = [pid for pid, process in found.items() if process.session == session or pid in ended]
+        for above in ours:  # torchrun starts its ranks in sessions of their own
+            ours += [pid for pid, process in found.items() if process.parent == above and pid not in ours]
+        living = [pid for pid in ours if found[pid].alive]
         if not living:
             break
         for pid in living:

@@ -1,4 +1,4 @@
-"""What a step trained: the loss of every sequence, as it was logged, and its packs, made again from checkpoints."""
+"""The log of every sequence's loss in a run, and the packs of a past step, made again from the checkpoint before it."""
 
 from __future__ import annotations
 

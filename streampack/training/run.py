@@ -49,8 +49,10 @@ from streampack.training.weights import write_weights
 from streampack.training.world import World, join_world, pick_device
 
 Result = dict[str, Any]
-"""What a recipe returns, on every rank: ``step``, the run's last; and unless the run was over when it was opened,
-``tokens``, ``seconds``, ``held_out`` (pairs of step and loss) and ``ledger``, each of the whole run."""
+"""A recipe's return value, the same on every rank, about the whole run.
+
+``step`` is the last one. Unless the run was over when it was opened, there are ``tokens``, ``seconds``, ``held_out``
+(pairs of step and loss) and ``ledger``, too."""
 
 
 class Step:
@@ -233,8 +235,8 @@ class Run:
         run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
         if self.saved_step is not None:
             run = self.checkpoints.load(self.saved_step, model=model, optimizer=optimizer)
+            self.loader.load_state_dict(run["stream"])  # refuses what another version wrote
             warn_of_unheeded(cfg, run["optimizer_settings"], world=world)
-            self.loader.load_state_dict(run["stream"])
         elif cfg.resume_from is not None:
             run["begun"] = run["step"] = begin_phase(
                 cfg, model=model, optimizer=optimizer, loader=self.loader, world=world

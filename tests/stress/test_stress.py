@@ -1,6 +1,7 @@
 """Jobs with small counts, and what becomes of those that fail, hang or cannot run: the table of docs/reliability.md."""
 
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -33,10 +34,18 @@ def test_jobs_that_hang_or_cannot_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(JOBS, "nginx", Job("nginx", "", 1, without))
     assert command.run_child("nginx", tmp_path / "outcome", quick=True) == 0
-    assert json.loads((tmp_path / "outcome").read_text()) == {
-        "holds": None,
-        "counts": "nginx is not installed",
-    }
+    told = json.loads((tmp_path / "outcome").read_text())
+    assert told == {"holds": None, "counts": "nginx is not installed"}
+
+
+def test_a_job_is_ended_with_its_processes_in_other_sessions() -> None:
+    """As ranks of torchrun are, which would write on to a folder that is being removed."""
+    words = ["sh", "-c", "setsid sh -c 'echo here; exec sleep 60' & wait"]
+    with subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE) as job:
+        assert job.stdout
+        assert job.stdout.readline() == b"here\n"
+        assert command.end_session(job.pid) == 2
+        assert not job.stdout.read(), "a process still has it open"
 
 
 def test_dead_and_hanging_ranks_are_reported() -> None:
