@@ -235,8 +235,8 @@ class Run:
         run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
         if self.saved_step is not None:
             run = self.checkpoints.load(self.saved_step, model=model, optimizer=optimizer)
+            self.loader.load_state_dict(run["stream"])  # refuses the state of another release
             warn_of_unheeded(cfg, run["optimizer_settings"], world=world)
-            self.loader.load_state_dict(run["stream"])
         elif cfg.resume_from is not None:
             run["begun"] = run["step"] = begin_phase(
                 cfg, model=model, optimizer=optimizer, loader=self.loader, world=world

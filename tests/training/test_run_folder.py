@@ -136,6 +136,16 @@ def test_a_run_that_goes_on_is_not_over(tmp_path: Path, whole: Run, monkeypatch:
     assert (tmp_path / "out" / "finished.json").exists()
 
 
+def test_a_run_of_another_release_is_refused(tmp_path: Path, whole: Run) -> None:
+    config = config_of_copy(whole, tmp_path)
+    file = tmp_path / "out" / "checkpoints" / "step_00000012" / "run.pt"
+    run = torch.load(file)
+    run["settings"] = run.pop("optimizer_settings")
+    torch.save(run | {"stream": run["stream"] | {"version": 4}}, file)
+    with pytest.raises(ValueError, match="format 4, of another release"):
+        train(OmegaConf.merge(config, {"max_steps": 13}))
+
+
 # Interrupted runs.
 
 
