@@ -31,9 +31,7 @@ from tests.harness.raising import fail
 from tests.harness.runs import Run
 from tests.harness.tiny import interrupt_step, losses, numbers, tiny_config
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*multi-threaded:DeprecationWarning"
-)  # of Python 3.12 on fork
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of fork
 
 
 @contextmanager
@@ -252,9 +250,8 @@ def test_the_first_signal_is_answered(capsys: pytest.CaptureFixture[str]) -> Non
     with stop_on_signals(World()) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.agree() == signal.SIGTERM
-    assert capsys.readouterr().err == (
-        "\nSIGTERM: stopping after this step; a second signal ends the run at once\n"
-    )
+    said = "\nSIGTERM: stopping after this step; a second signal ends the run at once\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_forked_worker_ends_by_sigterm_and_leaves_ctrl_c_to_its_parent() -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from streampack.launch import run_torchrun  # private: what `streampack run` sta
 from streampack.storage.folders import lock_folder  # private: to ask whether the run still holds its folder
 from streampack.training.world import OTHER_FILES, World, end_with_launcher, join_world
 from tests.harness.processes import RankError, open_store, run_ranks
+from tests.harness.raising import fail
 from tests.harness.tiny import losses, tiny_config
 from tests.harness.workers import gone
 
@@ -208,46 +210,34 @@ def test_a_rank_without_its_launchers_store_does_not_wait(monkeypatch):
 # torchrun in this process, as `streampack run` has it.
 
 
+def failed(rank, code, told=""):
+    return partial(fail, ChildFailedError("recipe", {rank: ProcessFailure(rank, 123, code, told)}))
+
+
 def test_torchrun_does_not_repeat_errors_of_ranks(tmp_path, capsys):
     told = tmp_path / "error.json"
     told.write_text(json.dumps({"message": "error: no file", "timestamp": 1}))
-
-    def fail():
-        raise ChildFailedError("recipe", {0: ProcessFailure(0, 123, 1, str(told))})
-
-    assert run_torchrun(fail, tracebacks=False) == 1
+    run = failed(0, 1, str(told))
+    assert run_torchrun(run, tracebacks=False) == 1
     assert capsys.readouterr().err == ""
     told.unlink()  # a mistake is printed, and not told to torchrun
-    assert run_torchrun(fail, tracebacks=False) == 1
+    assert run_torchrun(run, tracebacks=False) == 1
     assert capsys.readouterr().err == ""
     with pytest.raises(ChildFailedError):
-        run_torchrun(fail, tracebacks=True)
+        run_torchrun(run, tracebacks=True)
 
 
 @pytest.mark.parametrize("tracebacks", [False, True])
-def test_a_signal_to_torchrun_decides_its_exit_status(tracebacks):
-    def interrupted():
-        raise SignalException("got SIGINT", signal.SIGINT)
-
-    assert run_torchrun(interrupted, tracebacks=tracebacks) == 130
-
-
-@pytest.mark.parametrize("tracebacks", [False, True])
-def test_a_signal_to_a_rank_decides_its_exit_status_too(tracebacks):
-    def stopped():
-        raise ChildFailedError("recipe", {0: ProcessFailure(0, 123, 143, "")})
-
-    assert run_torchrun(stopped, tracebacks=tracebacks) == 143
+def test_a_signal_to_torchrun_or_to_a_rank_decides_the_exit_status(tracebacks):
+    interrupted = partial(fail, SignalException("got SIGINT", signal.SIGINT))
+    for run, status in (interrupted, 130), (failed(0, 143), 143):
+        assert run_torchrun(run, tracebacks=tracebacks) == status
 
 
 def test_a_rank_that_was_killed_is_named(capsys):
-    def fail():
-        raise ChildFailedError("recipe", {1: ProcessFailure(1, 123, -9, "")})
-
-    assert run_torchrun(fail, tracebacks=False) == 1
-    assert (
-        capsys.readouterr().err == "rank 1 ended with exit code -9: Signal 9 (SIGKILL) received by PID 123\n"
-    )
+    assert run_torchrun(failed(1, -9), tracebacks=False) == 1
+    said = "rank 1 ended with exit code -9: Signal 9 (SIGKILL) received by PID 123\n"
+    assert capsys.readouterr().err == said
 
 
 # The commands of docs/guides/several_devices.md, as printed.
@@ -336,10 +326,8 @@ def test_the_guides_kill_and_resume(tmp_path, shell):
 def test_ranks_print_a_mistake_and_torchrun_is_silent(tmp_path, shell):
     """Each rank prints it at most once; the first that ends may end the other before it does."""
     OmegaConf.save(tiny_config(tmp_path), tmp_path / "my.yaml")
-    command = (
-        "streampack run --nproc_per_node 2 full_finetune --config my.yaml data.source.paths=nowhere.jsonl"
-    )
-    run = shell(command)
+    words = "full_finetune --config my.yaml data.source.paths=nowhere.jsonl"
+    run = shell(f"streampack run --nproc_per_node 2 {words}")
     _, said = run.communicate(timeout=120)
     assert run.returncode == 1
     ours = [line for line in said.splitlines() if "torchao" not in line]
