@@ -91,11 +91,8 @@ def stream(rows: Any = None, **changes: Any) -> IterablePackedDataset:
 def trainer_of(folder: Path, *, of: Any = None, **changes: Any) -> Any:
     """Make a Trainer that prints nothing."""
     of = model() if of is None else of
-    given = {
-        name: changes.pop(name)
-        for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
-        if name in changes
-    }
+    names = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
+    given = {name: changes.pop(name) for name in names if name in changes}
     trainer = transformers.Trainer(of, settings(folder, **changes), **given)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer

@@ -90,6 +90,9 @@ def test_worker_processes_that_read_an_epoch_again_say_so() -> None:
     with pytest.raises(UserWarning, match=again):  # here, warnings are errors
         order(loader)
     assert {pack[0] for pack in order(torch_loader(dataset(shuffle=False), 2))} == {0}
+    kept = torch_loader(dataset(shuffle=False), 1, keep=True)
+    next(iter(kept))
+    assert len(list(kept)) == WHOLE, "what a worker has made may not have arrived"
 
 
 def test_copies_count_for_themselves() -> None:
@@ -106,9 +109,8 @@ def test_copies_count_for_themselves() -> None:
 def test_an_endless_stream_continues_with_the_next_epoch() -> None:
     """Its samples share packs over an epoch's end, and one comes at most once more often than another."""
     rows = [{"tokens": [i + 1] * (2 + i % 7), "labels": [i + 1] * (2 + i % 7)} for i in range(40)]
-    packs = list(
-        islice(IterablePackedDataset(rows, max_seq_len=24, epochs=None, num_lanes=2, shuffle=True), 200)
-    )
+    endless = IterablePackedDataset(rows, max_seq_len=24, epochs=None, num_lanes=2, shuffle=True)
+    packs = [*islice(endless, 200)]
     assert {pack["epoch"] for pack in packs} == {0}
     padded = sum(24 - int(pack["seq_lens"][: pack["num_seqs"]].sum()) for pack in packs)
     assert padded < 24, "no part-empty pack at an epoch's end"
@@ -244,9 +246,7 @@ def test_a_new_iteration_goes_on_behind_what_the_one_before_gave(door: Callable[
     assert found(data) == wanted(2), "unless an epoch is set"
 
 
-def test_parts_of_an_epoch_follow_one_another_and_set_epoch_begins_it_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_parts_of_an_epoch_follow_one_another(caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of()
     first, second = (tokens(islice(loader, 12)) for _ in range(2))
     assert first + second == [pack[2] for pack in epoch(0)]
@@ -316,6 +316,11 @@ def test_a_state_loaded_in_the_middle_of_an_iteration() -> None:
     loader.load_state_dict(STATE)
     assert found + tokens(islice(old, 4)) == PACKS[:7]
     assert loader.state_dict() == STATE
+    own = iter(loader.dataset)
+    next(own)
+    loader.load_state_dict(STATE)
+    assert len([*own]) == WHOLE - 6
+    assert loader.state_dict() == STATE, "one of the dataset, too"
     assert tokens(loader) == PACKS[5:]
 
 
