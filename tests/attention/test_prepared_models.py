@@ -6,7 +6,6 @@ That packed equals alone for every family is tested in test_packed_equals_alone.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from streampack import (
     Batch,
+    Group,
     IterablePackedDataset,
     collate_packed,
     find_leaks,
@@ -68,10 +68,7 @@ def test_positions_come_from_the_lengths() -> None:
     assert torch.equal(inputs(without_padding)["position_ids"], batch.input_pos)
 
 
-@pytest.mark.parametrize(
-    ("make", "family"),
-    [(build, "mistral"), (tiny_torchtune.build, "llama3")],
-)
+@pytest.mark.parametrize(("make", "family"), [(build, "mistral"), (tiny_torchtune.build, "llama3")])
 def test_the_last_of_several_preparations_counts(make: Any, family: str) -> None:
     """And without packs, as in generating, the model computes what it did before."""
     data, batch = stream_and_batch("overlong")
@@ -165,14 +162,16 @@ def test_kernels_are_told_how_long_sequences_are_not_packs() -> None:
         batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=size, num_lanes=1)))
         given = prepare_model_for_packing(build("llama"), attention="varlen")(batch)
         assert given["max_length_q"] == given["max_length_k"] == longest
+    answers = Group([7] * 400, [7] * 400, lengths=[100] * 4, parents=[-1, 0, 0, 0])
+    batch = batch_of([answers], max_seq_len=403)  # 200 tokens are an answer with its prompt
+    assert prepare_model_for_packing(build("llama"), attention="varlen")(batch)["max_length_k"] == 256
 
 
+@pytest.mark.filterwarnings("ignore:.*lets the samples of a row see one another")
 def test_kernels_are_told_how_long_joined_sequences_are() -> None:
     """The bound covers joined sequences, not their fragments: a kernel leaves uncomputed what is behind it."""
     rows = [{"tokens": [7] * 90, "labels": [7] * 90}] * 22
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        [cut, _] = method_loader(rows, method="fixed_length", max_seq_len=1024, batch_size=1)
+    [cut, _] = method_loader(rows, method="fixed_length", max_seq_len=1024, batch_size=1)
     streamed = collate_packed(list(IterablePackedDataset(rows, max_seq_len=1024, num_lanes=1)))
     model = build("llama", max_position_embeddings=1024)
     inputs = prepare_model_for_packing(model, attention="varlen")
