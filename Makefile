@@ -59,7 +59,7 @@ test-newest: $(VENV)-newest/.installed  ## `make test` with the newest releases 
 test-wheel: dist  ## the README's commands from the built wheel, in a fresh environment far from the clone
 	rm -rf $(VENV)-wheel
 	$(PYTHON) -m venv $(VENV)-wheel
-	$(VENV)-wheel/bin/python -m pip install --quiet $(WHEEL_ARGS) "$$(ls dist/*.whl)[hf,data,tune]"
+	$(VENV)-wheel/bin/python -m pip install --quiet "$$(ls dist/*.whl)[hf,data,tune]"
 	PATH="$(CURDIR)/$(VENV)-wheel/bin:$$PATH" $(VENV)-wheel/bin/python -P tests/harness/installed.py
 
 mutants: setup  ## plant known faults, one at a time, and say which no test sees; resumable; ARGS="sources."
