@@ -143,6 +143,7 @@ MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content
         ({"conversations": MESSAGES}, "<|im_start|>assistant"),
         ({"prompt": "hello", "completion": "42"}, "hello"),
         ({"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": MESSAGES[1:]}, "42"),
+        ({"prompt": "hello", "messages": MESSAGES[:1], "chosen": MESSAGES, "rejected": MESSAGES}, "42"),
         ({"prompt": "hello", "completions": ["42", "hi"], "rewards": [1, 0]}, "hello"),
         ({"text": "hello"}, "hello"),
         ({"content": "hello", "id": 1}, "hello"),

@@ -28,12 +28,17 @@ def out_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_trace_lists_the_steps_with_the_highest_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_lists_the_steps_with_the_highest_loss(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     header, *lines = out_of(capsys, "trace", "--config", str(run / "my.yaml"), "--top", "3").splitlines()
     assert header.split()[:2] == ["step", "loss"]
     assert len(lines) == 3
     losses = [float(line.split()[1]) for line in lines]
     assert losses == sorted(losses, reverse=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "loss": NaN}\n')
+    words = ["trace", str(run / "my.yaml"), f"output_dir={tmp_path}", "--top", "1"]
+    assert out_of(capsys, *words).splitlines()[1].split() == ["2", "nan"]
 
 
 def test_trace_shows_the_rows_of_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,10 +92,8 @@ def test_unpack_shows_the_packs_of_a_step(run: Path, capsys: pytest.CaptureFixtu
     text = out_of(capsys, "unpack", str(run / "my.yaml"), "--step", "7")
     assert text.count("── sequence") == len(read_step(run / "out" / ROWS_FOLDER, 7))
     assert text.count(" of 4 in step 7: ") == 4
-    assert (
-        out_of(capsys, "unpack", str(run / "my.yaml"), "--step", "7", "--packs", "1").count(" in step 7: ")
-        == 1
-    )
+    text = out_of(capsys, "unpack", str(run / "my.yaml"), "--step", "7", "--packs", "1")
+    assert text.count(" in step 7: ") == 1
 
 
 BOLD, DIM, END = "\x1b[1m", "\x1b[2m", "\x1b[0m"

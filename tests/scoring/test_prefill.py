@@ -168,12 +168,14 @@ def test_a_model_is_taken_as_it_is(family: str, way: str) -> None:
     """Prepared, wrapped, or in training, whose activation checkpointing would take the cache away."""
     model, alone = models(family)
     if way in ("dense", "varlen"):
-        prepare_model_for_packing(model, attention=way)
+        inputs = prepare_model_for_packing(model, attention=way)
     elif way == "in training":
         model.activation_checkpointing_enable()
         model.train()
     given = Wrapper(model) if way == "wrapped" else model
     filled = prefill(given, prompts(), max_seq_len=MAX_SEQ_LEN)
+    if way in ("dense", "varlen"):
+        inputs(filled)  # which refuses a model whose attention was changed
     assert check_caches(filled, alone, prompts())
     assert model.training == (way == "in training")
     assert not filled["past_key_values"].layers[0].keys.requires_grad
