@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,17 +57,19 @@ class Stop:
 
     def note(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
-        if (
-            os.getpid() != self._process
-        ):  # forked, such as a worker of torch's DataLoader: Ctrl-C is its parent's
+        if os.getpid() != self._process:
+            # Forked, such as a worker of torch's DataLoader: Ctrl-C is its parent's.
             if number == signal.SIGTERM:
                 os._exit(128 + number)
         elif not self.received:
             self.received, self._first = number, time.monotonic()
             if self.world.is_main:
                 name = signal.Signals(number).name
-                text = f"\n{name}: stopping after this step; a second signal ends the run at once"
-                print(text, file=sys.stderr, flush=True)  # noqa: T201
+                text = f"\n{name}: stopping after this step; a second signal ends the run at once\n"
+                with suppress(
+                    OSError
+                ):  # not by print: the step may be printing, and a pipe may have no reader left
+                    os.write(2, text.encode())
         elif time.monotonic() - self._first > TOGETHER:
             os._exit(128 + number)
 

@@ -246,12 +246,17 @@ def test_a_second_signal_ends_the_process(
     assert (ended.value.code, left) == (128 + by, [])
 
 
-def test_the_first_signal_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("heard", [True, False], ids=["", "nobody reads"])
+def test_the_first_signal_is_answered(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    if not heard:
+        monkeypatch.setattr(os, "write", lambda *_: fail(BrokenPipeError()))
     with stop_on_signals(World()) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.agree() == signal.SIGTERM
     said = "\nSIGTERM: stopping after this step; a second signal ends the run at once\n"
-    assert capsys.readouterr().err == said
+    assert capfd.readouterr().err == said * heard
 
 
 def test_a_forked_worker_ends_by_sigterm_and_leaves_ctrl_c_to_its_parent() -> None:
