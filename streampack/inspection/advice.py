@@ -10,17 +10,17 @@ from streampack.packing.strategies import STRATEGIES
 
 WORTH = 0.01
 """A change is recommended from this difference in padding, lost tokens or waiting on: one hundredth."""
-FEW_STEPS = 100
 ROUND = 1024
 
 
 def advise(report: Report) -> list[Advice]:
     """Return what to change, the most important first; an empty list if nothing is worth it."""
-    return [*_of_rows(report), *_of_packs(report), *_of_steps(report)]
+    return [*_of_rows(report), *_of_packs(report)]
 
 
 def _of_rows(report: Report) -> Iterator[Advice]:
-    most, losses = report.settings.max_seq_len, {loss.reason: loss for loss in report.losses}
+    packing = report.settings.packing
+    most, losses = packing.max_seq_len, {loss.reason: loss for loss in report.losses}
     # Groups with a shared prefix cannot be split.
     groups = any(sequence.parent != ROOT for pack in report.packs for sequence in pack.sequences)
     if (bad := losses.get("bad")) and bad.stops:
@@ -31,7 +31,7 @@ def _of_rows(report: Report) -> Iterator[Advice]:
         )
     overlong = losses.get("overlong")
     if overlong and overlong.stops:
-        fits, masked = _enough_for(report, 1.0), report.lengths.masked
+        fits, masked = _enough_for(report, 1.0), report.lengths.tokens > report.lengths.trained
         way = "truncate  # or drop" if groups or masked else "split"
         way += "; split keeps every token" if masked and not groups else ""
         raised = f"\n  # or keep them whole: max_seq_len: {fits}" if fits <= 4 * most else ""
@@ -44,7 +44,7 @@ def _of_rows(report: Report) -> Iterator[Advice]:
     cut = [loss for loss in (overlong, losses.get("truncated")) if loss and not loss.stops]
     if (fraction := sum(loss.fraction for loss in cut)) >= WORTH:
         longer = _enough_for(report, 0.999)
-        why = f"overlong: {report.settings.overlong} loses {fraction:.1%} of the tokens"
+        why = f"overlong: {packing.overlong} loses {fraction:.1%} of the tokens"
         if most < longer <= 4 * most:
             yield Advice(
                 "Raise max_seq_len",
@@ -53,14 +53,6 @@ def _of_rows(report: Report) -> Iterator[Advice]:
             )
         elif not groups:
             yield Advice("Keep long samples in pieces", why, "data:\n  overlong: split")
-    untrained, rows = losses.get("untrained"), report.coverage.rows
-    if untrained and not untrained.tokens and untrained.rows >= WORTH * rows:
-        yield Advice(
-            "Leave out samples that train nothing",
-            f"{untrained.rows:,} rows ({untrained.rows / rows:.1%}) have no trained token, such as "
-            f"{untrained.examples[0]}",
-            "data:\n  untrained: drop",
-        )
 
 
 def _enough_for(report: Report, quantile: float) -> int:
@@ -70,7 +62,7 @@ def _enough_for(report: Report, quantile: float) -> int:
 
 def _of_packs(report: Report) -> Iterator[Advice]:
     chosen, settings = report.chosen, report.settings
-    consumers = settings.ranks * max(1, settings.workers)
+    consumers = settings.shape.ranks[0] * max(1, settings.shape.workers)
     # Of strategies that differ in less than a tenth of a per cent, exact_fit, which is the default.
     best = min(
         (outcome for outcome in report.outcomes if outcome.name in STRATEGIES),
@@ -96,32 +88,11 @@ def _of_packs(report: Report) -> Iterator[Advice]:
             "which ends part-empty",
             f"data:\n  num_lanes: {consumers}  # ranks x workers; a resume on more ranks needs more lanes",
         )
-
-
-def _of_steps(report: Report) -> Iterator[Advice]:
-    chosen, settings = report.chosen, report.settings
-    at_once = settings.ranks * settings.batch_size
-    if settings.packs_per_step % at_once and settings.packs_per_step >= settings.ranks:
-        yield Advice(
-            "Let ranks and batches divide the packs of a step",
-            f"packs_per_step={settings.packs_per_step} is no multiple of {at_once} (ranks x batch_size), so batches "
-            "are uneven or filled up with null packs",
-            f"packs_per_step: {-(-settings.packs_per_step // at_once) * at_once}",
-        )
-    each = next((i for i in report.attention.imbalance if i.ranks == settings.ranks), None)
+    each = next((i for i in report.attention.imbalance if i.ranks == settings.shape.ranks[0]), None)
     if each and not settings.balance_window and each.planned - each.balanced >= WORTH:
         yield Advice(
             "Hand packs out by attention cost",
-            f"the slowest of {each.ranks} ranks has {each.planned:.2f} times the work of the mean, with a window "
+            f"the attention of the slowest of {each.ranks} ranks is {each.planned:.2f} times the mean, with a window "
             f"{each.balanced:.2f}",
             f"data:\n  balance_window: {each.window}",
-        )
-    padding = next(outcome for outcome in report.outcomes if outcome.name == "padding")
-    if report.coverage.rows_in_all and chosen.steps < FEW_STEPS and padding.steps >= 2 * chosen.steps:
-        yield Advice(
-            "Mind the number of optimizer steps",
-            f"an epoch is {chosen.steps:,.0f} steps of about {chosen.samples_per_step:,.0f} samples, and was "
-            f"{padding.steps:,.0f} of {padding.samples_per_step:,.0f} with padding: train more epochs, or set the "
-            "learning rate for the larger steps",
-            f"packs_per_step: {settings.ranks}  # the fewest; or more epochs",
         )

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streampack.inspection.costs import model_work
 from streampack.inspection.packs import view
 from streampack.inspection.page import report_page
 from streampack.inspection.report import Report, RunShape
@@ -57,18 +56,13 @@ def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int |
     """Inspect the data of a run's config; the other arguments are those of `inspect_dataset`."""
     from streampack.training.config import read_config
 
-    cfg, model = read_config(config), None
-    try:
-        model = model_work(cfg.model)
-    except Exception as error:  # models of users may need what is not here; their figures are left out
-        sys.stderr.write(f"note: operations of the model are left out: {error}\n")
+    cfg = read_config(config)
     shape = RunShape(
         ranks=ranks,
         workers=cfg.num_workers,
         batch_size=cfg.batch_size,
         packs_per_step=cfg.packs_per_step,
         max_steps=cfg.max_steps,
-        model=model,
     )
     return inspect_dataset(
         training_data(cfg), title=title, shape=shape, rows=rows, packs=packs, progress=_count

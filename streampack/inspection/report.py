@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from streampack.inspection.costs import ModelWork
 from streampack.inspection.packs import PackView
 from streampack.loader.batching import Batching
+from streampack.packing.settings import Packing
 
-VERSION = 2
+VERSION = 3
 """Version of the JSON's format. It rises when a name or a meaning changes; new names may come without."""
 
 PADDED_BATCH = 8
@@ -19,7 +19,7 @@ PADDED_BATCH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """Ranks, workers, batches and model of a run, which its dataset does not know.
+    """Ranks, workers and batches of a run, which its dataset does not know.
 
     Args:
         ranks: of the run; numbers of ranks after the first are compared with it.
@@ -27,7 +27,6 @@ class RunShape:
         batch_size: packs in a batch.
         packs_per_step: packs in an optimizer step over all ranks; None is one batch of each rank.
         max_steps: of the run, for the passes over a mixture's sources.
-        model: counts the model's operations; None where there is no model.
     """
 
     ranks: Sequence[int] = (1, 8, 64)
@@ -35,7 +34,6 @@ class RunShape:
     batch_size: int = 1
     packs_per_step: int | None = None
     max_steps: int | None = None
-    model: ModelWork | None = None
 
     def batching(self, ranks: int) -> Batching:
         """Return how the packs of a step are divided among so many ranks, of a lane each."""
@@ -51,21 +49,12 @@ class RunShape:
 class Settings:
     """The settings of the run that an inspection predicts."""
 
-    max_seq_len: int
-    filled_by: str  # the strategy, or "split_across_pack"
-    overlong: str
-    buffer_size: int
+    packing: Packing
+    shape: RunShape
     shuffle: bool
-    ranks: int
-    workers: int
     lanes: int
-    batch_size: int
     packs_per_step: int
     balance_window: int
-    padded_batch: int  # samples in a batch of the padding that packing is compared with
-    pad_seqs_to: int  # tokens of which the length of a sequence in a pack is a multiple
-    model: str | None
-    parameters: int | None
 
 
 @dataclass(frozen=True)
@@ -107,11 +96,6 @@ class Lengths:
     histogram: list[tuple[int, int, int]]  # (from, to, samples), lengths in [from, to)
     longest: list[LongRow]
 
-    @property
-    def masked(self) -> int:
-        """Tokens that are read and not trained."""
-        return self.tokens - self.trained
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -126,33 +110,27 @@ class Loss:
     examples: list[str]  # places, with what is wrong
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Packs, padding, steps and tokens of an epoch, for one way to make batches: a strategy, padding."""
 
     name: str
-    chosen: bool  # the config's own
-    packs: float  # rows of batches; for padding and mini-batches, samples
+    chosen: bool = False  # the config's own
+    packs: float  # for padding, samples
     padding: float  # fraction of the tokens forwarded
     error: float  # standard error of the padding; 0 if exact
     steps: float
-    samples_per_step: float
+    samples_per_step: float = 0.0
     tokens: float  # forwarded, padding included
     pairs: float  # of tokens, which attention computes
-    speedup: float  # tokens forwarded by padding / by this one
-    flops_speedup: float | None  # the same in operations of the model; None without a model
-    # Part of the padding that lies in part-empty last packs, of which each lane has one.
-    last_packs: float
-    # Part of the padding that lies at the ends of sequences (`pad_seqs_to`).
-    sequence_ends: float
+    speedup: float = 1.0  # tokens forwarded by padding / by this one
+    last_packs: float  # part of the padding that lies in part-empty last packs, of which each lane has one
+    sequence_ends: float  # part of the padding that lies at the ends of sequences (`pad_seqs_to`)
 
 
 @dataclass(frozen=True)
 class Imbalance:
-    """How long ranks wait for the one whose packs cost most: cost of the slowest / mean of the ranks.
-
-    The cost is all operations of the model, or where there is none, its attention.
-    """
+    """How long ranks wait for the one whose packs cost most attention: cost of the slowest / mean of the ranks."""
 
     ranks: int
     packs_per_step: int
@@ -171,7 +149,6 @@ class Attention:
     quantiles: dict[str, int]
     largest: int
     fraction: float  # mean / pairs of a pack that is one sequence
-    share_of_work: float | None  # of the model's operations
     imbalance: list[Imbalance]
 
 
@@ -183,7 +160,6 @@ class SourceShare:
     weight: float  # target fraction of the trained tokens
     rows: float  # of one pass
     tokens: float
-    trained: float
     fraction: float  # expected fraction of the trained tokens
     passes: float  # over the source in one epoch of the mixture
     passes_in_run: float | None
@@ -221,6 +197,4 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
-        plain: dict[str, Any] = asdict(self)
-        plain["lengths"]["masked"] = self.lengths.masked
-        return {"version": VERSION, **plain}
+        return {"version": VERSION, **asdict(self)}

@@ -41,10 +41,9 @@ def lead(report: Report) -> str:
     """Return a sentence about what was read."""
     coverage, lengths, settings = report.coverage, report.lengths, report.settings
     error = "" if coverage.exact or coverage.rows_in_all is None else "; ± is a standard error"
-    model = f"; the model is {settings.model} ({settings.parameters:,} parameters)" if settings.model else ""
     return (
         f"{coverage}{error}: {lengths.samples:,} samples of {lengths.tokens:,} tokens, in packs of "
-        f"{settings.max_seq_len:,} by {settings.filled_by}{model}"
+        f"{settings.packing.max_seq_len:,} by {settings.packing.filled_by}"
     )
 
 
@@ -61,18 +60,16 @@ def report_tables(report: Report) -> list[Table]:
 def _short(report: Report) -> Table:
     chosen, lengths, settings = report.chosen, report.lengths, report.settings
     padding = next(outcome for outcome in report.outcomes if outcome.name == "padding")
-    ends = f"pad_seqs_to={settings.pad_seqs_to} costs {percent(chosen.sequence_ends)}; "
+    ends = f"pad_seqs_to={settings.packing.pad_seqs_to} costs {percent(chosen.sequence_ends)}; "
     rows = [
         (
             "padding",
             percent(chosen.padding, chosen.error),
-            f"{ends if settings.pad_seqs_to > 1 else ''}{percent(padding.padding)} in padded batches",
+            f"{ends if settings.packing.pad_seqs_to > 1 else ''}{percent(padding.padding)} in padded batches",
         ),
         ("optimizer steps", f"{chosen.steps:,.0f}", f"an epoch, of {chosen.samples_per_step:,.1f} samples"),
         ("speed-up over padding", f"{chosen.speedup:.2f} x", "by tokens computed"),
     ]
-    if chosen.flops_speedup is not None:
-        rows.append(("the same by work", f"{chosen.flops_speedup:.2f} x", "by the model's operations"))
     lost, rows_lost = (
         sum(loss.fraction for loss in report.losses),
         sum(loss.rows for loss in report.losses),
@@ -95,8 +92,7 @@ def _ways(report: Report) -> Table:
         row = [f"{each.name} (yours)" if each.chosen else each.name, percent(each.padding, each.error)]
         row += [f"{each.packs:,.0f}", f"{each.steps:,.0f}", f"{each.samples_per_step:,.1f}"]
         row += [f"{each.tokens:,.0f}", f"{each.speedup:.2f} x"]
-        rows.append(row + ([] if each.flops_speedup is None else [f"{each.flops_speedup:.2f} x"]))
-    columns += ["by operations"] if len(rows[0]) > len(columns) else []
+        rows.append(row)
     return Table("Ways to make batches", columns, rows, chosen=0)
 
 
@@ -108,7 +104,7 @@ def _quantiles(report: Report) -> Table:
 
 
 def _histogram(report: Report) -> Table:
-    bins, limit = report.lengths.histogram, report.settings.max_seq_len
+    bins, limit = report.lengths.histogram, report.settings.packing.max_seq_len
     most = max(count for *_, count in bins)
     rows = [
         (f"{start:,} - {stop - 1:,}", Bar(count / most, start > limit), f"{count:,}")
@@ -159,11 +155,9 @@ def _sources(report: Report) -> Table:
 
 def _attention(report: Report) -> Table:
     attention, quantiles = report.attention, report.attention.quantiles
-    work = attention.share_of_work
     note = (
         f"Pairs of tokens in a pack: mean {attention.mean:,.0f}, median {quantiles['0.5']:,}, 99 % below "
-        f"{quantiles['0.99']:,}, largest {attention.largest:,}: {attention.fraction:.1%} of those of one long sample"
-        f"{'' if work is None else f'; attention is {work:.1%} of the operations of the model'}."
+        f"{quantiles['0.99']:,}, largest {attention.largest:,}: {attention.fraction:.1%} of those of one long sample."
     )
     found = attention.imbalance
     if not found:
@@ -180,8 +174,8 @@ def _attention(report: Report) -> Table:
         for each in found
     ]
     wait = (
-        f"slowest / mean: {'attention' if work is None else 'all operations'} of the slowest rank of a step over the "
-        f"mean of the ranks; balanced: with balance_window={found[0].window}."
+        "slowest / mean: attention of the slowest rank of a step over the mean of the ranks; balanced: with "
+        f"balance_window={found[0].window}."
     )
     columns = ("ranks", "packs a step", "null packs", "steps", "slowest / mean", "balanced")
     return Table("Attention", columns, rows, notes=[note, wait])

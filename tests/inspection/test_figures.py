@@ -97,7 +97,7 @@ def test_what_is_read_and_dropped_is_what_the_ledger_of_a_run_says(
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_a_sample_comes_near_and_says_how_near(name: str, corpus: Any, whole: Any) -> None:
-    sampled, true = inspect_dataset(corpus(name), rows=200, shape=RunShape(**STEPS)), whole(name)
+    sampled, true = inspect_dataset(corpus(name), rows=150, shape=RunShape(**STEPS)), whole(name)
     assert not sampled.coverage.exact
     assert sampled.coverage.rows_in_all == pytest.approx(true.coverage.rows, rel=0.15)
     assert sampled.coverage.error > 0
@@ -121,11 +121,7 @@ def test_rows_that_stop_a_run_are_counted_and_named() -> None:
     assert found == {"overlong": (2, 170, True), "bad": (4, 0, True)}
     examples = {loss.reason: loss.examples for loss in report.losses}
     assert examples["overlong"] == ["sample 1: 90 tokens", "sample 4: 80 tokens"]
-    assert [(each.split(":")[0], each[-9:]) for each in examples["bad"]] == [
-        ("sample 3", " (1 such)"),
-        ("sample 5", " (2 such)"),
-        ("sample 7", " (1 such)"),
-    ]
+    assert [each.split(":")[0] for each in examples["bad"]] == ["sample 3", "sample 5", "sample 7"]
     assert report.chosen.packs == 1
     with pytest.raises(
         ValueError, match=r"none of the 2 rows looked at can be packed \(2 overlong\): sample 0: 90"
@@ -140,7 +136,7 @@ def mixture(stop: str) -> Mix:
 
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])
-@pytest.mark.parametrize("rows", [None, 200])
+@pytest.mark.parametrize("rows", [None, 100])
 def test_a_mixture(stop: str, rows: int | None) -> None:
     settings: dict[str, Any] = {"max_seq_len": 256, "overlong": "truncate", "shuffle": True, "num_lanes": 2}
     mixed = IterablePackedDataset(mixture(stop), **settings)
@@ -278,25 +274,13 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Raise max_seq_len": ({"rows": [*FITTING, *token_rows([1900] * 9)]}, "max_seq_len: 2048"),
     "Keep long samples in pieces": ({"rows": [*FITTING, *token_rows([90_000] * 9)]}, "overlong: split"),
-    "Leave out samples that train nothing": (
-        {"rows": [*FITTING, *token_rows([60] * 90, prompt=1)]},
-        "untrained: drop",
-    ),
     "Mend or skip the rows that cannot be read or encoded": (
         {"rows": [*FITTING, {"tokens": "none"}]},
         "skip_bad: True",
     ),
-    "Let ranks and batches divide the packs of a step": (
-        {"shape": RunShape(ranks=(1,), batch_size=4, packs_per_step=6)},
-        "packs_per_step: 8",
-    ),
     "Hand packs out by attention cost": (
         {"rows": token_rows(log_normal(4000, 60, 1.3)), "num_lanes": 4, "shape": RunShape(ranks=(4,))},
         "balance_window: 64",
-    ),
-    "Mind the number of optimizer steps": (
-        {"rows": FITTING[:300], "shape": RunShape(ranks=(1,), batch_size=2)},
-        "packs_per_step: 1",
     ),
 }
 
