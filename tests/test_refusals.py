@@ -104,15 +104,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "array": (
         lambda: of_text('[{"text": "a"}]'),
-        "rows.jsonl:1: a row must be a JSON object, this is a list; if the file is one JSON document, let datasets",
+        "rows.jsonl:1: a row must be a JSON object, this is a list; write ",
     ),
     "text file": (
         lambda: of_text("hello world\n"),
-        "if the file is plain text, let datasets read it: HFSource('text', data_files='rows.jsonl', split='train')",
+        "let datasets read it ('text', 'csv', 'parquet' or the like): HFSource('json', data_files='rows.jsonl', split=",
     ),
     "latin-1": (
         lambda: of_text('{"text": "é"}\n'.encode("latin-1")),
-        "JSON is UTF-8: convert the file, such as by iconv -f LATIN1 -t UTF-8",
+        "JSON is UTF-8: convert the file",
     ),
     "all splits": (
         lambda: first(of_datasets([{"input_ids": [5]}])),

@@ -18,7 +18,6 @@ from typing_extensions import override
 from streampack.sources.documents import DocumentSource, Layout, Stored, mapped
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import places
-from streampack.sources.lines import KINDS
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, map_in_threads
 from streampack.storage.corpus import Corpus, look_at_each
@@ -37,7 +36,13 @@ NUMPY = b"\x93NUMPY"
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
 """Types by the first number of llm.c's header: 256 ``int32``, of which the third is the number of tokens.
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py"""
-CERTAIN = {magic: kind for magic, (kind, _) in KINDS.items() if len(magic) > 3 and any(magic)}
+CERTAIN = {
+    b"\x28\xb5\x2f\xfd": "zstd data",
+    b"\xfd7zXZ\x00": "xz data",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+}
 """Kinds of files by their first bytes, where these are too many to be ids by chance."""
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 ANEW = "it was cut off or replaced: copy it anew"

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain, islice
+from io import BytesIO
+from itertools import chain
 from typing import Any
+
+from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import LOOKED_AT, ByteCount, Lines, no_json_lines, parsed, way_out_of
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
-from streampack.storage.base import ParallelMap, map_in_threads, path_in
-from streampack.storage.compression import COMPRESSED, DAMAGED, content
+from streampack.storage.base import EMPTY, ParallelMap, map_in_threads, path_in
+from streampack.storage.compression import BUFFER_BYTES, COMPRESSED, DAMAGED, content
 from streampack.storage.listing import Name, find_files
-from streampack.storage.ranges import Fetcher, RangeStream
+from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 from streampack.storage.retries import Storage
 from streampack.types import RowId
 from streampack.validation import require_positive
@@ -26,9 +29,15 @@ LONGEST_LINE = 1 << 26  # bytes
 # Bytes; where parts are shorter than most lines, opening them takes longer than reading their lines.
 LEAST_PART = 256
 COUNTED_BYTES = 1 << 24  # of a file before a row, in which its lines are counted: many rows may be located
-NEWLINE = b"\n"
+SKIPPED_BYTES = BUFFER_BYTES // 4  # that are read at a time where they are not kept
+LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind
+FEWEST_LINES = 3  # at a file's beginning that tell that it is of another kind; fewer may be damaged rows
 PROBED_FILES = 16  # compressed files that `sample` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `sample` decompresses of each, to learn how well they compress
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+NEWLINE = b"\n"
+
+_scan = json.JSONDecoder().raw_decode
 
 
 class JSONLSource(FileSource):
@@ -69,6 +78,8 @@ class JSONLSource(FileSource):
     near = 1 << 18
     whole = "compressed file"
     probed_by_bytes = True
+    bytes_read = 0
+    """Bytes of lines, decompressed, that this object has read in this process."""
 
     def __init__(
         self,
@@ -80,150 +91,243 @@ class JSONLSource(FileSource):
     ) -> None:
         self.max_line_bytes = require_positive(max_line_bytes, "max_line_bytes")
         super().__init__(find_files(paths, manifest=manifest, endings=JSON_LINES, storage=storage))
-        self._count = ByteCount()
         self._kinds: dict[int, str | None] = {}
         sound = [number for number in range(len(self.files)) if number not in self.bad]
         self._plain = [number for number in sound if self.files[number].seekable]
         self._compressed = [number for number in sound if not self.files[number].seekable]
 
+    @override
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
-        """See `FileSource.cut`."""
         # An empty file is a part, too, so that a lane lists it as a bad record.
         whole = {number for number, file in enumerate(self.files) if not file.seekable or not file.size}
         sizes = [file.size for file in self.files]
         return divide(sizes, num_lanes, whole=whole, least=LEAST_PART)
 
+    @override
     def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
-        """See `FileSource.records`. Where its first line is no row, the file may be no JSON lines at all.
-
-        Raises:
-            Damage: if so.
-        """
-        lines = self._lines(part, offset, fetcher)
-        doubtful = offset == part.start and not lines.like_rows()
-        if doubtful and (problem := self._other_kind(part.file)) is not None:
+        _, lines = self._lines(part, offset, fetcher)
+        if offset != part.start or (first := next(lines, None)) is None:
+            return lines
+        if not is_row(first[1]) and (problem := self._other_kind(part.file)) is not None:
             raise Damage(problem, offset=offset)
-        return lines
+        return chain([first], lines)
 
+    @override
     def decode(self, part: Part, offset: int, raw: bytes | Damage) -> Mapping[str, Any]:
-        """See `FileSource.decode`."""
         if isinstance(raw, Damage):
-            raise ValueError(str(raw))
+            raise raw
         try:
             row = parsed(raw)
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
-            way_out = way_out_of(raw, self.files[part.file].shown)
-            if isinstance(error, UnicodeDecodeError):
-                way_out = "; JSON is UTF-8: convert the file, such as by iconv -f LATIN1 -t UTF-8"
-            raise ValueError(f"not a line of JSON ({error}){way_out}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not a line of JSON ({error}); JSON is UTF-8: convert the file") from None
+        except ValueError as error:
+            raise ValueError(f"not a line of JSON ({error}){self._way_out(part, offset)}") from None
         if not isinstance(row, dict):
-            way_out = '; write {"text": ...} on each line'
-            if isinstance(row, list):
-                way_out = way_out_of(raw, self.files[part.file].shown)
-            raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}{way_out}")
+            what = f"a row must be a JSON object, this is a {type(row).__name__}"
+            raise ValueError(f'{what}; write {{"text": ...}} on each line{self._way_out(part, offset)}')
         return row
 
+    @override
     def locate(self, row_id: RowId) -> str:
         """Return ``file:line`` near the beginning of a local file, whose lines are counted for it, else the byte."""
         number, offset = row_id
         file = self.files[number]
         counted = COUNTED_BYTES if file.seekable else COUNTED_BYTES >> 4  # decompressing is slower
         if self.local and number not in self.bad and offset <= counted:
-            stream = RangeStream(self.fetcher(), file, 0, file.size)
-            with suppress(FileNotFoundError), content(stream, name=path_in(file.path)) as opened:
-                return f"{file.path}:{1 + opened.read(offset).count(NEWLINE)}"
+            with suppress(FileNotFoundError):
+                before = self._beginning(number, offset)
+                return f"{file.path}:{1 + before.count(NEWLINE)}"
         return f"{file.shown}, byte {offset}"
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of lines, decompressed, that this object has read in this process."""
-        return self._count.total
-
+    @override
     def is_near(self, row_id: RowId, later: RowId) -> bool:
         """See `FileSource.is_near`: a compressed file is always read from its beginning."""
         return not self.files[row_id[0]].seekable or super().is_near(row_id, later)
 
+    @override
     def natural_lanes(self) -> int:
         """Return one lane per 256 KiB of plain files, and one per compressed file."""
         plain = sum(self.files[number].size for number in self._plain)
         return max(1, (plain >> 18) + len(self._compressed))
 
+    @override
     def sample(self, count: int) -> tuple[list[Example], float]:
-        """See `Source.sample`: rows from all over the plain files, the first rows of up to 16 compressed ones."""
-        rows: dict[tuple[int, int], bytes | Damage] = {}
-        # Bytes of all lines, decompressed.
-        whole = float(sum(self.files[number].size for number in self._plain))
-        wanted = max(1, round(count * whole / sum(file.size for file in self.files)))
-        if self._plain:
-            parts = self._places(wanted)
-            for part, record in zip(parts, map_in_threads(self._first_if_any, parts), strict=True):
-                if record:
-                    rows[part.file, record[0]] = record[1]
-        if self._compressed:
-            some = [self._compressed[i] for i in spread(len(self._compressed), PROBED_FILES)]
-            left = max(1, count - wanted) if self._plain else count
-            read = stored = 0
-            for number in some:
-                lines = self._lines(Part(number), 0, self.fetcher())
-                with suppress(Damage, FileNotFoundError):
-                    for i, (offset, raw, end) in enumerate(lines):
-                        if i * len(some) < left:
-                            rows[number, offset] = raw
-                        elif end > PROBED_BYTES:
-                            break
-                read, stored = read + lines.offset, stored + lines.raw.tell()
-            whole += read / max(1, stored) * sum(self.files[number].size for number in self._compressed)
-        found = [
-            example((number, offset), partial(self.decode, Part(number), offset, raw))
-            for (number, offset), raw in rows.items()
-        ]
-        return found, whole / max(1, sum(len(raw) for raw in rows.values() if isinstance(raw, bytes)))
+        """Return rows from all over the plain files, and the first rows of up to 16 compressed ones."""
+        plain, packed = (
+            sum(self.files[number].size for number in numbers) for numbers in (self._plain, self._compressed)
+        )
+        wanted = max(1, round(count * plain / (plain + packed)))
+        found = self._lines_at(wanted) if plain else {}
+        some = [self._compressed[i] for i in spread(len(self._compressed), PROBED_FILES)]
+        each = max(1, -(-(count - len(found)) // max(1, len(some))))
+        read = stored = 0
+        for number in some:
+            first, end, compressed = self._first_lines(number, each, PROBED_BYTES)
+            found |= first
+            read, stored = read + end, stored + compressed
+        held = sum(len(raw) for raw in found.values() if isinstance(raw, bytes))
+        return self._decoded(found), (plain + packed * read / max(1, stored)) / max(1, held)
 
+    @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """See `Source.examples`: rows from all over the plain files, or the first rows of the first compressed one."""
-        if self._plain:
-            parts = self._places(count)
-            found = list(zip(parts, map_in_threads(self._first_if_any, parts), strict=True))
-        else:
-            part = Part(self._compressed[0])
-            found = []
-            try:
-                for record in islice(self._lines(part, 0, self.fetcher()), count):
-                    found.append((part, record))
-            except (Damage, FileNotFoundError):  # reported when training reads it
-                found.append((part, None))
+        """Return rows from all over the plain files, or the first rows of the first compressed one."""
+        return self._decoded(
+            self._lines_at(count) if self._plain else self._first_lines(self._compressed[0], count, 0)[0]
+        )
+
+    def _decoded(self, found: Mapping[RowId, bytes | Damage]) -> list[Example]:
         return [
-            Example((part.file, part.start), None)
-            if record is None
-            else example((part.file, record[0]), partial(self.decode, part, *record[:2]))
-            for part, record in found
+            example((number, offset), partial(self.decode, Part(number), offset, raw))
+            for (number, offset), raw in found.items()
         ]
+
+    def _lines_at(self, count: int) -> dict[RowId, bytes | Damage]:
+        """Return lines at about ``count`` places from all over the plain files."""
+        found = places([self.files[number].size for number in self._plain], count)
+        return dict(map_in_threads(self._line_at, [(self._plain[i], at) for i, at in found]))
+
+    def _line_at(self, place: RowId) -> tuple[RowId, bytes | Damage]:
+        """Return the first line that begins at or after a place; if there is none, the first one of the file."""
+        number, at = place
+        try:
+            for start in (at, 0):
+                _, lines = self._lines(Part(number, start), start, self.fetcher(), few=True)
+                for offset, line, _ in lines:
+                    return (number, offset), line
+        except (ValueError, FileNotFoundError) as error:  # reported when training reads it
+            return place, Damage(str(error), offset=at)
+        return place, Damage(EMPTY, offset=at)
+
+    def _first_lines(
+        self, number: int, count: int, probed: int
+    ) -> tuple[dict[RowId, bytes | Damage], int, int]:
+        """Return the first lines of a file; of ``probed`` bytes of content how many there are, and those stored."""
+        raw, lines = self._lines(Part(number), 0, self.fetcher())
+        found: dict[RowId, bytes | Damage] = {}
+        end = 0
+        try:
+            for offset, line, end in lines:
+                if len(found) < count:
+                    found[number, offset] = line
+                elif end >= probed:
+                    break
+        except (Damage, FileNotFoundError) as error:  # reported when training reads it
+            found.setdefault((number, end), Damage(str(error), offset=end))
+        return found, end, raw.tell()
+
+    def _beginning(self, number: int, size: int) -> bytes:
+        """Return the first bytes of a file's content."""
+        file = self.files[number]
+        stream = RangeStream(self.fetcher(), file, 0, min(size, file.size) if file.seekable else file.size)
+        with content(stream, name=path_in(file.path)) as opened:
+            return opened.read(size)
 
     def _other_kind(self, number: int) -> str | None:
         """Return why a file is no JSON lines, by its beginning, which is read once; None if it is, or may be."""
         if number not in self._kinds:
-            file = self.files[number]
-            stream = RangeStream(self.fetcher(), file, 0, min(LOOKED_AT, file.size))
-            with suppress(FileNotFoundError, *DAMAGED), content(stream, name=path_in(file.path)) as opened:
-                self._kinds[number] = no_json_lines(opened.read(LOOKED_AT), file.shown)
+            with suppress(FileNotFoundError, *DAMAGED):
+                head = self._beginning(number, LOOKED_AT)
+                lines = [line for line in BytesIO(head) if line.endswith(NEWLINE) and not line.isspace()]
+                telling = len(lines) >= FEWEST_LINES or b"\0" in head
+                other = telling and not any(map(is_row, lines))
+                what = (
+                    f"none of its first {len(lines):,} lines is a JSON object{self._way_out(Part(number), 0)}"
+                )
+                self._kinds[number] = what if other else None
         return self._kinds.get(number)
 
-    def _places(self, count: int) -> list[Part]:
-        found = places([self.files[number].size for number in self._plain], count)
-        return [Part(self._plain[i], at, at + 1) for i, at in found]
+    def _way_out(self, part: Part, offset: int) -> str:
+        """Return the end of the message for a file's first line that is no row: what may read the file."""
+        if offset:
+            return ""
+        path = self.files[part.file].shown
+        return (
+            "; if the file is compressed, let its name end in .gz or .zst; if it is of another kind, let datasets read "
+            f"it ('text', 'csv', 'parquet' or the like): HFSource('json', data_files={path!r}, split='train')"
+        )
 
-    def _first_if_any(self, place: Part) -> Record | None:
-        with suppress(ValueError, FileNotFoundError):  # reported when training reads it
-            return self._first_from(place)
-        return None
+    def _lines(
+        self, part: Part, offset: int, fetcher: Fetcher, *, few: bool = False
+    ) -> tuple[RangeStream, Iterator[Record]]:
+        """Open a part at an offset of its content. With ``few``, no more is fetched than a line or two need."""
+        file = self.files[part.file]
+        if not file.seekable:
+            stream = RangeStream(fetcher, file, 0, file.size)
+            return stream, self._records_in(content(stream, name=path_in(file.path)), 0, offset, None)
+        if offset > file.size:
+            raise ValueError(
+                f"{file.shown} has {file.size} bytes and cannot be read from byte {offset} on; the state or the file "
+                "is damaged"
+            )
+        begin = max(0, offset - 1)
+        end = begin + 1 if few else file.size if part.stop is None else part.stop
+        stream = RangeStream(fetcher, file, begin, end, tail=tail_of(begin, end))
+        return stream, self._records_in(content(stream, name=path_in(file.path)), begin, offset, part.stop)
 
-    def _first_from(self, place: Part) -> Record | None:
-        """Return the first row that begins at or after a place; if there is none, the first row of the file."""
-        starts = (place.start, 0) if place.start else (0,)
-        lines = (self._lines(Part(place.file, at), at, self.fetcher(), few=True) for at in starts)
-        return next(chain.from_iterable(lines), None)
+    def _records_in(self, stream: Any, at: int, offset: int, stop: int | None) -> Iterator[Record]:
+        """Yield the lines that are not blank and begin in ``[offset, stop)`` of a stream, which is at byte ``at``.
 
-    def _lines(self, part: Part, offset: int, fetcher: Fetcher, *, few: bool = False) -> Lines:
-        return Lines(
-            self.files[part.file], part, offset, fetcher, longest=self.max_line_bytes, count=self._count, few=few
-        )  # fmt: skip
+        Reading begins one byte before ``offset``, and goes on to the next line's end. If the byte is a line's end, the
+        line that begins at ``offset`` is kept; otherwise ``offset`` is in the middle of a line of the part before.
+        """
+        longest, readline = self.max_line_bytes, stream.readline
+
+        def line_skipped(at: int) -> int:
+            while (stop is None or at < stop) and (some := readline(SKIPPED_BYTES)):
+                at += len(some)
+                if some.endswith(NEWLINE):
+                    break
+            return at
+
+        try:
+            # What is decompressed and thrown away is read in pieces that are smaller than the buffer, as `readline`
+            # does, so a damaged file fails at the same line both times.
+            while at < offset - 1 and (some := stream.read(min(offset - 1 - at, SKIPPED_BYTES))):
+                at += len(some)
+            if offset:
+                at = line_skipped(at)
+            while (stop is None or at < stop) and (line := readline(longest + 1)):
+                begin, at = at, at + len(line)
+                self.bytes_read += len(line)
+                if len(line) > longest:
+                    at = at if line.endswith(NEWLINE) else line_skipped(at)
+                    what = f"the line is longer than max_line_bytes={longest}; write its rows shorter, or raise that"
+                    yield begin, Damage(what, offset=begin, resume=at), at
+                    continue
+                if begin == 0:
+                    line = line.removeprefix(BYTE_ORDER_MARK)
+                if line and not line.isspace():
+                    yield begin, line, at
+        except DAMAGED as error:
+            what = f"damaged after byte {at} of its content" if at else "no file of its kind, or damaged"
+            raise Damage(f"it cannot be decompressed: it is {what}: {error}", offset=at) from None
+        if at == 0:
+            raise Damage(EMPTY, offset=0)
+
+
+def parsed(line: bytes) -> Any:
+    """Return the value of a line of JSON. It must be UTF-8; `json.loads` would spend time on guessing the encoding.
+
+    >>> parsed(b' {"text": "a"} ')
+    {'text': 'a'}
+
+    Raises:
+        ValueError: if it is no JSON, no UTF-8, or nested too deep.
+    """
+    # Half a surrogate pair is accepted, as by `json`. A byte order mark at the beginning of a line is ignored: there is
+    # one where files were joined.
+    text = line.decode("utf-8", "surrogatepass").rstrip(" \t\r\n")
+    try:
+        value, end = _scan(text, len(text) - len(text.lstrip(" \t\r\n\ufeff")))
+    except RecursionError:
+        raise ValueError("its objects and arrays are nested too deep") from None
+    if end < len(text):
+        raise json.JSONDecodeError("Extra data", text, len(text) - len(text[end:].lstrip(" \t\r\n")))
+    return value
+
+
+def is_row(line: bytes | Damage) -> bool:
+    """Return whether a line is a JSON object."""
+    with suppress(ValueError):
+        return not isinstance(line, Damage) and isinstance(parsed(line), dict)
+    return False

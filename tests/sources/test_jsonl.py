@@ -170,25 +170,22 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, suffix: str, num_l
 
 
 PACKED = {
-    "bzip2 data": bz2.compress,
-    "xz data": lzma.compress,
-    "gzip data": gzip.compress,
-    "zstd data": zstandard.compress,
-    "UTF-16 text": lambda text: text.decode().encode("utf-16"),
+    "bzip2": bz2.compress,
+    "xz": lzma.compress,
+    "gzip": gzip.compress,
+    "zstd": zstandard.compress,
+    "UTF-16": lambda text: text.decode().encode("utf-16"),
 }
 
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_binary_content_is_refused_under_any_name(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "rows.data"
-    path.write_bytes(PACKED[kind](b'{"text": "a"}\n' * 5000))
+    path.write_bytes(PACKED[kind](CONTENT))
     source = JSONLSource(path)
-    with pytest.raises(
-        ValueError, match=rf"{path}:1: it is {kind} and would be read as plain text; "
-    ) as error:
+    with pytest.raises(ValueError, match=rf"{path}:1: none of its first \d+ lines is a JSON object; if"):
         next(source.read(Reading()))
-    assert ("let its name end in" in str(error.value)) == (kind in ("gzip data", "zstd data"))
-    with pytest.raises(ValueError, match=r"all (1|16) that were read are dropped"):  # one of each part
+    with pytest.raises(ValueError, match=r"all 16 that were read are dropped"):  # one of each part
         list(IterablePackedDataset(source, max_seq_len=8, skip_bad=True, num_lanes=1))
 
 
