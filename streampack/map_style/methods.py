@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from streampack.map_style.dataset import fragments_of
-from streampack.map_style.samplers import PlannedSampler, plan_steps, resolve_rank
+from streampack.map_style.samplers import PlannedSampler, plan_steps
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import Batch, stack_packs
-from streampack.packing.planner import Span, plan_samples
+from streampack.packing.planner import Span, plan_samples, spans_of
 from streampack.packing.samples import read_sample
 from streampack.packing.settings import Packing
 from streampack.sources.reading import permutation
@@ -36,19 +36,12 @@ T = TypeVar("T")
 LENGTH = operator.attrgetter("length")
 
 
-class Shape(NamedTuple):
-    """The sizes of batches and of steps, for which each rank gets a batch."""
-
-    max_seq_len: int
-    batch_size: int
-    num_replicas: int
-
-
 class Method(NamedTuple):
     """A method of making batches."""
 
-    plan: Callable[[list[Span], Shape], list[list[Row]]]
-    """Make batches of rows from the pieces of samples, which are in a random order."""
+    rows: Callable[..., list[Row]]
+    """Make rows from the pieces of samples, in a random order, and ``max_seq_len``, ``batch_size``, ``num_replicas``.
+    Rows that follow each other share a batch, and batches that follow each other a step."""
 
     packed: bool = True
     """Whether a batch has ``batch_size`` rows of ``max_seq_len``. If not, its rows are as long as its longest."""
@@ -58,6 +51,9 @@ class Method(NamedTuple):
 
     isolated: bool = True
     """Whether the samples of a row do not see one another."""
+
+    one_row: bool = False
+    """Whether a batch is a single row."""
 
 
 def method_loader(
@@ -123,6 +119,7 @@ def method_loader(
     ds = refusing_nulls(ds)
     if vocab_size is not None:
         vocab_size = require_positive(vocab_size, "vocab_size")
+    padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
     if lengths is None:
         lengths = [read_sample(ds, index, vocab_size=vocab_size).tokens.size for index in range(len(ds))]
     elif len(lengths) != len(ds):
@@ -132,29 +129,13 @@ def method_loader(
             f"method={method!r} lets the samples of a row see one another, which makes a worse model; it is there "
             f"to be compared with. Train with {method + '_posid'!r}, or a method that cuts no sample",
         )
-    rows = Rows(
-        ds,
-        METHODS[method],
-        _packing(method, max_seq_len, overlong),
-        lengths,
-        padding_idx=require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size),
-        vocab_size=vocab_size,
-    )
-    num_replicas, rank = resolve_rank(num_replicas, rank)
-    plan = partial(
-        plan_batches,
-        method,
-        lengths,
-        max_seq_len=max_seq_len,
-        batch_size=batch_size,
-        num_replicas=num_replicas,
-        overlong=overlong,
-        seed=seed,
-    )
-    sampler = PlannedSampler(lambda epoch: plan(epoch=epoch), num_replicas=num_replicas, rank=rank)
+    sizes = {"max_seq_len": max_seq_len, "batch_size": batch_size}
+    plan = partial(plan_batches, method, lengths, **sizes, overlong=overlong, seed=seed)
+    sampler = PlannedSampler(plan, num_replicas=num_replicas, rank=rank)
     len(sampler)  # plans the first epoch, so that what cannot be planned is refused here
+    packing = _packing(method, max_seq_len, overlong)
     return DataLoader(
-        rows,
+        Rows(ds, METHODS[method], packing, lengths, padding_idx, vocab_size),
         batch_size=None,  # the sampler's items are whole batches
         sampler=sampler,
         num_workers=num_workers,
@@ -175,27 +156,23 @@ class Rows(Dataset[Batch]):
     vocab_size: int | None
 
     def __getitem__(self, batch: list[Row]) -> Batch:
-        width = self.packing.max_seq_len
+        width, isolated = self.packing.max_seq_len, self.method.isolated
         if not self.method.packed:
             width = max(1, *(sum(map(LENGTH, row)) for row in batch))
         samples = {
             index: read_sample(self.ds, index, vocab_size=self.vocab_size, planned=self.lengths[index])
             for index in {span.index for row in batch for span in row}
         }
-        return stack_packs([self._pack(row, samples, width) for row in batch])
-
-    def _pack(self, row: Row, samples: dict[int, Sample], width: int) -> Pack:
-        isolated = self.method.isolated
-        fragments = fragments_of(row, samples, self.packing, isolated=isolated)
-        sequences = [samples[index].cut(start, stop) for index, start, stop in row]
-        if not isolated and row:
-            tokens, labels = zip(*sequences, strict=True)
-            sequences = [Sample(np.concatenate(tokens), np.concatenate(labels))]
-        return Pack(
-            *assemble(sequences, max_seq_len=width, padding_idx=self.padding_idx),
-            seq_lens=tuple(sequence.tokens.size for sequence in sequences),
-            fragments=fragments,
-        )
+        packs = []
+        for row in batch:
+            sequences = [samples[index].cut(start, stop) for index, start, stop in row]
+            if row and not isolated:
+                sequences = [Sample(*map(np.concatenate, zip(*sequences, strict=True)))]
+            tokens, labels = assemble(sequences, max_seq_len=width, padding_idx=self.padding_idx)
+            seq_lens = tuple(sequence.tokens.size for sequence in sequences)
+            fragments = fragments_of(row, samples, self.packing, isolated=isolated)
+            packs.append(Pack(tokens, labels, seq_lens, fragments))
+        return stack_packs(packs)
 
 
 def plan_batches(
@@ -229,84 +206,71 @@ def plan_batches(
     Raises:
         ValueError: for a bad setting, or a sample that is empty or too long.
     """
-    require(method, "method", METHODS)
-    chosen = METHODS[method]
     require_positive(batch_size, "batch_size")
-    require_positive(num_replicas, "num_replicas")
-    packing = _packing(method, max_seq_len, overlong)
-    pieces = []
-    for index, length in enumerate(lengths):
-        try:
-            bounds = packing.pieces_of(operator.index(length))
-        except TypeError:
-            raise ValueError(f"sample {index}: its length {length!r} is not a whole number") from None
-        except ValueError as error:
-            raise ValueError(f"sample {index} {error}") from None
-        pieces += [Span(index, start, stop) for start, stop in bounds]
+    chosen, packing = METHODS[method], _packing(method, max_seq_len, overlong)
+    pieces = [*spans_of(enumerate(lengths), packing)]
     if not pieces:
         raise ValueError("there is no sample to make batches of; give at least one that is not dropped")
-    shape = Shape(packing.max_seq_len, batch_size, num_replicas)
-    batches = chosen.plan([pieces[i] for i in permutation(len(pieces), seed, epoch)], shape)
-    filler: list[Row] = [[] for _ in range(batch_size if chosen.packed else 1)]
+    shuffled = [pieces[i] for i in permutation(len(pieces), seed, epoch)]
+    rows = chosen.rows(shuffled, packing.max_seq_len, batch_size, num_replicas)
+    size = 1 if chosen.one_row else batch_size
+    if chosen.packed:
+        rows += [[] for _ in range(-len(rows) % size)]
+    batches = _groups(rows, size)
+    filler: list[Row] = [[] for _ in range(size if chosen.packed else 1)]
     return batches + [filler] * (-len(batches) % num_replicas)
 
 
-def _random_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    return [[[piece] for piece in group] for group in _groups(pieces, shape.batch_size)]
+def _padded(pieces: list[Span], *_sizes: int) -> list[Row]:
+    return [[piece] for piece in pieces]
 
 
-def _group_by_length_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
+def _padded_by_length(pieces: list[Span], _max_seq_len: int, batch_size: int, _ranks: int) -> list[Row]:
     """Sort groups of 50 batches by length, the longest first, as transformers does; a quarter of the data if less."""
-    size = max(1, min(len(pieces) // (shape.batch_size * 4), 50)) * shape.batch_size
+    size = max(1, min(len(pieces) // (batch_size * 4), 50)) * batch_size
     groups = [sorted(group, key=LENGTH, reverse=True) for group in _groups(pieces, size)]
     longest = max(groups, key=lambda group: group[0].length)
     groups[0][0], longest[0] = longest[0], groups[0][0]
-    return _random_padding([piece for group in groups for piece in group], shape)
+    return [[piece] for group in groups for piece in group]
 
 
-def _minibatch_packing(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    return [[group] for group in _groups(pieces, shape.batch_size)]
+def _minibatches(pieces: list[Span], _max_seq_len: int, batch_size: int, _ranks: int) -> list[Row]:
+    return _groups(pieces, batch_size)
 
 
-def _packed(
-    pieces: list[Span], shape: Shape, *, strategy: str = "exact_fit", split_across_pack: bool = False
-) -> list[list[Row]]:
-    """Pack the pieces in their order as a stream does, and fill up the last batch with empty rows."""
-    packing = Packing(shape.max_seq_len, strategy, split_across_pack=split_across_pack)
-    packs = plan_samples(enumerate(piece.length for piece in pieces), packing)
-    rows = [
+def _packed(pieces: list[Span], max_seq_len: int, *_sizes: int, **settings: Any) -> list[Row]:
+    """Pack the pieces in their order as a stream does."""
+    packs = plan_samples(enumerate(map(LENGTH, pieces)), Packing(max_seq_len, **settings))
+    return [
         [Span(pieces[i].index, pieces[i].start + start, pieces[i].start + stop) for i, start, stop in pack]
         for pack in packs
     ]
-    return _groups(rows + [[] for _ in range(-len(rows) % shape.batch_size)], shape.batch_size)
 
 
-def _sorted_packing(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    return _packed(sorted(pieces, key=LENGTH, reverse=True), shape, strategy="next_fit")
+def _sorted(pieces: list[Span], max_seq_len: int, *_sizes: int) -> list[Row]:
+    return _packed(sorted(pieces, key=LENGTH, reverse=True), max_seq_len, strategy="next_fit")
 
 
-def _multipack(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    steps = plan_steps(
-        [piece.length for piece in pieces],
-        max_tokens=shape.max_seq_len,
-        packs_per_step=shape.batch_size * shape.num_replicas,
-    )
-    # Rows are ordered by cost: dealt out in turn, they make batches of even cost.
+def _multipack(pieces: list[Span], max_seq_len: int, batch_size: int, ranks: int) -> list[Row]:
+    """Rows of a step are ordered by cost, so dealing them out in turn makes batches of even cost."""
+    lengths = [piece.length for piece in pieces]
+    steps = plan_steps(lengths, max_tokens=max_seq_len, packs_per_step=batch_size * ranks)
     return [
-        [[pieces[number] for number in row] for row in step[rank :: shape.num_replicas]]
+        [pieces[number] for number in row]
         for step in steps
-        for rank in range(shape.num_replicas)
+        for rank in range(ranks)
+        for row in step[rank::ranks]
     ]
 
 
 METHODS = {
-    "random_padding": Method(_random_padding, packed=False),
-    "group_by_length_padding": Method(_group_by_length_padding, packed=False),
-    "minibatch_packing": Method(_minibatch_packing, packed=False),
+    "random_padding": Method(_padded, packed=False),
+    "group_by_length_padding": Method(_padded_by_length, packed=False),
+    "minibatch_packing": Method(_minibatches, packed=False, one_row=True),
     "fixed_length": Method(partial(_packed, split_across_pack=True), cuts=True, isolated=False),
     "fixed_length_posid": Method(partial(_packed, split_across_pack=True), cuts=True),
     "multipack": Method(_multipack),
-    "sorted_packing": Method(_sorted_packing),
+    "sorted_packing": Method(_sorted),
     "random_packing": Method(partial(_packed, strategy="next_fit")),
     "exact_fit": Method(_packed),
 }

@@ -44,11 +44,11 @@ def plan_steps(lengths: Sequence[int], *, max_tokens: int, packs_per_step: int) 
     `exact_fit` instead.
 
     Samples are taken in the given order, so shuffle them first; their lengths are Python integers from 1 to
-    ``max_tokens``. The last step holds the remaining samples, spread evenly, and may have empty packs. Within a step,
-    packs are ordered from the highest cost to the lowest.
+    ``max_tokens``. The last step holds the remaining samples, and may have empty packs. Within a step, packs are
+    ordered from the highest cost to the lowest.
 
     >>> plan_steps([5, 4, 2, 3, 4, 6, 1], max_tokens=8, packs_per_step=2)
-    [[[0, 3], [1, 4]], [[5], [2, 6]]]
+    [[[0, 3], [1, 4]], [[5, 2], [6]]]
     """
     upcoming = iter(range(len(lengths)))
     room = packs_per_step * max_tokens
@@ -61,74 +61,64 @@ def plan_steps(lengths: Sequence[int], *, max_tokens: int, packs_per_step: int) 
             held += lengths[number]
         if not waiting:
             return steps
-        step, waiting = _fill_step(waiting, lengths, max_tokens, packs_per_step, last=held < room)
-        steps.append(step)
-
-
-def _fill_step(
-    waiting: list[int],
-    lengths: Sequence[int],
-    max_tokens: int,
-    count: int,
-    *,
-    last: bool,
-) -> tuple[Step, list[int]]:
-    """Make one step of the waiting samples; return it, and the samples that are left for the next.
-
-    Packs of the ``last`` step are not filled one by one: the samples are spread evenly over them.
-    """
-    packs: Step = [[] for _ in range(count)]
-    rooms = [max_tokens] * count
-    spent = [0] * count
-
-    def put(number: int, pack: int) -> None:
-        packs[pack].append(number)
-        rooms[pack] -= lengths[number]
-        spent[pack] += lengths[number] ** 2
-
-    cheapest = [(0, pack) for pack in range(count)]  # a heap of (cost so far, pack)
-    unfilled = count * max_tokens * (1 if last else FILLED_BY_COST)  # tokens still to be placed by cost
-    left = []
-    longest_first = sorted(waiting, key=lengths.__getitem__, reverse=True)
-    for place, number in enumerate(longest_first):
-        # The first `count` samples each go to an empty pack, whatever is left to be placed by cost.
-        if lengths[number] > unfilled and place >= count:
-            left += longest_first[place:]
-            break
-        _, pack = cheapest[0]
-        if lengths[number] > rooms[pack]:
-            left.append(number)
-            continue
-        unfilled -= lengths[number]
-        put(number, pack)
-        heapreplace(cheapest, (spent[pack], pack))
-    left.sort()  # `exact_fit` prefers what comes first, so the oldest come first, and no sample waits long
-    by_cost = sorted(range(count), key=spent.__getitem__)
-    if not last:
-        for pack in by_cost:
-            window = [lengths[number] for number in left[:EXACT_FIT_WINDOW]]
+        packs: Step = [[] for _ in range(packs_per_step)]
+        rooms = [max_tokens] * packs_per_step
+        cheapest = [(0, pack) for pack in range(packs_per_step)]  # a heap of (cost so far, pack)
+        unfilled = FILLED_BY_COST * room  # tokens still to be placed by cost
+        longest_first = sorted(waiting, key=lengths.__getitem__, reverse=True)
+        waiting = []
+        for place, number in enumerate(longest_first):
+            length = lengths[number]
+            # The first samples each go to an empty pack, whatever is left to be placed by cost.
+            if length > unfilled and place >= packs_per_step:
+                waiting += longest_first[place:]
+                break
+            cost, pack = cheapest[0]
+            if length > rooms[pack]:
+                waiting.append(number)
+                continue
+            heapreplace(cheapest, (cost + length**2, pack))
+            packs[pack].append(number)
+            rooms[pack] -= length
+            unfilled -= length
+        waiting.sort()  # `exact_fit` prefers what comes first, so the oldest come first, and no sample waits long
+        for _, pack in sorted(cheapest):
+            window = [lengths[number] for number in waiting[:EXACT_FIT_WINDOW]]
             for place in reversed(exact_fit(window, rooms[pack], len(window), lambda: False)):
-                put(left.pop(place), pack)
-        by_cost.sort(key=spent.__getitem__)
-    return [packs[pack] for pack in reversed(by_cost)], left
+                packs[pack].append(waiting.pop(place))
+        steps.append(sorted(packs, key=lambda pack: -sum(lengths[number] ** 2 for number in pack)))
 
 
 class PlannedSampler(Sampler[T]):
     """Yields this rank's batches of a planned epoch: batch i goes to rank ``i % num_replicas``.
 
-    ``plan(epoch)`` returns the batches of all ranks, whose number is a multiple of ``num_replicas``, and must return
+    ``plan(epoch=, num_replicas=)`` returns the batches of all ranks, a multiple of ``num_replicas``, and must return
     the same on every rank. Behind the end of an epoch, the next iteration is over the next one.
 
-    >>> sampler = PlannedSampler(lambda epoch: [[0], [1], [2], [3]], num_replicas=2, rank=1)
+    >>> sampler = PlannedSampler(lambda **_: [[0], [1], [2], [3]], num_replicas=2, rank=1)
     >>> list(sampler), len(sampler)
     ([[1], [3]], 2)
     >>> sampler.set_epoch(0, done=2)
     >>> list(sampler)
     [[3]]
+
+    Raises:
+        ValueError: for a rank outside the range, and in a model-parallel group if ``rank`` is left out.
     """
 
-    def __init__(self, plan: Callable[[int], Sequence[T]], *, num_replicas: int, rank: int) -> None:
-        self.num_replicas, self.rank = num_replicas, rank
+    def __init__(
+        self, plan: Callable[..., Sequence[T]], *, num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        if grouped and rank is None and (num_replicas is None or num_replicas > 1):
+            require_data_parallel("without rank= each rank gets its own")
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if grouped else 1
+        if rank is None:
+            rank = dist.get_rank() if grouped else 0
+        self.num_replicas, self.rank = require_positive(num_replicas, "num_replicas"), rank
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank={rank} is not among the num_replicas={num_replicas}, which count from 0")
         self.epoch = 0
         self._plan = plan
         self._batches: Sequence[T] | None = None
@@ -138,7 +128,7 @@ class PlannedSampler(Sampler[T]):
     def batches(self) -> Sequence[T]:
         """The batches of this epoch for all ranks, planned when they are first asked for."""
         if self._batches is None:
-            self._batches = self._plan(self.epoch)
+            self._batches = self._plan(epoch=self.epoch, num_replicas=self.num_replicas)
         return self._batches
 
     def __len__(self) -> int:
@@ -211,10 +201,10 @@ class MultipackBatchSampler(PlannedSampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        num_replicas, rank = resolve_rank(num_replicas, rank)
-        self.packs_per_step = num_replicas if packs_per_step is None else packs_per_step
+        super().__init__(self._plan_epoch, num_replicas=num_replicas, rank=rank)
+        self.packs_per_step = self.num_replicas if packs_per_step is None else packs_per_step
         require_positive(self.packs_per_step, "packs_per_step")
-        require_multiple(self.packs_per_step, "packs_per_step", num_replicas, "num_replicas")
+        require_multiple(self.packs_per_step, "packs_per_step", self.num_replicas, "num_replicas")
         self.max_tokens = require_positive(max_tokens, "max_tokens")
         self.shuffle = shuffle
         self.seed = seed
@@ -227,14 +217,13 @@ class MultipackBatchSampler(PlannedSampler[list[int]]):
                 f"sample {number} has {self._lengths[number]} tokens, max_tokens is {max_tokens}; truncate or remove "
                 "it, or raise max_tokens"
             )
-        super().__init__(self._plan_epoch, num_replicas=num_replicas, rank=rank)
 
     @property
     def sampler(self) -> MultipackBatchSampler:
         """The sampler itself: accelerate calls ``set_epoch`` of what torch's BatchSampler has under this name."""
         return self
 
-    def _plan_epoch(self, epoch: int) -> list[list[int]]:
+    def _plan_epoch(self, *, epoch: int, num_replicas: int) -> list[list[int]]:
         count = len(self._lengths)
         order = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
         steps = plan_steps(
@@ -275,22 +264,3 @@ def _shared_out(sampler: object) -> bool:
     state: Any = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     shard = getattr(state and state().active_dataloader, "batch_sampler", None)
     return getattr(shard, "batch_sampler", None) is sampler and getattr(shard, "num_processes", 1) > 1
-
-
-def resolve_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of ranks and this rank, as given or as in the process group.
-
-    Raises:
-        ValueError: for a rank outside the range, and in a model-parallel group if ``rank`` is left out.
-    """
-    grouped = dist.is_available() and dist.is_initialized()
-    if grouped and rank is None and (num_replicas is None or num_replicas > 1):
-        require_data_parallel("without rank= each rank gets its own")
-    if num_replicas is None:
-        num_replicas = dist.get_world_size() if grouped else 1
-    if rank is None:
-        rank = dist.get_rank() if grouped else 0
-    require_positive(num_replicas, "num_replicas")
-    if not 0 <= rank < num_replicas:
-        raise ValueError(f"rank={rank} is not among the num_replicas={num_replicas}, which count from 0")
-    return num_replicas, rank

@@ -160,23 +160,22 @@ def plan_packs(
 
 def plan_samples(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[list[Span]]:
     """Plan packs of ``(sample number, length)`` pairs, as `plan_packs`; numbers may be left out."""
-    numbered = iter(numbered)
-    pending: list[Span] = []  # pieces of the newest sample that were not pulled yet
-
-    def pull() -> Span | None:
-        while not pending:
-            index, length = next(numbered, (-1, 0))
-            if index < 0:
-                return None
-            try:
-                whole = operator.index(length)  # a numpy integer would overflow when `exact_fit` shifts by it
-                pending.extend(Span(index, *bounds) for bounds in packing.pieces_of(whole))
-            except TypeError:
-                raise ValueError(f"sample {index} has {length!r} tokens; give a whole number") from None
-            except ValueError as error:
-                raise ValueError(f"sample {index} {error}") from None
-        return pending.pop(0)
-
-    planner = Planner(packing, pull)
+    spans = spans_of(numbered, packing)
+    planner = Planner(packing, lambda: next(spans, None))
     while pack := planner.next_pack():
         yield [Span(span.index, span.start + start, span.start + stop) for span, start, stop in pack]
+
+
+def spans_of(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[Span]:
+    """Yield the pieces that samples become, given as ``(sample number, length)``."""
+    for index, length in numbered:
+        try:
+            bounds = packing.pieces_of(
+                operator.index(length)
+            )  # `exact_fit` shifts by it: numpy's would overflow
+        except TypeError:
+            raise ValueError(f"sample {index} has {length!r} tokens; give a whole number") from None
+        except ValueError as error:
+            raise ValueError(f"sample {index} {error}") from None
+        for start, stop in bounds:
+            yield Span(index, start, stop)

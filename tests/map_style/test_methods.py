@@ -267,7 +267,7 @@ def test_fixed_length_warns() -> None:
     [
         ("multi_pack", samples_of([3]), {}, "method='multi_pack' is unknown; choose one of 'random_padding', 'group"),
         ("multi_pack", samples_of([3]), {}, "'random_packing', 'exact_fit'; did you mean 'multipack'?"),
-        ("exact_fit", samples_of([3]), {"lengths": [1.5]}, "sample 0: its length 1.5 is not a whole number"),
+        ("exact_fit", samples_of([3]), {"lengths": [1.5]}, "sample 0 has 1.5 tokens; give a whole number"),
         ("exact_fit", samples_of([99]), {"overlong": "drop"}, "there is no sample to make batches of"),
         ("multipack", iter(samples_of()), {}, "must know all lengths, and a list_iterator has no samples by number"),
         ("random_padding", samples_of([1]), {"lengths": [1, 2]}, "there are 2 lengths and 1 samples; give one for"),
