@@ -10,7 +10,7 @@ from typing import Any
 
 from streampack.accounting import Ledger
 from streampack.inspection.packs import view
-from streampack.inspection.run_page import RunReport, write_page
+from streampack.inspection.run_page import write_run_page
 from streampack.packing.batch import Batch, unstack_packs
 from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig, to_plain
@@ -63,7 +63,9 @@ class ReportWriter:
         try:
             yield
         except BaseException as error:
-            self._write(_how(error), ledger=None)
+            interrupted = isinstance(error, KeyboardInterrupt)
+            how = "interrupted by a signal" if interrupted else f"failed: {type(error).__name__}: {error}"
+            self._write(how[:MOST_ERROR], ledger=None)
             raise
 
     def write(self, *, step: int, ledger: Ledger) -> None:
@@ -78,32 +80,27 @@ class ReportWriter:
         path, mix = self.path, self.lanes.mix
         try:
             metrics = read_metrics(path.with_name(METRICS_FILE))
-            report = RunReport(
-                title=str(path.parent),
+            write_run_page(
+                path,
                 ended=ended,
                 in_effect=self.in_effect,
                 config=OmegaConf.to_yaml(asdict(self.config) | to_plain(self.written)),
                 metrics=metrics,
                 ledger=_last_ledger(metrics) if ledger is None else ledger.as_dict(),
-                sources=[] if mix is None else list(mix.names),
                 packs=[(step, view(pack, self.lanes)) for step, pack in self.packs],
+                sources=() if mix is None else mix.names,
             )
-            write_page(report, path)
         except Exception as error:  # the weights are worth more than a picture of the run
             warn_user(f"{path} could not be written: {type(error).__name__}: {error}")
 
 
-def _how(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted by a signal"
-    return f"failed: {type(error).__name__}: {error}"[:MOST_ERROR]
-
-
 def _last_ledger(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     """Return the ledger that was logged last, by the names of `Ledger.as_dict`; empty if there is none."""
-    prefix = "ledger_"
-    logged = (
-        {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-        for values in reversed(list(metrics.values()))
-    )
-    return next(filter(None, logged), {})
+    last: dict[str, float] = {}
+    for values in metrics.values():
+        last |= {
+            name.removeprefix("ledger_"): value
+            for name, value in values.items()
+            if name.startswith("ledger_")
+        }
+    return last

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from streampack.inspection.packs import first_packs
 from streampack.inspection.report_writer import PACKS, REPORT_FILE
-from streampack.inspection.run_page import RunReport, write_page
+from streampack.inspection.run_page import write_run_page
 from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
 from streampack.streaming.estimate import tolerant
 
@@ -47,11 +47,11 @@ def write_trainer_report(trainer: Trainer) -> Path:
     path = Path(trainer.args.output_dir, REPORT_FILE)
     if trainer.is_world_process_zero():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_page(_report(trainer, hooks), path)
+        _write(trainer, hooks, path)
     return path
 
 
-def _report(trainer: Trainer, hooks: Hooks) -> RunReport:
+def _write(trainer: Trainer, hooks: Hooks, path: Path) -> None:
     assert hooks.steps is not None
     assert hooks.ledger is not None
     args, loader, config = trainer.args, hooks.steps.loader, hooks.packs.lane_config
@@ -69,8 +69,8 @@ def _report(trainer: Trainer, hooks: Hooks) -> RunReport:
                 found["padding"] = 1 - (packed - before) / (capacity - begun)
         metrics.setdefault(entry["step"], {}).update(found)
     packs = first_packs(replace(tolerant(config), balance_window=window), num_lanes, PACKS)
-    return RunReport(
-        title=args.output_dir,
+    write_run_page(
+        path,
         ended=f"finished after {trainer.state.global_step:,} steps",
         in_effect={
             "data": f"{num_lanes} lane(s) for {consumers} consumer(s), {loader.packs_per_step} pack(s) a step",
@@ -81,6 +81,5 @@ def _report(trainer: Trainer, hooks: Hooks) -> RunReport:
         config=args.to_json_string(),
         metrics=metrics,
         ledger=hooks.ledger.as_dict(),
-        sources=[],  # Trainer's log has no numbers of them
         packs=[((pack.number * num_lanes + pack.lane) // loader.packs_per_step + 1, pack) for pack in packs],
     )
