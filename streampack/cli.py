@@ -208,7 +208,7 @@ def cp(options: Options) -> None:
 )
 def validate(options: Options) -> int:
     config = read(options)
-    from streampack.training.validate import notes, validate
+    from streampack.training.validate import validate
 
     listed = (recipe for recipe, configs in RECIPES.items() if options.config in configs)
     problems = validate(config, files=not options.no_files, recipe=options.recipe or next(listed, None))
@@ -220,8 +220,6 @@ def validate(options: Options) -> int:
         if problems
         else f"{options.path} is well-formed{looked}"
     )
-    for note in [] if problems else notes(config):
-        print(f"note: {note}")
     return 1 if problems else 0
 
 

@@ -263,7 +263,6 @@ def test_a_mistake_is_named_with_its_way_out(
         ("gradient_accumulation_steps", 8, "Key 'gradient_accumulation_steps' not in 'RunConfig'"),
         ("max_step", 8, "Did you mean: 'max_steps'?"),
         ("data.max_seq_len", 4096, "is above model.max_seq_len=32, the positions that the model has; lower"),
-        ("model.vocab_size", 4, "weights do not fit the model: size mismatch for tok_embeddings.weight, (16, 16)"),
         ("data.source._component_", "streampack.JSONSource", "leads to nothing that can be called; did you mean"),
         ("data.source._component_", "my_code.Rows", "if you trust my_code, say so outside of the config: --trust"),
         ("data.encoder", "streampack.TextEncoder", "is text; write it as a component: {_component_: streampack.Te"),

@@ -187,17 +187,18 @@ def worst_steps(config: Any, *, top: int) -> list[str]:
 def rows_of_step(config: Any, step: int, *, top: int) -> list[str]:
     """Return lines of the rows of a step, those first that add most to its loss for their length."""
     from streampack.training.config import read_config
-    from streampack.training.row_losses import ROWS_FOLDER, ranked, read_step
+    from streampack.training.row_losses import ROWS_FOLDER, read_step
 
     cfg = read_config(config)
     rows = read_step(Path(cfg.output_dir, ROWS_FOLDER), step)
     dataset = training_data(cfg)
-    loss = rows[0].step_loss / rows[0].step_weight if rows[0].step_weight else 0.0
+    weight = sum(row.weight for row in rows)
+    loss = sum(row.loss for row in rows) / weight if weight else 0.0
     lines = [
         f"step {step}: loss {loss:.3f}, {len(rows):,} sequences",
         f"{'excess':>8} {'loss':>7} {'tokens':>7}  row",
     ]
-    for row in ranked(rows)[:top]:
+    for row in rows[:top]:
         tokens = row.fragment.stop - row.fragment.start
         lines.append(f"{row.excess:>+8.2%} {row.mean:>7.3f} {tokens:>7,}  {_described(dataset, row)}")
     return lines
@@ -205,10 +206,6 @@ def rows_of_step(config: Any, step: int, *, top: int) -> list[str]:
 
 def _described(dataset: IterablePackedDataset, row: RowLoss) -> str:
     """Return a row's place and the beginning of its text."""
-    import torch
-
-    from streampack.training.row_losses import hashes
-
     row_id = row.fragment.row_id
     try:
         place = dataset.lane_config.source.locate(row_id)
@@ -221,7 +218,7 @@ def _described(dataset: IterablePackedDataset, row: RowLoss) -> str:
     text = " ".join(str(found.get("text", found["tokens"])).split())
     if len(text) > SNIPPET:
         text = f"{text[: SNIPPET - 3]}..."
-    changed = int(hashes(torch.tensor(found["tokens"], dtype=torch.int64)).sum()) != row.checksum
+    changed = sum(map(int, found["tokens"])) != row.token_sum
     # A row is known by the number of its file, which is another one where files came or went.
     note = " (not what was trained on: it changed since, or files came or went)" if changed else ""
     return f"{place}{note}: {text}"

@@ -17,6 +17,7 @@ from streampack.validation import require, require_positive, unknown_arguments
 Node = dict[str, Any]
 
 REFERENCES = ("model", "data")
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 DTYPES = ("bf16", "fp32", "fp64")
 OPTIONS = ("options", "storage_options")  # keys of what a storage is given, which may hold secrets
 
@@ -155,6 +156,7 @@ class RunConfig:
         self._check_nodes()
         require_positive(self.num_workers, "num_workers", least=0)
         require_positive(self.seed, "seed", least=0)
+        require(self.device.partition(":")[0], "device", DEVICES)
         require(self.dtype, "dtype", DTYPES)
         if self.epochs is None and self.max_steps is None:
             raise ValueError("neither epochs nor max_steps is set; say when the run ends")

@@ -9,7 +9,6 @@ import torch
 from streampack.accounting import Ledger, SourceStats
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
-from streampack.sources.mixture import Mix
 from streampack.training.world import World
 
 COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "capacity", "samples")
@@ -133,10 +132,13 @@ class SourceMeter:
         """Count one batch of this rank: its `token_losses`, and the weights of its labels (on the CPU)."""
         if self.mix is None:
             return
-        ids = source_ids(batch, self.mix)
-        self.weight.index_add_(0, ids.flatten(), weights.double().flatten())
-        ids = ids.to(self.device, non_blocking=True)
-        self.loss.index_add_(0, ids.flatten(), losses.detach().double().flatten())
+        sources = torch.tensor(
+            [self.mix.source_index(each.row_id) for pack in batch.fragments for each in pack],
+            dtype=torch.int64,
+        )
+        self.weight.index_add_(0, sources, sum_by_sequence(weights, batch))
+        sources = sources.to(self.device, non_blocking=True)
+        self.loss.index_add_(0, sources, sum_by_sequence(losses, batch))
 
     def metrics(self) -> dict[str, float]:
         """Collective: return the metrics of every source, named ``source_<name>_<metric>``.
@@ -165,22 +167,27 @@ class SourceMeter:
         return metrics
 
 
-def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
-    """Return the source of every token, as its index in ``mix.names``: ``[batch, max_seq_len]`` int64. Padding is 0.
+def sum_by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the sums of values, ``[batch, max_seq_len]``, over the tokens of each sequence of ``batch.fragments``.
+
+    They are ``[sequences]`` float64, in the order of the packs, on the device of the values.
 
     >>> from streampack import IterablePackedDataset, collate_packed
-    >>> a, b = ([{"tokens": [i] * 3, "labels": [i] * 3}] * 2 for i in (7, 8))
-    >>> mix = Mix([{"name": name, "source": rows, "weight": 1} for name, rows in (("a", a), ("b", b))])
-    >>> batch = collate_packed(list(IterablePackedDataset(mix, max_seq_len=7)))
-    >>> batch.tokens[0].tolist(), source_ids(batch, mix)[0].tolist()
-    ([8, 8, 8, 7, 7, 7, 0], [1, 1, 1, 0, 0, 0, 0])
+    >>> rows = [{"tokens": [i] * 3, "labels": [i] * 3} for i in (7, 8)]
+    >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=7)))
+    >>> sum_by_sequence(batch.tokens, batch).tolist()
+    [21.0, 24.0]
     """
-    ids = torch.zeros(batch.tokens.shape, dtype=torch.int64)
-    for row, fragments in zip(ids, batch.fragments, strict=True):
-        sources = torch.tensor([mix.source_index(each.row_id) for each in fragments], dtype=torch.int64)
-        lengths = torch.tensor([each.length for each in fragments], dtype=torch.int64)
-        row[: int(lengths.sum())] = sources.repeat_interleave(lengths)
-    return ids
+    # Which sequence each token is of; -1, the last of the sums, stands for padding.
+    owners, count = torch.full(batch.tokens.shape, -1), 0
+    for row, fragments in zip(owners, batch.fragments, strict=True):
+        at = 0
+        for each in fragments:
+            row[at : at + each.stop - each.start] = count
+            at, count = at + each.length, count + 1
+    owners = owners.flatten().remainder(count + 1).to(values.device, non_blocking=True)
+    sums = torch.zeros(count + 1, dtype=torch.float64, device=values.device)
+    return sums.index_add(0, owners, values.detach().double().flatten())[:-1]
 
 
 def run_ledger(loader: PackedDataLoader, world: World) -> Ledger:

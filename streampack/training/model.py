@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -73,12 +70,14 @@ def build_model(
             for module in model.modules():
                 if hasattr(module, "rope_init"):  # computes a buffer that is in no checkpoint
                     module.rope_init()  # type: ignore[operator]
-        with _short_loading_errors(model, weights):
+    try:
+        if world.size > 1:
             training.load_from_full_model_state_dict(model, weights, device, strict=True)
-        training.validate_no_params_on_meta_device(model)
-    else:
-        with _short_loading_errors(model, weights):
+        else:
             model.load_state_dict(weights)
+    except (RuntimeError, AttributeError) as error:
+        raise _unfit_weights(model, weights) or error from error
+    training.validate_no_params_on_meta_device(model)
     training.validate_expected_param_dtype(model.named_parameters(), dtype=torch_dtype)
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):  # needs the norms of the base weights
@@ -93,11 +92,6 @@ def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
     values depend on ``seed`` alone, not on the number of ranks or the device.
     """
     adapters = peft.get_adapter_params(model)
-    if not adapters:
-        raise ValueError(
-            f"{type(model).__name__} has no adapters to train; name one of torchtune's lora_ or qlora_ models in "
-            "the config, or use the full_finetune recipe"
-        )
     for name, layer in model.named_modules():
         if isinstance(layer, peft.DoRALinear) and getattr(layer, "bias", None) is not None:
             raise ValueError(
@@ -113,105 +107,45 @@ def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def has_adapters(config: RunConfig) -> bool:
-    """Return whether the model that a config names has adapters."""
-    with torch.device("meta"):
-        return bool(peft.get_adapter_params(build(config.model)))
+def find_adapters(config: RunConfig, *, wanted: bool | None = None) -> bool:
+    """Return whether the model that a config names has adapters, without its weights.
 
-
-def require_model(config: RunConfig, *, adapters: bool | None = None) -> None:
-    """Check that a recipe trains such a model, and that the checkpoint is of it, before any weights are read.
-
-    Of files in another format than the model's, only the vocabulary, the width and the number of layers are compared.
-    A builder that cannot build without weights is not checked. ``adapters``: whether the recipe trains adapters, or all
-    weights; None: either.
+    ``wanted``: whether the recipe trains adapters, or all weights; None: either. Another model is refused.
     """
-    try:
-        with torch.device("meta"):
-            model = build(config.model)
-    except RuntimeError:
-        return
-    name = config.model[COMPONENT]
-    if adapters is not None and adapters != bool(peft.get_adapter_params(model)):
+    with torch.device("meta"):
+        found = bool(peft.get_adapter_params(build(config.model)))
+    if wanted is not None and wanted != found:
+        name = config.model[COMPONENT]
         raise ValueError(
             f"model: {name} has no adapters to train; name one of torchtune's lora_ or qlora_ models, or run "
             "full_finetune"
-            if adapters
+            if wanted
             else f"model: {name} has adapters, and this recipe trains all weights; run lora_finetune, or name a "
             "builder without adapters"
         )
-    wanted, given = _shapes(model.named_parameters()), _shapes_in_files(config.checkpointer)
-    embedding = given.get("model.embed_tokens.weight")  # as Hugging Face calls it
-    if embedding is not None and wanted.get("tok_embeddings.weight") is not None:
-        given["tok_embeddings.weight"] = embedding
-    found = _mismatches(wanted, given)
-    layers, theirs = _count_layers(wanted), _count_layers(given)
-    if layers and theirs and layers != theirs:
-        found.append(f"{theirs} layer(s) in the checkpoint and {layers} in the model")
-    if found:
-        raise _unfit_weights(found)
+    return found
 
 
-def _shapes(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in weights}
-
-
-def _shapes_in_files(node: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights in a checkpointer's files, without reading these; none if they cannot be."""
-    folder, names = node.get("checkpoint_dir"), node.get("checkpoint_files")
-    shapes: dict[str, tuple[int, ...]] = {}
-    if not isinstance(folder, str) or not isinstance(names, list):
-        return shapes
-    try:
-        for path in (Path(folder, name) for name in names):
-            if path.suffix == ".safetensors":
-                with safe_open(path, "pt") as file:
-                    shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            else:
-                weights = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-                shapes |= _shapes((name, value) for name, value in weights.items() if torch.is_tensor(value))
-    except Exception:  # they are read when the run begins, and the error is raised there
-        return {}
-    return shapes
-
-
-def _count_layers(shapes: Iterable[str]) -> int:
-    found = (re.match(r"(?:model\.)?layers\.(\d+)\.", name) for name in shapes)
-    return len({match[1] for match in found if match})
-
-
-@contextmanager
-def _short_loading_errors(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Replace an error of loading ``weights`` in the block by a short one that names what does not fit.
+def _unfit_weights(model: nn.Module, weights: Weights) -> ValueError | None:
+    """Return an error that names the first weights that do not fit a model; None if they all do.
 
     torch lists every weight that does not fit, or raises an AttributeError that names none.
     """
     wanted = {
-        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): shape
-        for name, shape in _shapes(model.named_parameters()).items()
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): tuple(value.shape)
+        for name, value in model.named_parameters()
     }
-    given = _shapes(weights.items())
-    try:
-        yield
-    except (RuntimeError, AttributeError) as error:
-        found = _mismatches(wanted, given)
-        found += [f"{name} is missing in the checkpoint" for name in wanted if name not in given]
-        found += [f"{name} is not in the model" for name in given if name not in wanted]
-        if not found:
-            raise
-        raise _unfit_weights(found) from error
-
-
-def _mismatches(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> list[str]:
-    return [
+    given = {name: tuple(value.shape) for name, value in weights.items()}
+    found = [
         f"size mismatch for {name}, {given[name]} in the checkpoint and {shape} in the model"
         for name, shape in wanted.items()
         if given.get(name, shape) != shape
     ]
-
-
-def _unfit_weights(found: list[str]) -> ValueError:
+    found += [f"{name} is missing in the checkpoint" for name in wanted if name not in given]
+    found += [f"{name} is not in the model" for name in given if name not in wanted]
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    if not found:
+        return None
     return ValueError(
         f"the checkpointer's weights do not fit the model: {'; '.join(found[:3])}{more}; name the model that the "
         "checkpoint is of"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -15,119 +15,76 @@ from streampack.attention.prepare import Inputs
 from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.sources.bad_records import Quarantine
-from streampack.streaming.estimate import Estimate
 from streampack.training.config import RunConfig
-from streampack.training.meters import run_ledger
 from streampack.training.schedule import PROBED_ROWS, lanes_of
 from streampack.training.world import World
 
 METRICS_FILE = "metrics.jsonl"
 """The file in ``output_dir`` that rank 0 writes, whatever metric logger the config names."""
-FEW_ROWS = 256
-"""Rows that are encoded where only the expected padding is asked for."""
+SHOWN = {
+    "loss": "loss {:.3f}", "tokens_per_second": "{:,.0f} tokens/s", "padding": "padding {:.1%}",
+    "cost_imbalance": "imbalance {:.2f}", "data_wait": "data wait {:.2g} s",
+}  # fmt: skip
+"""Metrics that the bar shows."""
 
 
 def opening(
     config: RunConfig, loader: PackedDataLoader, *, inputs: Inputs, world: World, done: int = 0
 ) -> dict[str, str]:
-    """Collective: say what is in effect in a run, by name, for its first lines: lanes, packing, attention.
+    """Say what is in effect in a run, by name, for its first lines; nothing on other ranks than 0.
 
-    The state of ``loader`` is loaded if the run goes on, after ``done`` steps. Returns an empty dict on all ranks but
-    0.
+    The state of ``loader`` is loaded if the run goes on, after ``done`` steps.
     """
-    ledger = run_ledger(loader, world) if done else None
-    with world.raise_on_all():
-        return _opening(config, loader, inputs, world, ledger) if world.is_main else {}
-
-
-def _opening(
-    config: RunConfig, loader: PackedDataLoader, inputs: Inputs, world: World, ledger: Ledger | None
-) -> dict[str, str]:
-    num_lanes = lanes_of(config, loader, world)
-    estimate = None
+    if not world.is_main:
+        return {}
+    dataset, consumers = loader.dataset, world.size * max(1, config.num_workers)
+    packing, lanes = dataset.lane_config.packing, lanes_of(config, loader, world)
+    name = "split_across_pack" if packing.split_across_pack else f"strategy={packing.strategy}"
+    refused = [f"{backend} will not do: {why}" for backend, why in inputs.refused.items()]
+    lines = {
+        "data": f"{lanes} lane{'s' * (lanes > 1)} for {consumers} consumer{'s' * (consumers > 1)}",
+        "packing": f"{name}, max_seq_len={packing.max_seq_len}, balance_window={dataset.window_for(world.size)}",
+        "attention": "; ".join([f"{inputs.attention}, by attention={config.attention}", *refused]),
+    }
+    if done:
+        ledger = loader.ledger()  # of all lanes, as it was loaded
+        lines["so far"] = f"{ledger.tokens_in:,} tokens read, {dropped_tokens(ledger)}"
     # Streams of unknown length and endless mixtures have no estimate. The error of a bad row is not raised here, but
     # where training reads the row.
-    packing = loader.dataset.lane_config.packing
-    loses = packing.overlong not in ("error", "split")
     with suppress(Exception):
-        rows = PROBED_ROWS if loses or config.epochs is not None else FEW_ROWS
-        estimate = loader.dataset.estimate(rows=rows, num_lanes=num_lanes)
-    lines = {
-        "data": _data(config, world, estimate, num_lanes),
-        "packing": _packing(loader, world, estimate),
-        "attention": _attention(config, inputs),
-    }
-    if ledger is not None:
-        lines["so far"] = f"{ledger.tokens_in:,} tokens read, {dropped_tokens(ledger)}"
-    if estimate is not None and estimate.lost and loses:
-        lines["overlong"] = (
-            f"overlong={packing.overlong} with max_seq_len={packing.max_seq_len} loses {estimate.lost:.1%} of the "
-            f"tokens of {estimate.samples:,} samples looked at; streampack inspect says which"
-        )
+        estimate = dataset.estimate(rows=PROBED_ROWS, num_lanes=lanes)
+        error = f" (standard error {estimate.error / estimate.packs:.1%})" if estimate.error else ""
+        lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} packs{error}"
+        lines["packing"] += f", about {estimate.padding:.1%} padding expected"
+        if estimate.lost and packing.overlong not in ("error", "split"):
+            lines["overlong"] = (
+                f"overlong={packing.overlong} with max_seq_len={packing.max_seq_len} loses {estimate.lost:.1%} of the "
+                f"tokens of {estimate.samples:,} samples looked at; streampack inspect says which"
+            )
     return lines
 
 
-def _data(config: RunConfig, world: World, estimate: Estimate | None, num_lanes: int) -> str:
-    consumers = world.size * max(1, config.num_workers)
-    text = f"{num_lanes} lane{'s' * (num_lanes > 1)} for {consumers} consumer{'s' * (consumers > 1)}"
-    if estimate is None:
-        return text
-    if estimate.error:
-        return (
-            f"{text}, an epoch is about {estimate.packs:,.0f} packs "
-            f"(standard error {estimate.error / estimate.packs:.1%})"
-        )
-    return f"{text}, an epoch is {estimate.packs:,.0f} packs"
-
-
-def _packing(loader: PackedDataLoader, world: World, estimate: Estimate | None) -> str:
-    dataset = loader.dataset
-    packing = dataset.lane_config.packing
-    parts = [
-        "split_across_pack" if packing.split_across_pack else f"strategy={packing.strategy}",
-        f"max_seq_len={packing.max_seq_len}",
-        f"balance_window={dataset.window_for(world.size)}",
-    ]
-    if estimate is not None:
-        parts.append(f"about {estimate.padding:.1%} padding expected")
-    return ", ".join(parts)
-
-
-def _attention(config: RunConfig, inputs: Inputs) -> str:
-    if config.attention != "auto":
-        return f"{inputs.attention}, as the config says"
-    if not inputs.refused:
-        return f"{inputs.attention}, the first choice of attention=auto on this device"
-    return f"{inputs.attention}; " + "; ".join(
-        f"{backend} will not do: {why}" for backend, why in inputs.refused.items()
-    )
-
-
 class MetricLogger:
-    """The config's metric logger on rank 0, and the run's own record beside it; does nothing on the other ranks.
+    """Rank 0's metric logger, the config's, and the run's own record beside it; nothing on the other ranks.
 
-    A run that goes on does so from the step ``resumed``, None for a new run.
+    A run that goes on does so from the step ``resumed``, None for a new run. ``written`` is the config to log.
     """
 
-    def __init__(self, config: RunConfig, *, world: World, resumed: int | None = None) -> None:
-        self.logger = self.record = None
-        if world.is_main:
-            self.logger = build(config.metric_logger)
-            self.record = MetricRecord(Path(config.output_dir, METRICS_FILE), resumed=resumed)
-
-    def log_config(self, config: Any) -> None:
-        """Log the run's config."""
+    def __init__(self, config: RunConfig, *, written: Any, world: World, resumed: int | None) -> None:
+        self.path = Path(config.output_dir, METRICS_FILE)
+        self.logger = build(config.metric_logger) if world.is_main else None
         if self.logger is not None:
-            self.logger.log_config(config)
+            keep_until(self.path, resumed)
+            self.logger.log_config(written)
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
         """Log numbers by name. A logger that prints gets lines of its own, apart from the progress bar."""
         from torchtune.training.metric_logging import StdoutLogger
         from tqdm import tqdm
 
-        if self.logger is None or self.record is None:
+        if self.logger is None:
             return
-        self.record.write(values, step=step)
+        write_metrics(self.path, values, step=step)
         prints = isinstance(self.logger, StdoutLogger) or sys.stderr.isatty()
         with tqdm.external_write_mode() if prints else nullcontext():
             self.logger.log_dict(values, step=step)
@@ -138,30 +95,28 @@ class MetricLogger:
             self.logger.close()
 
 
-class MetricRecord:
-    """Appends one JSON line a log to a file: ``step`` and the numbers by name. NaN and infinities become null.
-
-    A run that goes on from the step ``resumed`` removes the lines of later steps, which are trained again; a new one
-    (None) removes all lines of an earlier run.
+def write_metrics(path: Path, values: Mapping[str, Any], *, step: int) -> None:
+    """Append the numbers of a step to a file of JSON lines, by name. NaN and infinities become null.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), METRICS_FILE)
-    >>> MetricRecord(path).write({"loss": 2.5, "padding": 0.01}, step=1)
-    >>> MetricRecord(path, resumed=1).write({"loss": 2.25}, step=2)
+    >>> write_metrics(path, {"loss": 2.5, "padding": 0.01}, step=1)
+    >>> write_metrics(path, {"loss": 2.25}, step=2)
     >>> read_metrics(path)
     {1: {'loss': 2.5, 'padding': 0.01}, 2: {'loss': 2.25}}
     """
+    numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+    append_lines(
+        path,
+        [{"step": step} | {name: each if math.isfinite(each) else None for name, each in numbers.items()}],
+    )
 
-    def __init__(self, path: Path, *, resumed: int | None = None) -> None:
-        self.path = path
-        keep_until(path, resumed)
 
-    def write(self, values: Mapping[str, Any], *, step: int) -> None:
-        """Append the numbers of a step."""
-        numbers = {name: _number(value) for name, value in values.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_dumps({"step": step, **numbers}))
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON lines to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
 
 def keep_until(path: Path, step: int | None) -> None:
@@ -170,8 +125,8 @@ def keep_until(path: Path, step: int | None) -> None:
         path.unlink(missing_ok=True)
     elif path.exists():
         part = path.with_suffix(".part")
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(_dumps(line) for line in read_lines(path) if line["step"] <= step)
+        part.unlink(missing_ok=True)
+        append_lines(part, (line for line in read_lines(path) if line["step"] <= step))
         part.replace(path)
 
 
@@ -186,16 +141,6 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
         numbers = {name: math.nan if value is None else value for name, value in line.items()}
         steps.setdefault(step, {}).update(numbers)
     return dict(sorted(steps.items()))
-
-
-def _number(value: Any) -> int | float | None:
-    """Return a number, which may be a tensor, as JSON has it; None if it is not finite."""
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
-
-
-def _dumps(line: Mapping[str, Any]) -> str:
-    return json.dumps(line, separators=(",", ":")) + "\n"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -270,13 +215,4 @@ def bar(total: int, *, done: int, enabled: bool = True) -> Iterator[Any]:
 
 def postfix(metrics: Mapping[str, float]) -> str:
     """Format what the bar shows of a step's metrics."""
-    parts = [
-        f"loss {metrics['loss']:.3f}",
-        f"{metrics['tokens_per_second']:,.0f} tokens/s",
-        f"padding {metrics['padding']:.1%}",
-    ]
-    if "cost_imbalance" in metrics:
-        parts.append(f"imbalance {metrics['cost_imbalance']:.2f}")
-    if "data_wait" in metrics:
-        parts.append(f"data wait {metrics['data_wait']:.2g} s")
-    return ", ".join(parts)
+    return ", ".join(text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics)

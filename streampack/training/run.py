@@ -24,9 +24,8 @@ from streampack.training.model import (
     Weights,
     build_model,
     clip_gradients,
+    find_adapters,
     full_weights,
-    has_adapters,
-    require_model,
     seed_step,
 )
 from streampack.training.preferences import refuse_preferences, require_preferences, shares_prefixes
@@ -43,7 +42,7 @@ from streampack.training.run_folder import (
     stop_on_signals,
     warn_of_unheeded,
 )
-from streampack.training.schedule import build_schedule, step_schedule, total_steps
+from streampack.training.schedule import asked_of, build_schedule, step_schedule, total_steps
 from streampack.training.validate import require_isolation, training_problems
 from streampack.training.weights import write_weights
 from streampack.training.world import World, join_world, pick_device
@@ -90,7 +89,7 @@ class Step:
         run = self._run
         run.meter.add(batch, loss, weights, z_loss=z_loss, trained=trained)
         run.by_source.add(batch, losses, weights)
-        run.by_row.add(batch, losses, weights)
+        run.by_row.add(batch, losses, weights, step=run.step + 1)
 
     def scale_gradients(self) -> None:
         """Collective: divide the gradients once, by the weights of all ranks, and clip them.
@@ -142,10 +141,9 @@ class Run:
             raise ValueError(
                 "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"
             )
-        require_model(cfg, adapters=adapters)
+        self.adapters_only = find_adapters(cfg, wanted=adapters)
         if problems := training_problems(cfg):
             raise ValueError(problems[0])
-        self.adapters_only = has_adapters(cfg) if adapters is None else adapters
         self.device = pick_device(cfg.device)
         self._new_report, self._pairs = report, pairs
         self.over: Result | None = None
@@ -242,18 +240,16 @@ class Run:
                 cfg, model=model, optimizer=optimizer, loader=self.loader, world=world
             )
         self.before, self.step, self.held_out = run, run["step"], run["held_out"]
-        self.num_steps, self.by_epochs = total_steps(cfg, self.loader, world=world, run=run)
+        self.num_steps = total_steps(cfg, self.loader, world=world, run=run)
         self.scheduler = build_schedule(
             cfg, optimizer, steps=self.num_steps, step=self.step, state=run.get("scheduler")
         )
         in_effect = opening(cfg, self.loader, inputs=inputs, world=world, done=self.step)
         if world.is_main:
             print(aligned(in_effect), flush=True)  # noqa: T201
-        self.logger = MetricLogger(cfg, world=world, resumed=self.saved_step)
-        self.logger.log_config(shown(self.raw))
-        self.report = self._new_report(
-            cfg, written=shown(self.raw), lanes=lanes, in_effect=in_effect, world=world
-        )
+        written = shown(self.raw)
+        self.logger = MetricLogger(cfg, written=written, world=world, resumed=self.saved_step)
+        self.report = self._new_report(cfg, written=written, lanes=lanes, in_effect=in_effect, world=world)
         self.profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
         self.meter = StepMeter(world, self.device)
         self.by_source = SourceMeter(self.loader, world, self.device)
@@ -279,7 +275,7 @@ class Run:
         loop.enter_context(self.report.on_error())
         total = min(self.num_steps, cfg.max_steps or self.num_steps)
         progress = loop.enter_context(bar(total, done=self.step, enabled=world.is_main))
-        stop = loop.enter_context(stop_on_signals(world))
+        agreed_signal = loop.enter_context(stop_on_signals(world))
         while cfg.max_steps is None or self.step < cfg.max_steps:
             self.meter.start()
             seed_step(cfg.seed, self.step, world.rank)  # so that dropout is the same after a resume
@@ -292,12 +288,11 @@ class Run:
             step_schedule(self.scheduler, step=self.step, steps=self.num_steps)
             self.meter.stop()
             self.step += 1
-            self.by_row.end_step(self.step)
             self.profiler.step()
             progress.update()
             if self.step % cfg.log_every == 0:
                 progress.set_postfix_str(postfix(self._log({"lr": rate} | step.metrics)))
-            stopped = stop.agree()
+            stopped = agreed_signal()
             if every and self.step % every == 0 and not stopped:
                 self._validate()
             if cfg.checkpoint_every and (stopped or self.step % cfg.checkpoint_every == 0):
@@ -363,11 +358,10 @@ class Run:
         state = self._totals() | {
             "begun": self.before["begun"],
             "steps": self.num_steps,
-            "by_epochs": self.by_epochs,
+            "asked": asked_of(self.cfg, self.loader),
             "packs_per_step": self.loader.packs_per_step,
             "stream": self.loader.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "epochs": self.cfg.epochs,
             "optimizer_settings": self.cfg.optimizer,
         }
         self.checkpoints.save(self.step, model=self.model, optimizer=self.optimizer, run=state)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -46,54 +46,38 @@ class Interrupted(KeyboardInterrupt):
         return 128 + self.number
 
 
-class Stop:
-    """The signal that this process was sent, 0 if none; see `stop_on_signals`."""
+@contextmanager
+def stop_on_signals(world: World) -> Iterator[Callable[[], int]]:
+    """Note SIGTERM and SIGINT while the block runs, instead of ending the process; a second signal ends it.
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.received = 0
-        self._first = 0.0  # when
-        self._process = os.getpid()
+    Yields a collective, to be called after each step: it returns the signal that any rank was sent, 0 if none. It is
+    one small message from each rank to each other over gloo, so it does not wait for a GPU. Outside the main thread,
+    which alone can handle signals, the block runs without handlers.
+    """
+    process, received, since = os.getpid(), 0, 0.0
 
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
-        if os.getpid() != self._process:
+    def note(number: int, _frame: FrameType | None) -> None:
+        nonlocal received, since
+        if os.getpid() != process:
             # Forked, such as a worker of torch's DataLoader: Ctrl-C is its parent's.
             if number == signal.SIGTERM:
                 os._exit(128 + number)
-        elif not self.received:
-            self.received, self._first = number, time.monotonic()
-            if self.world.is_main:
+        elif received:
+            if time.monotonic() - since > TOGETHER:
+                os._exit(128 + number)
+        else:
+            received, since = number, time.monotonic()
+            if world.is_main:
                 name = signal.Signals(number).name
                 text = f"\n{name}: stopping after this step; a second signal ends the run at once\n"
-                with suppress(
-                    OSError
-                ):  # not by print: the step may be printing, and a pipe may have no reader left
+                # Not by print: the step may be printing, and a pipe may have no reader left.
+                with suppress(OSError):
                     os.write(2, text.encode())
-        elif time.monotonic() - self._first > TOGETHER:
-            os._exit(128 + number)
 
-    def agree(self) -> int:
-        """Return the signal that any rank was sent, 0 if none; a collective, called after each step.
-
-        It is one small message from each rank to each other over gloo, so it does not wait for a GPU.
-        """
-        return self.world.max(self.received)
-
-
-@contextmanager
-def stop_on_signals(world: World) -> Iterator[Stop]:
-    """Note SIGTERM and SIGINT while the block runs, instead of ending the process; a second signal ends it.
-
-    Outside the main thread, which alone can handle signals, the block runs without handlers.
-    """
-    stop = Stop(world)
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    handlers = {number: signal.signal(number, stop.note) for number in SIGNALS}
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.signal(number, note) for number in SIGNALS if in_main}
     try:
-        yield stop
+        yield lambda: world.max(received)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

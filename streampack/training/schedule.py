@@ -21,49 +21,48 @@ PROBED_ROWS = 1024
 """Rows that are encoded for an estimate of an epoch or of what is cut off."""
 
 
-def total_steps(
-    config: RunConfig, loader: PackedDataLoader, *, world: World, run: Mapping[str, Any]
-) -> tuple[int, int | None]:
-    """Collective: return the steps that the learning rate's schedule is made for, and those of ``epochs``, if known.
+def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, run: Mapping[str, Any]) -> int:
+    """Collective: return the steps that the learning rate's schedule is made for.
 
-    The first are ``max_steps``, or the steps of ``epochs`` if those are fewer, which are estimated from a sample of the
-    rows; the run ends with the data. A run that goes on, of whose checkpoint ``run`` is the content, keeps both
-    numbers, so that its schedule does not jump, unless it now makes more steps: the schedule would end before, and
-    torchtune's cosine would rise again.
+    They are ``max_steps``, or the steps of ``epochs`` if those are fewer, which are estimated from a sample of the
+    rows; the run ends with the data. A run that goes on, of whose checkpoint ``run`` is the content and ``loader`` has
+    the state, keeps the number as long as it is asked for the same, so that its schedule does not jump, and never has
+    fewer: the schedule would end before, and torchtune's cosine would rise again.
     """
-    before, step = run["steps"], run["step"]
-    if config.epochs is None:
-        assert config.max_steps is not None
-        steps, by_epochs = config.max_steps, None
-    else:
-        by_epochs = run["by_epochs"] if run.get("epochs") == config.epochs else None
-        if by_epochs is None:
-            # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
-            by_epochs = world.run_on_main(lambda: _steps_of_epochs(config, loader, world), of="an estimate")
-            by_epochs = None if by_epochs is None else run["begun"] + by_epochs
-        elif run["packs_per_step"] != loader.packs_per_step:
-            left = max(0, by_epochs - step)
-            by_epochs = step + math.ceil(left * run["packs_per_step"] / loader.packs_per_step)
-        steps = max(before, min(each for each in (by_epochs, config.max_steps) if each is not None))
+    before: int = run["steps"]
+    asked = asked_of(config, loader)
+    if before and run["asked"] == asked:
+        return before
+    steps = math.inf if config.max_steps is None else config.max_steps
+    if config.epochs is not None:
+        # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
+        packs = world.run_on_main(lambda: _packs_of_epoch(config, loader, world), of="an estimate")
+        left = max(0, config.epochs * packs - loader.ledger().packs)
+        if left < math.inf:
+            steps = min(steps, run["step"] + math.ceil(left / loader.packs_per_step))
+    steps = max(before, int(steps))
     if before and steps != before and config.lr_scheduler is not None and world.is_main:
         log.warning(
             "the schedule of the learning rate was made for %d steps, and the run now goes on to step %d: it is made "
             "anew for these, and the rate changes at once",
             before, steps,
         )  # fmt: skip
-    return steps, by_epochs
+    return steps
 
 
-def _steps_of_epochs(config: RunConfig, loader: PackedDataLoader, world: World) -> int | None:
-    """Return the steps of all epochs; None if the source cannot tell its size, and ``max_steps`` ends the run."""
-    assert config.epochs is not None
+def asked_of(config: RunConfig, loader: PackedDataLoader) -> list[int | None]:
+    """Return what decides how many steps a run has."""
+    return [config.epochs, config.max_steps, loader.packs_per_step]
+
+
+def _packs_of_epoch(config: RunConfig, loader: PackedDataLoader, world: World) -> float:
+    """Return how many packs an epoch has; infinity if the source cannot tell, and ``max_steps`` ends the run."""
     try:
-        packs = loader.dataset.estimate(rows=PROBED_ROWS, num_lanes=lanes_of(config, loader, world)).at_most
+        return loader.dataset.estimate(rows=PROBED_ROWS, num_lanes=lanes_of(config, loader, world)).at_most
     except ValueError:
         if config.max_steps is None:
             raise
-        return None
-    return math.ceil(config.epochs * packs / loader.packs_per_step)
+        return math.inf
 
 
 def lanes_of(config: RunConfig, loader: PackedDataLoader, world: World) -> int:

@@ -32,7 +32,7 @@ from streampack.storage.folders import settle
 from streampack.streaming.lane_config import LaneConfig
 from streampack.tokenize.tokenize import from_config
 from streampack.training.config import RunConfig, read_config, to_plain
-from streampack.training.model import build_model, has_adapters, seed_step
+from streampack.training.model import build_model, find_adapters, seed_step
 from streampack.training.validate import require_isolation
 from streampack.training.world import World, join_world, pick_device
 from streampack.types import Row, Sample
@@ -183,7 +183,6 @@ class _Rows:
                 return
             if number >= skip:
                 yield self._encoded(row, lane)
-            reader.charge([])
 
     def _encoded(self, row: Row, lane: LaneConfig) -> _Row:
         columns = dict(row.data) if self.with_rows else {}
@@ -211,13 +210,10 @@ def _whole_lines(file: BinaryIO) -> int:
         raise ValueError(
             f"{file.name} is written by another process; wait until it ends, or write to another file"
         ) from None
-    lines = end = 0
     file.seek(0)
-    for line in file:
-        if line.endswith(b"\n"):
-            lines, end = lines + 1, end + len(line)
-    os.truncate(file.fileno(), end)
-    return lines
+    whole = [len(line) for line in file if line.endswith(b"\n")]
+    os.truncate(file.fileno(), sum(whole))
+    return len(whole)
 
 
 def _json(line: Mapping[str, Any]) -> bytes:
@@ -244,10 +240,9 @@ def _totals(out: Path, kept: int) -> str:
     logp = 0.0
     with out.open("rb") as file:
         for rows, line in enumerate(map(json.loads, file), 1):  # noqa: B007
-            of_row = line["num_tokens"]
-            is_group = isinstance(of_row, list)  # else a column `logps` is the row's own
-            tokens += sum(of_row) if is_group else of_row
-            logp += sum(line["logps"]) if is_group else line["logp"]
+            is_group = isinstance(line["num_tokens"], list)  # else a column `logps` is the row's own
+            tokens += int(np.sum(line["num_tokens"]))
+            logp += float(np.sum(line["logps" if is_group else "logp"]))
     if not tokens:
         return (
             f"{out}: {rows:,} rows, and nothing of them was scored: no label is trained; look at the labels, and at "
@@ -281,7 +276,7 @@ def _load(
     seed_step(run.seed, 0)
     with world.main_first():
         weights = build(run.checkpointer).load_checkpoint()[training.MODEL_KEY]
-    built = build_model(run, weights=weights, device=device, world=world, adapters_only=has_adapters(run))
+    built = build_model(run, weights=weights, device=device, world=world, adapters_only=find_adapters(run))
     inputs = prepare_model_for_packing(built, attention=run.attention)
     if run.verify_isolation:
         size = run.data["max_seq_len"]

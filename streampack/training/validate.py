@@ -22,11 +22,11 @@ from streampack.attention.probe import find_leaks, probe_length
 from streampack.instantiate import build
 from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.training.config import RunConfig, read_config, to_plain
+from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs, trains
-from streampack.training.model import require_model
+from streampack.training.model import find_adapters
 from streampack.training.preferences import refuse_preferences, require_preferences, shares_prefixes
-from streampack.training.world import World, missing_device, named_device
+from streampack.training.world import World
 from streampack.validation import did_you_mean
 
 SCHEDULE_STEPS = 100  # number of training steps given to the schedule that is built
@@ -53,14 +53,6 @@ def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> l
     return problems + (_file_problems(cfg) if files else [])
 
 
-def notes(config: Any) -> list[str]:
-    """Return what a config needs and this machine lacks; it is no problem if the config is for another machine."""
-    device = to_plain(config).get("device", "auto")
-    if device == "auto" or (lack := missing_device(named_device(device))) is None:
-        return []
-    return [f"device={device!r}: {lack}; here the run would be refused, device=auto would take what there is"]
-
-
 @contextmanager
 def _collect_errors(problems: list[str], where: str) -> Iterator[None]:
     """Append an exception raised in the block to ``problems``, as a line that begins with the key ``where``."""
@@ -74,15 +66,12 @@ def _collect_errors(problems: list[str], where: str) -> Iterator[None]:
 
 
 def training_problems(cfg: RunConfig) -> list[str]:
-    """Return the problems of device, optimizer and schedule, by building them for a model of one parameter.
+    """Return the problems of optimizer and schedule, by building them for a model of one parameter.
 
     A run asks, too, before it reads weights.
     """
     problems: list[str] = []
     optimizer = None
-    if cfg.device != "auto":
-        with _collect_errors(problems, "device"):
-            named_device(cfg.device)
     with _collect_errors(problems, "optimizer"):
         optimizer = build(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     if optimizer is not None:
@@ -98,7 +87,7 @@ def _recipe_problems(cfg: RunConfig, recipe: str | None) -> list[str]:
         with _collect_errors(problems, f"recipe {recipe}"):
             require_preferences(cfg) if recipe == "dpo" else refuse_preferences(cfg)
     with _collect_errors(problems, "model" if recipe is None else f"recipe {recipe}"):
-        require_model(cfg, adapters=None if recipe in (None, "dpo") else recipe == "lora_finetune")
+        find_adapters(cfg, wanted=None if recipe in (None, "dpo") else recipe == "lora_finetune")
     return problems
 
 

@@ -23,7 +23,7 @@ from torchtune.modules import peft
 from streampack.instantiate import build
 from streampack.training.checkpoint import STEP_NAME, load_weights
 from streampack.training.config import RunConfig, read_config
-from streampack.training.model import build_model, full_weights, has_adapters, seed_step
+from streampack.training.model import build_model, find_adapters, full_weights, seed_step
 from streampack.training.run_folder import weights_folders
 from streampack.training.world import World
 
@@ -123,7 +123,7 @@ def export(checkpoint: Path, *, config: Any, out: Path) -> dict[str, Path]:
     device = torch.device("cpu")
     checkpointer = build(cfg.checkpointer)
     base = checkpointer.load_checkpoint()[training.MODEL_KEY]
-    adapters_only = has_adapters(cfg)
+    adapters_only = find_adapters(cfg)
     model = build_model(cfg, weights=base, device=device, world=World(), adapters_only=adapters_only)
     load_weights(checkpoint, model)
     weights = full_weights(model, device=device, world=World())

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from streampack.distributed.rank_sync import RankSync
+from streampack.training.config import DEVICES
+from streampack.validation import require
 
 T = TypeVar("T")
 
@@ -38,35 +40,17 @@ def pick_device(name: str) -> torch.device:
     """
     from torchtune import utils
 
-    if name != "auto" and (problem := missing_device(named_device(name))):
+    require(kind := name.partition(":")[0], "device", DEVICES)
+    if name != "auto" and not getattr(torch, kind).is_available():
         raise ValueError(
-            f"device={name!r}: {problem}; check the driver and that torch was built for it, or set device=cpu or "
-            "device=auto"
+            f"device={name!r}: torch {torch.__version__} finds no {kind} device on this machine; check the driver and "
+            "that torch was built for it, or set device=cpu or device=auto"
         )
     try:
         device: torch.device = utils.get_device(None if name == "auto" else name)
     except RuntimeError as error:  # there are more ranks than GPUs, or an index is given for several ranks
         raise ValueError(f"device={name!r}, local rank {os.environ.get('LOCAL_RANK', 0)}: {error}") from error
     return device
-
-
-def named_device(name: str) -> torch.device:
-    """Return torch's device of a name, whether or not this machine has it; refuse what torch cannot train on."""
-    try:
-        device = torch.device(name)
-        getattr(torch, device.type).is_available  # noqa: B018 - some types have a name and nothing else
-    except (RuntimeError, AttributeError) as error:
-        raise ValueError(
-            f"device={name!r} is none that torch {torch.__version__} can train on; set auto, cpu or cuda"
-        ) from error
-    return device
-
-
-def missing_device(device: torch.device) -> str | None:
-    """Return a message if this machine does not have a device, else None."""
-    if device.type == "cpu" or getattr(torch, device.type).is_available():
-        return None
-    return f"torch {torch.__version__} finds no {device.type} device on this machine"
 
 
 @dataclass(frozen=True)

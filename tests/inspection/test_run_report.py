@@ -17,7 +17,7 @@ from streampack import IterablePackedDataset, Mix, collate_packed, prepare_train
 from streampack.inspection.report_writer import PACKS, REPORT_FILE, ReportWriter
 from streampack.inspection.trainer_report import write_trainer_report
 from streampack.training.config import read_config
-from streampack.training.progress import METRICS_FILE, MetricRecord, read_metrics
+from streampack.training.progress import METRICS_FILE, read_metrics, write_metrics
 from streampack.training.world import World
 from tests.harness import hf_trainers
 from tests.harness.html import EVIL, Parsed, parsed
@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_run_writes_its_page_and_says_where(whole: Run) -> None:
     assert whole.said.splitlines()[-1].split() == ["report", str(whole.folder / "out" / REPORT_FILE)]
     page = page_of(whole.folder)
-    for words in ("finished after 12 steps", "varlen, the first choice of attention=auto", "max_steps: 12"):
+    for words in ("finished after 12 steps", "varlen, by attention=auto", "max_steps: 12"):
         assert words in page.text
     ledger = whole.result["ledger"]
     assert page.after("packed", 1) == [f"{ledger.packed:,}"]
@@ -127,9 +127,10 @@ def written(
     """Write the page of a run of two packs a step whose numbers are these, and return its path."""
     config = tiny_config(folder)
     (folder / "out").mkdir(exist_ok=True)
-    record = MetricRecord(folder / "out" / METRICS_FILE)
+    path = folder / "out" / METRICS_FILE
+    path.unlink(missing_ok=True)
     for step, values in metrics.items():
-        record.write(values, step=step)
+        write_metrics(path, values, step=step)
     source = [{"n": n} for n in range(40)] if source is None else source
     data = IterablePackedDataset(source, encoder=Texts(masked, trained), max_seq_len=max_seq_len, num_lanes=1)  # type: ignore[arg-type]
     packs = list(data)

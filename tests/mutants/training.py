@@ -74,6 +74,6 @@ def sources_of_equal_weight_in_a_validation(good, model, held_out, **settings):
 
 
 @replaces("streampack.training.row_losses:RowLosses", "add")
-def losses_of_rows_one_token_late(good, self, batch, losses, weights):
+def losses_of_rows_one_token_late(good, self, batch, losses, weights, *, step):
     """The log of rows books the loss of a sequence's last token to the sequence behind it."""
-    return good(self, batch, losses.roll(1, 1), weights)
+    return good(self, batch, losses.roll(1, 1), weights, step=step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from collections import defaultdict
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -141,13 +142,15 @@ def test_a_run_learns_what_was_chosen_and_accounts_for_every_token(whole: Run) -
 
 def test_sequences_have_the_losses_of_their_pairs_in_the_log(whole: Run) -> None:
     [path] = (whole.folder / "out" / "rows").glob("*.jsonl")
-    found = metrics(whole.folder)
+    found, steps = metrics(whole.folder), defaultdict[int, list[Any]](list)
     for line in map(json.loads, path.read_text().splitlines()):
-        assert {row[4] for row in line["rows"]} == {0, 1}
-        pairs = sum(row[4] for row in line["rows"])
-        assert len(line["rows"]) == 3 * pairs
-        mean = sum(row[3] for row in line["rows"]) / pairs
-        assert mean == pytest.approx(found[line["step"]]["loss"], rel=1e-4)
+        steps[line["step"]] += line["rows"]
+    assert list(steps) == [*range(1, 31)]
+    for step, rows in steps.items():
+        assert {row[4] for row in rows} == {0, 1}
+        pairs = sum(row[4] for row in rows)
+        assert len(rows) == 3 * pairs
+        assert sum(row[3] for row in rows) / pairs == pytest.approx(found[step]["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -99,9 +99,9 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_is_picked_or_refused() -> None:
     assert pick_device("cpu").type == "cpu"
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("gpu", "cuda:x", "meta"):
+    for name in ("gpu", "meta"):
         with pytest.raises(
-            ValueError, match=rf"^device={name!r} is none that torch \S+ can train on; set auto"
+            ValueError, match=rf"^device={name!r} is unknown; choose one of 'auto', 'cpu', 'cuda'"
         ):
             pick_device(name)
 

@@ -133,8 +133,20 @@ def test_the_opening_expects_the_padding_that_packs_have(
     expected = float(re.search(r"about ([\d.]+)% padding", line)[1])  # type: ignore[index]
     for _ in islice(loader, 200):
         pass
-    assert 100 * loader.ledger().padding == pytest.approx(expected, abs=2)
+    assert 100 * loader.ledger().padding == pytest.approx(expected, abs=3)  # of rows in another order
     assert (expected > 5) == (settings.get("strategy") == "next_fit")
+
+
+def test_the_opening_of_a_resume_counts_what_was_read_once(tmp_path: Path) -> None:
+    """Each rank has loaded the lanes of all: their ledgers were added up, twice the tokens on two ranks."""
+    rows = [{"tokens": [1] * 8, "labels": [1] * 8}] * 50
+    config = read_config(tiny_config(tmp_path, validation=None))
+    loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=24, num_lanes=2), packs_per_step=2)
+    [*islice(loader, 3)]
+    again = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=24), packs_per_step=2)
+    again.load_state_dict(loader.state_dict())
+    lines = opening(config, again, inputs=INPUTS, world=OneOfTwo(size=2), done=3)
+    assert lines["so far"] == f"{loader.ledger().tokens_in:,} tokens read, 0 dropped"
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 3), st.booleans())

@@ -252,19 +252,19 @@ def test_the_first_signal_is_answered(
 ) -> None:
     if not heard:
         monkeypatch.setattr(os, "write", lambda *_: fail(BrokenPipeError()))
-    with stop_on_signals(World()) as stop:
+    with stop_on_signals(World()) as agreed:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agree() == signal.SIGTERM
+        assert agreed() == signal.SIGTERM
     said = "\nSIGTERM: stopping after this step; a second signal ends the run at once\n"
     assert capfd.readouterr().err == said * heard
 
 
 def test_a_forked_worker_ends_by_sigterm_and_leaves_ctrl_c_to_its_parent() -> None:
-    with stop_on_signals(World()) as stop:
+    with stop_on_signals(World()) as agreed:
         child = os.fork()
         if child == 0:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
-        assert not stop.received
+        assert not agreed()

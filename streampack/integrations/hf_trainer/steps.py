@@ -33,14 +33,11 @@ PREFIX = "checkpoint-"
 
 
 class Steps:
-    """The training loader that a trainer iterates.
+    """The training loader that a trainer iterates, and where the stream stands after the steps that were made.
 
-    The loader may be ahead of the last step that was made, after which a checkpoint's state must resume. Trainer gets
-    all batches of a step before it makes the step, and may save between the two. And to find out whether an epoch or
-    the data has ended, this class fetches the first batch of the next step in advance::
-
-        steps that were made | a step that was handed out and not made, or the batch fetched in advance
-                             ^ the state of a checkpoint: `_before` if the loader is ahead, else the loader's own
+    The loader may be ahead of the last step that was made, after which a checkpoint's state must resume: Trainer gets
+    all batches of a step before it makes the step, and may save between the two; and to find out whether an epoch or
+    the data has ended, the first batch of the next step is fetched in advance. So the position before it is kept.
 
     Args:
         loader: yields the batches.
@@ -63,33 +60,36 @@ class Steps:
         self.loader = loader
         self.as_inputs = as_inputs
         self.trainer = trainer
-        self.steps_before = steps_before
         self.planned_epochs = planned_epochs
-        self.given = 0  # batches handed out to Trainer
+        self.step = steps_before  # whose batches were handed out last
         self.epoch = 0  # epoch of the last batch handed out, counted from the run's first epoch
-        self._before = RunState()  # before the first batch of the newest step was fetched
+        self._left = 0  # batches of this step that Trainer has not asked for
         self._batches: Iteration | None = None  # of the loader; None before the first batch
-        # If `_fetched`, `_next` is the first batch of the next step, or None at the end of the data.
-        self._fetched = False
-        self._next: Batch | None = None
+        self._ahead: list[Batch | None] = []  # the first batch of the next step, None at the end of the data
+        self._before = (
+            RunState()
+        )  # where the stream stood when `_ahead` was fetched last, after the step `_made`
+        self._made = self._first = steps_before
 
     def __iter__(self) -> Steps:
         # Trainer iterates again when a callback has ended an epoch; the stream then goes on where it is.
         return self
 
     def __next__(self) -> dict[str, Any]:
-        batch: Batch | None
-        if self._batches is not None and self.given % self.loader.batches_per_step:
+        if self._left:
+            assert self._batches is not None
             batch = next(self._batches, None)
         elif self.trainer.state.global_step >= self.trainer.args.max_steps:
             batch = None  # otherwise Trainer would make one more step in a run that is resumed at its end
         else:
             batch = self._fetch()
-            self._next, self._fetched = None, False
+            self._ahead = []
         if batch is None:
             self._end()
             raise StopIteration
-        self.given += 1
+        if not self._left:
+            self.step, self._left = self.step + 1, self.loader.batches_per_step
+        self._left -= 1
         self.epoch = self._epoch()
         return self.as_inputs(batch)
 
@@ -98,12 +98,13 @@ class Steps:
 
         A collective, to be called only between steps.
         """
-        if not self._fetched:
+        if not self._ahead:
             if self._batches is None:
                 self._batches = iter(self.loader)
-            self._before = self._handed()
-            self._next, self._fetched = next(self._batches, None), True
-        return self._next
+            # Of whoever reads the same data, an evaluation or a callback that looks, the iteration knows nothing.
+            self._before, self._made = self._batches.handed, self.step
+            self._ahead = [next(self._batches, None)]
+        return self._ahead[0]
 
     def _epoch(self) -> int:
         """Return the epoch of the last batch fetched, counted from the run's first epoch."""
@@ -124,16 +125,12 @@ class Steps:
 
     def _after_last_step(self) -> RunState:
         """Return where the stream stands after the last step that was made."""
-        made = self.trainer.state.global_step - self.steps_before
-        # The loader is ahead if a batch was fetched in advance. It also is if Trainer has the batches of a step that it
-        # has not made: with enable_jit_checkpoint it saves a checkpoint at once when it gets a SIGTERM.
-        if self._fetched or self.given > made * self.loader.batches_per_step:
-            return self._before
-        return self._handed()
-
-    def _handed(self) -> RunState:
-        """Return how far the training is, whoever else reads its data: an evaluation, or a callback that looks."""
-        return self.loader.position() if self._batches is None else self._batches.handed
+        if self._batches is None:
+            return self.loader.position()
+        # With enable_jit_checkpoint, Trainer saves at once when it gets a SIGTERM, before it makes a step whose batches
+        # it has.
+        made = self.trainer.state.global_step
+        return self._before if made <= self._made else self._batches.handed
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the stream's state after the last step that was made."""
@@ -155,7 +152,7 @@ class Steps:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._batches, self._next, self._fetched = None, None, False
+        self._batches, self._ahead, self._left = None, [], 0
 
     def _end(self) -> None:
         """Stop the trainer at the end of the data; otherwise it would begin another epoch.
@@ -164,11 +161,11 @@ class Steps:
         """
         args, state, control = self.trainer.args, self.trainer.state, self.trainer.control
         control.should_training_stop = True
-        steps = self.steps_before + self.given // self.loader.batches_per_step
+        steps = self.step
         if steps >= args.max_steps:
             return
         self._warn_of_end(steps)
-        if self.given:
+        if steps > self._first:
             control.should_log |= args.logging_strategy != "no"
             if args.eval_strategy == "steps" and args.eval_delay <= steps:
                 control.should_evaluate |= steps % state.eval_steps != 0
