@@ -66,9 +66,7 @@ class ForwardPass:
             targets: ``[asked]``, the ids.
         """
         unique, rows = np.unique(places, return_inverse=True)
-        wanted = torch.from_numpy(np.stack([rows, targets]).astype(np.int64))
-        parts = self._logits(batch, torch.from_numpy(unique))
-        return _look_up(parts, *wanted.to(self.device, non_blocking=True))
+        return _look_up(self._logits(batch, torch.from_numpy(unique)), rows, targets)
 
     def take_part(self) -> None:
         """Make a forward pass whose result nobody needs, because the other ranks of a sharded model make one."""
@@ -128,7 +126,7 @@ def without_training(model: nn.Module) -> Iterator[None]:
                 module.reshard()  # no backward pass does it here
 
 
-def _look_up(parts: list[torch.Tensor], rows: torch.Tensor, targets: torch.Tensor) -> Values:
+def _look_up(parts: list[torch.Tensor], rows: IntArray, targets: IntArray) -> Values:
     """Return the log-probability of each target in its row of logits, and whether it is the most likely one.
 
     Args:
@@ -136,17 +134,18 @@ def _look_up(parts: list[torch.Tensor], rows: torch.Tensor, targets: torch.Tenso
         rows: ``[targets]``.
         targets: ``[targets]``.
     """
+    order = np.argsort(rows, kind="stable")
+    asked = torch.from_numpy(np.stack([rows, targets])[:, order]).to(parts[0].device, non_blocking=True)
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
-    picked = torch.zeros(targets.shape, dtype=dtype, device=targets.device)
-    normalizers, best = [], []
-    begin = 0
-    for part in parts:
-        for chunk in torch.split(part, CHUNK):
-            normalizers.append(chunk.to(dtype).logsumexp(1))
-            best.append(chunk.argmax(1))
-        inside = (rows >= begin) & (rows < begin + len(part))
-        picked = torch.where(inside, part[torch.where(inside, rows - begin, 0), targets].to(dtype), picked)
-        begin += len(part)
-    logps = picked - torch.cat(normalizers)[rows]
-    greedy = torch.cat(best)[rows] == targets
-    return Values(logps.cpu().double().numpy(), greedy.cpu().numpy())
+    logps, greedy, begin = [], [], 0
+    for chunk in (chunk for part in parts for chunk in torch.split(part, CHUNK)):
+        first, last = np.searchsorted(rows[order], [begin, begin + len(chunk)])
+        row, target = asked[0, first:last] - begin, asked[1, first:last]
+        logits = chunk.to(dtype)
+        logps.append(logits[row, target] - logits.logsumexp(1)[row])
+        greedy.append(logits.argmax(1)[row] == target)
+        begin += len(chunk)
+    values = Values(np.empty(len(rows)), np.empty(len(rows), np.bool_))
+    values.logps[order] = torch.cat(logps).cpu().numpy()
+    values.greedy[order] = torch.cat(greedy).cpu().numpy()
+    return values

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate, islice, pairwise
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -114,21 +114,23 @@ def score(
         )
     inputs = inputs or prepared_inputs(model)
     inputs.require_length(max_seq_len)
-    share = share_prefix and inputs.why_not_shared(max_seq_len) is None
-    scorer = _Scorer(
-        ForwardPass(model, inputs),
+    forward = ForwardPass(model, inputs)
+    windows = _windows(
+        samples,
+        look_ahead=look_ahead,
+        vocab_size=forward.vocab_size,
         max_seq_len=max_seq_len,
         overlong=overlong,
-        share=share,
-        look_ahead=look_ahead,
     )
-    total, rank = len(samples) if isinstance(samples, Sized) else None, 0
+    branch = share_prefix and inputs.why_not_shared(max_seq_len) is None
+    plan = partial(_plan, max_seq_len=max_seq_len, branch=branch)
     if shared_work:
         sync = shared_sync(timeout=timedelta(seconds=timeout))
-        values, rank = scorer.on_ranks(iter(samples), sync), sync.rank
+        values, progress = _on_ranks(windows, plan, forward, sync), progress and sync.rank == 0
     else:
-        values = scorer.alone(iter(samples))
-    return _scores(values, per_token=per_token, total=total, shown=progress and rank == 0)
+        values = (each for window in windows for each in _answers(window, plan(window), forward))
+    total = len(samples) if isinstance(samples, Sized) else None
+    return _scores(values, per_token=per_token, total=total, shown=progress)
 
 
 def _scores(values: Iterator[Values], *, per_token: bool, total: int | None, shown: bool) -> Iterator[Score]:
@@ -140,103 +142,91 @@ def _scores(values: Iterator[Values], *, per_token: bool, total: int | None, sho
 
 
 Window = list[list[Request]]  # of samples: for each the requests that answer it
+Plan = list[list[Tree]]  # of packs
 
 
-class _Scorer:
-    """Reads samples in windows, plans their packs, and scores them.
-
-    Args:
-        forward: makes the forward passes.
-        max_seq_len: of a pack.
-        overlong: see `fit`.
-        share: whether several requests may continue one prefix.
-        look_ahead: samples of a window.
-    """
-
-    def __init__(
-        self, forward: ForwardPass, *, max_seq_len: int, overlong: str, share: bool, look_ahead: int
-    ) -> None:
-        self.forward, self.max_seq_len, self.overlong, self.share = forward, max_seq_len, overlong, share
-        self.look_ahead = look_ahead
-        self.read = 0  # samples so far
-
-    def alone(self, samples: Iterator[Any]) -> Iterator[Values]:
-        """Yield the values of each sample."""
-        while window := self._read(samples):
-            yield from self._answers(window, self._plan(window))
-
-    def on_ranks(self, samples: Iterator[Any], sync: RankSync) -> Iterator[Values]:
-        """Collective: yield the values of each sample; of each round of windows, each rank scores its own."""
-        # The ranks of a sharded model make each forward pass together.
-        sharded = any(isinstance(each, DTensor) for each in self.forward.model.parameters())
+def _windows(
+    samples: Iterable[Any], *, look_ahead: int, vocab_size: int | None, max_seq_len: int, overlong: str
+) -> Iterator[Window]:
+    """Yield windows of ``look_ahead`` samples."""
+    numbered = enumerate(samples)
+    while True:
         window: Window = []
-        plan: list[list[Tree]] = []
-
-        def read() -> tuple[int, int, int]:
-            nonlocal window, plan
-            windows = [self._read(samples) for _ in range(sync.world_size)]
-            window = windows[sync.rank]
-            plan = self._plan(window)
-            return sum(map(len, windows)), _digest(windows), len(plan)
-
-        def answer() -> list[Values]:
-            values = list(self._answers(window, plan))
-            for _ in range(most - len(plan) if sharded else 0):
-                self.forward.take_part()
-            return values
-
-        while True:
-            # Before any of them computes, so that an error of one does not leave the others in a collective of FSDP.
-            counts, digests, packs = zip(*sync.gather_results(read, doing="reading samples"), strict=True)
-            if len({*digests}) > 1:
-                raise ValueError(
-                    f"the ranks were given different samples, among numbers {self.read - counts[sync.rank]} to "
-                    f"{self.read}; give all ranks the same ones, or set across_ranks=False"
-                )
-            if not counts[0]:
-                return
-            most = max(packs)
-            for values in sync.gather_results(answer, doing="scoring"):
-                yield from values
-
-    def _read(self, samples: Iterator[Any]) -> Window:
-        window = []
-        for given in islice(samples, self.look_ahead):
+        for number, given in islice(numbered, look_ahead):
             try:
-                request = read_request(given, vocab_size=self.forward.vocab_size)
-                window.append(fit(request, self.max_seq_len, overlong=self.overlong))
+                request = read_request(given, vocab_size=vocab_size)
+                window.append(fit(request, max_seq_len, overlong=overlong))
             except ValueError as error:
-                raise ValueError(f"sample {self.read}: {error}") from None
-            self.read += 1
-        return window
+                raise ValueError(f"sample {number}: {error}") from None
+        if not window:
+            return
+        yield window
 
-    def _plan(self, window: Window) -> list[list[Tree]]:
-        trees = share_prefixes(_flat(window), limit=self.max_seq_len, branch=self.share)
-        plan = plan_packs([tree.size for tree in trees], self.max_seq_len, strategy="exact_fit")
-        return [[trees[span.index] for span in pack] for pack in plan]
 
-    def _answers(self, window: Window, plan: list[list[Tree]]) -> Iterator[Values]:
-        """Yield the values of each sample, as soon as those of all before it are known."""
-        requests, known = _flat(window), dict[int, Values]()
-        ends = accumulate(map(len, window), initial=0)
-        waiting = deque(range(*bounds) for bounds in pairwise(ends))  # the requests of each sample
-        for pack in [[], *plan]:  # before any pack, there may be samples without requests
-            if pack:
-                known |= self._compute(pack, requests)
-            while waiting and all(number in known for number in waiting[0]):
-                parts = [known.pop(number) for number in waiting.popleft()]
-                logps, greedy = ([part[i] for part in parts] for i in range(2))
-                yield Values(
-                    np.concatenate([np.empty(0), *logps]), np.concatenate([np.empty(0, np.bool_), *greedy])
-                )
+def _plan(window: Window, *, max_seq_len: int, branch: bool) -> Plan:
+    trees = share_prefixes(_flat(window), limit=max_seq_len, branch=branch)
+    plan = plan_packs([tree.size for tree in trees], max_seq_len, strategy="exact_fit")
+    return [[trees[span.index] for span in pack] for pack in plan]
 
-    def _compute(self, pack: list[Tree], requests: Sequence[Request]) -> dict[int, Values]:
-        """Return the values of each request of a pack."""
-        batch, places = lay_out(pack, requests)
-        targets = np.concatenate([requests[number].targets for number in places])
-        found = self.forward(batch, np.concatenate([*places.values()]), targets)
-        bounds = np.cumsum([each.size for each in places.values()])[:-1]
-        return dict(zip(places, map(Values, *(np.split(each, bounds) for each in found)), strict=True))
+
+def _answers(window: Window, plan: Plan, forward: ForwardPass) -> Iterator[Values]:
+    """Yield the values of each sample, as soon as those of all before it are known."""
+    requests, packs, known = _flat(window), iter(plan), dict[int, Values]()
+    numbers = count()
+    for sample in window:
+        found = [Values(np.empty(0), np.empty(0, np.bool_))]
+        for number in islice(numbers, len(sample)):
+            while number not in known:
+                known |= _compute(next(packs), requests, forward)
+            found.append(known.pop(number))
+        yield Values(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def _compute(pack: list[Tree], requests: Sequence[Request], forward: ForwardPass) -> dict[int, Values]:
+    """Return the values of each request of a pack."""
+    batch, places = lay_out(pack, requests)
+    targets = np.concatenate([requests[number].targets for number in places])
+    found = forward(batch, np.concatenate([*places.values()]), targets)
+    bounds = np.cumsum([each.size for each in places.values()])[:-1]
+    return dict(zip(places, map(Values, *(np.split(each, bounds) for each in found)), strict=True))
+
+
+def _on_ranks(
+    windows: Iterator[Window], plan: Callable[[Window], Plan], forward: ForwardPass, sync: RankSync
+) -> Iterator[Values]:
+    """Collective: yield the values of each sample; of each round of windows, each rank scores its own."""
+    # The ranks of a sharded model make each forward pass together.
+    sharded = any(isinstance(each, DTensor) for each in forward.model.parameters())
+    window: Window = []
+    packs: Plan = []
+    done = 0
+
+    def read() -> tuple[int, int, int]:
+        nonlocal window, packs
+        of_round = [*islice(windows, sync.world_size)]
+        window = of_round[sync.rank] if sync.rank < len(of_round) else []
+        packs = plan(window)
+        return sum(map(len, of_round)), _digest(of_round), len(packs)
+
+    def answer() -> list[Values]:
+        values = list(_answers(window, packs, forward))
+        for _ in range(most - len(packs) if sharded else 0):
+            forward.take_part()
+        return values
+
+    while True:
+        # Before any of them computes, so that an error of one does not leave the others in a collective of FSDP.
+        counts, digests, passes = zip(*sync.gather_results(read, doing="reading samples"), strict=True)
+        if len({*digests}) > 1:
+            raise ValueError(
+                f"the ranks were given different samples, among numbers {done} to {done + counts[sync.rank]}; give all "
+                "ranks the same ones, or set across_ranks=False"
+            )
+        if not counts[0]:
+            return
+        done, most = done + counts[0], max(passes)
+        for values in sync.gather_results(answer, doing="scoring"):
+            yield from values
 
 
 def _flat(window: Window) -> list[Request]:
