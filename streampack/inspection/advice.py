@@ -88,7 +88,7 @@ def _of_packs(report: Report) -> Iterator[Advice]:
             "which ends part-empty",
             f"data:\n  num_lanes: {consumers}  # ranks x workers; a resume on more ranks needs more lanes",
         )
-    each = next((i for i in report.attention.imbalance if i.ranks == settings.shape.ranks[0]), None)
+    each = next((i for i in report.imbalance if i.ranks == settings.shape.ranks[0]), None)
     if each and not settings.balance_window and each.planned - each.balanced >= WORTH:
         yield Advice(
             "Hand packs out by attention cost",

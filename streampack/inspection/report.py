@@ -142,17 +142,6 @@ class Imbalance:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Pairs of tokens that a pack's attention computes."""
-
-    mean: float
-    quantiles: dict[str, int]
-    largest: int
-    fraction: float  # mean / pairs of a pack that is one sequence
-    imbalance: list[Imbalance]
-
-
-@dataclass(frozen=True)
 class SourceShare:
     """A source of a mixture in one epoch, and in the whole run where its length is known."""
 
@@ -176,7 +165,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of an inspection: lengths, losses, outcomes, attention, first packs and advice for a corpus."""
+    """The report of an inspection: lengths, losses, outcomes, waiting, first packs and advice for a corpus."""
 
     title: str
     settings: Settings
@@ -184,7 +173,7 @@ class Report:
     lengths: Lengths
     losses: list[Loss]
     outcomes: list[Outcome]
-    attention: Attention
+    imbalance: list[Imbalance]
     packs: list[PackView]
     sources: list[SourceShare]
     advice: list[Advice]

@@ -10,9 +10,8 @@ import numpy as np
 from streampack.accounting import DROP_REASONS
 from streampack.inspection.advice import advise
 from streampack.inspection.packs import first_packs
-from streampack.inspection.plans import Plan, plan_outcomes, slowest_over_mean
+from streampack.inspection.plans import plan_outcomes, slowest_over_mean
 from streampack.inspection.report import (
-    Attention,
     Coverage,
     Imbalance,
     Lengths,
@@ -25,7 +24,6 @@ from streampack.inspection.report import (
     SourceShare,
 )
 from streampack.inspection.rows import Epoch, Progress, Tally, read_epoch
-from streampack.packing.groups import attention_cost
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.estimate import tolerant
@@ -99,7 +97,7 @@ def inspect_dataset(
         lengths=_lengths(tally, limit=config.packing.max_seq_len),
         losses=losses,
         outcomes=outcomes,
-        attention=_attention(dataset, plan, chosen, shape),
+        imbalance=[_imbalance(dataset, plan.pairs, chosen, shape, each) for each in shape.ranks if each > 1],
         packs=first_packs(reading, settings.lanes, packs),
         sources=_shares(config, epoch, chosen, settings),
         advice=[],
@@ -161,17 +159,6 @@ def _losses(tally: Tally, config: LaneConfig, epoch: Epoch) -> list[Loss]:
                 Loss(reason, count, int(lost.sum()), float(weights @ lost) / whole, error, stop, examples)
             )
     return found
-
-
-def _attention(dataset: IterablePackedDataset, plan: Plan, chosen: Outcome, shape: RunShape) -> Attention:
-    pairs = plan.pairs
-    return Attention(
-        mean=float(pairs.mean()),
-        quantiles={str(q): int(np.quantile(pairs, q)) for q in (0.1, 0.5, 0.9, 0.99)},
-        largest=int(pairs.max()),
-        fraction=float(pairs.mean() / attention_cost([dataset.lane_config.packing.max_seq_len])),
-        imbalance=[_imbalance(dataset, pairs, chosen, shape, ranks) for ranks in shape.ranks if ranks > 1],
-    )
 
 
 def _imbalance(

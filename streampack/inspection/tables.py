@@ -54,7 +54,9 @@ def report_tables(report: Report) -> list[Table]:
         tables.append(_losses(report))
     if report.sources:
         tables.append(_sources(report))
-    return [*tables, _attention(report)]
+    if report.imbalance:
+        tables.append(_imbalance(report))
+    return tables
 
 
 def _short(report: Report) -> Table:
@@ -153,15 +155,7 @@ def _sources(report: Report) -> Table:
     return Table("Sources of the mixture", columns, rows, notes=[note])
 
 
-def _attention(report: Report) -> Table:
-    attention, quantiles = report.attention, report.attention.quantiles
-    note = (
-        f"Pairs of tokens in a pack: mean {attention.mean:,.0f}, median {quantiles['0.5']:,}, 99 % below "
-        f"{quantiles['0.99']:,}, largest {attention.largest:,}: {attention.fraction:.1%} of those of one long sample."
-    )
-    found = attention.imbalance
-    if not found:
-        return Table("Attention", notes=[note])
+def _imbalance(report: Report) -> Table:
     rows = [
         (
             str(each.ranks),
@@ -171,11 +165,11 @@ def _attention(report: Report) -> Table:
             f"{each.planned:.3f}",
             f"{each.balanced:.3f}",
         )
-        for each in found
+        for each in report.imbalance
     ]
-    wait = (
+    note = (
         "slowest / mean: attention of the slowest rank of a step over the mean of the ranks; balanced: with "
-        f"balance_window={found[0].window}."
+        f"balance_window={report.imbalance[0].window}."
     )
     columns = ("ranks", "packs a step", "null packs", "steps", "slowest / mean", "balanced")
-    return Table("Attention", columns, rows, notes=[note, wait])
+    return Table("Ranks that wait for the slowest", columns, rows, notes=[note])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,8 +27,8 @@ class Group(Sample):
     >>> pair = Group([5, 6, 7, 8, 9, 4], [-100, -100, 7, 8, 9, 4], lengths=[2, 2, 2], parents=[-1, 0, 0])
     >>> pair.paths()
     [[0], [0, 1], [0, 2]]
-    >>> pair.unshared().tokens.tolist()
-    [5, 6, 7, 8, 5, 6, 9, 4]
+    >>> [answer.tokens.tolist() for answer in pair.answers()]
+    [[5, 6, 7, 8], [5, 6, 9, 4]]
 
     Args:
         tokens: ``[tokens]``, the segments end to end; they are copied, and so are all other arrays.
@@ -110,33 +110,16 @@ class Group(Sample):
     def answers(self) -> list[Sample]:
         """Return each answer with all that it continues, as a plain sample: one for each of `leaves`."""
         paths = self.paths()
-        indices = [self._tokens_of(paths[leaf]) for leaf in self.leaves]
+        indices = [
+            np.concatenate([np.arange(*self.bounds[segment]) for segment in paths[leaf]])
+            for leaf in self.leaves
+        ]
         return [Sample(self.tokens[index], self.labels[index]) for index in indices]
 
     def cut(self, start: int, stop: int) -> Sample:
         """Return the group itself; it has no parts."""
         assert (start, stop) == (0, self.tokens.size), "a group is never split"
         return self
-
-    def unshared(self) -> Group:
-        """Return a group with a sequence for each answer, from the root on, so that nothing is shared.
-
-        Trained tokens of a shared segment are trained in its first copy only. A field of segments is that of the
-        answer's.
-        """
-        all_paths, leaves = self.paths(), self.leaves
-        paths = [all_paths[leaf] for leaf in leaves]
-        order = [segment for path in paths for segment in path]
-        first = [segment not in order[:i] for i, segment in enumerate(order)]
-        index = self._tokens_of(order)
-        trained = np.repeat(first, [self.lengths[segment] for segment in order])
-        return Group(
-            self.tokens[index],
-            np.where(trained, self.labels[index], IGNORE_INDEX),
-            lengths=[sum(self.lengths[segment] for segment in path) for path in paths],
-            fields={name: values[leaves] for name, values in self.fields.items()},
-            token_fields={name: values[index] for name, values in self.token_fields.items()},
-        )
 
     def truncated(self, limit: int, *, side: str) -> Group | None:
         """Return the group with at most ``limit`` tokens; None if no token of a segment that is cut would be left.
@@ -163,11 +146,6 @@ class Group(Sample):
             fields=self.fields,
             token_fields={name: values[index] for name, values in self.token_fields.items()},
         )
-
-    def _tokens_of(self, segments: Iterable[int]) -> IntArray:
-        """Return the indices of the tokens of these segments, in this order."""
-        bounds = self.bounds
-        return np.concatenate([np.arange(*bounds[segment]) for segment in segments])
 
 
 def cut_group(group: Group, packing: Packing) -> list[tuple[int, Sample]]:

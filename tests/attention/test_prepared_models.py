@@ -44,6 +44,7 @@ from tests.harness.isolation import (
     worst,
 )
 from tests.harness.processes import run_forked
+from tests.harness.segments import without_sharing
 from tests.harness.vision_models import build_vision
 from tests.oracle.attention import attend, random_packs
 
@@ -306,7 +307,7 @@ def test_what_a_kernel_leaves_unwritten_reaches_no_gradient(
         return torch.cat([out, out.new_full((len(q) - queries, *out.shape[1:]), torch.nan)])
 
     monkeypatch.setattr(varlen, "_attend_sequences", attend)
-    batch = batch_of([group if shared else group.unshared() for group in trees()])
+    batch = batch_of([group if shared else without_sharing(group) for group in trees()])
     model, right = make(family), run_alone(make(family), batch)
     packed = run_packed(model, batch, prepare_model_for_packing(model, attention="varlen"))
     assert calls

@@ -11,6 +11,7 @@ import numpy as np
 
 from streampack import IGNORE_INDEX, Batch, Encoder, Group
 from tests.harness.groups import segments
+from tests.harness.segments import without_sharing
 from tests.harness.tiny import WORDS, WordTokenizer, lora_config, tiny_config
 
 
@@ -30,7 +31,7 @@ class PairEncoder(Encoder):
         labels = np.where(np.arange(tokens.size) < len(parts[0]), IGNORE_INDEX, tokens)
         fields = {} if self.ref is None else {"ref_logps": [np.nan, *row[self.ref]]}
         pair = Group(tokens, labels, lengths=[*map(len, parts)], parents=[-1, 0, 0], fields=fields)
-        return pair if self.share_prefix else pair.unshared()
+        return pair if self.share_prefix else without_sharing(pair)
 
     def fingerprint(self) -> str:
         return f"pairs {self.share_prefix} {self.ref}"

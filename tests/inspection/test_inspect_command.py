@@ -64,7 +64,7 @@ def test_the_figures_shown_are_those_of_the_report(files: Shown) -> None:
         [2, 4],
         512,
     )
-    assert [each["ranks"] for each in report["attention"]["imbalance"]] == [2, 4]
+    assert [each["ranks"] for each in report["imbalance"]] == [2, 4]
     for outcome in report["outcomes"]:
         figures = (f"{100 * outcome['padding']:.2f} %", f"{outcome['tokens']:,.0f}")
         rows = [line for line in lines if line.startswith(f"{outcome['name']} ")]

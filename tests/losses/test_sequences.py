@@ -32,6 +32,7 @@ from streampack.losses import (
 )
 from streampack.packing.batch import null_pack, stack_packs
 from tests.harness.groups import batch_of, label, segments, trees
+from tests.harness.segments import without_sharing
 
 VOCAB = 64
 
@@ -174,7 +175,7 @@ def test_shared_and_unshared_groups_have_the_same_numbers(
         groups.append(Group(tokens, labels, lengths=lengths, parents=[-1, *[0] * len(answers)]))
     table = torch.randn(1000, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     found = []
-    for way in (groups, [group.unshared() for group in groups]):
+    for way in (groups, [without_sharing(group) for group in groups]):
         batch = batch_of(way, max_seq_len=40)
         logits = torch.zeros(*batch.tokens.shape, VOCAB, dtype=torch.float64)
         for pack, _, path in segments(batch):
@@ -236,7 +237,7 @@ def packed(samples: list[Any], **settings: Any) -> Batch:
 
 def test_the_first_answer_of_a_group_is_the_chosen_one() -> None:
     groups = preference_groups()
-    shared, unshared = packed(groups), packed([group.unshared() for group in groups])
+    shared, unshared = packed(groups), packed([without_sharing(group) for group in groups])
     assert shared.groups is not None
     assert len(shared.tokens) > 1
     assert unshared.seq_lens.shape[1] > max(map(len, unshared.fragments)), "padding counts as a segment"
@@ -259,9 +260,9 @@ def group_of(answers: int) -> Group:
     ("samples", "settings", "message"),
     [
         ([group_of(1)], {}, r"row \(0,\) has 1 answer and a pair has 2, the chosen one"),
-        ([group_of(1).unshared()], {}, r"row \(0,\) has 1 answer and a pair has 2, the chosen one"),
+        ([without_sharing(group_of(1))], {}, r"row \(0,\) has 1 answer and a pair has 2, the chosen one"),
         ([group_of(3)], {}, r"row \(0,\) has 3 answers and a pair has 2, the chosen one"),
-        ([group_of(3).unshared()], {}, r"row \(0,\) has 3 answers and a pair has 2, the chosen one"),
+        ([without_sharing(group_of(3))], {}, r"row \(0,\) has 3 answers and a pair has 2, the chosen one"),
         ([[1, 2]] * 2, {}, "has 1 answer and a pair has 2"),
         ([group_of(2), [1] * 40], {"overlong": "split"}, r"row \(1,\) has 1 answer and a pair has 2"),
     ],
@@ -302,7 +303,7 @@ def test_last_values_are_those_of_last_tokens_and_not_of_padding() -> None:
 
 def test_cross_entropy_over_shared_prompts_is_refused() -> None:
     groups = preference_groups()
-    shared, unshared = packed(groups), packed([group.unshared() for group in groups])
+    shared, unshared = packed(groups), packed([without_sharing(group) for group in groups])
     for refuse in (require_unshared, lambda batch: label_weights(batch, loss_norm="token")):
         with pytest.raises(
             ValueError, match="share a prompt, and cross-entropy .*; set share_prefix=False in"

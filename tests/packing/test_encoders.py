@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing as mp
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,7 @@ def test_the_ledger_counts_what_a_tokenizer_would_have_cut() -> None:
     assert cut == whole
 
 
-# Columns beside those that an encoder reads: used, refused, or named once.
+# Columns beside those that an encoder reads: used, or refused.
 
 USER = {"role": "user", "content": "hello"}
 GOOD = {"role": "assistant", "content": "hello there"}
@@ -110,34 +109,6 @@ def pairs(tok: Any, **settings: Any) -> MessagesEncoder:
 @pytest.fixture(scope="module")
 def tok() -> Any:
     return byte_level(template=CHATML)
-
-
-@pytest.mark.parametrize(
-    ("encoder", "row", "unread"),
-    [
-        (lambda tok: MessagesEncoder(tok, message_transform=InputOutput()),
-         {"input": "a", "output": "b", "instruction": "c", "context": "d", "n": 7}, "'context', 'instruction'"),
-        (pairs, {"chosen": [USER, GOOD], "rejected": [USER, BAD], "context": "d"}, "'context'"),
-        (lambda tok: AnswersEncoder(tok, fields=["score"]), TEXTS | {"score": [1, 2], "context": "d"}, "'context'"),
-        (ChatEncoder, {"messages": [USER, GOOD], "conversations": [USER], "n": 1}, "'conversations'"),
-        (ChatEncoder, {"prompt": "a", "completion": "b", "label": False, "image": b"c"},
-         "'image', 'label'"),
-        (lambda tok: AnswersEncoder(tok, fields=["reward"]),
-         {"prompt": "a", "completions": ["b"], "reward": [1], "context": "d"}, "'context'"),
-    ],
-)  # fmt: skip
-def test_columns_that_nothing_reads_are_named_once(
-    tok: Any, encoder: Any, row: dict[str, Any], unread: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = encoder(tok)
-    with caplog.at_level(logging.WARNING):
-        for again in (row, {**row, "context": None}, row):
-            made(again)
-    [said] = [record.getMessage() for record in caplog.records]
-    assert f" does not read {unread}: nothing of it is trained or seen" in said
-    caplog.clear()
-    made({**row, "another": ["e"]})
-    assert "'another'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from streampack import (
     ParquetSource,
 )
 from tests.harness.hf_tokenizers import CHATML, CROSSING, DEAF, FORGETFUL, MARKED, Letters, byte_level
+from tests.harness.segments import without_sharing
 
 tune = pytest.importorskip("torchtune.data")
 
@@ -100,7 +101,7 @@ def test_answers_are_encoded_as_completions_of_their_prompt(chatml: Any, prompt:
         ]
         assert (group.labels[: group.lengths[0]] == IGNORE_INDEX).all(), "the prompt is not trained"
     apart = AnswersEncoder(chatml, share_prefix=False, fields=["margin"])({**pairs, "margin": 1.5})
-    assert content(apart) == content(AnswersEncoder(chatml)(pairs).unshared())
+    assert content(apart) == content(without_sharing(AnswersEncoder(chatml)(pairs)))
     assert apart.fields["margin"].tolist() == [1.5, 1.5]
 
 
@@ -264,7 +265,7 @@ def test_torchtunes_transform_gives_what_its_dataset_gives(tmp_path: Path, kind:
     )  # fmt: skip
     encoder = MessagesEncoder(tokenizer, message_transform=TRANSFORM(**settings))
     for row, expected in zip(TUNE_ROWS, theirs, strict=True):
-        apart = encoder(row).unshared()
+        apart = without_sharing(encoder(row))
         for (start, stop), name in zip(apart.bounds, ("chosen", "rejected"), strict=True):
             assert apart.tokens[start:stop].tolist() == expected[f"{name}_input_ids"]
             labels = [int(label) for label in expected[f"{name}_labels"]]

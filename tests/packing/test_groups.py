@@ -31,7 +31,7 @@ from streampack.packing.batch import null_pack, stack_packs, to_torchtune
 from streampack.tokenize import tokenize
 from tests.harness.corpus import rows
 from tests.harness.mixtures import shifted
-from tests.harness.segments import Pairs
+from tests.harness.segments import Pairs, without_sharing
 
 LIMIT = 24
 ROWS = rows(60)
@@ -151,7 +151,7 @@ def test_arrays_that_a_group_was_made_of_may_be_overwritten() -> None:
 @given(drawn_segments())
 def test_unshared_sequences_are_the_paths(segments: list[Segment]) -> None:
     """Each trained token is trained once."""
-    group, ends = make_group(segments).unshared(), leaves(segments)
+    group, ends = without_sharing(make_group(segments)), leaves(segments)
     assert group.parents == (-1,) * len(ends)
     taken: set[int] = set()
     expected = []

@@ -21,6 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 from streampack import Group, Sample, Score, prepare_model_for_packing, score
 from tests.harness import hf_models, tiny_torchtune
 from tests.harness.processes import run_forked
+from tests.harness.segments import without_sharing
 
 VOCAB = hf_models.VOCAB
 Pair = tuple[list[int], list[int]]
@@ -270,7 +271,7 @@ def test_a_pair_of_answers(llama: Any) -> None:
     pair = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
     expected = [alone(llama, ([5, 6], [7, 8])), alone(llama, ([5, 6], [9]))]
     check(scored(llama, pair.answers()), expected)
-    check(scored(llama, pair.unshared().answers()), expected)
+    check(scored(llama, without_sharing(pair).answers()), expected)
 
 
 def test_a_model_in_training_is_scored_without_dropout_and_trains_on() -> None:
