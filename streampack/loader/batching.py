@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from streampack.distributed.rank_sync import Exchange, RankSync
-from streampack.loader.workers import Worker
 from streampack.packing.batch import trains
 from streampack.packing.groups import attention_cost
 from streampack.streaming.lane_state import LaneEvent
@@ -133,7 +132,7 @@ class Share:
 class RankPacks:
     """The packs of one rank's streams in the order of a single process, whichever worker was quicker."""
 
-    def __init__(self, streams: Sequence[Worker | Generator[LaneEvent]]) -> None:
+    def __init__(self, streams: Sequence[Generator[LaneEvent]]) -> None:
         self.streams = streams
         self._merged = heapq.merge(*streams, key=_order_of)
         self._next: LaneEvent | None = None  # looked at, and not taken

@@ -15,7 +15,7 @@ from streampack.fingerprint import digest
 from streampack.loader.batching import Batching, RankPacks, agreed_shares
 from streampack.loader.one_run import divide_across_ranks, require_same_run
 from streampack.loader.step_meter import StepMeter
-from streampack.loader.workers import Worker
+from streampack.loader.workers import start_worker
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
@@ -77,12 +77,12 @@ class Iteration:
         self.handed = self.begun = replace(begin, lane_states=own, partial=size > 1)
         workers = min(self.num_workers, -(-num_lanes // size))
         consumers = size * max(1, workers)
-        streams: list[Worker | Generator[LaneEvent]] = []
+        streams: list[Generator[LaneEvent]] = []
         for consumer in range(rank, consumers, size):
             stream = partial(read.events, consumer, consumers, epoch=begin.epoch, first_epoch=first)
             states = {lane: state for lane, state in own.items() if lane % consumers == consumer}
             name = f"worker {consumer} of {consumers}"
-            streams.append(Worker(stream, states, name) if workers else stream(lane_states=states))
+            streams.append(start_worker(stream, states, name) if workers else stream(lane_states=states))
         self.packs = RankPacks(streams)
         self.shares = agreed_shares(
             self.packs,

@@ -1,4 +1,4 @@
-"""Worker processes that read, encode and pack; one that dies is restarted from its last lane states."""
+"""Worker processes that read, encode and pack; one that dies is started again from its last lane states."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pickle import PickleBuffer
-from queue import Empty, SimpleQueue
-from typing import Any
+from queue import Queue
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,190 +34,108 @@ OpenStream = Callable[..., Generator[LaneEvent]]
 
 Folded = tuple[Any, ...]
 """An event as plain values: pickled as objects, events took a tenth of a worker's time."""
-EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
 MAX_RESTARTS = 3
 """Deaths of a worker in a row, without a pack between them, that are survived."""
-MESSAGES = 2
-"""Messages of a worker that wait in the trainer's process. One more is being returned and one is being made."""
-MAX_EVENTS = 4
-"""The most events in one message. Packs that are ready wait until the message has so many, ..."""
-MAX_DELAY = 0.1
-"""... but after so many seconds no further pack is begun for it."""
-POLL_SECONDS = 0.5
-"""Seconds between two looks whether a worker that is waited for has died."""
+AHEAD = 8
+"""Events that wait in a worker to be sent, and the most in one message."""
+PAUSE_SECONDS = 0.001
+"""Between two messages: what is made meanwhile arrives together, for each arrival takes a core of the trainer's process."""
 CLOSE_TIMEOUT = 10.0
-"""Seconds that `Worker.close` waits for a killed process, and for its receiver thread."""
+"""Seconds that are waited for a killed process."""
 
 
-class Worker:
-    """Iterator over the events of some lanes, which runs in a process of its own.
+class End(NamedTuple):
+    """The end of a worker's stream, or the error that ended it."""
 
-    Packs come through a pipe of its own, so that a process that dies in the middle of writing harms no other, and
-    several at a time where they are made quickly, because each arrival takes a core of the trainer's process. Where the
-    process has died, the next call starts a new one after the last pack that arrived. An error in the stream is raised
-    here; one that cannot be pickled as a RuntimeError with its message. After an exception, make a new worker.
+    error: Exception | None = None
+    notes: tuple[str, ...] = ()
+    raised_here: bool = False
+
+
+def start_worker(
+    open_stream: OpenStream, lane_states: Mapping[int, LaneState], name: str
+) -> Generator[LaneEvent]:
+    """Start a process that reads some lanes, and return their events; closing the generator ends the process.
+
+    Events come through a pipe of its own, so that a process that dies in the middle of writing harms no other. Where it
+    has died, a new one goes on after the last event that arrived. An error in the stream is raised here; one that
+    cannot be pickled as a RuntimeError with its message.
     """
+    events: Generator[Any] = _events(open_stream, dict(lane_states), name)
+    next(events)  # several workers start before the first of them is waited for
+    return events
 
-    def __init__(self, stream: OpenStream, lane_states: Mapping[int, LaneState], name: str) -> None:
-        self.stream = stream
-        self.lane_states = dict(lane_states)  # after the last event that `__next__` returned
-        self.name = name
-        self.restarts = 0
-        self.in_vain = 0  # the newest of them, without an event since
-        self.ended = False
-        self.arrived: deque[LaneEvent] = deque()  # events that `__next__` has not returned yet
-        self._start()
 
-    def _start(self) -> None:
-        # An interrupt may strike between these lines; `close` ends whatever exists by then.
-        self.home = os.getpid()
-        self.process: mp.Process | None = None
-        self.receiver: threading.Thread | None = None
-        # Both are implemented in C and hold no lock of Python's: an interrupted wait leaves nothing locked, as it may
-        # with `queue.Queue`, whose other side would wait without end.
-        self.inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        # Holds a True for each message that the receiver may read, and a False when it shall end.
-        self.room: SimpleQueue[bool] = SimpleQueue()
-        for _ in range(MESSAGES):
-            self.room.put(True)
-        self.pipe, self.theirs = mp.Pipe()
-        self.process = mp.Process(
-            target=_serve, args=(self.theirs, self.stream, self.lane_states, self.name), daemon=True
+def _events(
+    open_stream: OpenStream, lane_states: dict[int, LaneState], name: str
+) -> Generator[LaneEvent | None]:
+    """Yield None once the process is started, then its events."""
+    home, started, in_vain = os.getpid(), False, 0
+    while True:
+        pipe, theirs = mp.Pipe()
+        process = mp.Process(
+            target=_serve, args=(theirs, open_stream, lane_states, name), name=name, daemon=True
         )
-        self.process.start()
-        self.theirs.close()  # an open copy here would keep the pipe open when the process has died
-        self.receiver = threading.Thread(
-            target=_receive, args=(self.pipe, self.inbox, self.room), daemon=True
-        )
-        self.receiver.start()
-
-    def __iter__(self) -> Iterator[LaneEvent]:
-        return self
-
-    def __next__(self) -> LaneEvent:
-        if self.ended:
-            raise StopIteration
-        self._require_open()
-        while not self.arrived:
-            kind, value = self._message()
-            if kind == EVENTS:
-                self.arrived.extend(map(unfold, value))
-                self.in_vain = 0
-            elif kind == END:
-                self.ended = True
-                self.close()
-                raise StopIteration
-            elif kind == ERROR:
-                self.close()
-                error, error.__notes__, error.raised_here = value
-                try:
-                    raise error
-                finally:
-                    del error, value  # the traceback holds this frame: a cycle would keep the process alive
-            else:
-                self._require_open()
-                self._restart()
-        event = self.arrived.popleft()
-        self.lane_states[event.lane] = event.state
-        return event
-
-    def _message(self) -> tuple[str, Any]:
-        while True:
-            with suppress(Empty):
-                message = self.inbox.get(timeout=POLL_SECONDS)
-                self.room.put(True)
-                return message
-            # A child of the process may hold the pipe, and then its end does not arrive.
-            if _has_ended(self.process) and not self.pipe.closed:
-                _shut(self.pipe)
-
-    def _require_open(self) -> None:
-        if self.pipe.closed:
-            raise RuntimeError(f"{self.name} was closed; iterate the loader anew")
-
-    def _restart(self) -> None:
-        assert self.process is not None
-        _end(self.process)  # it may have closed its pipe only
-        code = self.process.exitcode or 0
-        how = f"of signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        what = f"{self.name} (pid {self.process.pid}) died {how}"
-        if self.in_vain >= MAX_RESTARTS:
-            self.close()
+        try:
+            process.start()
+            theirs.close()  # an open copy here would keep the pipe open when the process has died
+            if not started:
+                started = True
+                yield None
+            for events, end in _messages(pipe, process):
+                for event in map(unfold, events):
+                    lane_states[event.lane], in_vain = event.state, 0
+                    yield event
+                if end is not None:
+                    if (error := end.error) is None:
+                        return
+                    error.__notes__, error.raised_here = [*end.notes], end.raised_here  # type: ignore[attr-defined]
+                    try:
+                        raise error
+                    finally:
+                        del error, end  # the traceback holds this frame: a cycle would keep the process alive
+            _kill(process)  # it may have closed its pipe only
+            code = process.exitcode or 0
+            how = f"of signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            what = f"{name} (pid {process.pid}) died {how}"
+        finally:
+            # A forked process has a copy, which must not end the original's worker.
+            if home == os.getpid() and not sys.is_finalizing():
+                _kill(process)
+                theirs.close()
+                pipe.close()
+        if in_vain >= MAX_RESTARTS:
             raise RuntimeError(
-                f"{what}, as after each of {self.in_vain} restarts before it, without a pack; if the system killed it, "
+                f"{what}, as after each of {in_vain} restarts before it, without a pack; if the system killed it, "
                 "it may lack memory: use fewer workers or a smaller buffer_size"
             )
-        self.restarts, self.in_vain = self.restarts + 1, self.in_vain + 1
+        in_vain += 1
         log.warning("%s; it is started again from its last state", what)
-        self.close()
-        self._start()
-
-    def close(self) -> None:
-        """End the process and its receiver thread. After an interrupt it can be called again."""
-        if self.pipe.closed:
-            return
-        _end(self.process)
-        _shut(self.pipe)  # ends the receiver even if the process hangs, or another holds its end of the pipe
-        self.room.put(False)
-        receiver = self.receiver
-        # The garbage collector may call this in the receiver's own thread, which cannot join itself. Neither can a
-        # thread be joined that was not started.
-        if receiver is not None and receiver.is_alive() and receiver is not threading.current_thread():
-            receiver.join(CLOSE_TIMEOUT)
-        if self.process is not None:
-            with suppress(ValueError):  # raised if the process still runs, or is closed already
-                self.process.close()
-        self.theirs.close()
-        self.pipe.close()
-
-    def __del__(self) -> None:
-        # When the interpreter ends, the modules that `close` needs are gone, and daemon processes are ended anyway. In
-        # a forked process, this is a copy, which must not end the original's worker.
-        if hasattr(self, "pipe") and not sys.is_finalizing() and self.home == os.getpid():
-            self.close()
 
 
-def _has_ended(process: mp.Process | None) -> bool:
-    with suppress(ValueError):  # raised if it is closed
-        return process is not None and not process.is_alive()
-    return True
+def _messages(pipe: Connection, process: mp.Process) -> Iterator[tuple[list[Folded], End | None]]:
+    """Yield what a process sends, until it has died, or closed its pipe."""
+    with suppress(EOFError, OSError):
+        # A process that the trainer forked meanwhile may hold the pipe, and then its end does not arrive.
+        while pipe in wait([pipe, process.sentinel]):
+            yield pipe.recv()
 
 
-def _end(process: mp.Process | None) -> None:
+def _kill(process: mp.Process) -> None:
     """Kill a process, if it was started, and wait until it is gone."""
-    with suppress(ValueError, AttributeError):  # raised if it is closed, or was not started
-        process.kill()  # type: ignore[union-attr]
+    if process.pid is not None:
+        process.kill()
         # Not `process.join`: with a limit, it waits for a pipe that the process's own children may hold.
         give_up, pause = time.monotonic() + CLOSE_TIMEOUT, 0.0005
-        while not _has_ended(process) and time.monotonic() < give_up:
+        while process.is_alive() and time.monotonic() < give_up:
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
-
-
-def _shut(pipe: Connection) -> None:
-    """Shut a pipe down for reading and writing, even if other processes hold its ends."""
-    with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
-
-
-def _receive(pipe: Connection, inbox: SimpleQueue[tuple[str, Any]], room: SimpleQueue[bool]) -> None:
-    """Keep the inbox filled, in a thread of the trainer's process."""
-    ends = False
-    # Mostly EOFError or OSError; whatever it is, the trainer must not wait for ever.
-    with suppress(Exception):
-        while not ends and room.get():
-            message = pipe.recv()
-            ends = message[0] in (END, ERROR)
-            inbox.put(message)
-            del message  # an error in it holds a traceback, and so all that the trainer's frames hold
-    if not ends:
-        inbox.put((DIED, None))
 
 
 def _serve(
     pipe: Connection, open_stream: OpenStream, lane_states: Mapping[int, LaneState], name: str
 ) -> None:
-    """Run the stream and send its events, in the worker's process."""
+    """Run the stream, in the worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of a handler that was forked from the trainer
     end_with_parent()
@@ -227,32 +143,38 @@ def _serve(
     # fork does not copy: collected here, it crashed the worker.
     gc.freeze()
     gc.enable()  # a trainer may have switched it off, to collect at steps of its choice, as torchtitan does
-    stream, size = None, 1
-    last: tuple[str, Any] | None = None
-    while last is None:
+    os.register_at_fork(after_in_child=pipe.close)  # or a child of this process would keep the pipe open
+    made: Queue[Folded | End] = Queue(AHEAD)
+    sender = threading.Thread(target=_send, args=(pipe, made), daemon=True)
+    sender.start()
+    try:
+        for event in open_stream(lane_states=lane_states):
+            made.put(fold(event))
+        made.put(End())
+    except Exception as error:
+        where = f"in {name}:\n{traceback.format_exc()}"
+        # The notes are sent beside the error, because not every class of errors pickles them.
+        notes = (*getattr(error, "__notes__", ()), where)
+        made.put(End(_portable(error), notes, raised_here(error)))
+    sender.join()
+
+
+def _send(pipe: Connection, made: Queue[Folded | End]) -> None:
+    """Send what is made, as soon as the trainer takes it, in a thread of the worker's process."""
+    end: End | None = None
+    while end is None:
         events: list[Folded] = []
+        while end is None and (not events or (len(events) < AHEAD and not made.empty())):
+            each = made.get()
+            if isinstance(each, End):
+                end = each
+            else:
+                events.append(each)
         try:
-            if stream is None:
-                stream = open_stream(lane_states=lane_states)
-            begun = time.monotonic()
-            while not events or (len(events) < size and time.monotonic() < begun + MAX_DELAY):
-                events.append(fold(next(stream)))
-        except StopIteration:
-            last = (END, None)
-        except Exception as error:
-            where = f"in {name}:\n{traceback.format_exc()}"
-            # The notes are sent beside the error, because not every class of errors pickles them.
-            notes = [*getattr(error, "__notes__", ()), where]
-            last = (ERROR, (_portable(error), notes, raised_here(error)))
-        try:
-            if events:
-                pipe.send_bytes(pickle.dumps((EVENTS, events), 5))
-            if last is not None:
-                pipe.send_bytes(pickle.dumps(last))
-        except OSError:
-            return
-        # The first messages are short, so that the first batch comes at once.
-        size = min(2 * size, MAX_EVENTS)
+            pipe.send_bytes(pickle.dumps((events, end), 5))
+        except OSError:  # the trainer takes no more
+            os._exit(1)
+        time.sleep(PAUSE_SECONDS)
 
 
 def _portable(error: Exception) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import multiprocessing as mp
 import os
 import signal
 import time
@@ -193,20 +194,17 @@ def heal(kills: int) -> Any:
     loader = loader_of(built, Topology(2, 2, 2))
     batches = []
     iterator: Any = iter(loader)
-    killed = [0, 0]
+    killed: list[set[int]] = [set(), set()]
     for number, batch in enumerate(iterator):
         batches.append(packs_of(batch))
-        turn = number % 2
-        worker = iterator.packs.streams[turn]
-        if (
-            killed[turn] < kills
-            and worker.restarts == killed[turn]
-            and not worker.in_vain
-            and not worker.ended
-        ):
-            os.kill(worker.process.pid, signal.SIGKILL)
-            killed[turn] += 1
-    return batches, [stream.restarts for stream in iterator.packs.streams]
+        by_name = sorted(mp.active_children(), key=lambda process: process.name)
+        if len(by_name) < 2 or len(killed[number % 2]) == kills:
+            continue
+        pid = by_name[number % 2].pid  # a new one only after a restart
+        if pid not in killed[number % 2]:
+            os.kill(pid, signal.SIGKILL)
+            killed[number % 2].add(pid)
+    return batches, list(map(len, killed))
 
 
 def test_killed_workers_are_restarted_on_every_rank(tmp_path: Path) -> None:
@@ -228,8 +226,7 @@ def one_dies(workers: int, at: int, pids: Path) -> Any:
     try:
         for number in range(10_000):
             if rank == 1 and number == at:
-                streams = iterator.packs.streams if workers else []
-                numbers = [str(stream.process.pid) for stream in streams]
+                numbers = [str(process.pid) for process in mp.active_children()]
                 (pids / "workers").write_text(" ".join(numbers))
                 os.kill(os.getpid(), signal.SIGKILL)
             begin = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -87,7 +87,7 @@ class ThreadSync(RankSync):
 def run_threads(size: int, rank: Callable[[int], None]) -> None:
     """Call ``rank(number)`` on ``size`` threads, with their workers within them, and wait for all."""
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(size)]
-    with mock.patch("streampack.loader.iteration.Worker", InProcess):
+    with mock.patch("streampack.loader.iteration.start_worker", in_process):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -109,26 +109,9 @@ def on_ranks(size: int, act: Callable[[ThreadSync], Any]) -> list[Any]:
     return found
 
 
-class InProcess:
-    """A stand-in for `Worker` in this process."""
-
-    def __init__(self, stream: OpenStream, lane_states: Any, name: str) -> None:
-        self.open_stream, self.lane_states = pickle.loads(pickle.dumps(stream)), lane_states
-        self.stream: Any = None
-        self.closed = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def close(self) -> None:
-        self.closed = True
-
-    def __next__(self) -> Any:
-        if self.closed:
-            raise StopIteration
-        if self.stream is None:
-            self.stream = self.open_stream(lane_states=self.lane_states)
-        return next(self.stream)
+def in_process(stream: OpenStream, lane_states: Any, name: str) -> Any:
+    """A stand-in for `start_worker` in this process."""
+    return pickle.loads(pickle.dumps(stream))(lane_states=lane_states)
 
 
 # Runs.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from streampack import IterablePackedDataset, Sample
-from streampack.loader.workers import Worker  # private: processes that are killed at any moment
+from streampack.loader.workers import start_worker  # private: processes that are killed at any moment
 from streampack.streaming.lane_state import LaneEvent
 from tests.harness.corpus import Numbers, plain, rows
 
@@ -29,9 +30,15 @@ def dataset(source: Any = ROWS, **settings: Any) -> IterablePackedDataset:
 
 def worker(
     of: IterablePackedDataset, *, consumer: int = 0, consumers: int = 1, lane_states: Any = None
-) -> Worker:
+) -> Generator[LaneEvent]:
     stream = partial(of.events, consumer, consumers, epoch=of.epoch)
-    return Worker(stream, lane_states or {}, f"worker {consumer} of {consumers}")
+    return start_worker(stream, lane_states or {}, f"worker {consumer} of {consumers}")
+
+
+def process_of(number: int = 0, of: int = 1) -> Any:
+    """The process of a worker."""
+    [process] = [each for each in mp.active_children() if each.name == f"worker {number} of {of}"]
+    return process
 
 
 def content(event: LaneEvent) -> tuple[Any, ...]:
@@ -77,7 +84,7 @@ def held() -> dict[str, Any]:
     """All that a worker could leave behind."""
     return {
         "children": children(),
-        "threads": {thread for thread in threading.enumerate() if "_receive" in thread.name},
+        "threads": {*threading.enumerate()},
         "descriptors": {
             entry.name: str(entry.readlink())
             for entry in Path("/proc/self/fd").iterdir()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
+from contextlib import suppress
 from typing import Any
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync
-from streampack.loader import batching, one_run
-from streampack.loader.workers import Worker
+from streampack.loader import batching, one_run, workers
 from streampack.packing import batch
 from streampack.sources.files import file_sources
 from tests.mutants.registry import mutant, replace, replaces
@@ -80,21 +81,15 @@ def null_packs_train(good, max_seq_len, *, padding_idx=0):
     return pack
 
 
-@mutant
-def worker_restarted_from_the_start() -> None:
+@replaces(workers._events)
+def worker_restarted_from_the_start(good, open_stream, lane_states, name):
     """A restarted worker continues where it began, not where it stopped."""
 
-    def init(good: Any, self: Any, *args: Any, **settings: Any) -> None:
-        good(self, *args, **settings)
-        self.first_states = dict(self.lane_states)
+    class Kept(dict):
+        def __setitem__(self, lane, state):
+            pass
 
-    def next_event(good: Any, self: Any) -> Any:
-        event = good(self)
-        self.lane_states = dict(self.first_states)
-        return event
-
-    replace(Worker, "__init__", init)
-    replace(Worker, "__next__", next_event)
+    return good(open_stream, Kept(lane_states), name)
 
 
 @replaces(RankSync, "exchange")
@@ -170,9 +165,16 @@ def restarted_with_newer_settings() -> None:
     replace(IterablePackedDataset, "_frozen", lambda good, self, **_: self)
 
 
-@replaces(Worker, "_message")
-def a_death_is_seen_by_its_pipe_only(good, self):
-    """A worker that died is waited for as long as a child of it holds the pipe."""
-    message = self.inbox.get()
-    self.room.put(True)
-    return message
+@replaces(workers._messages)
+def a_death_is_seen_by_its_pipe_only(good, pipe, process):
+    """A worker that died is waited for as long as another process holds its pipe."""
+    with suppress(EOFError):
+        while True:
+            yield pipe.recv()
+
+
+@replaces(workers._serve)
+def a_child_holds_its_workers_pipe(good, *args):
+    """A process that a worker forks keeps the worker's pipe open, also in the middle of a message."""
+    os.register_at_fork = lambda **_: None
+    good(*args)
