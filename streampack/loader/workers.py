@@ -39,7 +39,7 @@ MAX_RESTARTS = 3
 AHEAD = 8
 """Events that wait in a worker to be sent, and the most in one message."""
 PAUSE_SECONDS = 0.001
-"""Between two messages: what is made meanwhile arrives together, for each arrival takes a core of the trainer's process."""
+"""Between two messages. What is made meanwhile arrives together: each arrival takes a core of the trainer's process."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that are waited for a killed process."""
 

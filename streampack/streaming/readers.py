@@ -178,9 +178,6 @@ class Readers:
             )
         return self.state
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process": 0}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # In a worker process that was spawned, nothing is left to do.

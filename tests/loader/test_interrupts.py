@@ -159,6 +159,23 @@ def test_several_ranks_refuse_to_continue_after_an_interrupt(run: Run) -> None:
             ask()
 
 
+def test_several_ranks_refuse_to_continue_after_a_start_that_failed_on_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have begun to make batches."""
+
+    def fail(*args: Any) -> Any:
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr("streampack.loader.iteration.start_worker", fail)
+    loader = run.loader(num_workers=1)
+    with pytest.raises(OSError, match="no process can be started"):
+        iter(loader)
+    loader.rank_sync.alone = False
+    with pytest.raises(RuntimeError, match=r"rank 0 was interrupted while .* last checkpoint"):
+        iter(loader)
+
+
 @pytest.mark.parametrize("door", [dataset, lambda **settings: PackedDataLoader(dataset(**settings))])
 def test_an_iteration_that_raised_says_so_when_it_is_asked_again(door: Any) -> None:
     """A generator would say that it has come to its end."""

@@ -258,7 +258,9 @@ def test_parts_of_an_epoch_follow_one_another(caplog: pytest.LogCaptureFixture) 
     assert [len(list(islice(data, WHOLE))) for _ in range(3)] == [WHOLE, 0, WHOLE]
     assert len(caplog.records) == 2
     loader.dataset.set_epoch(0)
-    assert tokens(loader) == first + second
+    begun = tokens(islice(loader, 1))
+    assert begun + tokens(loader) == first + second
+    assert len(caplog.records) == 2
 
 
 # Loaded states: taken up once, by whoever iterates first, and nobody gives another's.
@@ -292,6 +294,16 @@ def test_a_loader_and_its_dataset_share_a_loaded_state(workers: int) -> None:
     assert len(tokens(loader)) == WHOLE, "then comes the next epoch, a whole one"
     loader.load_state_dict(STATE)
     assert [pack["tokens"].tolist() for pack in data] == PACKS[5:]
+
+
+def test_an_iterator_of_before_does_not_move_where_a_later_one_has_begun() -> None:
+    data = dataset()
+    before, loader = iter(data), loader_of(0, data)
+    first = next(before)["tokens"].tolist()
+    batches, begun = iter(loader), loader.state_dict()
+    assert next(before)["tokens"].tolist() != first
+    assert loader.state_dict() == begun
+    assert [first, *tokens(batches)] == [pack[2] for pack in epoch(0)]
 
 
 def test_whoever_iterates_goes_on_behind_what_others_gave_of_a_loaded_state() -> None:

@@ -165,7 +165,13 @@ def test_a_run_without_packs_is_an_error_on_all_ranks_and_in_workers() -> None:
     def act(rank_sync: ThreadSync) -> None:
         loader = PackedDataLoader(make_case("long"))
         loader.rank_sync = rank_sync
-        list(loader)
+        batches = iter(loader)
+        try:
+            list(batches)
+        except ValueError:
+            with pytest.raises(RuntimeError, match="iterate anew"):  # the ranks are in step
+                next(batches)
+            raise
 
     with pytest.raises(ValueError) as in_worker:
         list(PackedDataLoader(make_case("long"), num_workers=2))
