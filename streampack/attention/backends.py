@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.nn.attention import activate_flash_attention_impl
 
-from streampack.attention.masks import why_not_flex
 from streampack.attention.varlen import padded_values, under_autocast, varlen_attention, why_not_varlen
 
 # Implementations by the GPU's major compute capability, best first; others have 2 alone. On Hopper (9), 4 comes after
@@ -37,7 +36,7 @@ def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def why_not_backend(
-    attention: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None
+    attention: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
 ) -> str | None:
     """Return why a backend cannot compute this attention, or None if it can.
 
@@ -51,7 +50,8 @@ def why_not_backend(
     if device.type != "cuda" or attention == "dense":
         return None
     if attention == "flex":
-        return why_not_flex(head_dim=head_dim)
+        short = f"torch's flex attention needs a head_dim of at least 16 on CUDA, the model's is {head_dim}"
+        return short if head_dim < 16 else None
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "torch's kernel needs a GPU of compute capability 8.0 or more"
     return why_not_varlen(dtype=dtype, head_dim=head_dim, softcap=softcap)

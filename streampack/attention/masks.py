@@ -158,13 +158,6 @@ def flex_attention_of(
     return out
 
 
-def why_not_flex(*, head_dim: int) -> str | None:
-    """Return why torch's flex attention on CUDA cannot compute this attention, or None if it can."""
-    if head_dim < 16:
-        return f"torch's flex attention needs a head_dim of at least 16 on CUDA, the model's is {head_dim}"
-    return None
-
-
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
     # The second length compiles for all lengths. With dynamic=False, the ninth would run uncompiled, with all scores.

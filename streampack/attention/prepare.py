@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from streampack.attention.backends import auto_backends
 from streampack.attention.calls import PREPARED
 from streampack.attention.layout import Packed, as_packed, visible_of
 from streampack.attention.masks import dense_mask, flex_mask
@@ -94,14 +95,29 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     # Wrappers such as PEFT's hide the model, so the first module of either library decides.
     for module in model.modules():
         roots = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
-        if library := next((name for name in ("torchtune", "transformers") if name in roots), None):
-            inputs: Any = import_module(f"streampack.attention.{library}").prepare(model, attention=attention)
-            again: Callable[..., Any] = type(inputs)
-            PREPARED[inputs.model] = partial(again, attention=inputs.attention, refused=inputs.refused)
-            return cast(Inputs, inputs)
+        if name := next((name for name in ("torchtune", "transformers") if name in roots), None):
+            return _prepare(import_module(f"streampack.attention.{name}"), model, attention)
     raise ValueError(
         f"{type(model).__name__} is not a torchtune or Hugging Face model, so its attention is unknown; "
         "give it the mask of streampack.make_mask(batch), or call streampack.attention.varlen_attention in it"
+    )
+
+
+def _prepare(library: Any, model: nn.Module, attention: str) -> Inputs:
+    """Set the first backend that computes a model of a library; ``attention`` names one, or is ``"auto"``."""
+    inner = library.find(model)
+    refused: dict[str, str] = {}
+    for backend in auto_backends(next(inner.parameters()).device) if attention == "auto" else (attention,):
+        if why := library.why_not(inner, backend, chosen=attention != "auto"):
+            refused[backend] = why
+            continue
+        library.set_up(inner, backend)
+        PREPARED[inner] = partial(library.make_inputs, attention=backend, refused=refused)
+        return cast(Inputs, PREPARED[inner](inner))
+    others = [repr(name) for name in ("dense", "flex", "varlen") if library.why_not(inner, name) is None]
+    raise ValueError(
+        "; ".join(f"attention={backend!r} will not do: {why}" for backend, why in refused.items())
+        + f"; use {' or '.join(others) or 'padded batches, one sample a row'}"
     )
 
 

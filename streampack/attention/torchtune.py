@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from streampack.attention.backends import auto_backends, compute_dtype, flash_attention, why_not_backend
+from streampack.attention.backends import compute_dtype, flash_attention, why_not_backend
 from streampack.attention.layout import as_packed, shares_prefixes, visible_of
 from streampack.attention.masks import dense_mask, flex_attention_of, flex_mask
 from streampack.attention.varlen import Boundaries, varlen_attention
@@ -126,38 +126,14 @@ class TorchtuneInputs:
         )
 
 
-def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
-    """Patch the attention of a ``TransformerDecoder``, bare or wrapped, with or without LoRA; return its inputs.
-
-    See `prepare_model_for_packing`.
-
-    Raises:
-        ValueError: for a model of unknown attention, and for an ``attention`` that cannot compute it.
-        ImportError: if ``attention="flash"`` and no flash-attn is installed.
-    """
-    decoder = _decoder(model)
-    attentions = _attentions(decoder)
-    parameter = next(model.parameters())
-    refused: dict[str, str] = {}
-    for backend in auto_backends(parameter.device) if attention == "auto" else (attention,):
-        if why := _why_not_backend(backend, attentions=attentions, parameter=parameter):
-            refused[backend] = why
-            continue
-        for module in attentions:
-            stock = getattr(module, "_attention_call", None)  # Gemma2Attention has none
-            if stock is not None and getattr(stock, "func", None) is not _attention_call:
-                module._attention_call = partial(_attention_call, stock)
-        return TorchtuneInputs(decoder, backend, refused)
-    raise ValueError(
-        f"attention={attention!r} cannot compute this model: {refused[attention]}; use attention='auto'"
-    )
+make_inputs = TorchtuneInputs
 
 
-def _decoder(model: nn.Module) -> TransformerDecoder:
+def find(model: nn.Module) -> TransformerDecoder:
     """Return the decoder inside ``torch.compile`` (``_orig_mod``) and DistributedDataParallel (``module``).
 
     Raises:
-        ValueError: for another model.
+        ValueError: for another model, and for a decoder of unknown attention.
     """
     from torchtune.modules import TransformerDecoder
 
@@ -169,7 +145,16 @@ def _decoder(model: nn.Module) -> TransformerDecoder:
                 f"{type(model).__name__} is no TransformerDecoder, and how it makes use of one is not known; prepare "
                 "the decoder itself, or give the model a mask of streampack.make_mask(batch)"
             )
+    _attentions(inner)
     return inner
+
+
+def set_up(decoder: TransformerDecoder, _attention: str) -> None:
+    """Let the attention modules of a decoder accept `Sequences`, also if they were replaced, as by LoRA."""
+    for module in _attentions(decoder):
+        stock = getattr(module, "_attention_call", None)  # Gemma2Attention has none
+        if stock is not None and getattr(stock, "func", None) is not _attention_call:
+            module._attention_call = partial(_attention_call, stock)
 
 
 def _attentions(decoder: TransformerDecoder) -> list[Attention]:
@@ -216,8 +201,9 @@ def _is_known(attention: Attention) -> bool:
     return getattr(attention.forward, "__func__", None) in known
 
 
-def _why_not_backend(attention: str, *, attentions: list[Attention], parameter: torch.Tensor) -> str | None:
-    """Return why a backend cannot compute these attentions, or None if it can."""
+def why_not(decoder: TransformerDecoder, attention: str, *, chosen: bool = True) -> str | None:
+    """Return why a backend cannot compute a decoder, or None if it can, ``chosen`` by the user or not."""
+    attentions, parameter = _attentions(decoder), next(decoder.parameters())
     if attention == "dense":
         return None
     if not all(hasattr(module, "_attention_call") for module in attentions):
@@ -229,7 +215,6 @@ def _why_not_backend(attention: str, *, attentions: list[Attention], parameter: 
         device=parameter.device,
         dtype=compute_dtype(parameter.device, parameter.dtype),
         head_dim=attentions[0].head_dim,
-        softcap=None,
     )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from streampack.attention import families
-from streampack.attention.backends import auto_backends, compute_dtype, why_not_backend
+from streampack.attention.backends import compute_dtype, why_not_backend
 from streampack.attention.layout import (
     as_packed,
     labels_of,
@@ -46,8 +46,6 @@ from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
     from streampack.attention.layout import Packed
-
-BACKENDS = ("dense", "flex", *REGISTERED_NAMES)
 
 KNOWN_LIBRARIES = frozenset(
     {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel"}
@@ -255,14 +253,14 @@ class TransformersInputs:
             )
 
 
-def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
-    """Set the attention of a causal language model, bare or wrapped, and return its inputs.
+make_inputs = TransformersInputs
 
-    See `prepare_model_for_packing`.
+
+def find(model: nn.Module) -> Any:
+    """Return the ``PreTrainedModel`` in a causal language model, bare or wrapped.
 
     Raises:
-        ValueError: if samples would see one another in this model, or it lacks this kind of attention; the message has
-            the reason and the way out.
+        ValueError: if there is none, or its samples would see one another in any way of packing.
     """
     inner = find_pretrained(model)
     if inner is None:
@@ -271,38 +269,28 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
             "streampack.make_mask(batch), or call streampack.attention.varlen_attention in it"
         )
     config = inner.config.get_text_config()
-    mixers = find_mixers(inner)
-    why = families.why_not_packable(config, stateful=is_stateful(inner), split=bool(mixers))
+    why = families.why_not_packable(config, stateful=is_stateful(inner), split=bool(find_mixers(inner)))
     if {module.is_causal for module in inner.modules() if hasattr(module, "is_causal")} == {False}:
         why = why or (
             f"{config.model_type} attends to tokens ahead (is_causal=False), and a pack's masks hide them; use padded "
             "batches, one sample a row"
         )
-    if why := why or _why_not_with_prompts(model):
+    for module in model.modules():
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            why = "prompt tuning trains tokens before each row, not before each sample; use LoRA, or padded batches"
+    if why:
         raise ValueError(f"this model cannot be packed: {why}")
-    wanted = auto_backends(inner.device) if attention == "auto" else (attention,)
-    refused = {}
-    for backend in wanted:
-        why = _why_not_backend(inner, backend)
-        if attention == "auto" and backend in REGISTERED_NAMES and not _is_known(inner):
-            why = why or f"nothing is known of {config.model_type}, and masks do for more families"
-        if why is not None:
-            refused[backend] = why
-            continue
-        if mixers:
-            split_mixers(inner, mixers)
-        register_functions()
-        set_attention(inner, _implementation_name(inner, backend))
-        disable_cache(inner)
-        TRIED.discard(inner)
-        return TransformersInputs(inner, backend, refused)
-    others = [
-        repr(other) for other in BACKENDS if other != "flash" and _why_not_backend(inner, other) is None
-    ]
-    raise ValueError(
-        "; ".join(f"attention={backend!r} will not do: {why}" for backend, why in refused.items())
-        + f"; use {' or '.join(others) or 'padded batches, one sample a row'}"
-    )
+    return inner
+
+
+def set_up(inner: Any, attention: str) -> None:
+    """Set the attention of a model, and let its mixers keep sequences apart."""
+    if mixers := find_mixers(inner):
+        split_mixers(inner, mixers)
+    register_functions()
+    set_attention(inner, _implementation_name(inner, attention))
+    disable_cache(inner)
+    TRIED.discard(inner)
 
 
 def _is_known(inner: nn.Module) -> bool:
@@ -312,8 +300,8 @@ def _is_known(inner: nn.Module) -> bool:
     return kind in families.KNOWN and roots <= KNOWN_LIBRARIES
 
 
-def _why_not_backend(inner: Any, attention: str) -> str | None:
-    """Return why this model cannot use a backend on its device, or None if it can."""
+def why_not(inner: Any, attention: str, *, chosen: bool = True) -> str | None:
+    """Return why this model cannot use a backend on its device, or None if it can, ``chosen`` by the user or not."""
     config = inner.config.get_text_config()
     if attention != "dense":
         why = why_not_settable(inner, flex=attention == "flex")
@@ -328,7 +316,10 @@ def _why_not_backend(inner: Any, attention: str) -> str | None:
         if why:
             return why
     sinks = any(name.endswith("sinks") for name, _ in inner.named_parameters())
-    return families.why_not_family(config, attention, sinks=sinks)
+    why = families.why_not_family(config, attention, sinks=sinks)
+    if not chosen and attention in REGISTERED_NAMES and not _is_known(inner):
+        why = why or f"nothing is known of {config.model_type}, and masks do for more families"
+    return why
 
 
 def _implementation_name(inner: Any, attention: str) -> str:
@@ -336,14 +327,3 @@ def _implementation_name(inner: Any, attention: str) -> str:
     if attention == "dense":
         return stock_attention(inner)
     return REGISTERED_NAMES.get(attention, "flex_attention")
-
-
-def _why_not_with_prompts(model: nn.Module) -> str | None:
-    """Return why a model with PEFT's prompt or prefix tuning cannot be packed; None for any other.
-
-    Prompt tuning puts trained tokens before each row, so only the first sample of a pack would have them.
-    """
-    for module in model.modules():
-        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
-            return "prompt tuning trains tokens before each row, not before each sample; use LoRA, or padded batches"
-    return None

@@ -99,7 +99,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
     "torchtune's dropout": (
         lambda: decoder("llama3", attn_dropout=0.1),
         ("flex", "varlen", "flash"),
-        "cannot compute this model: only 'dense' has dropout in its attention, ... use attention='auto'",
+        "will not do: only 'dense' has dropout in its attention, ... use 'dense'",
     ),
     "dropout": (
         lambda: build("llama", attention_dropout=0.1),
