@@ -38,11 +38,7 @@ def our_files() -> dict[str, Path]:
 
 
 def config_file(config: str) -> Path:
-    """Return the YAML file of a config that is given by its name or path.
-
-    Raises:
-        UsageError: if it is neither.
-    """
+    """Return the YAML file of a config that is given by its name or path."""
     path = our_files().get(config, Path(config))
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         names = [name for configs in RECIPES.values() for name in configs]

@@ -101,11 +101,7 @@ class Checkpoints:
     def save(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
     ) -> Path:
-        """Write a checkpoint and return its path; ``run`` holds plain values, of which rank 0's are saved.
-
-        Raises:
-            CheckpointError: on all ranks, if one cannot write. The checkpoints that were complete stay so.
-        """
+        """Write a checkpoint and return its path; ``run`` holds plain values, of which rank 0's are saved."""
         self.wait()
         final = self.path(step)
         part = final.with_suffix(".part")

@@ -205,12 +205,7 @@ class RunConfig:
 
 
 def read_config(config: Any) -> RunConfig:
-    """Check a config, OmegaConf's or a plain mapping, and return it as a `RunConfig`. Nothing is built.
-
-    Raises:
-        ValueError: for an unknown or missing key, a value out of range, or a component that does not take its
-            arguments.
-    """
+    """Check a config, OmegaConf's or a plain mapping, and return it as a `RunConfig`. Nothing is built."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -238,14 +233,9 @@ def read_config(config: Any) -> RunConfig:
 
 
 def check_components(node: Any, where: str) -> None:
-    """Check that all components in a node exist and take the arguments that it gives them; nothing is called.
+    """Check that all components in the node of a key exist and take the arguments that it gives them; call nothing.
 
-    Args:
-        node: the value of a key.
-        where: the key, with which the error begins.
-
-    Raises:
-        ValueError: if they do not. Missing arguments are no error: recipes add tokenizers, optimizers, ...
+    Missing arguments are no error: recipes add tokenizers, optimizers, ...
     """
     if isinstance(node, list):
         for number, item in enumerate(node):
@@ -265,11 +255,7 @@ def check_components(node: Any, where: str) -> None:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """Return a config as plain dicts and lists, with its interpolations resolved.
-
-    Raises:
-        ValueError: for an interpolation that leads nowhere.
-    """
+    """Return a config as plain dicts and lists, with its interpolations resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -143,9 +143,6 @@ def join_documents(batch: Batch) -> Batch:
     >>> batch = join_documents(collate_packed(list(IterablePackedDataset(rows, max_seq_len=7))))
     >>> batch.seq_lens.tolist(), batch.input_pos.tolist(), batch.labels.tolist()
     ([[6, 1]], [[0, 1, 2, 3, 4, 5, 0]], [[-100, 7, 7, -100, 8, 8, -100]])
-
-    Raises:
-        ValueError: for a batch of sequences that are padded (``pad_seqs_to``): samples after it would attend to it.
     """
     if any(fragment.padding for row in batch.fragments for fragment in row):
         raise ValueError(

@@ -61,10 +61,8 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
     """End the process on an error in the block: one line and exit status 1, or that of a signal, see `Interrupted`.
 
-    An error that is no mistake of the user's keeps its traceback, which torchrun's report shows, too.
-
-    Args:
-        tracebacks: let all errors pass, so that Python shows where they were raised.
+    An error that is no mistake of the user's keeps its traceback, which torchrun's report shows, too; with
+    ``tracebacks`` all do.
     """
     try:
         yield
@@ -111,9 +109,6 @@ def with_overrides(config: Any, words: Iterable[str]) -> Any:
     {'sources': [{'weight': 1}, {'weight': 3}]}
 
     A value is YAML. ``model=torchtune.models.llama2.llama2`` names the component of the node ``model``.
-
-    Raises:
-        ValueError: for a word that is no override, or an entry that a list does not have.
     """
     merged = OmegaConf.create(config).copy()
     for word in words:

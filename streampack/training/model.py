@@ -33,9 +33,6 @@ def build_model(
     With several ranks it is sharded by FSDP2, layer by layer: each rank holds a part of the weights, gradients and
     optimizer states, and gathers a whole layer only while it computes with it. Then this function is a collective.
     ``weights`` have the names that the unsharded model has; ``adapters_only`` freezes all but the adapters.
-
-    Raises:
-        ValueError: for weights of another model, a dtype that does not fit, or a model that cannot be sharded.
     """
     try:
         torch_dtype = training.get_dtype(config.dtype, device=device)

@@ -107,18 +107,12 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
 
 def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
     newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
-    if newest is not None:
-        message = f"interrupted; resume=True goes on from step {newest}, its newest checkpoint"
-    elif config.checkpoint_every is not None:
-        message = (
-            f"interrupted before its first checkpoint (checkpoint_every={config.checkpoint_every}); the same command "
-            "begins anew"
-        )
-    else:
-        message = (
-            "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins anew"
-        )
-    return Interrupted(f"{config.output_dir}: {message}", step=newest, number=number)
+    message = (
+        f"there is no checkpoint yet (checkpoint_every={config.checkpoint_every}), and the same command begins anew"
+        if newest is None
+        else f"resume=True goes on from step {newest}, its newest checkpoint"
+    )
+    return Interrupted(f"{config.output_dir}: interrupted; {message}", step=newest, number=number)
 
 
 def checkpoints_folder(config: RunConfig) -> Path:
@@ -152,9 +146,8 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
             "run would begin at step 0 and overwrite them; choose another output_dir, or remove the weights"
         )
     if config.resume and world.is_main:
-        rest = "" if config.checkpoint_every else ", and leaves none, because checkpoint_every is not set"
         begin = "at step 0" if config.resume_from is None else f"from {config.resume_from}"
-        print(f"no checkpoint in {checkpoints.folder}: the run begins {begin}{rest}", flush=True)  # noqa: T201
+        print(f"no checkpoint in {checkpoints.folder}: the run begins {begin}", flush=True)  # noqa: T201
     return checkpoints, None
 
 

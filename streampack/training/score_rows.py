@@ -53,21 +53,9 @@ def score_rows(
 ) -> str:
     """Write the log-likelihood of the trained tokens of each row of ``data.source``, in the order of the source.
 
-    Every rank that torchrun started calls this; rank 0 writes. A stopped job goes on behind the last row that it wrote.
-
-    Args:
-        config: of a run, OmegaConf's or a plain mapping. With a ``model``, only ``tokenizer`` and ``data`` are needed.
-        out: the file, JSON lines, which appears when it is complete; until then ``.unfinished`` is behind its name.
-        model: a folder (or a name on the Hub) of a Hugging Face model, instead of the config's.
-        overlong: see `streampack.score`.
-        per_token: whether to write the log-probability of each scored token.
-        with_rows: whether to write the columns of the rows, too.
-
-    Returns:
-        A line about what was scored; an empty text on other ranks than 0.
-
-    Raises:
-        ValueError: for a config, a row or a file that does not fit.
+    Every rank that torchrun started calls this; rank 0 writes ``out``, which appears when it is complete, and returns a
+    line about it. A stopped job goes on behind the last row that it wrote. With a ``model`` of Hugging Face, the config
+    needs no more than ``tokenizer`` and ``data``. For ``overlong`` see `streampack.score`.
     """
     require(overlong, "overlong", OVERLONG)
     if out.suffix != ".jsonl":
@@ -145,13 +133,7 @@ class _Row(NamedTuple):
 
 
 class _Rows:
-    """The rows of a config's source.
-
-    Args:
-        values: the config.
-        overlong: see `streampack.score`.
-        with_rows: whether lines have the columns of the rows.
-    """
+    """The rows of a config's source."""
 
     def __init__(self, values: Mapping[str, Any], *, overlong: str, with_rows: bool) -> None:
         parts = from_config(values)

@@ -155,9 +155,6 @@ def require_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, gro
 
     Makes 12 passes of one pack of 256 tokens, or of a longer pack if the model has a window. Model and random
     generators are afterwards as before. See `find_leaks`, also for ``groups``.
-
-    Raises:
-        ValueError: if they do, with the report.
     """
     report = find_leaks(
         model, inputs=inputs, max_seq_len=probe_length(model, max_length=max_seq_len), groups=groups

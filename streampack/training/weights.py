@@ -95,15 +95,6 @@ def export(checkpoint: Path, *, config: Any, out: Path) -> dict[str, Path]:
     """Write the weights of a running checkpoint as a recipe writes its final ones; return the folders.
 
     The run may go on meanwhile: nothing in its folder is changed. The model is built on the CPU.
-
-    Args:
-        checkpoint: a directory ``step_00000100`` in ``checkpoints`` of the run's ``output_dir``.
-        config: the run's, OmegaConf's or a plain mapping.
-        out: the folder to write to, which takes the place of ``output_dir``.
-
-    Raises:
-        ValueError: if there is no such checkpoint, or ``out`` holds weights.
-        CheckpointError: if it cannot be read, or is of another model.
     """
     if not STEP_NAME.fullmatch(checkpoint.name) or not checkpoint.is_dir():
         found = sorted(path.name for path in checkpoint.glob("**/step_*") if STEP_NAME.fullmatch(path.name))
@@ -239,9 +230,6 @@ def peft_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> dict[
 
     torchtune's own ``tune_to_peft_adapter_weights`` is right for LoRA in llama and gemma only: it permutes the queries
     and keys of Qwen2, which have Hugging Face's order already, and does not permute DoRA's magnitudes.
-
-    Raises:
-        ValueError: if PEFT's layers compute something else than torchtune's.
     """
     heads: Any = next(module for module in model.modules() if hasattr(module, "pos_embeddings"))
     rotary = type(heads.pos_embeddings).__name__

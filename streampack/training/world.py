@@ -95,11 +95,7 @@ class World:
         return count if self.sync is None else max(self.sync.exchange([count])())[0]
 
     def run_on_main(self, work: Callable[[], T], /, *, of: str) -> T:
-        """Run ``work`` on rank 0 and return its result on all ranks; if it fails there, all raise.
-
-        Raises:
-            ValueError: on all ranks, if ``of``, which names what ``work`` reads, differs between ranks.
-        """
+        """Run ``work`` on rank 0 and return its result on all ranks; if it fails there, all raise."""
         for rank, wanted in enumerate(asked := self.gather(of)):
             if wanted != asked[0]:
                 raise ValueError(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from streampack_recipes.full_finetune import train
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
 from streampack import cli
@@ -22,6 +21,7 @@ from streampack.training import run_folder
 from streampack.training.run import Step
 from streampack.training.run_folder import Interrupted
 from streampack.training.weights import export
+from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.raising import fail
 from tests.harness.runs import Run, lora_run
@@ -151,8 +151,8 @@ def test_a_run_of_another_release_is_refused(tmp_path: Path, whole: Run) -> None
 
 @pytest.mark.parametrize(("step", "every", "message"), [
     (6, 4, "/out: interrupted; resume=True goes on from step 4, its newest checkpoint"),
-    (3, 4, r"interrupted before its first checkpoint \(checkpoint_every=4\); the same command begins anew"),
-    (3, None, "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins"),
+    (3, 4, r"interrupted; there is no checkpoint yet \(checkpoint_every=4\), and the same command begins anew"),
+    (3, None, r"there is no checkpoint yet \(checkpoint_every=None\), and the same"),
 ])  # fmt: skip
 def test_ctrl_c_prints_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, every: int | None, message: str

@@ -45,12 +45,6 @@ class Hooks:
 
     They are set on the trainer instead of in a subclass, so that they work with any class derived from `Trainer`.
     Nothing is patched before `patch`.
-
-    Args:
-        trainer: the trainer to patch.
-        packs: what it trains on.
-        attention: see `prepare_model_for_packing`.
-        verify: whether to check isolation before the first step.
     """
 
     NAMES = (

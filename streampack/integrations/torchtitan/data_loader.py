@@ -116,8 +116,6 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         num_workers: int = 0
         """Processes of each rank that read, encode and pack. 0: the rank does it itself."""
 
-        """Packs that each of these processes makes ahead."""
-
         pin_memory: bool = False
         """Whether batches lie in page-locked memory, from which copies to a GPU are faster."""
 
