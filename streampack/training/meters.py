@@ -136,9 +136,9 @@ class SourceMeter:
             [self.mix.source_index(each.row_id) for pack in batch.fragments for each in pack],
             dtype=torch.int64,
         )
-        self.weight.index_add_(0, sources, sum_by_sequence(weights, batch))
-        sources = sources.to(self.device, non_blocking=True)
-        self.loss.index_add_(0, sources, sum_by_sequence(losses, batch))
+        of_loss, of_weight = sums_by_sequence(batch, losses, weights)
+        self.weight.index_add_(0, sources, of_weight)
+        self.loss.index_add_(0, sources.to(self.device, non_blocking=True), of_loss)
 
     def metrics(self) -> dict[str, float]:
         """Collective: return the metrics of every source, named ``source_<name>_<metric>``.
@@ -167,27 +167,31 @@ class SourceMeter:
         return metrics
 
 
-def sum_by_sequence(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the sums of values, ``[batch, max_seq_len]``, over the tokens of each sequence of ``batch.fragments``.
+def sums_by_sequence(batch: Batch, *values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the sums of values, each ``[batch, max_seq_len]``, over the tokens of each of a batch's sequences.
 
     They are ``[sequences]`` float64, in the order of the packs, on the device of the values.
 
     >>> from streampack import IterablePackedDataset, collate_packed
     >>> rows = [{"tokens": [i] * 3, "labels": [i] * 3} for i in (7, 8)]
     >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=7)))
-    >>> sum_by_sequence(batch.tokens, batch).tolist()
+    >>> sums_by_sequence(batch, batch.tokens)[0].tolist()
     [21.0, 24.0]
     """
-    # Which sequence each token is of; -1, the last of the sums, stands for padding.
-    owners, count = torch.full(batch.tokens.shape, -1), 0
+    # Which sequence each token is of, counted from 1; 0 stands for padding.
+    owners, count = torch.zeros(batch.tokens.shape, dtype=torch.int64), 1
     for row, fragments in zip(owners, batch.fragments, strict=True):
-        at = 0
-        for each in fragments:
-            row[at : at + each.stop - each.start] = count
-            at, count = at + each.length, count + 1
-    owners = owners.flatten().remainder(count + 1).to(values.device, non_blocking=True)
-    sums = torch.zeros(count + 1, dtype=torch.float64, device=values.device)
-    return sums.index_add(0, owners, values.detach().double().flatten())[:-1]
+        lengths = [length for each in fragments for length in (each.stop - each.start, each.padding)]
+        numbers = torch.zeros(len(lengths), dtype=torch.int64)
+        numbers[::2] = torch.arange(count, count + len(fragments))
+        row[: sum(lengths)] = numbers.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        count += len(fragments)
+    found = []
+    for each in values:
+        index = owners.flatten().to(each.device, non_blocking=True)
+        sums = torch.zeros(count, dtype=torch.float64, device=each.device)
+        found.append(sums.index_add(0, index, each.detach().double().flatten())[1:])
+    return found
 
 
 def run_ledger(loader: PackedDataLoader, world: World) -> Ledger:

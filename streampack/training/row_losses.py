@@ -15,7 +15,7 @@ from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.run_state import state_of
 from streampack.training.checkpoint import Checkpoints, read_run
 from streampack.training.config import RunConfig
-from streampack.training.meters import sum_by_sequence
+from streampack.training.meters import sums_by_sequence
 from streampack.training.progress import append_lines, keep_until, read_lines
 from streampack.training.world import World
 from streampack.types import Fragment, Pack
@@ -50,7 +50,7 @@ class RowLosses:
     def add(self, batch: Batch, losses: torch.Tensor, weights: torch.Tensor, *, step: int) -> None:
         """Take one batch of this rank: its `token_losses`, ``[batch, max_seq_len]``, and its labels' weights."""
         if self.path is not None:
-            sums = [sum_by_sequence(each, batch) for each in (losses, weights, batch.tokens)]
+            sums = sums_by_sequence(batch, losses, weights, batch.tokens)
             self._batches.append((step, batch.fragments, sums))
 
     def write(self) -> None:
