@@ -75,7 +75,7 @@ def write_token_shards(folder: Path, files: Rows) -> None:
     """Write a shard for each file, and the index of them in the order of their names."""
     encode, shards = Numbers(), []
     for file, rows in sorted(files.items()):
-        writer = ShardWriter(Folder(folder), f"{file}.bin", dtype="uint32")
+        writer = ShardWriter(Folder(str(folder)), f"{file}.bin", dtype="uint32")
         for row in rows:
             sample = encode(row)
             writer.append(sample.tokens, sample.labels != IGNORE_INDEX)

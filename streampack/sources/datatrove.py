@@ -13,20 +13,19 @@ https://github.com/huggingface/datatrove/blob/main/src/datatrove/pipeline/tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from streampack.sources.documents import DocumentSource, Layout, Mask
-from streampack.sources.indexed import Offsets
+from streampack.sources.documents import DocumentSource, Layout, Mask, Offsets, Read
 from streampack.sources.parts import Part
 from streampack.storage.base import File
 from streampack.storage.corpus import Corpus, companion, look_at_each
 from streampack.storage.listing import Name, find_files
-from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
 
 ANEW = "copy both anew, or tokenize again"
@@ -73,21 +72,18 @@ class DatatroveSource(DocumentSource):
         super().__init__(corpus, found)
 
     @override
-    def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
+    def offsets(self, part: Part, read: Read) -> Offsets:
         index = self.layouts[part.file].index
         assert index is not None
         assert part.stop is not None
-        ends = read((index, 8 * max(0, part.start - 1), 8 * part.stop))
-        return np.frombuffer(ends if part.start else bytes(8) + ends, "<i8")
+        ends = np.frombuffer(read((index, 8 * max(0, part.start - 1), 8 * part.stop)), "<i8")
+        return ends if part.start else np.insert(ends, 0, 0)
 
 
 def _with_mask(file: File, found: Layout | str) -> Layout | str:
     if isinstance(found, str) or found.mask is not None:
         return found
-    return (
-        f"there is no {file.name}.loss beside it, while other files have one: copy it, or train on every token with "
-        "loss=False"
-    )
+    return f"there is no {file.name}.loss beside it, as there is beside others: copy it, or set loss=False"
 
 
 def _layout(corpus: Corpus, file: File, *, loss: bool) -> Layout:
@@ -102,9 +98,10 @@ def _layout(corpus: Corpus, file: File, *, loss: bool) -> Layout:
             f"there is no {file.name}.index beside it, which says where documents end; tokenize with save_index=True, "
             "or read the file as FlatTokensSource"
         )
+    cut_off = f"one of the two was cut off or replaced: {ANEW}"
     if index.size % 8 or not index.size:
         raise ValueError(
-            f"{index.name} has {index.size:,} bytes, and an index has 8 for each document; it was cut off: {ANEW}"
+            f"{index.name} has {index.size:,} bytes, and an index has 8 for each document; {cut_off}"
         )
     raw = Fetcher(corpus.storage).take((index, index.size - 8, index.size))
     tokens = int.from_bytes(raw, "little")
@@ -112,12 +109,11 @@ def _layout(corpus: Corpus, file: File, *, loss: bool) -> Layout:
     if dtype is None:
         raise ValueError(
             f"it has {file.size:,} bytes, and the {tokens:,} tokens of its index take {2 * tokens:,} or "
-            f"{4 * tokens:,}; one of the two was cut off or replaced: {ANEW}"
+            f"{4 * tokens:,}; {cut_off}"
         )
     mask = companion(corpus, file, lambda name: f"{name}.loss") if loss else None
     if mask is not None and mask.size != tokens:
         raise ValueError(
-            f"{mask.name} has {mask.size:,} bytes, and the file has {tokens:,} tokens; one of the two was cut off or "
-            f"replaced: {ANEW}"
+            f"{mask.name} has {mask.size:,} bytes, and the file has {tokens:,} tokens; {cut_off}"
         )
     return Layout(dtype, tokens, index.size // 8, index=index, mask=Mask(mask) if mask else None)

@@ -1,4 +1,4 @@
-"""`DocumentSource`: documents that lie end to end in files of token ids, and are read in place.
+"""`NumberedRecords`: records that lie end to end in files and are read in place; `DocumentSource`: those of token ids.
 
 Files of this machine are mapped into memory; those behind URLs are read by ranges.
 """
@@ -6,7 +6,7 @@ Files of this machine are mapped into memory; those behind URLs are read by rang
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -17,21 +17,26 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from streampack.sources.files import divide
-from streampack.sources.indexed import IndexedSource, Offsets, require_sound
-from streampack.sources.parts import Part, Record
-from streampack.storage.base import File, ParallelMap, resized
-from streampack.storage.corpus import Corpus, require_some
+from streampack.sources.examples import EXAMPLES, Example, example
+from streampack.sources.files import FileSource, divide, places
+from streampack.sources.indexed import cut_off
+from streampack.sources.parts import Damage, Part, Record
+from streampack.storage.base import File, ParallelMap, Resized, map_in_threads, resized
+from streampack.storage.corpus import Corpus
 from streampack.storage.ranges import Block, Fetcher
 from streampack.types import IGNORE_INDEX, IntArray
 
-TOKENS_PER_LANE = 1 << 18  # tokens per lane by default: 64 packs of 4,096
+UNITS_PER_LANE = 1 << 18
+"""Tokens for each lane by default, which are 64 packs of 4,096; of records that are no tokens, bytes."""
 
 Stored = npt.NDArray[np.integer[Any]]
-"""Ids in the type of their file, ``[length]``."""
+"""Ids in the type of their file, ``[length]``; bytes, if the records are none of tokens."""
 
-Raw = tuple[Stored, npt.NDArray[np.uint8] | None]
-"""A document: (ids, and for each 0 where it is not trained on), both ``[length]``. None if all are trained on."""
+Marks = npt.NDArray[np.uint8]
+"""For each id 0 where it is not trained on, ``[length]``."""
+
+Offsets = npt.NDArray[np.int64]
+Read = Callable[[Block], bytes | memoryview]
 
 
 class Mask(NamedTuple):
@@ -41,23 +46,33 @@ class Mask(NamedTuple):
     first: int = 0
     bits: bool = False
 
+    def block(self, start: int, end: int) -> Block:
+        """Return where the marks of the tokens ``[start, end)`` lie."""
+        each = 8 if self.bits else 1
+        return self.file, self.first + start // each, self.first + -(-end // each)
+
+    def marks(self, data: bytes | memoryview, start: int) -> Marks:
+        """Return the marks of the tokens from ``start`` on, which were read by `block`."""
+        found = np.frombuffer(data, np.uint8)
+        return np.unpackbits(found, bitorder="little")[start % 8 :] if self.bits else found
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the ids of a file lie.
+    """Where the records of a file lie.
 
     Attributes:
-        dtype: their type, such as ``<u2``.
-        tokens: how many there are.
+        dtype: the type of what they consist of, such as ``<u2`` of ids, or ``|u1`` of bytes.
+        units: how many of those the file has.
         count: how many records the file has: documents, or tokens where no index says where documents begin.
-        first: the byte of the first id.
-        index: the file beside it that says where its documents begin, if there is one.
+        first: the byte of the first record.
+        index: the file beside it that says where its records begin, if there is one.
         mask: what says which tokens are trained on; None if all are.
     """
 
-    dtype: str
-    tokens: int
-    count: int
+    dtype: str = "<u2"
+    units: int = 0
+    count: int = 0
     first: int = 0
     index: File | None = None
     mask: Mask | None = None
@@ -67,48 +82,46 @@ class Layout:
         """Bytes of an id."""
         return np.dtype(self.dtype).itemsize
 
-    def blocks(self, file: File, start: int, end: int) -> list[Block]:
-        """Return where the ids ``[start, end)`` lie, and where their mask does, if there is one."""
-        found = [(file, self.first + self.width * start, self.first + self.width * end)]
-        if (mask := self.mask) is not None:
-            per_byte = 8 if mask.bits else 1
-            found.append((mask.file, mask.first + start // per_byte, mask.first + -(-end // per_byte)))
-        return found
+    def block(self, file: File, start: int, end: int) -> Block:
+        """Return where the units ``[start, end)`` of a file lie."""
+        return file, self.first + self.width * start, self.first + self.width * end
 
 
-class DocumentSource(IndexedSource):
-    """Documents in files of token ids: rows of ``tokens`` and ``labels``, ``[length]``. A format implements `offsets`,
-    or `slice` if it has no index.
+class NumberedRecords(FileSource):
+    """Records that lie end to end in files. A format implements `offsets` and `decode`.
 
     Args:
-        corpus: the files of ids.
-        layouts: for each file, where its ids lie, or why it cannot be read; see `look_at_each`.
+        corpus: the files.
+        layouts: for each file, where its records lie, or why it cannot be read; see `look_at_each`.
+        whole: the numbers of files that cannot be cut.
     """
 
     unit = "document"
+
     least = 1
     """The length of the shortest part into which a file is cut, in records."""
 
-    def __init__(self, corpus: Corpus, layouts: Sequence[Layout | str]) -> None:
-        self.layouts = [Layout("<u2", 0, 0) if isinstance(each, str) else each for each in layouts]
-        problems, beside = dict(corpus.problems), {}
-        for file, found, layout in zip(corpus.files, layouts, self.layouts, strict=True):
-            if isinstance(found, str):
-                problems[file.path] = found
-            others = (layout.index, layout.mask and layout.mask.file)
-            beside[file.path] = [other for other in others if other is not None and other != file]
-        corpus = require_some(replace(corpus, problems=problems, beside=beside))
-        super().__init__(corpus, [layout.count for layout in self.layouts])
-        self.tokens = sum(layout.tokens for layout in self.layouts)
-        dtypes = [np.dtype(each.dtype) for each in layouts if isinstance(each, Layout)]
-        # A user's subclass may change the ids, and other types may hold ids below 0.
-        if type(self).__module__.startswith("streampack.") and all(
-            dtype.kind == "u" and dtype.itemsize <= 4 for dtype in dtypes
-        ):
-            self.ids_below = 1 << 8 * max(dtype.itemsize for dtype in dtypes)
+    sizes_of_index = False
+    """Whether an index says how large files are, so that one of another size is damaged; else it has changed."""
 
-    def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
-        """Return at which token of its file each document of a part begins, and where the last one ends.
+    def __init__(
+        self, corpus: Corpus, layouts: Sequence[Layout | str], *, whole: Collection[int] = ()
+    ) -> None:
+        self.layouts = [Layout() if isinstance(each, str) else each for each in layouts]
+        files = []
+        for file, found, layout in zip(corpus.files, layouts, self.layouts, strict=True):
+            others = (layout.index, layout.mask and layout.mask.file)
+            beside = tuple(other for other in others if other is not None and other != file)
+            files.append(
+                replace(file, problem=found if isinstance(found, str) else file.problem, beside=beside)
+            )
+        super().__init__(Corpus(tuple(files), corpus.storage))
+        self.counts = [layout.count for layout in self.layouts]
+        # A file of which nothing is known is a part, too, so that a lane lists it.
+        self.uncut = {*whole, *(number for number in self.bad if not self.counts[number])}
+
+    def offsets(self, part: Part, read: Read) -> Offsets:
+        """Return where each record of a part begins, and where the last one ends, counted from the first of its file.
 
         Raises:
             Damage: if what says so is damaged. That the offsets rise and lie in the file is checked by the caller.
@@ -117,58 +130,97 @@ class DocumentSource(IndexedSource):
 
     @override
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
-        # A file of which nothing is known is a part, too, so that a lane lists it.
-        unknown = {number for number in self.bad if not self.counts[number]}
-        sizes = [layout.tokens for layout in self.layouts]
-        return divide(self.counts, num_lanes, sizes=sizes, whole=unknown, least=self.least)
+        sizes = [layout.units for layout in self.layouts]
+        return divide(self.counts, num_lanes, sizes=sizes, whole=self.uncut, least=self.least)
 
     @override
-    def slice(self, part: Part, fetcher: Fetcher) -> Iterator[Record]:
-        if part.start == part.stop:
-            return
-        offsets = self._offsets(part, fetcher.take)
-        file, layout = self.files[part.file], self.layouts[part.file]
-        runs = _runs(offsets, fetcher.block // layout.width)
-        wanted = (block for run in runs for block in layout.blocks(file, int(run[0]), int(run[-1])))
-        content, stream = cache(mapped), fetcher.stream(block for block in wanted if block[1] < block[2])
+    def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
+        count = self.counts[part.file]
+        if not 0 <= offset <= count:
+            file = self.files[part.file]
+            raise ValueError(f"{file.shown} has no {self.unit} {offset}; the state or the file is damaged")
+        part = part._replace(start=offset, stop=count if part.stop is None else part.stop)
+        return self.slice(part, fetcher) if part.start != part.stop else iter(())
 
-        def read(block: Block) -> Any:
-            return content(block[0])[block[1] : block[2]] if self.local else next(stream)
-
-        number, local = part.start, self.local
-        for run in _runs(offsets, fetcher.block // layout.width):
-            at = int(run[0])
-            data, *marks = [
-                read(block) if block[1] < block[2] else b"" for block in layout.blocks(file, at, int(run[-1]))
-            ]
-            ids = _signed(np.frombuffer(data, layout.dtype))
-            trained = _unpacked(marks[0], layout.mask, at) if layout.mask is not None else None
-            for start, end in pairwise((run - at).tolist()):
-                own = ids[start:end]
-                # What was fetched is copied, so that a document that waits holds no others.
-                raw = own if local else own.copy(), None if trained is None else trained[start:end]
+    def slice(self, part: Part, fetcher: Fetcher, content: bytes | None = None) -> Iterator[Record]:
+        """Yield the records of a part, in a file whose content is ``content`` or else is read."""
+        file, layout, number = self.files[part.file], self.layouts[part.file], part.start
+        view: Callable[[File], bytes | memoryview] = cache(mapped) if content is None else lambda _: content
+        here = self.local or content is not None
+        read: Read = (lambda block: view(block[0])[block[1] : block[2]]) if here else fetcher.take
+        units = layout.units if content is None else len(content) - layout.first
+        offsets = self.offsets(part, read)
+        if not ((offsets[:-1] <= offsets[1:]).all() and offsets[0] >= 0 and offsets[-1] <= units):
+            what = f"the offsets of its records lead out of {file.name}, or backwards: it is damaged"
+            raise Damage(what, offset=part.start)
+        runs = list(_runs(offsets, fetcher.block // layout.width))
+        mask, blocks = layout.mask, []
+        for run in runs:
+            start, end = int(run[0]), int(run[-1])
+            blocks.append(layout.block(file, start, end))
+            blocks.extend([mask.block(start, end)] if mask is not None else [])
+        found = map(read, blocks) if here else fetcher.stream(blocks)
+        for run in runs:
+            stored = _signed(np.frombuffer(next(found), layout.dtype))
+            marks = mask.marks(next(found), int(run[0])) if mask is not None else None
+            for start, end in pairwise((run - run[0]).tolist()):
+                own = stored[start:end]
+                # What was fetched is copied, so that a record that waits holds no others.
+                raw = own if self.local else own.copy(), None if marks is None else marks[start:end]
                 yield number, raw, number + 1
                 number += 1
 
     @override
-    def decode(self, part: Part, offset: int, raw: Raw) -> Mapping[str, Any]:
-        stored, trained = raw
-        tokens = as_ids(stored)
-        if trained is None:
-            return {"tokens": tokens, "labels": tokens}
-        labels = np.where(trained, tokens, IGNORE_INDEX).astype(tokens.dtype, copy=False)
-        labels.setflags(write=False)
-        return {"tokens": tokens, "labels": labels}
+    def damage(self, error: Exception, part: Part, offset: int) -> Damage | None:
+        if self.sizes_of_index and isinstance(error, Resized):
+            return Damage(cut_off(error.size, self.files[part.file].size), offset=offset)
+        return super().damage(error, part, offset)
+
+    @override
+    def place(self, part: Part, offset: int) -> str:
+        return self.locate((part.file, offset))
+
+    @property
+    @override
+    def size(self) -> int | None:
+        return sum(self.counts)
+
+    @override
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
+        """Return records from all over the files."""
+        return map_in_threads(
+            lambda row_id: example(row_id, lambda: self.fetch_many([row_id])[0]), places(self.counts, count)
+        )
 
     @override
     def natural_lanes(self) -> int:
-        """Return one lane per 262,144 tokens, but no more than there are records."""
-        return max(1, min(sum(self.counts), self.tokens // TOKENS_PER_LANE))
+        """Return one lane for 262,144 tokens or bytes, and one for each file that cannot be cut."""
+        units = sum(layout.units for i, layout in enumerate(self.layouts) if i not in self.uncut)
+        return max(1, min(sum(self.counts), units // UNITS_PER_LANE + len(self.uncut)))
 
-    def _offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
-        limits = (0, self.layouts[part.file].tokens)
-        found = self.offsets(part, read)
-        return require_sound(found, file=self.files[part.file], first=part.start, limits=limits)
+
+class DocumentSource(NumberedRecords):
+    """Documents of token ids: rows of ``tokens`` and ``labels``, ``[length]``."""
+
+    def __init__(self, corpus: Corpus, layouts: Sequence[Layout | str]) -> None:
+        super().__init__(corpus, layouts)
+        self.tokens = sum(layout.units for layout in self.layouts)
+        dtypes = [np.dtype(each.dtype) for each in layouts if isinstance(each, Layout)]
+        # A user's subclass may change the ids, and other types may hold ids below 0.
+        if type(self).__module__.startswith("streampack.") and all(
+            dtype.kind == "u" and dtype.itemsize <= 4 for dtype in dtypes
+        ):
+            self.ids_below = 1 << 8 * max(dtype.itemsize for dtype in dtypes)
+
+    @override
+    def decode(self, part: Part, offset: int, raw: tuple[Stored, Marks | None]) -> Mapping[str, Any]:
+        stored, marks = raw
+        tokens = as_ids(stored)
+        if marks is None:
+            return {"tokens": tokens, "labels": tokens}
+        labels = np.where(marks, tokens, IGNORE_INDEX).astype(tokens.dtype, copy=False)
+        labels.setflags(write=False)
+        return {"tokens": tokens, "labels": labels}
 
 
 def mapped(file: File) -> memoryview:
@@ -216,17 +268,11 @@ def _signed(ids: Stored) -> Stored:
     return signed if ids.itemsize == 8 or not ids.size or np.minimum.reduce(signed) >= 0 else ids
 
 
-def _unpacked(data: bytes, mask: Mask, start: int) -> npt.NDArray[np.uint8]:
-    """Return a byte for each token from ``start`` on."""
-    marks = np.frombuffer(data, np.uint8)
-    return np.unpackbits(marks, bitorder="little")[start % 8 :] if mask.bits else marks
-
-
 def _runs(offsets: Offsets, limit: int) -> Iterator[Offsets]:
-    """Divide documents into runs of ``limit`` tokens and the rest of a document. Yields the offsets of each run."""
+    """Divide records into runs of ``limit`` units and the rest of a record. Yields the offsets of each run."""
     first, last = 0, len(offsets) - 1
     while first < last:
-        # The end of the document that crosses the run's end, or of the last one.
+        # The end of the record that crosses the run's end, or of the last one.
         stop = min(int(np.searchsorted(offsets, offsets[first] + max(1, limit))), last)
         yield offsets[first : stop + 1]
         first = stop

@@ -49,11 +49,7 @@ class FileSource(Source):
         self.files = corpus.files
         self.local = corpus.local
         # For the numbers of files that cannot be read, why.
-        self.bad = {
-            number: corpus.problems[file.path]
-            for number, file in enumerate(self.files)
-            if file.path in corpus.problems
-        }
+        self.bad = {n: file.problem for n, file in enumerate(self.files) if file.problem is not None}
         # For a number of lanes, the parts of each lane.
         self._divided: dict[int, list[list[Part]]] = {}
         self._empty: set[Part] = set()  # parts that were read and have no records

@@ -6,10 +6,9 @@ The ids lie raw in a file, behind numpy's header, or behind that of llm.c.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from streampack.storage.retries import Storage
 from streampack.validation import require_positive
 
 LONGEST_DOCUMENT = 1 << 24  # tokens
+LONGEST_FILE = 1 << 62
 CHUNK = 1 << 18
 """The tokens of a mapped file, or bytes behind a URL, that are searched for boundaries at a time."""
 ONE_DOCUMENT = 1 << 13  # bytes that are first read behind a URL for a single document
@@ -120,7 +120,7 @@ class FlatTokensSource(DocumentSource):
         for name, token in (("eos_token_id", eos_token_id), ("bos_token_id", bos_token_id)):
             for layout in self.layouts if token is not None else ():
                 limits = np.iinfo(layout.dtype)
-                if layout.tokens and (type(token) is not int or not limits.min <= token <= limits.max):
+                if layout.units and (type(token) is not int or not limits.min <= token <= limits.max):
                     raise ValueError(
                         f"{name}={token!r} is none of {limits.dtype.name} ({limits.min} to {limits.max}), the type of "
                         "the files' ids; correct one of them"
@@ -159,111 +159,96 @@ class FlatTokensSource(DocumentSource):
         for start in (at, 0) if at else (0,):
             part = Part(number, start, min(start + self.max_document_tokens, self.counts[number]))
             with suppress(ValueError, FileNotFoundError):  # reported when training reads it
-                ids_from = self._ids_from(part._replace(stop=start + 1), self.fetcher())
-                for offset, raw, _ in self._documents(part, ids_from):
+                chunks = self._chunks(part._replace(stop=start + 1), self.fetcher())
+                for offset, raw, _ in self._documents(part, chunks):
                     return example((number, offset), partial(self.decode, part, offset, raw))
         return Example((number, at), None)
 
     @override
-    def slice(self, part: Part, fetcher: Fetcher) -> Iterator[Record]:
-        return self._documents(part, self._ids_from(part, fetcher))
+    def slice(self, part: Part, fetcher: Fetcher, content: bytes | None = None) -> Iterator[Record]:
+        return self._documents(part, self._chunks(part, fetcher))
 
-    def _documents(self, part: Part, ids_from: Callable[[int], Stored]) -> Iterator[Record]:
-        """Yield the documents that begin in a part. ``ids_from`` is that of `_ids_from`.
-
-        Reading begins one token before the part: by that one it is known whether a document begins with the part, as a
-        line of text does behind a line's end.
-        """
+    def _documents(self, part: Part, chunks: Iterator[Stored]) -> Iterator[Record]:
+        """Yield the documents that begin in a part. ``chunks`` are those of `_chunks`."""
         assert part.stop is not None
-        # Where the document that is read begins, if one does; the first token that is held, and that is not searched.
-        begin = None if part.start else 0
-        keep = at = max(0, part.start - 1)
         if part.start >= part.stop:  # the last document went beyond the part
             return
-        while (ids := ids_from(keep)).size > at - keep:
-            for start in self._starts(ids, keep, at):
-                if start < part.start or start == begin:
+        # The document that is read, if there is one: where it begins, and what of it lies in earlier chunks.
+        begin: int | None = None
+        held: list[Stored] = []
+        limit = self.max_document_tokens if self.document_length is None else LONGEST_FILE
+        at, before = max(0, part.start - 1), None
+        for ids in chunks:
+            end, own = at + ids.size, 0  # what is the document's begins at `own` in the chunk
+            for start in self._starts(ids, at, before):
+                if start < part.start:
                     continue
                 if begin is not None:
-                    yield begin, self._document(ids, keep, begin, start), start
+                    if start - begin > limit:
+                        raise self._too_long(begin)
+                    yield begin, self._whole(held, ids[own : start - at]), start
                 if start >= part.stop:
                     return
-                begin = start
-            at = keep + ids.size
+                begin, own, held = start, start - at, []
             if begin is not None:
-                self._require_short(begin, at)
-            elif at >= part.stop:
+                if end - begin > limit:
+                    raise self._too_long(begin)
+                held.append(ids[own:])
+            elif end >= part.stop:
                 return
-            keep = at - 1 if begin is None else begin
+            at, before = end, ids[-1]
         if begin is not None:
-            yield begin, self._document(ids, keep, begin, at), at
+            yield begin, self._whole(held, held.pop()), at
 
-    def _starts(self, ids: Stored, first: int, at: int) -> list[int]:
-        """Return the tokens, from ``at`` on, at which documents begin. ``ids`` are those from ``first`` on."""
+    def _starts(self, ids: Stored, at: int, before: Any) -> Iterable[int]:
+        """Return the tokens at which documents begin. ``ids`` are those from ``at`` on, ``before`` the one before."""
         if (length := self.document_length) is not None:
-            return list(range(-(-at // length) * length, first + ids.size, length))
+            return range(at + -at % length, at + ids.size, length)
         eos, bos = self.eos_token_id, self.bos_token_id
         if eos is None:
-            starts = np.flatnonzero(ids[at - first :] == bos) + (at - first)
+            starts = np.flatnonzero(ids == bos)
         else:
-            before = max(0, at - 1 - first)
-            starts = np.flatnonzero(ids[before:-1] == eos) + (before + 1)
-            if bos is not None:
-                starts = starts[ids[starts] == bos]
-        found: list[int] = (starts + first).tolist()
-        return found
+            starts = np.flatnonzero(ids[:-1] == eos) + 1
+            starts = np.insert(starts, 0, 0) if before == eos else starts
+            starts = starts if bos is None else starts[ids[starts] == bos]
+        found: list[int] = (starts + at).tolist()
+        return found if at or found[:1] == [0] else [0, *found]
 
-    def _document(self, ids: Stored, first: int, begin: int, end: int) -> tuple[Stored, None]:
-        self._require_short(begin, end)
-        own = ids[begin - first : end - first]
-        # What was fetched is copied, so that a document that waits holds no others.
-        return own if self.local else own.copy(), None
+    def _whole(self, held: list[Stored], last: Stored) -> tuple[Stored, None]:
+        """Join the pieces of a document. What was fetched is copied, so that one that waits holds no others."""
+        return last if self.local and not held else np.concatenate([*held, last]), None
 
-    def _require_short(self, begin: int, end: int) -> None:
-        """Raise `Damage` if a document is too long. Within it, reading goes on at the next one's beginning."""
+    def _too_long(self, begin: int) -> Damage:
+        """Return the error for a document that is too long. Within it, reading goes on at the next one's beginning."""
         limit = self.max_document_tokens
-        if self.document_length is not None or end - begin <= limit:
-            return
         rules = (("eos_token_id", self.eos_token_id), ("bos_token_id", self.bos_token_id))
         rule = ", ".join(f"{name}={token}" for name, token in rules if token is not None)
         what = (
             f"the document has more than max_document_tokens={limit:,} by {rule}: correct the id, if it is another "
             "tokenizer's; raise max_document_tokens; or cut the files by document_length"
         )
-        raise Damage(what, offset=begin, resume=begin + limit)
+        return Damage(what, offset=begin, resume=begin + limit)
 
-    def _ids_from(self, part: Part, fetcher: Fetcher) -> Callable[[int], Stored]:
-        """Return a function to be called with the first token to keep, again and again.
+    def _chunks(self, part: Part, fetcher: Fetcher) -> Iterator[Stored]:
+        """Yield the ids of a file, from one before the part on, up to the file's end.
 
-        It returns the ids from there on, each time more of them, beginning one token before the part; at the file's end
-        no more.
+        By that one it is known whether a document begins with the part, as a line of text does behind a line's end.
         """
         file, layout = self.files[part.file], self.layouts[part.file]
         first, dtype = max(0, part.start - 1), np.dtype(layout.dtype)
         if self.local:
-            ids = np.frombuffer(mapped(file), dtype, layout.tokens, layout.first)
-            ends = count(first + CHUNK, CHUNK)
-            return lambda keep: ids[keep : next(ends)]
-        begin, stop, tail = self._stretch(part)
-        stream, held = RangeStream(fetcher, file, begin, stop, tail=tail), b""
-
-        def ids_from(keep: int) -> Stored:
-            nonlocal first, held
-            first, held = keep, held[(keep - first) * dtype.itemsize :]
-            known = len(held) // dtype.itemsize
-            while len(held) // dtype.itemsize == known and (data := stream.read(CHUNK)):
-                held += data
-            return np.frombuffer(held, dtype, len(held) // dtype.itemsize)
-
-        return ids_from
-
-    def _stretch(self, part: Part) -> tuple[int, int, int]:
-        """Return the bytes ``[begin, stop)`` to read for a part, and how many behind them."""
+            ids = np.frombuffer(mapped(file), dtype, layout.units, layout.first)
+            yield from (ids[at : at + CHUNK] for at in range(first, ids.size, CHUNK))
+            return
         assert part.stop is not None
-        layout = self.layouts[part.file]
-        first = max(0, min(part.start - 1, part.stop))
-        begin, stop = (layout.first + layout.width * token for token in (first, part.stop))
-        return begin, stop, ONE_DOCUMENT if part.stop - first <= 2 else tail_of(begin, stop)
+        _, begin, stop = layout.block(file, first, part.stop)
+        tail = ONE_DOCUMENT if part.stop - first <= 2 else tail_of(begin, stop)
+        stream, rest = RangeStream(fetcher, file, begin, stop, tail=tail), b""
+        while data := stream.read(CHUNK):
+            rest += data
+            if count := len(rest) // dtype.itemsize:
+                yield np.frombuffer(rest, dtype, count)
+                rest = rest[count * dtype.itemsize :]
 
 
 def layout_of(corpus: Corpus, file: File, *, dtype: str | None) -> Layout:

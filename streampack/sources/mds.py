@@ -8,26 +8,26 @@ https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/datase
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
+from streampack.sources.documents import Layout, NumberedRecords, Offsets, Read
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.files import FileSource, divide
-from streampack.sources.indexed import IndexedSource, Offsets, read_indexes, require_sound
+from streampack.sources.files import FileSource
+from streampack.sources.indexed import read_indexes
 from streampack.sources.parts import Damage, Part, Record
-from streampack.storage.base import File, ParallelMap
-from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content
+from streampack.storage.base import File
+from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 
+CUT_OFF = "it is too short for its samples: copy it anew"
 MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
 ARRAYS = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
@@ -55,7 +55,7 @@ class Shard(NamedTuple):
     size: int  # the most bytes that the content may have, decompressed
 
 
-class MDSSource(IndexedSource):
+class MDSSource(NumberedRecords):
     """The samples of a folder of MDS shards, as mappings of plain values and arrays.
 
     The samples of each shard are cut into slices, which are divided among the lanes. In a compressed shard (zstd, gzip)
@@ -84,54 +84,56 @@ class MDSSource(IndexedSource):
         columns: list[str] | None = None,
         storage: Storage | Mapping[str, Any] | None = None,
     ) -> None:
-        describe = partial(_described, columns=columns)
-        corpus, self.shards = read_indexes([folder], describe, storage=storage)
-        super().__init__(corpus, [shard.samples for shard in self.shards])
-        self._packed = frozenset(number for number, shard in enumerate(self.shards) if shard.suffix)
+        corpus, self.shards = read_indexes([folder], partial(_described, columns=columns), storage=storage)
+        packed = {number for number, shard in enumerate(self.shards) if shard.suffix}
+        super().__init__(corpus, list(map(_layout, corpus.files, self.shards)), whole=packed)
 
     @override
-    def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
-        sizes = [file.size for file in self.files]
-        return divide(self.counts, num_lanes, sizes=sizes, whole=self._packed)
+    def offsets(self, part: Part, read: Read) -> Offsets:
+        assert part.stop is not None
+        # The first part is read with the number of samples, which stands before the offsets.
+        begin = 4 * (1 + part.start) if part.start else 0
+        table = np.frombuffer(read((self.files[part.file], begin, 4 * (part.stop + 2))), "<u4").astype(
+            np.int64
+        )
+        if not part.start:
+            if table[0] != self.counts[part.file]:
+                says = f"it holds {table[0]} samples and its index says {self.counts[part.file]}"
+                raise Damage(says, offset=part.start)
+            table = table[1:]
+        return table - self.layouts[part.file].first
 
     @override
-    def slice(self, part: Part, fetcher: Fetcher) -> Iterator[Record]:
-        if part.start == part.stop:
-            return
-        shard, file = self.shards[part.file], self.files[part.file]
-        samples: Iterator[bytes]
-        if shard.suffix:
-            data = _content(shard, part, RangeStream(fetcher, file, 0, file.size))
-            offsets = _offsets(shard, file, part, len(data), lambda start, stop: data[start:stop])
-            samples = (data[start:end] for start, end in pairwise(offsets.tolist()))
-        else:
-            offsets = _offsets(shard, file, part, file.size, lambda *span: fetcher.take((file, *span)))
-            stretch = RangeStream(fetcher, file, int(offsets[0]), int(offsets[-1]))
-            stream = io.BufferedReader(stretch, BUFFER_BYTES)
-            samples = (stream.read(size) for size in np.diff(offsets).tolist())
-        for number, raw in enumerate(samples, part.start):
-            yield number, raw, number + 1
+    def slice(self, part: Part, fetcher: Fetcher, content: bytes | None = None) -> Iterator[Record]:
+        if (shard := self.shards[part.file]).suffix:
+            file = self.files[part.file]
+            content = _content(shard, part, RangeStream(fetcher, file, 0, file.size))
+            if len(content) < self.layouts[part.file].first:
+                raise Damage(CUT_OFF, offset=part.start)
+        yield from super().slice(part, fetcher, content)
 
     @override
-    def decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
+    def decode(self, part: Part, offset: int, raw: Any) -> Mapping[str, Any]:
         try:
-            return _row(self.shards[part.file].columns, raw)
+            return _row(self.shards[part.file].columns, raw[0].tobytes())
         except (ValueError, LookupError, RecursionError) as error:
             raise ValueError(f"not a sample of its columns ({error})") from None
 
     @override
-    def natural_lanes(self) -> int:
-        """Return one lane per 256 KiB of plain shards, and one per compressed shard."""
-        plain = sum(file.size for number, file in enumerate(self.files) if number not in self._packed)
-        return max(1, min(sum(self.counts), (plain >> 18) + len(self._packed)))
-
-    @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         # Of compressed shards the first samples: each of the others would take a shard to be decompressed.
-        return FileSource.examples(self, count) if self._packed else super().examples(count)
+        packed = any(shard.suffix for shard in self.shards)
+        return FileSource.examples(self, count) if packed else super().examples(count)
 
 
-def _content(shard: Shard, part: Part, stored: io.RawIOBase) -> bytes:
+def _layout(file: File, shard: Shard) -> Layout | str:
+    first = 4 * (shard.samples + 2)  # behind the number of samples and their offsets
+    if shard.suffix:
+        return Layout("|u1", file.size, shard.samples, first)
+    return Layout("|u1", file.size - first, shard.samples, first) if first <= file.size else CUT_OFF
+
+
+def _content(shard: Shard, part: Part, stored: RangeStream) -> bytes:
     """Return what a compressed shard holds."""
     try:
         data = content(stored, name=shard.suffix).read(shard.size + 1)
@@ -141,37 +143,6 @@ def _content(shard: Shard, part: Part, stored: io.RawIOBase) -> bytes:
         what = f"it has more content than the {shard.size:,} bytes that its index names, or that are read"
         raise Damage(what, offset=part.start)
     return data
-
-
-def _offsets(shard: Shard, file: File, part: Part, size: int, read: Callable[[int, int], bytes]) -> Offsets:
-    """Return the byte where each of the part's samples begins, and where the last one ends, ``[samples + 1]``.
-
-    Args:
-        shard: what the index says of the file.
-        file: the file.
-        part: the part.
-        size: bytes of the content.
-        read: returns a range of the content.
-    """
-
-    def check(count: int) -> None:
-        if count != shard.samples:
-            raise Damage(f"it holds {count} samples and its index says {shard.samples}", offset=part.start)
-
-    assert part.stop is not None
-    first_sample = 4 * (shard.samples + 2)
-    if first_sample > size:
-        raise Damage("it is too short for its samples", offset=part.start)
-    begin = 4 * (1 + part.start) if part.start else 0  # the first part is read with the number of samples
-    table = np.frombuffer(read(begin, 4 * (part.stop + 2)), "<u4").astype(np.int64)
-    if not part.start:
-        check(int(table[0]))
-        table = table[1:]
-    try:
-        return require_sound(table, file=file, first=part.start, limits=(first_sample, size))
-    except Damage:
-        check(int.from_bytes(read(0, 4), "little"))  # perhaps it is no shard at all
-        raise
 
 
 def _described(

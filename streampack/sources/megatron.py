@@ -22,20 +22,19 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from streampack.sources.documents import DocumentSource, Layout
-from streampack.sources.indexed import Offsets
+from streampack.sources.documents import DocumentSource, Layout, Offsets, Read
 from streampack.sources.parts import Damage, Part
 from streampack.storage.base import File, with_path
 from streampack.storage.corpus import Corpus, companion, look_at_each
 from streampack.storage.listing import MAGIC, Name, find_files
-from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
 
 HEADER = struct.Struct("<9sQBQQ")
@@ -86,7 +85,7 @@ class MegatronSource(DocumentSource):
         super().__init__(corpus, look_at_each(corpus, _layout))
 
     @override
-    def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
+    def offsets(self, part: Part, read: Read) -> Offsets:
         layout = self.layouts[part.file]
         index, width = layout.index, layout.width
         assert index is not None
@@ -103,7 +102,7 @@ class MegatronSource(DocumentSource):
                 read((index, pointers_at + 8 * first, pointers_at + 8 * (last + 1))), "<i8"
             )
             if not (pointers % width).any():
-                offsets: Offsets = np.append(pointers // width, layout.tokens)[documents - first]
+                offsets: Offsets = np.append(pointers // width, layout.units)[documents - first]
                 return offsets
         raise Damage(f"the index of its documents is damaged; {ANEW}", offset=part.start)
 
@@ -135,42 +134,33 @@ def _layout(corpus: Corpus, file: File) -> Layout:
             f"there is no {file.name.removesuffix('.bin')}.idx beside it; name pairs of Megatron's files, or read a "
             "file without an index as FlatTokensSource"
         )
-    if index.size < HEADER.size:
-        raise ValueError(
-            f"{index.name} has {index.size} bytes, fewer than its header; it was cut off: {ANEW}"
-        )
     fetcher = Fetcher(corpus.storage)
 
-    def read(form: struct.Struct, at: int) -> tuple[Any, ...]:
-        return form.unpack(fetcher.take((index, at, at + form.size)))
+    def read(form: str, at: int) -> tuple[Any, ...]:
+        return struct.unpack(form, fetcher.take((index, at, at + struct.calcsize(form))))
 
-    beginning, version, code, sequences, entries = read(HEADER, 0)
-    if beginning != BEGINNING:
-        raise ValueError(f"{index.name} is no index of Megatron-LM: it begins with {beginning!r}")
-    if version != VERSION:
-        raise ValueError(f"{index.name} is of version {version}, and version {VERSION} is read; {ANEW}")
-    if code not in DTYPES:
-        raise ValueError(f"{index.name} has ids of type {code}; they can be {', '.join(map(str, DTYPES))}")
+    header = fetcher.take((index, 0, min(index.size, HEADER.size))).ljust(HEADER.size, b"\0")
+    beginning, version, code, sequences, entries = HEADER.unpack(header)
+    if (beginning, version) != (BEGINNING, VERSION) or code not in DTYPES:
+        raise ValueError(
+            f"{index.name} is no index of Megatron-LM, version {VERSION}, of ids of type "
+            f"{', '.join(map(str, DTYPES))}: it begins with {header[:18]!r}; {ANEW}"
+        )
     documents_at = HEADER.size + 12 * sequences
     size = documents_at + 8 * entries
-    if index.size == size + sequences and sequences:
-        raise ValueError(f"{index.name} has modes: multimodal corpora are not read; write it without modes")
     if index.size != size or not sequences or entries < 2:
         raise ValueError(
             f"{index.name} has {index.size:,} bytes, and {sequences:,} sequences and {entries - 1:,} documents take "
-            f"{size:,}; it was cut off or replaced: {ANEW}"
+            f"{size:,}; it was cut off or replaced, or has the modes of a multimodal corpus, which is not read: {ANEW}"
         )
-    [length] = read(struct.Struct("<i"), HEADER.size + 4 * (sequences - 1))
-    pointer, first = read(struct.Struct("<qq"), documents_at - 8)
-    [last] = read(struct.Struct("<q"), size - 8)
-    if (first, last) != (0, sequences):
-        raise ValueError(
-            f"{index.name} divides sequences {first} to {last} of {sequences} into documents; {ANEW}"
-        )
+    [length] = read("<i", HEADER.size + 4 * (sequences - 1))
+    pointer, first = read("<qq", documents_at - 8)
+    [last] = read("<q", size - 8)
     width = np.dtype(DTYPES[code]).itemsize
-    if (end := pointer + width * length) != file.size:
+    end = pointer + width * length
+    if (first, last, end) != (0, sequences, file.size):
         raise ValueError(
-            f"it has {file.size:,} bytes, and its index describes {end:,}; one of the two was cut off or replaced: "
-            f"{ANEW}"
+            f"it has {file.size:,} bytes, and its index describes {end:,}, in documents of the sequences {first} to "
+            f"{last} of {sequences}; one of the two was cut off or replaced: {ANEW}"
         )
     return Layout(DTYPES[code], end // width, entries - 1, index=index)

@@ -130,9 +130,7 @@ class ParquetSource(FileSource):
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: the first rows of one row group."""
-        first = next(
-            number for number, file in enumerate(self.files) if file.path not in self.corpus.problems
-        )
+        first = next(number for number, file in enumerate(self.files) if file.problem is None)
         with suppress(ValueError, FileNotFoundError):  # training reports damage
             starts = starts_of(self.footers.get(first, self.fetcher().take))
             part = Part(first, 0, min(count, *starts[1:2]))

@@ -22,7 +22,7 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,13 +31,12 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from streampack.sources.documents import DocumentSource, Layout, Mask
-from streampack.sources.indexed import Offsets, read_indexes
+from streampack.sources.documents import DocumentSource, Layout, Mask, Offsets, Read
+from streampack.sources.indexed import read_indexes
 from streampack.sources.parts import Damage, Part
 from streampack.storage.base import File
 from streampack.storage.folders import Folder
 from streampack.storage.listing import Name
-from streampack.storage.ranges import Block
 from streampack.storage.read_ahead import Shared
 from streampack.storage.retries import Storage
 from streampack.types import IntArray
@@ -116,10 +115,10 @@ def read_header(folder: Folder, name: str) -> dict[str, Any] | None:
     return header if shard_of(name, header).size == size else None
 
 
-def misdescribed(raw: bytes, shard: Shard) -> str | None:
+def misdescribed(raw: bytes | memoryview, shard: Shard) -> str | None:
     """Compare the header of a shard, ``raw``, with its description in the index; return how they differ, if so."""
     try:
-        own = shard_of(shard.name, _parsed(raw, shown="the shard"))
+        own = shard_of(shard.name, _parsed(bytes(raw), shown="the shard"))
     except ValueError as error:
         return str(error)
     if own == shard:
@@ -202,7 +201,12 @@ class ShardWriter:
         assert len(text) < HEADER_BYTES, f"a header of {len(text)} bytes"
         self.file.seek(0)
         self.file.write(text.ljust(HEADER_BYTES - 1) + b"\n")
-        self.folder.complete(self.file, self.name)
+        try:
+            self.folder.complete(self.file, self.name)
+        except FileNotFoundError:
+            # A call that completed the folder meanwhile has removed this file, as one that nobody writes to.
+            if read_header(self.folder, self.name) is None:
+                raise
         return shard_of(self.name, header)
 
     def abandon(self) -> None:
@@ -245,7 +249,6 @@ class TokenShardSource(DocumentSource):
             header is not what the index says.
     """
 
-    unit = "document"
     reads_tags = False
     sizes_of_index = True
 
@@ -271,7 +274,7 @@ class TokenShardSource(DocumentSource):
         return [replace(file, tag=tag) for file, tag in zip(self.files, self.corpus.tags(), strict=True)]
 
     @override
-    def offsets(self, part: Part, read: Callable[[Block], bytes]) -> Offsets:
+    def offsets(self, part: Part, read: Read) -> Offsets:
         shard, file = self.shards[part.file], self.files[part.file]
         if (problem := self._shared(part.file, lambda: self._problem(part.file, read))) is not None:
             raise Damage(problem, offset=part.start)
@@ -279,7 +282,7 @@ class TokenShardSource(DocumentSource):
         at = shard.offsets_at
         return np.frombuffer(read((file, at + 8 * part.start, at + 8 * (part.stop + 1))), "<i8")
 
-    def _problem(self, number: int, read: Callable[[Block], bytes]) -> str | None:
+    def _problem(self, number: int, read: Read) -> str | None:
         """Return how a shard's header differs from the index, by which alone a state knows the shard."""
         if number in self._sound:
             return None

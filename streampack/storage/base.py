@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from typing_extensions import override
 
 from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
@@ -19,6 +22,7 @@ STORES = ("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory")
 """Schemes of object stores of whose answers nothing tells which version they are of."""
 
 HASHED_BYTES = 1 << 16  # A digest is made of as many bytes at a file's beginning, and at its end.
+UNKNOWN_SIZE = -1
 GONE = "there is no such file"
 EMPTY = "it is empty"
 MAX_NAMED = 10  # files that a summary of those that cannot be read names
@@ -28,6 +32,10 @@ Problem = tuple[str, str]
 THREADS = 32  # the threads of `map_in_threads`
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_INHERITED: list[Any] = []
+"""What a fork copied from the parent process. It is kept, because freeing a client would close connections that the
+parent still uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +47,21 @@ class File:
         name: its path relative to the folder that the user gave, or to the part of a glob before its first wildcard; of
             a file that is named itself, what stands behind the last slash. So it depends neither on the place of the
             corpus nor on its other files. Files of several folders may have the same name.
-        size: its size in bytes, as it is stored (which may be compressed).
+        size: its size in bytes, as it is stored (which may be compressed); `UNKNOWN_SIZE` until it is looked up.
         tag: the storage's name for this version of the content, such as an ETag; None if there is none.
+        problem: why it cannot be read, as far as a listing tells. It stays in the corpus, so that the same names and
+            sizes are always divided among the lanes in the same way.
+        beside: the files that belong to it, such as its index: they are part of its digest.
+        inode: (device, number) of a file on this machine, by which two names of one file are noticed.
     """
 
     path: str = field(repr=False)
-    name: str
-    size: int
+    name: str = ""
+    size: int = UNKNOWN_SIZE
     tag: str | None = None
+    problem: str | None = None
+    beside: tuple[File, ...] = ()
+    inode: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def seekable(self) -> bool:
@@ -59,26 +74,31 @@ class File:
         return redact(self.path)
 
 
-class Listed(NamedTuple):
-    """An entry of a listing. Values that are not known are None."""
-
-    path: str  # or URL
-    size: int | None = None  # bytes
-    tag: str | None = None  # such as an ETag
-    inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
-    problem: str | None = None  # why the file cannot be read
-    name: str = ""  # see `File`
-
-
-class FileStorage(Protocol):
+class FileStorage(ABC):
     """Something that holds files: this machine, or a service behind URLs."""
 
-    block: int
+    block = 1 << 18
     """A good number of bytes for one read."""
+
+    def __init__(self, storage: Storage | None = None) -> None:
+        self.storage = Storage.of(storage)
+        # (process id, paths of files that are as they were listed, clients by name)
+        self._own: tuple[int, set[str], dict[str, Any]] = (0, set(), {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_own": (0, set(), {})}
+
+    def own(self) -> tuple[int, set[str], dict[str, Any]]:
+        """Return what this process has found out. In what a fork copied, the threads of the clients are missing."""
+        if self._own[0] != os.getpid():
+            _INHERITED.append(self._own)
+            self._own = (os.getpid(), set(), {})
+        return self._own
 
     @property
     def patience(self) -> float:
-        """The most seconds that one read may take: in waits, and in requests that are not answered."""
+        """The most seconds that one read may take: in waits, and in a request that is not answered."""
+        return 60 * self.storage.max_outage + self.storage.timeout
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """Return exactly the bytes ``[start, stop)``.
@@ -87,50 +107,65 @@ class FileStorage(Protocol):
             OSError: if reading failed, and failed again for the ``max_outage`` of its `Storage`.
             ValueError: if the file has changed since it was listed.
         """
+        if start == stop:
+            return b""
+        known = self.own()[1]
 
-    def tag(self, file: File) -> str:
-        """Return a digest or tag of the file's content, the same wherever the file is stored."""
+        def read() -> bytes:
+            data = self.read(file, start, stop)
+            whole = len(data) == stop - start
+            if not whole or file.path not in known:  # behind the bytes, or they might be of a later version
+                self.check(file)
+            if not whole:
+                raise ConnectionError(
+                    f"{file.shown}: {len(data)} bytes of {stop - start} at byte {start} came"
+                )
+            known.add(file.path)
+            return data
 
-    def look(self, path: str) -> Listed:
-        """Return the size and tag of a file.
+        return self.storage.retry(read, f"reading {file.shown}, bytes {start} to {stop}")
+
+    @abstractmethod
+    def read(self, file: File, start: int, stop: int) -> bytes:
+        """Ask once for the bytes ``[start, stop)``; other ones may come."""
+
+    @abstractmethod
+    def check(self, file: File) -> None:
+        """Look whether a file is the listed one.
+
+        Raises:
+            ValueError: if it is not.
+        """
+
+    @abstractmethod
+    def look(self, path: str) -> File:
+        """Return a file with its size and tag, and without a name.
 
         Raises:
             FileNotFoundError: if there is none.
         """
 
-    def whole(self, path: str) -> bytes:
-        """Read all of a small file."""
-
+    @abstractmethod
     def pinned(self, paths: Sequence[str]) -> list[str]:
         """Return the paths at the versions that they have now, if the storage keeps any."""
 
+    def head(self, path: str, count: int | None = None) -> tuple[bytes, int]:
+        """Return the first ``count`` bytes of a file, fewer if it is shorter, None for all; and its size."""
+        file = self.look(path)
+        self.own()[1].add(file.path)
+        return self.fetch(file, 0, file.size if count is None else min(count, file.size)), file.size
 
-class LocalStorage:
+    def tag(self, file: File) -> str:
+        """Return the tag of the listing or the storage; without one, a digest of the first and last 64 KiB."""
+        return file.tag or self.look(file.path).tag or ends(self.fetch, file)
+
+
+class LocalStorage(FileStorage):
     """Files on this machine, including mounted file systems."""
 
-    block = 1 << 18
-
-    def __init__(self, storage: Storage | None = None) -> None:
-        self.storage = Storage.of(storage)
-        self._met: set[str] = set()  # the paths of the files that this process has read from
-
-    @property
-    def patience(self) -> float:
-        """See `FileStorage.patience`."""
-        return 60 * self.storage.max_outage
-
-    def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `FileStorage.fetch`. Opening a file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds."""
-        # A manifest's tag, and nothing looked at the file since.
-        if file.tag is not None and file.path not in self._met:
-            if ends(self._read, file) != file.tag:
-                raise ValueError(changed(file, "does not have the content that it had"))
-            self._met.add(file.path)
-        return self.storage.retry(
-            lambda: self._read(file, start, stop), f"reading {file.path} at byte {start}"
-        )
-
-    def _read(self, file: File, start: int, stop: int) -> bytes:
+    @override
+    def read(self, file: File, start: int, stop: int) -> bytes:
+        # Opening a file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds.
         with Path(file.path).open("rb", buffering=0) as raw:
             if (size := os.fstat(raw.fileno()).st_size) != file.size:
                 raise resized(file, size)
@@ -138,19 +173,17 @@ class LocalStorage:
             data = raw.read(stop - start)
             while len(data) < stop - start and (more := raw.read(stop - start - len(data))):
                 data += more
-        if len(data) < stop - start:
-            raise OSError(f"{file.path}: read {len(data)} bytes of {stop - start} at byte {start}")
         return data
 
-    def tag(self, file: File) -> str:
-        """See `FileStorage.tag`: that of the manifest, or a digest of the first and last 64 KiB."""
-        return file.tag or ends(self.fetch, file)
+    @override
+    def check(self, file: File) -> None:
+        # Only a manifest has tags, and nothing has looked at its files since.
+        if file.tag is not None and ends(self.read, file) != file.tag:
+            raise ValueError(changed(file, "does not have the content that it had"))
 
-    def look(self, path: str) -> Listed:
-        """See `FileStorage.look`.
-
-        A file costs a single `stat`: 100,000 shards on 1,024 ranks are 102 million calls as it is.
-        """
+    @override
+    def look(self, path: str) -> File:
+        # A file costs a single `stat`: 100,000 shards on 1,024 ranks are 102 million calls as it is.
         try:
             found = Path(path).stat()
         except (NotADirectoryError, ValueError):
@@ -159,14 +192,10 @@ class LocalStorage:
             raise FileNotFoundError(path)
         # Some file systems do not number files.
         inode = (found.st_dev, found.st_ino) if found.st_ino else None
-        return Listed(os.path.normpath(Path(path).absolute()), found.st_size, inode=inode)
+        return File(os.path.normpath(Path(path).absolute()), size=found.st_size, inode=inode)
 
-    def whole(self, path: str) -> bytes:
-        """See `FileStorage.whole`."""
-        return Path(path).read_bytes()
-
+    @override
     def pinned(self, paths: Sequence[str]) -> list[str]:
-        """See `FileStorage.pinned`."""
         return [str(Path(path).expanduser()) if path[:1] == "~" else path for path in paths]
 
 
@@ -199,19 +228,18 @@ def resized(file: File, size: int | None) -> Resized:
 
 
 def split_url(url: str) -> SplitResult:
-    """Split a URL. Only a web address has a fragment: in an object store's keys may be ``#``, and ``?``.
+    """Split a URL. In an object store's keys may be ``#`` and ``?``; only a web address has a fragment.
 
     What a query means to a file system that a user has registered is not known, so it is kept apart.
 
-    >>> split_url("https://host/a#1").path, split_url("s3://bucket/a#1?b?versionId=2")[2:4]
-    ('/a', ('/a#1?b', 'versionId=2'))
+    >>> split_url("https://host/a#1").path, split_url("s3://bucket/a#1?b").path
+    ('/a', '/a#1?b')
     """
-    if url.partition(":")[0] not in ("s3", "hf", *STORES):
-        return urlsplit(url, allow_fragments=url.startswith(("http:", "https:")))
-    key, _, version = url.partition("?versionId=")
-    parts = urlsplit(key, allow_fragments=False)
-    rest = key[key.index("?") :] if "?" in key else ""
-    return parts._replace(path=parts.path + rest, query=version and f"versionId={version}")
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("s3", "hf", *STORES):
+        return urlsplit(url, allow_fragments=scheme in ("http", "https"))
+    bucket, slash, key = rest.partition("/")
+    return SplitResult(scheme, bucket, slash + key, "", "")
 
 
 def path_in(path: str) -> str:

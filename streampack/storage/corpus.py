@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from streampack.fingerprint import digest
-from streampack.storage.base import (
-    File,
-    FileStorage,
-    LocalStorage,
-    map_in_threads,
-    redact,
-    summarize,
-    with_path,
-)
+from streampack.storage.base import File, FileStorage, LocalStorage, map_in_threads, summarize, with_path
 
 UNREADABLE = "unreadable"  # the tag of a file that is gone or cannot be read
 Result = TypeVar("Result")
@@ -65,17 +57,19 @@ def once(work: Callable[[], Result], *, of: str, local: bool) -> Result:
 class Corpus:
     """The files of a source, and the storage that holds them.
 
-    ``problems`` says why files cannot be read, by path, as far as that is known from listing them. They stay in
-    ``files``, so that the same names and sizes are always divided among the lanes in the same way. ``beside`` has the
-    files that belong to a file, such as its index, by its path: they are part of its tag.
+    Raises:
+        ValueError: if none of the files can be read, with the reasons.
     """
 
     files: tuple[File, ...]
     storage: FileStorage
-    problems: Mapping[str, str] = field(default_factory=dict)
-    beside: Mapping[str, Sequence[File]] = field(default_factory=dict)
     # None until they are known, for which the files' ends may have to be read.
     _tags: Sequence[str] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        problems = [(file.shown, file.problem) for file in self.files if file.problem is not None]
+        if len(problems) == len(self.files):
+            raise ValueError(summarize(problems, files=len(self.files)))
 
     @property
     def local(self) -> bool:
@@ -93,7 +87,7 @@ class Corpus:
         '{"name": "a.jsonl", "size": 3, "tag": "d7c11401a8c58112"}\n'
         """
         entries = (
-            {"name": file.name, "size": file.size, "tag": None if file.path in self.problems else tag}
+            {"name": file.name, "size": file.size, "tag": None if file.problem else tag}
             for file, tag in zip(self.files, self.tags(), strict=True)
         )
         return "".join(f"{json.dumps(entry)}\n" for entry in entries)
@@ -127,25 +121,13 @@ class Corpus:
 
         Of a file with others beside it, return a digest of all their tags.
         """
-        if file.path in self.problems:
+        if file.problem is not None:
             return file.tag if file.tag and file.size else UNREADABLE
         try:
-            own, *others = [self.storage.tag(each) for each in (file, *self.beside.get(file.path, ()))]
+            own, *others = [self.storage.tag(each) for each in (file, *file.beside)]
             return digest(own, *others) if others else own
         except FileNotFoundError:  # raised where its rows are read, unless they are left out
             return UNREADABLE
-
-
-def require_some(corpus: Corpus) -> Corpus:
-    """Return the corpus.
-
-    Raises:
-        ValueError: if none of its files can be read, with the reasons.
-    """
-    if len(corpus.problems) == len(corpus.files):
-        problems = [(redact(path), reason) for path, reason in corpus.problems.items()]
-        raise ValueError(summarize(problems, files=len(corpus.files)))
-    return corpus
 
 
 def look_at_each(corpus: Corpus, describe: Callable[[Corpus, File], Result]) -> list[Result | str]:
@@ -158,8 +140,8 @@ def look_at_each(corpus: Corpus, describe: Callable[[Corpus, File], Result]) -> 
     """
 
     def look(file: File) -> Result | str:
-        if (problem := corpus.problems.get(file.path)) is not None:
-            return problem
+        if file.problem is not None:
+            return file.problem
         try:
             return describe(corpus, file)
         except ValueError as error:
@@ -180,7 +162,6 @@ def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File 
     """
     path = with_path(file.path, rename)
     try:
-        found = corpus.storage.look(path)
+        return replace(corpus.storage.look(path), path=path, name=rename(file.name))
     except FileNotFoundError:
         return None
-    return File(path, rename(file.name), found.size or 0, found.tag)

@@ -18,7 +18,7 @@ from uuid import uuid4
 from typing_extensions import override
 
 from streampack.fingerprint import digest
-from streampack.storage.base import redact, split_url
+from streampack.storage.base import FileStorage, LocalStorage, redact, split_url
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Storage
 from streampack.validation import warn_user
@@ -37,15 +37,16 @@ READ_ONLY = ("http", "https", "hf")
 class Folder:
     """A folder to which one or more processes write files. A name belongs to a file only when that is complete."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.shown = str(path)
+    def __init__(self, place: str, storage: FileStorage | None = None) -> None:
+        self.place = place
+        self.shown = redact(place)
         """Its path or URL, without secrets."""
+        self.storage = storage or LocalStorage()
 
     @property
     def path(self) -> Path:
         """Where files are made on this machine."""
-        return self._path
+        return Path(self.place)
 
     def begin(self, name: str) -> Path:
         """Return a new path on this machine, at which a file of this name is to be made."""
@@ -57,11 +58,10 @@ class Folder:
         """Give a file that was written at a path of `begin` its name, when all of its bytes are stored; close it."""
         settle(file, Path(file.name), self.path / name)
 
-    def head(self, name: str, count: int | None) -> tuple[bytes, int] | None:
-        """Return the first ``count`` bytes of a file, None for all, and its size; None if there is no such file."""
+    def head(self, name: str, count: int) -> tuple[bytes, int] | None:
+        """Return the first ``count`` bytes of a file, and its size; None if there is no such file."""
         try:
-            with (self.path / name).open("rb") as file:
-                return file.read(count), os.fstat(file.fileno()).st_size
+            return self.storage.head(f"{self.place}/{name}", count)
         except FileNotFoundError:
             return None
 
@@ -89,15 +89,14 @@ class RemoteFolder(Folder):
             )
         parts = split_url(url)
         path = parts.path.partition("?")[0].rstrip("/")
-        self._url = parts._replace(path=path, query="", fragment="").geturl()
-        self.shown = redact(self._url)
-        self.storage = RemoteStorage(scheme, storage)
+        place = parts._replace(path=path, query="", fragment="").geturl()
+        super().__init__(place, RemoteStorage(scheme, storage))
 
     @property
     @override
     def path(self) -> Path:
         """The folder for files that are not stored yet, below ``TMPDIR``: one for each user and URL."""
-        path = Path(tempfile.gettempdir(), f"streampack-{os.getuid()}-{digest(self._url)[:16]}")
+        path = Path(tempfile.gettempdir(), f"streampack-{os.getuid()}-{digest(self.place)[:16]}")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.stat().st_uid != os.getuid():
             raise ValueError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
@@ -106,15 +105,9 @@ class RemoteFolder(Folder):
     @override
     def complete(self, file: BinaryIO, name: str) -> None:
         file.close()
-        self.storage.store(Path(file.name), f"{self._url}/{name}")
-        Path(file.name).unlink()
-
-    @override
-    def head(self, name: str, count: int | None) -> tuple[bytes, int] | None:
-        try:
-            return self.storage.head(f"{self._url}/{name}", count)
-        except FileNotFoundError:
-            return None
+        assert isinstance(self.storage, RemoteStorage)
+        self.storage.store(Path(file.name), f"{self.place}/{name}")
+        Path(file.name).unlink(missing_ok=True)
 
     @override
     def clean(self, beginning: str, *, older: float = LEFT_BEHIND) -> None:
@@ -133,7 +126,7 @@ def folder_at(place: str | os.PathLike[str], *, storage: Storage | Mapping[str, 
         ValueError: for URLs that cannot be written to.
     """
     path = os.fspath(place)
-    return Folder(Path(path)) if scheme_of(path) is None else RemoteFolder(path, Storage.of(storage))
+    return Folder(path) if scheme_of(path) is None else RemoteFolder(path, Storage.of(storage))
 
 
 def write_file(folder: Folder, name: str, content: bytes) -> None:
@@ -152,7 +145,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
     Several processes may do so at once.
     """
-    write_file(Folder(path.parent), path.name, content)
+    write_file(Folder(str(path.parent)), path.name, content)
 
 
 def settle(file: Any, unfinished: Path, path: Path) -> None:

@@ -15,6 +15,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from streampack.fingerprint import digest
 from streampack.storage.base import (
     EMPTY,
     GONE,
+    UNKNOWN_SIZE,
     File,
     FileStorage,
-    Listed,
     LocalStorage,
     gone,
     map_in_threads,
@@ -34,7 +35,7 @@ from streampack.storage.base import (
     split_url,
     with_path,
 )
-from streampack.storage.corpus import Corpus, once, require_some
+from streampack.storage.corpus import Corpus, once
 from streampack.storage.remote import RemoteStorage, opaque, scheme_of
 from streampack.storage.retries import Storage
 
@@ -54,7 +55,7 @@ def find_files(
 
     With a manifest, ``paths`` may be the folder that its names are relative to.
 
-    Files that are empty or gone are among them, and in `Corpus.problems`.
+    Files that are empty or gone are among them, with a `File.problem`.
 
     Raises:
         ValueError: if nothing matches, no file can be read, a file is named twice, or a manifest's name leads out of
@@ -81,7 +82,7 @@ def find_files(
         of=f"{len(shown)} path(s) from {shown[0]} on ({digest(shown)})",
         local=isinstance(held, LocalStorage),
     )
-    return corpus_of(sorted(found, key=lambda listed: listed.path), held)
+    return corpus_of(sorted(found, key=lambda file: file.path), held)
 
 
 def storage_of(
@@ -108,33 +109,30 @@ def storage_of(
     return RemoteStorage(scheme, settings) if scheme else LocalStorage(settings)
 
 
-def corpus_of(found: Sequence[Listed], storage: FileStorage) -> Corpus:
+def corpus_of(found: Sequence[File], storage: FileStorage) -> Corpus:
     """Return the corpus of files that were listed, in their order.
 
     Raises:
         ValueError: if no file can be read, or one is listed twice, also if it has two names: a link, or ``./a`` beside
             ``a``.
     """
-    known: dict[Any, Listed] = {}
-    for listed in found:
-        key: Any = listed.inode
+    known: dict[Any, File] = {}
+    for file in found:
+        key: Any = file.inode
         if key is None:
-            parts = split_url(listed.path)
-            key = (parts.scheme, posixpath.normpath("/".join(_parts_of(listed.path))), parts.query)
-        first = known.setdefault(key, listed)
-        if first is not listed:
-            twice = (
-                "is named twice" if first.path == listed.path else f"and {redact(listed.path)} are one file"
-            )
-            raise ValueError(f"{redact(first.path)} {twice}; name every file once (a mixture can weight it)")
-    files = tuple(File(listed.path, listed.name, listed.size or 0, listed.tag) for listed in found)
-    problems = {listed.path: listed.problem or EMPTY for listed in found if listed.problem or not listed.size}
-    return require_some(Corpus(files, storage, problems))
+            parts = split_url(file.path)
+            key = (parts.scheme, posixpath.normpath("/".join(_parts_of(file.path))), parts.query)
+        if (first := known.setdefault(key, file)) is not file:
+            twice = "is named twice" if first.path == file.path else f"and {file.shown} are one file"
+            raise ValueError(f"{first.shown} {twice}; name every file once (a mixture can weight it)")
+    return Corpus(tuple(_without_size(file) if file.size < 1 else file for file in found), storage)
 
 
-def _listed(
-    storage: LocalStorage | RemoteStorage, patterns: list[str], endings: Sequence[str]
-) -> list[Listed]:
+def _without_size(file: File) -> File:
+    return replace(file, size=0, problem=file.problem or EMPTY)
+
+
+def _listed(storage: LocalStorage | RemoteStorage, patterns: list[str], endings: Sequence[str]) -> list[File]:
     patterns = storage.pinned(patterns)
     if isinstance(storage, LocalStorage):
         alone = len(patterns) == 1
@@ -142,14 +140,14 @@ def _listed(
     return _looked_up([each for pattern in patterns for each in _there(storage, pattern)], storage)
 
 
-def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: str) -> list[Listed]:
+def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: str) -> list[File]:
     holds = storage if scheme_of(manifest) else LocalStorage()
     beside = folder == manifest
     [folder] = storage.pinned([folder])
     [manifest] = [folder] if beside else holds.pinned([manifest])
     index = resolved(manifest if beside else with_path(folder, lambda path: f"{path.rstrip('/')}/manifest"))
-    found: list[Listed] = []
-    for number, line in enumerate(holds.whole(manifest).decode().splitlines(), 1):
+    found: list[File] = []
+    for number, line in enumerate(holds.head(manifest)[0].decode().splitlines(), 1):
         if line.strip():
             try:
                 found.append(_entry(index, line.strip()))
@@ -160,13 +158,13 @@ def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: s
     return _looked_up(found, storage)
 
 
-def _entry(index: str, line: str) -> Listed:
+def _entry(index: str, line: str) -> File:
     entry: dict[str, Any] = json.loads(line) if line.startswith("{") else {"name": line}
     name, size, tag = entry.get("name"), entry.get("size"), entry.get("tag")
     sound = size is None or (type(size) is int and 0 <= size < 1 << 62)
     if not isinstance(name, str) or not sound or not isinstance(tag, str | None):
         raise ValueError("an entry has a name (text), and may have a size (bytes) and a tag (text)")
-    return placed(index, name, size, tag)
+    return placed(index, name, UNKNOWN_SIZE if size is None else size, opaque(tag))
 
 
 def resolved(index: str) -> str:
@@ -174,7 +172,7 @@ def resolved(index: str) -> str:
     return index if "://" in index else f"{os.path.realpath(Path(index).parent)}/{Path(index).name}"
 
 
-def placed(index: str, name: str, size: int | None = None, tag: str | None = None) -> Listed:
+def placed(index: str, name: str, size: int = UNKNOWN_SIZE, tag: str | None = None) -> File:
     """Return the file with this name in the folder of a manifest or an index, whose path was `resolved`.
 
     >>> placed("https://host/corpus/shards.txt?key=1", "a.jsonl").path
@@ -199,33 +197,33 @@ def placed(index: str, name: str, size: int | None = None, tag: str | None = Non
             raise ValueError(
                 f"the name {name!r} is refused: it is a link that leads out of the manifest's folder"
             )
-    return Listed(path, size, opaque(tag), name=posixpath.normpath(name))
+    return File(path, posixpath.normpath(name), size, tag)
 
 
-def _looked_up(found: Sequence[Listed], storage: FileStorage) -> list[Listed]:
+def _looked_up(found: Sequence[File], storage: FileStorage) -> list[File]:
     """Look at the files whose sizes are not known."""
 
-    def look(listed: Listed) -> Listed:
+    def look(file: File) -> File:
         try:
-            return storage.look(listed.path)._replace(name=listed.name)
+            return replace(storage.look(file.path), name=file.name)
         except FileNotFoundError as error:
-            return listed._replace(problem=gone(error, redact(listed.path)))
+            return replace(file, problem=gone(error, file.shown))
 
-    lacking = [listed for listed in found if listed.size is None]
+    lacking = [file for file in found if file.size == UNKNOWN_SIZE]
     # The first file is looked up alone: on the Hub, that lists the folder, and the others are found in the listing.
     looks = iter([*map(look, lacking[:1]), *map_in_threads(look, lacking[1:])])
-    return [next(looks) if listed.size is None else listed for listed in found]
+    return [next(looks) if file.size == UNKNOWN_SIZE else file for file in found]
 
 
-def _here(storage: LocalStorage, pattern: str, endings: Sequence[str], *, alone: bool) -> list[Listed]:
+def _here(storage: LocalStorage, pattern: str, endings: Sequence[str], *, alone: bool) -> list[File]:
     with suppress(FileNotFoundError):
-        return [storage.look(pattern)._replace(name=Path(pattern).name)]
+        return [replace(storage.look(pattern), name=Path(pattern).name)]
     folder = pattern != "" and Path(pattern).is_dir()
     root = pattern if folder else Path(*_plain_parts(Path(pattern).parts))
-    found: list[Listed] = []
+    found: list[File] = []
     for path in in_folder(pattern, endings) if folder else sorted(glob.glob(pattern, recursive=True)):
         with suppress(FileNotFoundError):
-            found.append(storage.look(path)._replace(name=os.path.relpath(path, root)))
+            found.append(replace(storage.look(path), name=os.path.relpath(path, root)))
     if found:
         return found
     if folder:
@@ -234,7 +232,7 @@ def _here(storage: LocalStorage, pattern: str, endings: Sequence[str], *, alone:
         )
     if not alone and not any(character in pattern for character in MAGIC):
         path = os.path.normpath(Path(pattern).absolute())
-        return [Listed(path, problem=GONE, name=Path(path).name)]
+        return [File(path, Path(path).name, problem=GONE)]
     raise ValueError(f"no file matches {pattern!r} (looked in {Path.cwd()}); check the path or the glob")
 
 
@@ -244,16 +242,16 @@ def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
     return sorted(path for path in everything if path.endswith(tuple(endings)) and Path(path).is_file())
 
 
-def _there(storage: RemoteStorage, pattern: str) -> list[Listed]:
+def _there(storage: RemoteStorage, pattern: str) -> list[File]:
     if not any(character in split_url(pattern).path for character in MAGIC):
-        return [Listed(pattern, name=_parts_of(pattern)[-1])]
+        return [File(pattern, _parts_of(pattern)[-1])]
     if found := storage.find(pattern):
         # How deep the folder lies is told by the pattern: a file system may write its own paths in another way.
         depth = len(_plain_parts(_parts_of(pattern)))
-        parts = [_parts_of(listed.path) for listed in found]
+        parts = [_parts_of(file.path) for file in found]
         return [
-            listed._replace(name="/".join(of_file[depth:] or of_file[-1:]))
-            for listed, of_file in zip(found, parts, strict=True)
+            replace(file, name="/".join(of_file[depth:] or of_file[-1:]))
+            for file, of_file in zip(found, parts, strict=True)
         ]
     raise ValueError(f"no file matches {redact(pattern)!r}; check the path or the glob")
 

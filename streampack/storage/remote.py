@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from streampack.storage.base import STORES, File, Listed, changed, ends, redact, resized
+from typing_extensions import override
+
+from streampack.storage.base import STORES, File, FileStorage, changed, redact, resized
 from streampack.storage.hub import http_options, pinned, web_address
 from streampack.storage.retries import PERMANENT, Busy, Refused, Storage
 
-log = logging.getLogger(__name__)
 SCHEMES = ("http", "https", "s3", "hf", *STORES)
 """The schemes that are read, besides those that a user has registered with fsspec. fsspec knows others, but some of
 them run programs, open archives or read files of this machine."""
@@ -24,102 +23,60 @@ TEMPORARY = (408, 425, 429)  # HTTP statuses after which a request is tried agai
 SLOWEST = 1 << 20
 """Bytes per second: a file that is stored at a lower rate is given up, and tried again."""
 
-_INHERITED: list[Any] = []
-"""File systems that a fork copied from the parent process. They are kept, because freeing them would close connections
-that the parent still uses."""
-
 Result = TypeVar("Result")
 
 
-class RemoteStorage:
+class RemoteStorage(FileStorage):
     """The files of one scheme. Each process makes its own file systems when it first reads."""
 
     block = 1 << 21
 
     def __init__(self, scheme: str, storage: Storage) -> None:
+        super().__init__(storage)
         self.scheme = scheme
-        self.storage = storage
-        self._made: tuple[int, dict[str, Any]] = (0, {})  # process id, file systems by scheme
-        # Process id, and paths of files that are as they were listed.
-        self._checked: tuple[int, set[str]] = (0, set())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": (0, {}), "_checked": (0, set())}
-
-    @property
-    def patience(self) -> float:
-        """See `FileStorage.patience`."""
-        return 60 * self.storage.max_outage + self.storage.timeout
-
-    def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `FileStorage.fetch`. After the first read of a file, a process looks whether it is the listed one."""
-        if start == stop:
-            return b""
-        checked = self._checked_here()
-
-        def read() -> bytes:
-            data = self._read(file, start, stop)
-            whole = len(data) == stop - start
-            # Behind the bytes, or they might be of a later version. The commit of a file of the Hub does not change.
-            if not whole or not (self.scheme == "hf" or file.path in checked):
-                self._check(file)
-            if not whole and len(data) == file.size:
-                what = "the server sends whole files only; serve them with range requests"
-                raise Refused(f"{file.shown}: {what}, or copy the file to this machine")
-            if not whole:
-                raise ConnectionError(
-                    f"{file.shown}: {len(data)} bytes of {stop - start} at byte {start} came"
-                )
-            checked.add(file.path)
-            return data
-
-        return self.storage.retry(read, f"reading {file.shown}, bytes {start} to {stop}")
-
-    def _checked_here(self) -> set[str]:
-        if self._checked[0] != os.getpid():
-            self._checked = (os.getpid(), set())
-        return self._checked[1]
-
-    def _read(self, file: File, start: int, stop: int) -> bytes:
+    @override
+    def read(self, file: File, start: int, stop: int) -> bytes:
         try:
-            if self.scheme == "hf":  # its own file system looks files up, reads ahead, and retries
-                data: bytes = self._call(file.path, "cat_file", start=start, end=stop, by="https")
-            else:
-                data = self._call(file.path, "cat_file", start=start, end=stop)
+            data: bytes = self._call("cat_file", file.path, start=start, end=stop)
         except _BehindTheEnd:
             return b""
+        if len(data) == file.size > stop - start:
+            what = "the server sends whole files only; serve them with range requests"
+            raise Refused(f"{file.shown}: {what}, or copy the file to this machine")
         return data
 
-    def _check(self, file: File) -> None:
+    @override
+    def check(self, file: File) -> None:
+        if self.scheme == "hf":  # a commit does not change
+            return
         found = self._look(file.path)
         if found.size != file.size:
             raise resized(file, found.size)
         if file.tag is not None and found.tag not in (file.tag, None):
             raise ValueError(changed(file, f"is version {found.tag} and was {file.tag}"))
 
-    def tag(self, file: File) -> str:
-        """Return the ETag of the listing or the server; without one, a digest of the first and last 64 KiB."""
-        return file.tag or self.look(file.path).tag or ends(self.fetch, file)
+    @override
+    def look(self, path: str) -> File:
+        return self.storage.retry(lambda: self._look(path), f"looking at {redact(path)}")
 
-    def look(self, path: str) -> Listed:
-        """Return the size and tag of a file.
+    def _look(self, path: str) -> File:
+        """Look once.
 
         Raises:
             Refused: if the server does not tell the size, by which a file that was cut off or has grown is noticed.
         """
-        return self.storage.retry(lambda: self._look(path), f"looking at {redact(path)}")
-
-    def _look(self, path: str) -> Listed:
         if self.scheme != "hf":
             self._filesystem(self.scheme).invalidate_cache()  # it would answer from an earlier listing
-        found = listed(path, self._call(path, "info"))
-        if found.size is None:
-            raise Refused(
-                f"{redact(path)}: the server does not tell the file's size; copy it to this machine"
-            )
-        return found
+        return self._listed(path, self._call("info", path))
 
-    def find(self, pattern: str) -> list[Listed]:
+    def _listed(self, path: str, info: Mapping[str, Any]) -> File:
+        if info.get("size") is None:
+            what = "the server does not tell the file's size; copy it to this machine"
+            raise Refused(f"{redact(path)}: {what}")
+        return File(path, size=info["size"], tag=tag_of(info))
+
+    def find(self, pattern: str) -> list[File]:
         """Return the files that a glob matches, by one listing.
 
         Raises:
@@ -130,33 +87,22 @@ class RemoteStorage:
                 f"{redact(pattern)!r} is a glob, and a web server does not list files; name each file, or a manifest"
             )
         found = self.storage.retry(
-            lambda: self._call(pattern, "glob", detail=True), f"listing {redact(pattern)}"
+            lambda: self._call("glob", pattern, detail=True), f"listing {redact(pattern)}"
         )
         return [
-            listed(f"{self.scheme}://{path.lstrip('/')}", info)
+            self._listed(f"{self.scheme}://{path.lstrip('/')}", info)
             for path, info in found.items()
             if info["type"] == "file"
         ]
 
+    @override
     def pinned(self, paths: Sequence[str]) -> list[str]:
-        """Return paths of the Hub at their commits; other paths unchanged."""
         if self.scheme != "hf":
             return list(paths)
-        fs, timeout = self._filesystem("hf"), self.storage.timeout
         safely = lambda path, call: self.storage.retry(  # noqa: E731 - typed where it is taken
             lambda: self._safely(path, call), f"looking at {redact(path)}"
         )
-        return pinned(fs, paths, timeout=timeout, safely=safely)
-
-    def whole(self, path: str) -> bytes:
-        """Read all of a small file."""
-        return self.head(path, None)[0]
-
-    def head(self, path: str, count: int | None) -> tuple[bytes, int]:
-        """Return the first bytes of a file, ``count`` unless it is shorter, and its size."""
-        size = self.look(path).size or 0
-        self._checked_here().add(path)
-        return self.fetch(File(path, path, size), 0, size if count is None else min(count, size)), size
+        return pinned(self._filesystem("hf"), paths, timeout=self.storage.timeout, safely=safely)
 
     def store(self, local: Path, path: str) -> None:
         """Store a file of this machine, whole or not at all; a file that is there is replaced.
@@ -168,7 +114,7 @@ class RemoteStorage:
 
         def store() -> None:
             try:
-                self._call(path, "put_file", local=str(local), timeout=self.storage.timeout + size / SLOWEST)
+                self._call("put_file", path, str(local), timeout=self.storage.timeout + size / SLOWEST)
             except FileNotFoundError:
                 raise FileNotFoundError(
                     f"{redact(path)}: there is no such bucket, or container; make it"
@@ -178,16 +124,19 @@ class RemoteStorage:
 
         self.storage.retry(store, f"storing {redact(path)}")
 
-    def _call(
-        self, path: str, name: str, *, by: str = "", timeout: float = 0, local: str = "", **settings: Any
-    ) -> Any:
-        """Call a method of the file system of a scheme with a path."""
-        fs = self._filesystem(by or self.scheme)
-        url = web_address(self._filesystem("hf"), path) if by else path
-        paths = [local, url] if local else [url]
+    def _call(self, name: str, path: str, *before: str, timeout: float = 0, **settings: Any) -> Any:
+        """Call a method of the file system with a path, which stands behind the arguments ``before``.
+
+        Ranges of the Hub's files are read as those of a web server: its own file system looks files up, reads ahead,
+        and retries.
+        """
+        scheme, url = self.scheme, path
+        if (scheme, name) == ("hf", "cat_file"):
+            scheme, url = "https", web_address(self._filesystem("hf"), path)
+        fs = self._filesystem(scheme)
         if fs.async_impl:
             settings["timeout"] = timeout or self.storage.timeout
-        return self._safely(path, lambda: getattr(fs, name)(*paths, **settings))
+        return self._safely(path, lambda: getattr(fs, name)(*before, url, **settings))
 
     def _safely(self, path: str, call: Callable[[], Result]) -> Result:
         """Call a library. Its errors hold URLs and headers, with secrets, so they are replaced by errors without."""
@@ -201,37 +150,35 @@ class RemoteStorage:
             raise ours.with_traceback(error.__traceback__ if isinstance(ours, Refused) else None) from None
 
     def _filesystem(self, scheme: str) -> Any:
-        """Return a file system of this process. One that a fork copied cannot be used, as its threads are gone."""
-        if self._made[0] != os.getpid():
-            _INHERITED.append(self._made[1])
-            self._made = (os.getpid(), {})
-        if (found := self._made[1].get(scheme)) is None:
+        """Return a file system of this process."""
+        made = self.own()[2]
+        if scheme not in made:
             options = self.storage.options
             if scheme != self.scheme:
                 options = http_options(self._filesystem("hf"))
-            found = self._made[1][scheme] = _make(scheme, options)
-        return found
+            made[scheme] = _make(scheme, options)
+        return made[scheme]
 
 
 class _BehindTheEnd(OSError):
     """The error for a range that lies behind a file's end."""
 
 
-def listed(path: str, info: Mapping[str, Any]) -> Listed:
-    """Return what a file system says of a file. Of several tags, a digest of the content is taken.
+def tag_of(info: Mapping[str, Any]) -> str | None:
+    """Return the tag of what a file system says of a file. Of several, a digest of the content is taken.
 
-    >>> listed("gs://a/b", {"size": 3, "etag": "CKih16GjycICEAE=", "md5Hash": "kAFQmDzST7DWlj99KOF/cg=="}).tag
+    >>> tag_of({"size": 3, "etag": "CKih16GjycICEAE=", "md5Hash": "kAFQmDzST7DWlj99KOF/cg=="})
     'kAFQmDzST7DWlj99KOF/cg=='
     """
-    digests = (
-        (info.get("lfs") or {}).get("sha256"),
-        info.get("blob_id"),
-        info.get("md5Hash"),
-        info.get("crc32c"),
-    )
     md5 = (info.get("content_settings") or {}).get("content_md5")  # of Azure
-    tags = (info.get("ETag"), *digests, bytes(md5).hex() if md5 else None, info.get("etag"))
-    return Listed(path, info.get("size"), opaque(next((tag for tag in tags if tag), None)))
+    tags = (
+        info.get("ETag"),
+        (info.get("lfs") or {}).get("sha256"),
+        *(info.get(name) for name in ("blob_id", "md5Hash", "crc32c")),
+        bytes(md5).hex() if md5 else None,
+        info.get("etag"),
+    )
+    return opaque(next((tag for tag in tags if tag), None))
 
 
 def opaque(tag: str | None) -> str | None:
@@ -246,70 +193,65 @@ def opaque(tag: str | None) -> str | None:
     return tag.removeprefix("W/").strip('"') if tag else None
 
 
-def _replaced(error: Exception, shown: str, timeout: float) -> Exception:
+def _replaced(error: BaseException, shown: str, timeout: float) -> Exception:
     """Return an error without secrets in place of a library's. Its class decides whether the request is tried again."""
-    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
-    if isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp"):
-        assert isinstance(cause, Exception)
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and (isinstance(cause, OSError) or _of_aiohttp(cause)):
+        assert cause is not None
         error = cause  # fsspec's HTTP says of any failure of a look-up that the file is not there
-    if (status := _status(error)) is not None:
-        return _refusal(shown, *status)
-    if isinstance(error, TimeoutError):
-        return TimeoutError(f"{shown}: no answer within {timeout:g} s")
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(f"{shown}: there is no such file")
-    if isinstance(error, PermissionError) or (type(error) is OSError and str(error).startswith("Forbidden")):
-        return PermissionError(f"{shown}: access is denied")  # gcsfs says so by a word
-    if isinstance(error, PERMANENT):
-        return type(error)(f"{shown}: refused")
+    status, headers = _answer(error)
     name = type(error).__name__
-    if name in _SETTINGS:
-        return Refused(f"{shown}: {name}; {_SETTINGS[name]}")
-    if isinstance(error, OSError) and error.errno == errno.EINVAL:
-        return _BehindTheEnd(shown)
-    # A library raises errors of its own for lost connections, or these of Python.
-    own = type(error).__module__ != "builtins"
-    if own and isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
-        return Refused(f"{shown}: {name} (its text, which may hold secrets, is left out)")
-    if own or isinstance(error, OSError | EOFError) or type(error) in (RuntimeError, Exception):
-        return ConnectionError(f"{shown}: {name}")
-    return Refused(f"{shown}: {name} (its text, which may hold secrets, is left out)")
-
-
-def _status(error: BaseException) -> tuple[int, Mapping[str, str]] | None:
-    """Return the HTTP status of a library's error, and the answer's headers; None if it has none."""
-    for each in (error, error.__cause__):
-        response: Any = getattr(each, "response", None)
-        if isinstance(response, Mapping):  # of botocore
-            said = response.get("ResponseMetadata", {})
-            status, headers = said.get("HTTPStatusCode"), said.get("HTTPHeaders")
-        elif response is not None:  # of huggingface_hub and Azure
-            status, headers = getattr(response, "status_code", None), getattr(response, "headers", None)
-        elif each is error and not type(error.__cause__).__module__.startswith("aiohttp"):
-            # Of aiohttp, where it is no answer that could not be understood, and of gcsfs.
-            status = getattr(each, "status", None) or getattr(each, "code", None)
-            headers = getattr(each, "headers", None)
-        else:
-            continue
-        if str(status).isdecimal():
-            return int(str(status)), headers or {}
-    return None
-
-
-def _refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
-    what = f"{shown}: HTTP {status}"
-    if status == 416:
-        return _BehindTheEnd(what)
+    said = f"{shown}: HTTP {status}, " if status else f"{shown}: "
     if status in TEMPORARY or status >= 500:
-        busy = Busy(what)
+        busy = Busy(f"{said}try later")
         after = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
         busy.retry_after = float(after) if after.isdecimal() else 0.0
         return busy
-    if status in (404, 410):
-        return FileNotFoundError(f"{what}, there is no such file")
-    if status in (401, 403, 407):
-        return PermissionError(f"{what}, access is denied")
-    return Refused(what)
+    if status == 416 or (not status and isinstance(error, OSError) and error.errno == errno.EINVAL):
+        return _BehindTheEnd(shown)
+    if status in (404, 410) or (not status and isinstance(error, FileNotFoundError)):
+        return FileNotFoundError(f"{said}there is no such file")
+    forbidden = isinstance(error, PermissionError) or str(error).startswith(
+        "Forbidden"
+    )  # gcsfs says so by a word
+    if status in (401, 403, 407) or (not status and forbidden):
+        return PermissionError(f"{said}access is denied")
+    if status:
+        return Refused(f"{said}refused")
+    if isinstance(error, TimeoutError):
+        return TimeoutError(f"{said}no answer within {timeout:g} s")
+    if name in _SETTINGS:
+        return Refused(f"{said}{name}; {_SETTINGS[name]}")
+    # A library raises errors of its own for lost connections, or these of Python.
+    own = type(error).__module__ != "builtins" and not isinstance(error, ValueError)
+    of_python = isinstance(error, OSError | EOFError | json.JSONDecodeError) or type(error) in (
+        RuntimeError,
+        Exception,
+    )
+    if (own or of_python) and not isinstance(error, PERMANENT):
+        return ConnectionError(f"{said}{name}")
+    return Refused(f"{said}{name} (its text, which may hold secrets, is left out)")
+
+
+def _of_aiohttp(error: BaseException | None) -> bool:
+    return type(error).__module__.startswith("aiohttp")
+
+
+def _answer(error: BaseException) -> tuple[int, Mapping[str, str]]:
+    """Return the HTTP status of a library's error, 0 if it has none, and the answer's headers."""
+    for each in (error, error.__cause__):
+        found: Any = getattr(each, "response", None)  # of huggingface_hub, Azure and botocore
+        if found is None and each is error and not _of_aiohttp(error.__cause__):
+            found = error  # of gcsfs, and of aiohttp where it is no answer that could not be understood
+        if isinstance(found, Mapping):  # of botocore
+            about = found.get("ResponseMetadata", {})
+            values, headers = iter([about.get("HTTPStatusCode")]), about.get("HTTPHeaders")
+        else:
+            values = (getattr(found, name, None) for name in ("status_code", "status", "code"))
+            headers = getattr(found, "headers", None)
+        if status := next((int(value) for value in values if str(value).isdecimal()), 0):
+            return status, headers or {}
+    return 0, {}
 
 
 _CREDENTIALS = (

@@ -181,7 +181,7 @@ def held_out_rows_trained(good, self, row):
 @replaces(TokenShardSource, "cut")
 def shard_that_is_gone_not_cut(good, self, num_lanes, parallel_map):
     """A token shard that is gone is one part, so that a resume finds other parts than before in its lanes."""
-    sizes = [layout.tokens for layout in self.layouts]
+    sizes = [layout.units for layout in self.layouts]
     return divide(self.counts, num_lanes, sizes=sizes, whole=set(self.bad))
 
 

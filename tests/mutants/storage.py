@@ -19,7 +19,7 @@ from streampack.storage.retries import PERMANENT, Storage
 from tests.mutants.registry import replaces
 
 
-@replaces(RemoteStorage, "_read")
+@replaces(RemoteStorage, "read")
 def short_answers_filled_up(good, self, file, start, stop):
     """A server's answer that is shorter than the range is taken, filled up with zeros."""
     data = bytes(good(self, file, start, stop))
@@ -93,7 +93,7 @@ def folder_in_use_not_refused(good, folder, **settings):
         yield
 
 
-@replaces(LocalStorage, "fetch")
+@replaces(LocalStorage, "read")
 def grown_file_read_on(good, self, file, start, stop):
     """A file that has grown since it was listed is read as if it had not changed."""
     size = max(file.size, Path(file.path).stat().st_size) if Path(file.path).exists() else file.size

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +31,6 @@ def test_shards_of_the_work_make_the_same_bytes(tmp_path: Path, count: int) -> N
     assert len(content(run(source, out, finish=True))) == len(expected)
     assert content(out) == expected
     assert sorted(path.name for path in out.iterdir()) == sorted(expected)
-
-
-def test_two_writers_of_every_lane_of_a_folder(tmp_path: Path) -> None:
-    source, out = corpus(tmp_path / "corpus"), tmp_path / "out"
-    encoder = Logged(tmp_path / "log", seconds=0.001)
-    fork = mp.get_context("fork")
-    pair = [
-        fork.Process(target=run, args=(source, out), kwargs={"encoder": encoder, "shard": (0, 1)})
-        for _ in range(2)
-    ]
-    for process in pair:
-        process.start()
-    for process in pair:
-        process.join()
-    assert [process.exitcode for process in pair] == [0, 0]
-    assert (tmp_path / "log").read_text().count("\n") > 500, "both wrote"
-    assert content(run(source, out, encoder=encoder, finish=True)) == content(run(source, tmp_path / "whole"))
 
 
 def test_shards_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +104,28 @@ def test_the_bytes_in_a_store_are_those_of_a_local_run(
     assert into(memory, source, place) == expected
     later = [name for name in expected if name.startswith("tokens-00002") and name > "tokens-00002-00000.bin"]
     assert made == [*later, "index.json"]
+
+
+@pytest.mark.parametrize("shard", [(0, 1), None])
+@pytest.mark.parametrize("place", ["here", "store"])
+def test_two_writers_of_every_lane_of_a_folder(
+    memory: Store, tmp_path: Path, place: str, shard: tuple[int, int] | None
+) -> None:
+    """Whichever is first to complete the folder removes what the other has begun."""
+    source = corpus(tmp_path / "corpus")
+    out: Any = tmp_path / "out" if place == "here" else f"{memory.url}/tokens"
+    settings = {"shard": shard, "storage": {"options": memory.options}}
+
+    with ThreadPoolExecutor() as pool:
+        calls = [
+            pool.submit(run, source, out, encoder=Logged(tmp_path / "log", seconds=seconds), **settings)
+            for seconds in (0.001, 0.003)
+        ]
+    assert [call.result() for call in calls] == [out, out]
+    assert (tmp_path / "log").read_text().count("\n") > 400, "both wrote"
+    run(source, out, finish=True, storage=settings["storage"])
+    made = content(tmp_path / "out") if place == "here" else stored(memory, out)
+    assert made == content(run(source, tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("after", [40, 250])
