@@ -10,7 +10,7 @@ import numpy as np
 
 from streampack.sources.corpus_lists import CorpusList, Entry
 from streampack.sources.parts import Damage, Part, Record, deal, share, sharing
-from streampack.sources.parts_reader import read_parts
+from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.source import Source
 from streampack.storage.base import File, ParallelMap, Problem, gone, map_in_threads
@@ -93,7 +93,7 @@ class FileSource(Source):
                 raise Damage(problem, offset=offset)
             return self.records(part, offset, fetcher)
 
-        return read_parts(
+        return PartsReader(
             self._parts_of(reading),
             reading,
             open_part=open_part,

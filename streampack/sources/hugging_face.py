@@ -16,7 +16,7 @@ from streampack.sources.arrow_rows import ArrowBatch, holds_ids
 from streampack.sources.examples import EXAMPLES, Example, leading, leading_marks, marks
 from streampack.sources.memory import MapSource
 from streampack.sources.parts import Part, Record, deal, share, sharing
-from streampack.sources.parts_reader import read_parts
+from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, own_row
 from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
 from streampack.sources.source import Source
@@ -171,7 +171,7 @@ class _Stream(Source):
         return leading(self._rows(0), count, part=0)
 
     def read(self, reading: Reading) -> Reader:
-        return read_parts(
+        return PartsReader(
             self._lanes(reading.num_lanes)[reading.lane],
             reading,
             open_part=lambda part, offset: self._records(part.file, offset),

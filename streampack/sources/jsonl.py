@@ -299,8 +299,10 @@ class JSONLSource(FileSource):
                 if line and not line.isspace():
                     yield begin, line, at
         except DAMAGED as error:
-            what = f"damaged after byte {at} of its content" if at else "no file of its kind, or damaged"
-            raise Damage(f"it cannot be decompressed: it is {what}: {error}", offset=at) from None
+            what = (
+                f"the file is damaged after byte {at} of its content" if at else "it cannot be decompressed"
+            )
+            raise Damage(f"{what}: {error}", offset=at) from None
         if at == 0:
             raise Damage(EMPTY, offset=0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
@@ -22,6 +22,7 @@ Found = tuple[int, int, Any]
 REMOVED: Any = object()
 """Stands for the raw data of a record whose file was removed since it was read first."""
 
+
 DamageOf = Callable[[Exception, Part, int], Damage | None]
 """``(error, part, offset)`` returns what an error of the storage means for the rest of a part; None if it may pass."""
 
@@ -29,8 +30,8 @@ DamageOf = Callable[[Exception, Part, int], Damage | None]
 class PartsReader(Reader):
     """Reads the records of a lane's parts, one part after the other, and decodes them to rows.
 
-    The cursor is ``(part, offset, 0)``: an index into the parts, which are in the order of reading already, and the
-    byte or row number in that part's file where the next record begins or is searched for.
+    The cursor is ``(part, offset, 0)``: an index into the parts, in the order of reading, and the byte or row number in
+    that part's file where the next record begins or is searched for.
 
     With a ``shuffle_window``, so many records are read at once, and their rows come in a permuted order. Within a
     window the cursor is ``(part, offset, index, *counts)``: the window begins there, ``index`` of its rows were
@@ -40,162 +41,6 @@ class PartsReader(Reader):
     A resume reads the window again, and no row before it. (A compressed file is also decompressed from its beginning,
     as without shuffling.) If a file of it was removed since, its records keep their places in the order, by their
     count, and are passed over. Records are held as they are stored, and each is decoded when its row is asked for.
-
-    `read_parts` describes the arguments.
-    """
-
-    cursor: Cursor = ()
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        reading: Reading,
-        open_part: Callable[[int, int], Iterator[Record]],
-        decode: Callable[[Part, int, Any], Mapping[str, Any]],
-        place: Callable[[Part, int], str],
-        locate: Callable[[RowId], str],
-        damage: DamageOf,
-        empty: set[Part],
-        prepare: Callable[[int, int], None] | None,
-    ) -> None:
-        self.parts = parts
-        self.reading = reading
-        self.empty = empty
-        self.open_part = open_part
-        self.decode = decode
-        self.place = place
-        self.locate = locate
-        self.damage = damage
-        self.prepare_at = prepare
-        self.cursor = reading.start or (0, parts[0].start if parts else 0, 0)
-        self.position: tuple[int, int] = self.cursor[:2]  # type: ignore[assignment]  # behind what was found
-        self.found = self._find(*self.position)
-        # With a shuffle window: where it begins, how many records of each part it has, and those that are left of it.
-        self.start = self.position
-        self.counts: list[int] = []
-        self.window: deque[Found] = deque()
-        # Of the window in which reading resumes, until it is read.
-        self.resumes_at = self.cursor[2]
-        self.expected = list(self.cursor[3:])
-
-    @override
-    def __next__(self) -> Row:
-        if self.reading.shuffle_window:
-            found = self._next_of_window()
-        else:
-            found = next(self.found, None)
-            self.cursor = (*self.position, 0)
-        if found is None:
-            assert self.position[0] >= len(self.parts), "an error has ended this reader"
-            raise StopIteration
-        part_index, offset, raw = found
-        part = self.parts[part_index]
-        row_id = (part.file, offset)
-        try:
-            if not isinstance(raw, Damage):
-                return Row(self.decode(part, offset, raw), row_id)
-        except ValueError as error:
-            raise BadRecord(str(error), row_id=row_id, locate=self.locate) from None
-        raise BadRecord(str(raw), row_id=row_id, locate=self.locate) from raw.__cause__
-
-    @override
-    def prepare(self) -> None:
-        """Let the next records be read; with a shuffle window, if little of the current one is left."""
-        if self.prepare_at is not None and len(self.window) <= self.reading.shuffle_window // 4:
-            self.prepare_at(*self.position)
-
-    def _next_of_window(self) -> Found | None:
-        """Return the next record of the window, or of the next one; None at the end of the parts."""
-        while True:
-            if not self.window and not self._read_window():
-                return None
-            found = self.window.popleft()
-            if self.window:
-                self.cursor = (*self.start, sum(self.counts) - len(self.window), *self.counts)
-            else:  # a resume need not read the window again
-                self.cursor = (*self.position, 0)
-            if found[2] is not REMOVED:
-                return found
-
-    def _read_window(self) -> bool:
-        """Read and permute windows until one has records left; return False at the end of the parts.
-
-        Raises:
-            ValueError: if it was read before a resume, and had other records then.
-            FileNotFoundError: if that is so because a file is gone.
-        """
-        while not self.window:
-            self.start = self.position
-            if self.prepare_at is not None:
-                self.prepare_at(*self.position)
-            records = list(islice(self.found, self.reading.shuffle_window))
-            of_parts = Counter(map(itemgetter(0), records))
-            self.counts = [of_parts[i] for i in range(self.start[0], max(of_parts, default=-1) + 1)]
-            if self.expected and self.expected != self.counts:
-                for _, _, raw in records:
-                    if isinstance(raw, Damage) and isinstance(raw.__cause__, FileNotFoundError):
-                        raise raw.__cause__
-                raise ValueError(f"lane {self.reading.lane}: {OTHER_RECORDS}")
-            order = permutation(len(records), *self.reading.key, *self.start)
-            self.window = deque(records[i] for i in order[self.resumes_at :])
-            self.expected, self.resumes_at = [], 0
-            if not records:
-                self.cursor = (*self.position, 0)
-                return False
-        return True
-
-    def _find(self, first: int, offset: int) -> Iterator[Found]:
-        """Yield the records from an offset of a part on, with `position` behind each."""
-        removed = dict(enumerate(self.cursor[3:], first))
-        for index in range(first, len(self.parts)):
-            part = self.parts[index]
-            begin = offset if index == first else part.start
-            self.position = (index, begin)
-            if part.file == REMOVED_FILE:
-                yield from [(index, begin, REMOVED)] * removed.get(index, 0)
-            elif part not in self.empty:
-                yield from self._records_of(index, begin)
-        self.position = (len(self.parts), 0)
-
-    def _records_of(self, index: int, begin: int) -> Iterator[Found]:
-        part = self.parts[index]
-        while True:
-            at = begin
-            try:
-                for offset, raw, at in self.open_part(index, begin):
-                    self.position = (index, at)
-                    yield index, offset, raw
-                if at == part.start:
-                    self.empty.add(part)
-                return
-            except Exception as error:
-                damage = error if isinstance(error, Damage) else self.damage(error, part, at)
-                if damage is None:
-                    error.add_note(f"while reading {self.place(part, at)}")
-                    raise
-            # A footer or an index that fails lies at 0, and each part of its file is a bad record of its own.
-            offset = max(at, damage.offset)
-            following = self.parts[index + 1].start if index + 1 < len(self.parts) else 0
-            self.position = (index + 1, following) if damage.resume is None else (index, damage.resume)
-            yield index, offset, damage
-            if damage.resume is None:
-                return
-            begin = damage.resume
-
-
-def read_parts(
-    parts: Sequence[Part],
-    reading: Reading,
-    *,
-    open_part: OpenPart,
-    locate: Callable[[RowId], str],
-    decode: Callable[[Part, int, Any], Mapping[str, Any]] = lambda part, offset, raw: raw,
-    place: Callable[[Part, int], str] | None = None,
-    ahead: Fetcher | None = None,
-    empty: set[Part] | None = None,
-    damage: DamageOf = lambda error, part, offset: None,
-) -> PartsReader:
-    """Open a reader of a lane's parts, in the order that ``reading`` asks for.
 
     Args:
         parts: the lane's parts, in corpus order.
@@ -209,15 +54,128 @@ def read_parts(
         empty: parts without records, which are not opened; the reader adds those that it finds.
         damage: see `DamageOf`.
     """
-    if reading.shuffle_window:
-        parts = [parts[i] for i in permutation(len(parts), *reading.key)]
-    if place is None:
-        place = lambda part, offset: locate((part.file, offset))  # noqa: E731
-    empty = set() if empty is None else empty
-    opened = in_turns(open_part)
-    open_at: Callable[[int, int], Iterator[Record]] = lambda i, offset: opened(parts[i], offset)  # noqa: E731
-    prepare = None
-    if ahead is not None:
-        threads = Ahead(parts, empty, opened, fetcher=ahead, window=reading.shuffle_window)
-        open_at, prepare = threads.open, threads.prepare
-    return PartsReader(parts, reading, open_at, decode, place, locate, damage, empty, prepare)
+
+    cursor: Cursor = ()
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        reading: Reading,
+        *,
+        open_part: OpenPart,
+        locate: Callable[[RowId], str],
+        decode: Callable[[Part, int, Any], Mapping[str, Any]] = lambda part, offset, raw: raw,
+        place: Callable[[Part, int], str] | None = None,
+        ahead: Fetcher | None = None,
+        empty: set[Part] | None = None,
+        damage: DamageOf = lambda error, part, offset: None,
+    ) -> None:
+        window = reading.shuffle_window
+        self.parts = [parts[i] for i in permutation(len(parts), *reading.key)] if window else parts
+        self.reading = reading
+        self.locate = locate
+        self.decode = decode
+        self.place = place or (lambda part, offset: locate((part.file, offset)))
+        self.empty = set() if empty is None else empty
+        self.damage = damage
+        opened = in_turns(open_part)
+        self.open: Callable[[int, int], Iterator[Record]] = lambda i, offset: opened(self.parts[i], offset)
+        self.ahead = None
+        if ahead is not None:
+            self.ahead = Ahead(self.parts, self.empty, opened, fetcher=ahead, window=window)
+            self.open = self.ahead.open
+        self.cursor = reading.start or (0, self.parts[0].start if parts else 0, 0)
+        self.position: tuple[int, int, int] = (*self.cursor[:2], 0)  # type: ignore[assignment]  # behind what was read
+        self.window: list[Found] = []  # what is left of it, the next record last
+        self.found = self._windows() if window else self._records()
+
+    @override
+    def __next__(self) -> Row:
+        found = next(self.found, None)
+        if not self.reading.shuffle_window:
+            self.cursor = self.position
+        if found is None:
+            assert self.position[0] >= len(self.parts), "an error has ended this reader"
+            raise StopIteration
+        part, offset, raw = self.parts[found[0]], *found[1:]
+        try:
+            if not isinstance(raw, Damage):
+                return Row(self.decode(part, offset, raw), (part.file, offset))
+            reason, cause = str(raw), raw.__cause__
+        except ValueError as error:
+            reason, cause = str(error), None
+        raise BadRecord(reason, row_id=(part.file, offset), locate=self.locate) from cause
+
+    @override
+    def prepare(self) -> None:
+        """Let the next records be read; with a shuffle window, if little of the current one is left."""
+        if self.ahead is not None and len(self.window) <= self.reading.shuffle_window // 4:
+            self.ahead.prepare(*self.position[:2])
+
+    def _windows(self) -> Iterator[Found]:
+        """Yield the records of one window after the other, and move the cursor behind each.
+
+        Raises:
+            ValueError: if a window was read before a resume, and had other records then.
+            FileNotFoundError: if that is so because a file is gone.
+        """
+        records = self._records()
+        done, expected = self.cursor[2], list(self.cursor[3:])  # of the window in which reading resumes
+        while True:
+            first, begin, _ = self.position
+            self.prepare()
+            read = list(islice(records, self.reading.shuffle_window))
+            of_parts = Counter(map(itemgetter(0), read))
+            counts = [of_parts[i] for i in range(first, max(of_parts, default=-1) + 1)]
+            if expected and expected != counts:
+                for _, _, raw in read:
+                    if isinstance(raw, Damage) and isinstance(raw.__cause__, FileNotFoundError):
+                        raise raw.__cause__
+                raise ValueError(f"lane {self.reading.lane}: {OTHER_RECORDS}")
+            size = len(read)
+            order = permutation(size, *self.reading.key, first, begin)
+            self.window = window = [read[i] for i in order[done:][::-1]]
+            del read  # so that each record is freed when its row was made
+            while window:
+                found = window.pop()
+                # Behind its last record, a resume need not read the window again.
+                self.cursor = (first, begin, size - len(window), *counts) if window else self.position
+                if found[2] is not REMOVED:
+                    yield found
+            if not size:
+                self.cursor = self.position
+                return
+            done, expected = 0, []
+
+    def _records(self) -> Iterator[Found]:
+        """Yield the records behind `position`, and move it behind each."""
+        first, offset_of_first, _ = self.position
+        removed = dict(enumerate(self.cursor[3:], first))
+        for index in range(first, len(self.parts)):
+            part = self.parts[index]
+            begin: int | None = offset_of_first if index == first else part.start
+            self.position = (index, begin, 0)
+            if part.file == REMOVED_FILE:
+                yield from [(index, begin, REMOVED)] * removed.get(index, 0)
+            if part.file == REMOVED_FILE or part in self.empty:
+                continue
+            while begin is not None:
+                at = begin
+                try:
+                    for offset, raw, at in self.open(index, begin):
+                        self.position = (index, at, 0)
+                        yield index, offset, raw
+                    if at == part.start:
+                        self.empty.add(part)
+                    break
+                except Exception as error:
+                    damage = error if isinstance(error, Damage) else self.damage(error, part, at)
+                    if damage is None:
+                        error.add_note(f"while reading {self.place(part, at)}")
+                        raise
+                following = self.parts[index + 1].start if index + 1 < len(self.parts) else 0
+                begin = damage.resume
+                self.position = (index + 1, following, 0) if begin is None else (index, begin, 0)
+                # A footer or an index that fails lies at 0, and each part of its file is a bad record of its own.
+                yield index, max(at, damage.offset), damage
+        self.position = (len(self.parts), 0, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example, first_rows
 from streampack.sources.parts import Part, Record
-from streampack.sources.parts_reader import read_parts
+from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, own_row
 from streampack.types import Cursor, RowId
 
@@ -66,7 +66,7 @@ class Source(ABC):
 
     def read(self, reading: Reading) -> Reader:
         """Open a reader of one lane's rows in one epoch."""
-        return read_parts(
+        return PartsReader(
             [Part(0, reading.lane)],
             reading,
             open_part=lambda part, offset: self._numbered(offset, reading),

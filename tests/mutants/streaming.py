@@ -41,13 +41,13 @@ def cursor_off_by_one(good, self):
     return (self.index + 1,)
 
 
-@replaces(PartsReader, "_next_of_window")
+@replaces(PartsReader, "__next__")
 def cursor_behind_the_row(good, self):
     """Within a shuffle window, the cursor is behind the next row, not before it."""
-    found = good(self)
+    row = good(self)
     part, offset, at, *counts = self.cursor
     self.cursor = (part, offset, at + (at > 0), *counts)
-    return found
+    return row
 
 
 @replaces(permutation)
