@@ -153,12 +153,11 @@ class PartsReader(Reader):
         removed = dict(enumerate(self.cursor[3:], first))
         for index in range(first, len(self.parts)):
             part = self.parts[index]
-            begin: int | None = offset_of_first if index == first else part.start
-            self.position = (index, begin, 0)
+            at = offset_of_first if index == first else part.start
+            self.position = (index, at, 0)
             if part.file == REMOVED_FILE:
-                yield from [(index, begin, REMOVED)] * removed.get(index, 0)
-            if part.file == REMOVED_FILE or part in self.empty:
-                continue
+                yield from [(index, at, REMOVED)] * removed.get(index, 0)
+            begin = None if part.file == REMOVED_FILE or part in self.empty else at
             while begin is not None:
                 at = begin
                 try:
