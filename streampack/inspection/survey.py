@@ -152,12 +152,14 @@ def _losses(tally: Tally, config: LaneConfig, epoch: Epoch) -> list[Loss]:
         # Rows that train nothing are told of where they are packed, too.
         count = int(by.sum() or (rows.untrained.sum() if reason == "untrained" else 0))
         if count:
-            error = 0.0 if epoch.exact else float(np.std(weights * lost)) * math.sqrt(len(lost)) / whole
+            fraction = float(weights @ lost) / whole
+            differs = weights * (
+                lost - fraction * rows.length
+            )  # of a ratio: long rows count in both of its sums
+            error = 0.0 if epoch.exact else float(np.std(differs)) * math.sqrt(len(lost)) / whole
             stop = bool(by.any()) and stops.get(reason, False)
             examples = list(tally.examples[reason].values())
-            found.append(
-                Loss(reason, count, int(lost.sum()), float(weights @ lost) / whole, error, stop, examples)
-            )
+            found.append(Loss(reason, count, int(lost.sum()), fraction, error, stop, examples))
     return found
 
 
