@@ -298,8 +298,7 @@ def gone(error: FileNotFoundError, shown: str) -> str:
     >>> gone(FileNotFoundError("https://host/a: HTTP 410, there is no such file"), "https://host/a")
     'HTTP 410, there is no such file'
     """
-    answer = str(error).partition(f"{shown}: ")
-    return answer[2] if not answer[0] and answer[2] else GONE
+    return str(error).partition(f"{shown}: ")[2] or GONE
 
 
 def summarize(problems: Sequence[Problem], *, files: int) -> str:

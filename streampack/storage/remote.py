@@ -254,18 +254,14 @@ def _answer(error: BaseException) -> tuple[int, Mapping[str, str]]:
     return 0, {}
 
 
-_CREDENTIALS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for a public bucket options={'anon': True}"
-)
+_OF_AMAZON = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for a public bucket options={'anon': True}"
 _OF_GOOGLE = "set GOOGLE_APPLICATION_CREDENTIALS, or for a public bucket options={'token': 'anon'}"
 _SETTINGS = {
-    "NoCredentialsError": _CREDENTIALS,
-    "PartialCredentialsError": _CREDENTIALS,
+    **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError"), _OF_AMAZON),
+    **dict.fromkeys(("DefaultCredentialsError", "RefreshError"), _OF_GOOGLE),
     "ProfileNotFound": "correct AWS_PROFILE, or unset it",
     "ParamValidationError": "correct the name of the bucket or the key",
     "InvalidURL": "correct the URL",
-    "DefaultCredentialsError": _OF_GOOGLE,
-    "RefreshError": _OF_GOOGLE,
 }
 """Errors of libraries, by name, that another try would not change, each with the way out."""
 

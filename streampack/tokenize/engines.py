@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 from uuid import uuid4
 
 from streampack.distributed.parent import end_with_parent
-from streampack.tokenize.lane_shards import Job, Report, write_lane
+from streampack.tokenize.lane_shards import Job, write_lane
 
 RETRIES = 100
 """How often Ray starts a task again whose process or node died. A task goes on behind its last complete shard."""
@@ -18,19 +18,17 @@ RETRIES = 100
 _jobs: dict[str, Job] = {}
 """The job of a worker process by its name; a source knows from the first lane what it reads for the next ones."""
 
-
 # Of a worker process on this machine:
 _job: Job
-_counted: Any  # how many tokens all workers have written
-_failed: Any  # 1 once a worker failed
+_stop: Any  # its value is 1 once the others need not go on
 
 
 class Stopped(Exception):
     """Raised in a worker process to stop it, because another one failed."""
 
 
-def write_here(job: Job, lanes: Sequence[int], report: Report, *, workers: int) -> None:
-    """Write lanes on this machine, in ``workers`` processes or in this one.
+def write_here(job: Job, lanes: Sequence[int], *, workers: int) -> Generator[int, None, None]:
+    """Write lanes on this machine, in ``workers`` processes or in this one. Yields each that is done.
 
     Raises:
         ValueError: as `write_lane`; the other processes are stopped then.
@@ -38,52 +36,45 @@ def write_here(job: Job, lanes: Sequence[int], report: Report, *, workers: int) 
     """
     if workers == 1 or len(lanes) < 2:
         for lane in lanes:
-            write_lane(job, lane, report)
+            write_lane(job, lane)
+            yield lane
         return
-    counted, failed, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
-    with ProcessPoolExecutor(min(workers, len(lanes)), None, _start, (job, counted, failed)) as pool:
-        running = {pool.submit(_write, lane) for lane in lanes}
+    stop = mp.RawValue("b", 0)
+    with ProcessPoolExecutor(min(workers, len(lanes)), None, _start, (job, stop)) as pool:
         try:
-            while running:
-                done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                now = counted.value  # read once: workers keep counting
-                report(now - reported)
-                reported = now
+            for done in as_completed([pool.submit(_write, lane) for lane in lanes]):
+                yield done.result()
         except BrokenProcessPool:
             raise RuntimeError(
                 "a worker process was killed, perhaps for want of memory; the same call again goes on where it stopped"
             ) from None
         finally:
-            failed.value = 1
+            stop.value = 1
             pool.shutdown(cancel_futures=True)
 
 
-def _start(job: Job, counted: Any, failed: Any) -> None:
-    global _job, _counted, _failed
-    _job, _counted, _failed = job, counted, failed
+def _start(job: Job, stop: Any) -> None:
+    global _job, _stop
+    _job, _stop = job, stop
     end_with_parent()  # a worker that waits for its next lane would not notice that the main process was killed
 
 
-def _write(lane: int) -> None:
-    write_lane(_job, lane, _count)
+def _write(lane: int) -> int:
+    write_lane(_job, lane, between_rows=_require_going_on)
+    return lane
 
 
-def _count(tokens: int) -> None:
-    with _counted.get_lock():
-        _counted.value += tokens
-    if _failed.value:
+def _require_going_on() -> None:
+    if _stop.value:
         raise Stopped
 
 
-def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str | None) -> None:
-    """Write lanes as Ray tasks, one for each free CPU at a time.
+def write_on_ray(job: Job, lanes: Sequence[int], *, address: str | None) -> Generator[int, None, None]:
+    """Write lanes as Ray tasks, one for each free CPU at a time. Yields each that is done.
 
     Args:
         job: with a folder that all nodes have in common, or one behind a URL.
         lanes: to write.
-        report: called with the number of tokens of each lane that is done.
         address: of a cluster, such as ``"auto"``; None: that of ``RAY_ADDRESS``, otherwise a new one on this machine.
 
     Raises:
@@ -106,7 +97,7 @@ def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str
         running = [task.remote(name, shared, lane) for lane in lanes]
         while running:
             [done], running = ray.wait(running)
-            report(ray.get(done))
+            yield ray.get(done)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
@@ -121,12 +112,11 @@ def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str
 
 
 def _write_task(name: str, shared: list[Any], lane: int) -> int:
-    """Write a lane and return its new tokens; the body of a task."""
+    """Write a lane; the body of a task."""
     import ray
 
     if name not in _jobs:
         _jobs.clear()
         _jobs[name] = ray.get(shared[0])
-    written: list[int] = []
-    write_lane(_jobs[name], lane, written.append)
-    return sum(written)
+    write_lane(_jobs[name], lane)
+    return lane

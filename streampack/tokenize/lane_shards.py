@@ -14,13 +14,6 @@ from streampack.storage.folders import Folder
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Cursor, Row, Sample
 
-ROWS_PER_REPORT = 64
-"""After so many rows a worker reports its progress and checks whether another one failed."""
-
-ENDING = ".bin"
-Report = Callable[[int], object]
-"""A function that is called with the number of tokens written since its last call."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -48,7 +41,7 @@ class Progress(NamedTuple):
 
 def shard_name(lane: int, number: int) -> str:
     """Return the name of a lane's shard; sorted names are in the order of the lanes."""
-    return f"tokens-{lane:05d}-{number:05d}{ENDING}"
+    return f"tokens-{lane:05d}-{number:05d}.bin"
 
 
 def read_progress(job: Job, lane: int) -> Progress:
@@ -80,8 +73,8 @@ def read_progress(job: Job, lane: int) -> Progress:
     return progress
 
 
-def write_lane(job: Job, lane: int, report: Report) -> None:
-    """Write the remaining shards of a lane.
+def write_lane(job: Job, lane: int, between_rows: Callable[[], object] = lambda: None) -> None:
+    """Write the remaining shards of a lane. What ``between_rows`` raises ends that.
 
     Another process may do so, too: a shard's bytes follow from the job, and each gets its name when it is whole, so
     whichever copy comes last is the same.
@@ -93,11 +86,11 @@ def write_lane(job: Job, lane: int, report: Report) -> None:
     progress = read_progress(job, lane)
     if progress.ended:
         return
-    number, unreported = len(progress.shards), 0
-    notes = {"lane": lane, "plan": job.plan}
+    number, notes = len(progress.shards), {"lane": lane, "plan": job.plan}
     writer = ShardWriter(job.folder, shard_name(lane, number), dtype=job.plan["dtype"])
     try:
-        for count, (cursor, bad, found) in enumerate(_samples(job, progress), 1):
+        for cursor, bad, found in _samples(job, progress):
+            between_rows()
             if found is None:  # of a lane without rows, an empty shard tells other processes that it was read
                 writer.close({**notes, "next": None, "bad": bad})
                 break
@@ -105,11 +98,7 @@ def write_lane(job: Job, lane: int, report: Report) -> None:
                 writer.close({**notes, "next": cursor, "bad": bad})
                 number += 1
                 writer = ShardWriter(job.folder, shard_name(lane, number), dtype=job.plan["dtype"])
-            unreported += _append_document(job, *found, writer)
-            if count % ROWS_PER_REPORT == 0:
-                report(unreported)
-                unreported = 0
-        report(unreported)
+            _append_document(job, *found, writer)
     finally:
         writer.abandon()
 
@@ -147,8 +136,8 @@ def _samples(job: Job, progress: Progress) -> Iterator[tuple[Cursor, int, tuple[
         bad += 1
 
 
-def _append_document(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> int:
-    """Append a sample to a shard and return its length in tokens.
+def _append_document(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> None:
+    """Append a sample to a shard.
 
     Raises:
         ValueError: for a sample that a shard cannot hold; it is never skipped as a bad record.
@@ -162,4 +151,3 @@ def _append_document(job: Job, row: Row, sample: Sample, writer: ShardWriter) ->
         writer.append(sample.tokens, trained)
     except ValueError as error:
         raise ValueError(f"{job.config.source.locate(row.row_id)}: {error}") from error
-    return sample.tokens.size

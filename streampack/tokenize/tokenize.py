@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer
-from streampack.packing.samples import sample_from_row
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, SkipBad, quarantine_for
@@ -31,7 +30,7 @@ from streampack.storage.retries import Storage
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import encoder_identity
 from streampack.tokenize.engines import write_here, write_on_ray
-from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress
+from streampack.tokenize.lane_shards import Job, Progress, read_progress
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
@@ -44,9 +43,6 @@ SHARD_TOKENS = 1 << 26
 
 UINT16_VOCABULARY = 1 << 16
 """The largest vocabulary whose ids fit uint16."""
-
-PROBED_ROWS = 64
-"""How many rows are encoded to estimate the total of the progress bar."""
 
 ENGINES = ("processes", "ray")
 """Values of ``engine``."""
@@ -91,7 +87,7 @@ def tokenize(
         lanes: parts of the source. Default: as many as it fills, up to 64.
         shard_tokens: a shard ends with the document that reaches this number.
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
-        progress: show a bar, if tqdm is installed.
+        progress: show a bar of the lanes, if tqdm is installed.
         engine: ``"processes"``, or ``"ray"``: the lanes are tasks of a Ray cluster, as many at a time as it has CPUs.
             They are tried again where a process or a node dies. All nodes must reach the folder.
         address: of the Ray cluster, such as ``"auto"``. Default: that of ``RAY_ADDRESS``, otherwise a new one here.
@@ -146,11 +142,14 @@ def tokenize(
         elif missing:
             for what in shared_by_lanes(source, lanes):
                 log.warning("%s", what)
-            with _bar(job, found, shown=progress) as report:
-                if engine == "ray":
-                    write_on_ray(job, missing, report, address=address)
-                else:
-                    write_here(job, missing, report, workers=workers)
+            written = (
+                write_on_ray(job, missing, address=address)
+                if engine == "ray"
+                else write_here(job, missing, workers=workers)
+            )
+            with closing(written):
+                for _ in _with_bar(written, len(missing), folder) if progress else written:
+                    pass
         if shard is None:
             # Of the shards that are there, not of those that this call knows of: nothing keeps another call, with
             # other settings, from replacing some.
@@ -260,25 +259,11 @@ def _write_index(job: Job, lanes: Sequence[Progress]) -> None:
     write_file(folder, INDEX, json.dumps(index, indent=1).encode())
 
 
-@contextmanager
-def _bar(job: Job, found: Sequence[Progress], *, shown: bool) -> Iterator[Report]:
-    """Show a bar of the tokens that a job writes, if ``shown`` and tqdm is installed; yield what moves it."""
+def _with_bar(written: Iterable[int], count: int, folder: Folder) -> Iterable[int]:
+    """Show a bar of the lanes that are written, if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
-        shown = False
-    if not shown:
-        yield lambda tokens: None
-        return
-    total = None
-    with suppress(Exception):  # streams have no length; a broken row is reported where it is read
-        rows, scale = job.config.source.sample(PROBED_ROWS)
-        lengths = (sample_from_row(job.config.encode(row.data)).tokens.size for row in rows if row.data)
-        total = int(sum(lengths) * scale * len(found) / job.plan["lanes"])
-    done = sum(shard.tokens for progress in found for shard in progress.shards)
-    with tqdm(
-        total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.folder.shown}"
-    ) as bar:
-        yield bar.update
-        bar.total = bar.n  # this replaces the estimate
-        bar.refresh()
+        return written
+    found: Iterable[int] = tqdm(written, total=count, unit="lane", desc=f"tokenize {folder.shown}")
+    return found
