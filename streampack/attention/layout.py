@@ -15,9 +15,7 @@ from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.groups import paths_of
 from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups
 
-BOUNDARY_KEYS = (
-    "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
-)
+BOUNDARY_KEYS = "seq_lens, position_ids, input_pos or an attention_mask of 2 dimensions"
 
 
 class Packed(Protocol):
@@ -74,9 +72,8 @@ def positions_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
 def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
     """Return a dict as `Packed` by finding its sequences; anything else is returned as it is.
 
-    Boundaries are read from the first of these keys that the dict has: ``seq_lens``, ``cu_seq_lens_q``, ``seq_idx``
-    (where it changes), ``position_ids`` or ``input_pos`` (where they do not increase by one). A change in an
-    ``attention_mask`` of 2 dimensions is a boundary too, beside one of the last three keys or alone.
+    Boundaries are read from ``seq_lens``; without it they are where ``position_ids`` or ``input_pos`` do not increase
+    by one, and where an ``attention_mask`` of 2 dimensions changes.
 
     >>> flat = {"input_ids": torch.tensor([[7, 8, 9, 4, 5]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     >>> as_packed(flat).seq_lens
@@ -118,26 +115,15 @@ def _mark_starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor
     """Mark the tokens at which a sequence begins: ``[batch, tokens]`` bool."""
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, :1] = True
-    if (ends := batch.get("cu_seq_lens_q")) is not None:
-        if int(ends[-1]) != tokens.numel():
-            raise ValueError(
-                f"cu_seq_lens_q ends at {int(ends[-1])} and the batch has {tokens.numel()} tokens"
-            )
-        flat = torch.zeros(tokens.numel() + 1, dtype=torch.bool, device=tokens.device)
-        flat[ends.long()] = True
-        return starts | flat[:-1].view_as(starts)
-    within = {"seq_idx": 0, "position_ids": 1, "input_pos": 1}  # how each goes on within a sequence
-    found = [name for name in within if batch.get(name) is not None][:1]
-    if batch.get("attention_mask") is not None:
-        found.append("attention_mask")
-    for name in found:
-        values = batch[name]
+    steps = {"position_ids": 1, "input_pos": 1, "attention_mask": 0}  # how each goes on within a sequence
+    found = {name: batch[name] for name in steps if batch.get(name) is not None}
+    for name, values in found.items():
         if values.ndim != 2 or values.shape[1] != tokens.shape[1] or values.shape[0] not in (1, len(tokens)):
             raise ValueError(
                 f"{name} has the shape {list(values.shape)} and the tokens have {list(tokens.shape)}; give "
                 f"{BOUNDARY_KEYS}"
             )
-        starts[:, 1:] |= values.long().expand_as(tokens).diff(dim=1) != within.get(name, 0)
+        starts[:, 1:] |= values.long().expand_as(tokens).diff(dim=1) != steps[name]
     if not found:
         raise ValueError(
             f"nothing in the batch says where its sequences begin (it has {', '.join(map(repr, batch))}); "

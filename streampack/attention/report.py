@@ -39,9 +39,7 @@ class Leak:
     # The norm of the change, divided by the mean norm of the pack's logits: of the token that moved farthest, or for
     # kind "alone" the mean over the sample's tokens. In training mode, the norm of gradients, see `find_leaks`.
     moved: float
-    source: int | None = (
-        None  # index in the pack of the sample that was changed, for kind "sample" in eval mode
-    )
+    source: int | None = None  # index of the sample that was changed, for kind "sample" in eval mode
     training: bool = False
 
     def __str__(self) -> str:

@@ -33,9 +33,7 @@ class Boundaries:
     """The sequences of a batch, its packs laid end to end, as kernels without a mask take them."""
 
     cu_seqlens_q: torch.Tensor  # [sequences + 1] int32
-    cu_seqlens_k: (
-        torch.Tensor
-    )  # [sequences + 1] int32: with shared prefixes, a sequence has more keys than queries
+    cu_seqlens_k: torch.Tensor  # the same; with shared prefixes, a sequence has more keys than queries
     max_seqlen: int  # no sequence has more keys
     keys: torch.Tensor | None  # [keys] int32: the tokens that are the keys; None: all tokens
 
@@ -275,8 +273,7 @@ def capped_attention(
     q: torch.Tensor,  # [batch, heads, queries, head_dim]
     k: torch.Tensor,  # [batch, kv_heads, keys, head_dim]
     v: torch.Tensor,
-    mask: torch.Tensor
-    | None,  # [..., queries, keys], True where a query attends to a key; None: all before it
+    mask: torch.Tensor | None,  # [..., queries, keys], True where a query attends to a key; None: all before
     *,
     scale: float | None,
     softcap: float,

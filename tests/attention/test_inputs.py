@@ -14,8 +14,6 @@ from streampack import (
     make_mask,
     prepare_model_for_packing,
 )
-
-# private: the warning needs a process in which no other model is alive, and was not warned of before
 from tests.harness import tiny_torchtune
 from tests.harness.hf_trainers import model as trainers_model
 from tests.harness.hf_trainers import samples, truth
@@ -58,8 +56,6 @@ def of_trl() -> dict[str, Any]:
 BATCHES = {
     "flat": flat,
     "flat, static": lambda: flat(pad_to_multiple_of=96, return_flash_attn_kwargs=True),
-    "flat, by lengths alone": lambda: flat(return_position_ids=False, return_flash_attn_kwargs=True),
-    "flat, by numbers alone": lambda: flat(return_position_ids=False, return_seq_idx=True),
     "flat, from 2": lambda: from_2(flat()),
     "flat, all ones": lambda: ones(flat()),
     "flat, padded, all ones": lambda: ones(flat(pad_to_multiple_of=16)),

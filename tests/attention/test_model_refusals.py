@@ -262,11 +262,6 @@ BATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         lambda: flat() | {"attention_mask": torch.ones(1, 1, 9, 9)},
         r"attention_mask has the shape \[1, 1, 9, 9\]",
     ),
-    "lengths of other tokens": (
-        lambda: build("llama"),
-        lambda: flat() | {"cu_seq_lens_q": torch.tensor([0, 3])},
-        r"cu_seq_lens_q ends at 3 and the batch has \d+ tokens",
-    ),
     **{
         f"the token {token} of an image": (
             lambda: build_vision("qwen2_5_vl"),
