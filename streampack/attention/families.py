@@ -63,11 +63,6 @@ def why_not_packable(config: Any, *, stateful: bool = False, split: bool = False
 
     ``stateful`` is what transformers says of the model's class; with ``split``, its mixers are known, and run one
     sequence at a time.
-
-    >>> class Config:
-    ...     model_type, is_encoder_decoder = "t5", True
-    >>> print(why_not_packable(Config()))
-    t5 is an encoder-decoder model; a pack has no source and target side; train it on padded batches, one sample a row
     """
     reason = _FROM_THE_ROW.get(config.model_type)
     if getattr(config, "alibi", False):
@@ -86,13 +81,7 @@ def why_not_packable(config: Any, *, stateful: bool = False, split: bool = False
 
 
 def why_not_family(config: Any, attention: str, *, sinks: bool = False) -> str | None:
-    """Return why this backend cannot pack a model with this config, or None if it can.
-
-    >>> class Config:
-    ...     model_type, attention_dropout = "llama", 0.1
-    >>> why_not_family(Config(), "varlen")
-    'the model drops out attention weights (0.1), which varlen cannot'
-    """
+    """Return why this backend cannot pack a model with this config, or None if it can."""
     kind = config.model_type
     if attention not in ("varlen", "flash"):
         no_masks = kind in _IGNORE_POSITIONS or any("mrope_section" in rope for rope in _ropes(config))
@@ -176,23 +165,13 @@ def limits_of(config: Any, kind: str | None) -> tuple[int | None, int | None]:
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """Return the window of a layer, for families such as qwen2_moe, which pass it to masks only.
-
-    >>> class Config:
-    ...     model_type, sliding_window, layer_types = "", 4096, ["sliding_attention", "full_attention"]
-    >>> window_of(Config(), 0), window_of(Config(), 1)
-    (4096, None)
-    """
+    """Return the window of a layer, for families such as qwen2_moe, which pass it to masks only."""
     kinds = getattr(config, "layer_types", None)
     return limits_of(config, None if kinds is None or layer is None else kinds[layer])[0]
 
 
 def position_table(model: nn.Module) -> int | None:
     """Return how many positions a model's tables hold, learned or precomputed; None if it has no table.
-
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> position_table(GPT2LMHeadModel(GPT2Config(n_positions=128, n_embd=8, n_layer=1, n_head=1, vocab_size=9)))
-    128
 
     Tables of another modality, such as the patches of an image, do not count.
     """

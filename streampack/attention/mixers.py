@@ -62,10 +62,6 @@ def split_mixers(model: nn.Module, mixers: list[nn.Module]) -> None:
     """Let the mixers of a model keep sequences apart where a ``forward`` is given `LENGTHS`.
 
     The model's may be, and that of each model in it, such as the decoder below the head. A model may be given again.
-
-    Args:
-        model: a PreTrainedModel.
-        mixers: of the model, as `find_mixers` returns them.
     """
     from transformers import PreTrainedModel
 
@@ -239,13 +235,8 @@ def _argument_names(kind: type[nn.Module]) -> list[str]:
 def _select(name: str, value: Any, index: torch.Tensor | None, shape: torch.Size) -> Any:
     """Select tokens of an argument with a value for each, or of several such; return others as they are.
 
-    A mask of padding is left out, because a sequence has none.
-
-    Args:
-        name: of the argument.
-        value: of any kind.
-        index: ``[sequences, size]``, of the tokens of the packs laid end to end; None: all of them, as one sequence.
-        shape: ``[batch, max_seq_len]``.
+    A mask of padding is left out, because a sequence has none. ``index`` ``[sequences, size]`` is of the tokens of the
+    packs laid end to end; None: all of them, as one sequence.
     """
     if name in _MASKS:
         return None

@@ -205,12 +205,8 @@ def find_leaks(
 def _stray_gradients(module: nn.Module, run: Callable[[], torch.Tensor], own: torch.Tensor) -> float | None:
     """Return the norm of the gradients of some logits at other tokens, in units of that at their own.
 
-    They are those of the embedded tokens, in training mode; None for a model without embeddings.
-
-    Args:
-        module: the model.
-        run: runs it on a pack, and returns some of the logits.
-        own: ``[max_seq_len]`` bool, the tokens of the pack that these may depend on.
+    They are those of the embedded tokens, in training mode; None for a model without embeddings. ``run`` computes the
+    logits, which may depend on the tokens ``own``, ``[max_seq_len]`` bool.
     """
     embedded: list[torch.Tensor] = []
 
@@ -298,10 +294,6 @@ def _undisturbed(module: nn.Module | None, device: torch.device) -> Iterator[Non
 
 def probe_length(model: nn.Module, *, max_length: int | None = None) -> int:
     """Return the length of a pack in which one sample is longer than the model's sliding windows and chunks.
-
-    >>> from torch import nn
-    >>> probe_length(nn.Linear(2, 2))
-    256
 
     For a model without windows it is 256. Windows of more than 16,128 tokens are ignored, because the pack would take
     too much memory. The length is at most the model's number of positions and ``max_length``, and at least 8.

@@ -56,16 +56,7 @@ class Leak:
 
 @dataclass(frozen=True)
 class LeakReport:
-    """The result of `find_leaks`; ``print`` it.
-
-    >>> print(LeakReport(lengths=(3, 2), leaks=(Leak("sample", 1, 0.5, source=0),), limit=1e-4, worst=0.5))
-    1 leak in a pack of 2 samples (3, 2 tokens), where logits may move by 0.0001:
-      changing sample 0 moved sample 1 by 0.5
-    likely cause: only neighbours see one another: a boundary is off by a token, or a sequence does not begin at \
-position 0
-    way out: inputs = prepare_model_for_packing(model), then model(**inputs(batch)); if you do that, try another \
-attention; if none will do, train on padded batches, one sample a row
-    """
+    """The result of `find_leaks`; ``print`` it."""
 
     lengths: tuple[int, ...]  # tokens of each sample of the pack
     leaks: tuple[Leak, ...]

@@ -182,13 +182,7 @@ def padded_values(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_varlen(*, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> str | None:
-    """Return why torch's CUDA kernel cannot compute this attention, or None if it can.
-
-    >>> why_not_varlen(dtype=torch.bfloat16, head_dim=128) is None
-    True
-    >>> why_not_varlen(dtype=torch.float32, head_dim=128)
-    'flash attention computes in 16 bits and the model computes in torch.float32'
-    """
+    """Return why torch's CUDA kernel cannot compute this attention, or None if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"flash attention computes in 16 bits and the model computes in {dtype}"
     if softcap is not None:

@@ -34,12 +34,7 @@ class Values(NamedTuple):
 
 
 class ForwardPass:
-    """Computes packs of requests with a prepared model, in eval mode and without gradients.
-
-    Args:
-        model: of torchtune or Hugging Face.
-        inputs: of the model.
-    """
+    """Computes packs of requests with a prepared model, in eval mode and without gradients."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self.model, self.inputs = model, inputs
@@ -129,10 +124,7 @@ def without_training(model: nn.Module) -> Iterator[None]:
 def _look_up(parts: list[torch.Tensor], rows: IntArray, targets: IntArray) -> Values:
     """Return the log-probability of each target in its row of logits, and whether it is the most likely one.
 
-    Args:
-        parts: of the logits, ``[rows, vocab]`` in all.
-        rows: ``[targets]``.
-        targets: ``[targets]``.
+    The ``parts`` of the logits are ``[rows, vocab]`` in all; ``rows`` and ``targets`` are ``[targets]``.
     """
     order = np.argsort(rows, kind="stable")
     asked = torch.from_numpy(np.stack([rows, targets])[:, order]).to(parts[0].device, non_blocking=True)
