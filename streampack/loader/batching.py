@@ -134,7 +134,7 @@ class RankPacks:
 
     def __init__(self, streams: Sequence[Generator[LaneEvent]]) -> None:
         self.streams = streams
-        self._merged = heapq.merge(*streams, key=_order_of)
+        self._merged = heapq.merge(*streams, key=_order_of) if len(streams) > 1 else streams[0]
         self._next: LaneEvent | None = None  # looked at, and not taken
 
     def share(self, room: int, epoch: int) -> Share:

@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
 from multiprocessing.connection import Connection, wait
 from pickle import PickleBuffer
 from queue import Queue
@@ -82,14 +81,19 @@ def _events(
             if not started:
                 started = True
                 yield None
-            for events, end in _messages(pipe, process):
+            # A process that the trainer forked meanwhile may hold the pipe, and then its end does not arrive.
+            while pipe in wait([pipe, process.sentinel]):
+                try:
+                    events, end = pipe.recv()
+                except (EOFError, OSError):
+                    break
                 for event in map(unfold, events):
                     lane_states[event.lane], in_vain = event.state, 0
                     yield event
                 if end is not None:
                     if (error := end.error) is None:
                         return
-                    error.__notes__, error.raised_here = [*end.notes], end.raised_here  # type: ignore[attr-defined]
+                    error.__notes__, error.raised_here = [*end.notes], end.raised_here
                     try:
                         raise error
                     finally:
@@ -111,14 +115,6 @@ def _events(
             )
         in_vain += 1
         log.warning("%s; it is started again from its last state", what)
-
-
-def _messages(pipe: Connection, process: mp.Process) -> Iterator[tuple[list[Folded], End | None]]:
-    """Yield what a process sends, until it has died, or closed its pipe."""
-    with suppress(EOFError, OSError):
-        # A process that the trainer forked meanwhile may hold the pipe, and then its end does not arrive.
-        while pipe in wait([pipe, process.sentinel]):
-            yield pipe.recv()
 
 
 def _kill(process: mp.Process) -> None:
