@@ -19,7 +19,6 @@ from streampack.loader.iteration import Iteration
 from streampack.loader.one_run import identify_across_ranks, require_same_run
 from streampack.loader.step_meter import StepMeter
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.round_robin import total_ledger
 from streampack.streaming.run_state import RunState, as_dicts
 from streampack.validation import require_duration, require_positive
 
@@ -146,11 +145,6 @@ class PackedDataLoader:
         return self.dataset.readers.state
 
     @property
-    def slot(self) -> int:
-        """Place in this epoch: packs of the steps handed out, over all ranks, null packs included."""
-        return self.position().slot
-
-    @property
     def epoch(self) -> int:
         """Epoch, from 0, that this rank's slowest lane is in, as of the last batch handed out."""
         position = self.position()
@@ -158,7 +152,7 @@ class PackedDataLoader:
 
     def ledger(self) -> Ledger:
         """Count where every token of this rank's lanes went, as of the last batch handed out."""
-        return total_ledger(self.position().lane_states)
+        return self.position().ledger
 
     def source_stats(self) -> dict[str, SourceStats]:
         """Count what each source of a mixture gave in this rank's lanes, as of the last batch handed out."""
@@ -201,11 +195,6 @@ class PackedDataLoader:
     def batches_per_step(self) -> int:
         """Batches that every rank contributes to an optimizer step: what gradients accumulate over."""
         return self._batching.batches_per_step
-
-    @property
-    def packs_per_batch(self) -> int:
-        """Packs in a batch: a rank's part of a step, in batches as even as can be."""
-        return self._batching.packs_per_batch
 
     @property
     def _batching(self) -> Batching:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,8 @@ from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import start_worker
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.lane_state import LaneEvent
 from streampack.streaming.readers import ANEW
-from streampack.streaming.round_robin import total_ledger
 from streampack.streaming.run_state import RunState, as_dicts
 from streampack.types import Pack
 
@@ -157,7 +156,7 @@ class Iteration:
                     batch = self._collated(share.packs)
                     break
                 if not share.number:
-                    self._require_packs(lane_states)
+                    self._require_packs(replace(self.handed, lane_states=lane_states))
             handed = replace(self.handed, lane_states=lane_states, slot=slot, given=True, over=batch is None)
             if batch is None:
                 if self.rank_sync.rank == 0 and self.handed is self.begun:
@@ -186,11 +185,11 @@ class Iteration:
             raise StopIteration
         return batch
 
-    def _require_packs(self, lane_states: Mapping[int, LaneState]) -> None:
+    def _require_packs(self, read: RunState) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
         # Lanes that read on behind an earlier run may have nothing left of this epoch.
         anew = any(state.anew for state in self.handed.lane_states.values())
-        found = self.rank_sync.gather((self.rank_sync.data_rank, total_ledger(lane_states), anew))
+        found = self.rank_sync.gather((self.rank_sync.data_rank, read.ledger, anew))
         whole = Ledger.total({rank: ledger for rank, ledger, _ in found}.values())
         if not whole.packs and not any(anew for _, _, anew in found):
             self.rank_sync.raise_on_all(nothing_to_pack(whole))

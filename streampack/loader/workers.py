@@ -168,8 +168,10 @@ def _send(pipe: Connection, made: Queue[Folded | End]) -> None:
                 events.append(each)
         try:
             pipe.send_bytes(pickle.dumps((events, end), 5))
-        except OSError:  # the trainer takes no more
-            os._exit(1)
+        except Exception as error:
+            if not isinstance(error, OSError):  # which means that the trainer takes no more
+                traceback.print_exc()
+            os._exit(1)  # or the stream would wait for this thread for ever
         time.sleep(PAUSE_SECONDS)
 
 

@@ -31,7 +31,7 @@ from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.readers import PackDicts, Readers
-from streampack.streaming.round_robin import in_turn, total_ledger
+from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_state import RunState, as_dicts, checked_state, state_of
 from streampack.types import Fragment, Pack, Sample
@@ -413,7 +413,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def ledger(self) -> Ledger:
         """Return the ledger as of the last pack; raise as `state_dict` does."""
-        return total_ledger(self.readers.whole_state().lane_states)
+        return self.readers.whole_state().ledger
 
     @property
     def mix(self) -> Mix | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from operator import attrgetter
 
 from streampack.accounting import Ledger, nothing_to_pack
 from streampack.storage.read_ahead import SOON
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.lane_state import LaneEvent
 
 
 def in_turn(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Generator[LaneEvent]:
@@ -70,8 +70,3 @@ def _restore(lanes: Sequence[Lane]) -> None:
         ) from error
     for lane in lanes:
         lane.restore(rows)
-
-
-def total_ledger(lane_states: Mapping[int, LaneState]) -> Ledger:
-    """Add up the ledgers of lanes."""
-    return Ledger.total(state.ledger for state in lane_states.values())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from streampack.accounting import Ledger
 from streampack.streaming.lane_state import LaneState
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,11 @@ class RunState:
     def with_lanes(self, change: Callable[[LaneState], LaneState]) -> RunState:
         """Return the state with the states of all lanes changed."""
         return replace(self, lane_states={lane: change(state) for lane, state in self.lane_states.items()})
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where every token of these lanes went."""
+        return Ledger.total(state.ledger for state in self.lane_states.values())
 
     @property
     def nothing_read(self) -> bool:

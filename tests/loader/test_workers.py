@@ -267,6 +267,20 @@ def test_the_message_names_how_a_worker_died(tmp_path: Path, by: Callable[[], An
         list(worker(dataset(Deadly(tmp_path, at=30, by=by, times=99))))
 
 
+def test_a_worker_that_cannot_send_what_it_made_dies(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its thread that sends would else be gone, and the others wait for it."""
+
+    def fail(*args: Any) -> bytes:
+        raise MemoryError("no room for a message")
+
+    monkeypatch.setattr("streampack.loader.workers.pickle.dumps", fail)
+    with within(20, "a worker that cannot send"), pytest.raises(RuntimeError, match="died with exit code 1"):
+        list(worker(dataset()))
+    assert "no room for a message" in capfd.readouterr().err
+
+
 # Errors.
 
 

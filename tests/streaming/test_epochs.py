@@ -290,7 +290,7 @@ def test_a_loader_and_its_dataset_share_a_loaded_state(workers: int) -> None:
         iter(data)
     assert loader.state_dict() == STATE, "an iterator that yielded nothing leaves it"
     assert tokens(loader) == PACKS[5:]
-    assert loader.slot == WHOLE
+    assert loader.state_dict()["slot"] == WHOLE
     assert len(tokens(loader)) == WHOLE, "then comes the next epoch, a whole one"
     loader.load_state_dict(STATE)
     assert [pack["tokens"].tolist() for pack in data] == PACKS[5:]

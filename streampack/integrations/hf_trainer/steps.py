@@ -14,7 +14,6 @@ from streampack.accounting import Ledger
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.loader.iteration import Iteration
 from streampack.packing.batch import Batch
-from streampack.streaming.round_robin import total_ledger
 from streampack.streaming.run_state import RunState
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ class Steps:
         found = self.loader.metrics() if metered else {}
         mine = {name: found[name] for name in METERED if name in found}
         ledgers, ranks = zip(
-            *self.loader.rank_sync.gather((total_ledger(self._after_last_step().lane_states), mine)),
+            *self.loader.rank_sync.gather((self._after_last_step().ledger, mine)),
             strict=True,
         )
         return Ledger.total(ledgers), {name: max(rank[name] for rank in ranks) for name in mine}
