@@ -165,9 +165,9 @@ def restarted_with_newer_settings() -> None:
 
 
 @replaces(workers.wait)
-def a_death_is_seen_by_its_pipe_only(good, objects):
+def a_death_is_seen_by_its_pipe_only(good, objects, timeout=None):
     """A worker that died is waited for as long as another process holds its pipe."""
-    return good(objects[:1])
+    return good(objects[:1], timeout)
 
 
 @replaces(workers._serve)
