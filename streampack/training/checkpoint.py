@@ -212,6 +212,16 @@ def _in_thread(write: Callable[[], None]) -> Future[None]:
     return future
 
 
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's directory."""
+    name = STEP_NAME.fullmatch(path.name)
+    if name is None or not path.is_dir():
+        raise ValueError(
+            f"{path} is no checkpoint; name a directory such as OUTPUT_DIR/checkpoints/step_00000100"
+        )
+    return int(name[1])
+
+
 def load_weights(path: Path, model: nn.Module) -> None:
     """Restore a model alone from a checkpoint's directory, in place, in a single process."""
     _silence_dcp()

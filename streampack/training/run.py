@@ -24,11 +24,10 @@ from streampack.training.model import (
     Weights,
     build_model,
     clip_gradients,
-    find_adapters,
     full_weights,
     seed_step,
 )
-from streampack.training.preferences import refuse_preferences, require_preferences, shares_prefixes
+from streampack.training.preferences import shares_prefixes
 from streampack.training.progress import MetricLogger, aligned, bar, opening, postfix, summary
 from streampack.training.row_losses import RowLosses
 from streampack.training.run_folder import (
@@ -43,7 +42,7 @@ from streampack.training.run_folder import (
     warn_of_unheeded,
 )
 from streampack.training.schedule import asked_of, build_schedule, step_schedule, total_steps
-from streampack.training.validate import require_isolation, training_problems
+from streampack.training.validate import require_isolation, require_recipe, training_problems
 from streampack.training.weights import write_weights
 from streampack.training.world import World, join_world, pick_device
 
@@ -136,12 +135,7 @@ class Run:
 
     def __init__(self, raw: Any, *, report: Callable[..., Any], adapters: bool | None, pairs: bool) -> None:
         self.raw, self.cfg = raw, (cfg := read_config(raw))
-        (require_preferences if pairs else refuse_preferences)(cfg)
-        if cfg.save_adapter_weights_only and adapters is False:
-            raise ValueError(
-                "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"
-            )
-        self.adapters_only = find_adapters(cfg, wanted=adapters)
+        self.adapters_only = require_recipe(cfg, adapters=adapters, pairs=pairs)
         if problems := training_problems(cfg):
             raise ValueError(problems[0])
         self.device = pick_device(cfg.device)

@@ -18,7 +18,7 @@ from torch import nn
 
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.storage.folders import lock_folder, write_whole
-from streampack.training.checkpoint import STEP_NAME, Checkpoints
+from streampack.training.checkpoint import Checkpoints, step_of
 from streampack.training.config import RunConfig
 from streampack.training.world import World
 from streampack.validation import warn_user
@@ -166,15 +166,8 @@ def begin_phase(
     """
     assert config.resume_from is not None
     path = Path(config.resume_from)
-    name = STEP_NAME.fullmatch(path.name)
     with world.raise_on_all():
-        if name is None or not path.is_dir():
-            raise ValueError(
-                f"resume_from={config.resume_from} is no checkpoint; name a directory such as "
-                "OUTPUT_DIR/checkpoints/step_00000100"
-            )
-    assert name is not None
-    step = int(name[1])
+        step = step_of(path)
     if config.max_steps is not None and config.max_steps <= step:
         raise ValueError(
             f"max_steps={config.max_steps} is over: the steps of resume_from={config.resume_from} count, which are "

@@ -49,7 +49,13 @@ def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> l
         cfg = read_config(config)
     except ValueError as error:
         return [str(error)]
-    problems = training_problems(cfg) + _recipe_problems(cfg, recipe)
+    problems = training_problems(cfg)
+    with _collect_errors(problems, "model" if recipe is None else f"recipe {recipe}"):
+        if recipe is None:
+            find_adapters(cfg)
+        else:
+            adapters = None if recipe == "dpo" else recipe == "lora_finetune"
+            require_recipe(cfg, adapters=adapters, pairs=recipe == "dpo")
     return problems + (_file_problems(cfg) if files else [])
 
 
@@ -80,15 +86,19 @@ def training_problems(cfg: RunConfig) -> list[str]:
     return problems
 
 
-def _recipe_problems(cfg: RunConfig, recipe: str | None) -> list[str]:
-    """Return what a recipe refuses before it reads weights."""
-    problems: list[str] = []
-    if recipe is not None:
-        with _collect_errors(problems, f"recipe {recipe}"):
-            require_preferences(cfg) if recipe == "dpo" else refuse_preferences(cfg)
-    with _collect_errors(problems, "model" if recipe is None else f"recipe {recipe}"):
-        find_adapters(cfg, wanted=None if recipe in (None, "dpo") else recipe == "lora_finetune")
-    return problems
+def require_recipe(cfg: RunConfig, *, adapters: bool | None, pairs: bool) -> bool:
+    """Refuse a config that does not fit a recipe, before it reads weights; return whether adapters are trained.
+
+    ``adapters`` and ``pairs`` are what the recipe trains, see `streampack.training.run.Run.open`.
+    """
+    (require_preferences if pairs else refuse_preferences)(cfg)
+    found = find_adapters(cfg, wanted=adapters)
+    if cfg.save_adapter_weights_only and not found:
+        raise ValueError(
+            "save_adapter_weights_only: the model has no adapters, and nothing would be saved; remove the key, or run "
+            "lora_finetune"
+        )
+    return found
 
 
 def _file_problems(cfg: RunConfig) -> list[str]:

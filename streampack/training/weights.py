@@ -21,7 +21,7 @@ from torchtune import training
 from torchtune.modules import peft
 
 from streampack.instantiate import build
-from streampack.training.checkpoint import STEP_NAME, load_weights
+from streampack.training.checkpoint import load_weights, step_of
 from streampack.training.config import RunConfig, read_config
 from streampack.training.model import build_model, find_adapters, full_weights, seed_step
 from streampack.training.run_folder import weights_folders
@@ -96,12 +96,7 @@ def export(checkpoint: Path, *, config: Any, out: Path) -> dict[str, Path]:
 
     The run may go on meanwhile: nothing in its folder is changed. The model is built on the CPU.
     """
-    if not STEP_NAME.fullmatch(checkpoint.name) or not checkpoint.is_dir():
-        found = sorted(path.name for path in checkpoint.glob("**/step_*") if STEP_NAME.fullmatch(path.name))
-        raise ValueError(
-            f"{checkpoint} is no checkpoint; name a directory such as OUTPUT_DIR/checkpoints/step_00000100"
-            + (f" (below it: {', '.join(found)})" if found else "")
-        )
+    step_of(checkpoint)
     cfg = read_config(config)
     if out.resolve() in (
         Path(folder).resolve() for folder in (cfg.output_dir, cfg.checkpointer["output_dir"])

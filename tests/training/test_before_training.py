@@ -147,6 +147,11 @@ OF_RECIPES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"model": LORA}, "full_finetune", "model: torchtune.models.llama3.lora_llama3 has adapters"),
     ({}, "lora_finetune", "model: torchtune.models.llama3.llama3 has no adapters to train; name"),
     ({}, "dpo", "loss is missing; name one that compares pairs, such as loss: "),
+    (
+        {"loss": LOSS, "save_adapter_weights_only": True},
+        "dpo",
+        "save_adapter_weights_only: the model has no adapters",
+    ),
     ({"loss": LOSS}, "full_finetune", "loss: this recipe's is cross-entropy"),
 ]
 
