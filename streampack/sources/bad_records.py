@@ -70,9 +70,10 @@ class Quarantine:
             return
         if not isinstance(self.folder, str | os.PathLike):
             raise ValueError(f"skip_bad.folder={self.folder!r} is no path; name a folder of this machine")
-        object.__setattr__(self, "folder", folder := os.fspath(self.folder))
-        if "://" in folder:
-            raise ValueError(f"skip_bad.folder={redact(folder)!r} is a URL; name a folder of this machine")
+        if "://" in (given := os.fspath(self.folder)):
+            raise ValueError(f"skip_bad.folder={redact(given)!r} is a URL; name a folder of this machine")
+        folder = str(Path(given).expanduser())
+        object.__setattr__(self, "folder", folder)
         paths = (Path(folder), *Path(folder).absolute().parents)
         there = next(path for path in paths if os.access(path, os.F_OK) or path.is_symlink())
         if not there.is_dir():

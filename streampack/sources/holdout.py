@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from streampack.fingerprint import plain
@@ -106,36 +105,15 @@ class Holdout(WrappedSource):
 def _content_of(value: Any) -> bytes:
     """Return a value as bytes that are equal for equal lists, arrays and tensors.
 
-    Token ids are most of a row, and are hashed as numbers: to write them out in digits took ten times as long.
+    Token ids are most of a row, and are hashed as numbers: to write them out in digits took ten times as long. That
+    those 2^32 apart are hashed alike only puts their rows in one part.
     """
-    ids = _integers(value)
-    return b"plain " + repr(plain(value)).encode() if ids is None else b"ids " + ids.tobytes()
-
-
-def _integers(value: Any) -> npt.NDArray[Any] | None:
-    """Return a flat sequence of integers as little-endian int32, or int64 if one needs it; None for anything else."""
-    if isinstance(value, list | tuple):
-        if set(map(type, value)) != {int}:
-            return None
-        try:
-            value = np.array(value, np.int64)
-        except OverflowError:
-            return None
-    elif not hasattr(value, "__array__"):
-        return None
-    try:
-        ids = np.asarray(value)
-    except TypeError:  # numpy has no bfloat16
-        return None
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-        return None
-    if ids.itemsize >= 4 and ids.dtype != np.int32:
-        least, most = ids.min(), ids.max()
-        if most >= 2**63:
-            return None
-        if least < -(2**31) or most >= 2**31:
-            return ids.astype("<i8")
-    return ids.astype("<i4")
+    if hasattr(value, "__array__") or (isinstance(value, list | tuple) and set(map(type, value)) == {int}):
+        with suppress(TypeError):  # numpy has no bfloat16
+            ids = np.asarray(value)
+            if ids.ndim == 1 and ids.dtype.kind in "iu" and ids.size:
+                return b"ids " + ids.astype("<i4", copy=False).tobytes()
+    return b"plain " + repr(plain(value)).encode()
 
 
 class _Kept(Reader):
@@ -144,19 +122,24 @@ class _Kept(Reader):
     def __init__(self, reader: Reader, part: Holdout) -> None:
         self.reader = reader
         self.part = part
+        self.unjudged: Cursor | None = (
+            None  # of a row that could not be judged, though it may be another time
+        )
 
     @property
     def cursor(self) -> Cursor:
-        return self.reader.cursor
+        return self.reader.cursor if self.unjudged is None else self.unjudged
 
     @override
     def __next__(self) -> Row:
         while True:
+            before = self.reader.cursor
             row = next(self.reader)
             try:
                 if self.part.keeps(row.data):
                     return row
             except OSError:  # of a value that is read late; the record is not to blame
+                self.unjudged = before
                 raise
             except Exception as error:
                 reason = f"its content, by which rows are held out, cannot be hashed: {type(error).__name__}: {error}"

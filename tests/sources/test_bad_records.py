@@ -336,6 +336,13 @@ def test_skipped_rows_are_listed_by_line(tmp_path: Path, caplog: pytest.LogCaptu
     assert [line["place"] for line in files.listed(tmp_path / "bad")] == places
 
 
+def test_a_list_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data, _, bad = corpus("jsonl", tmp_path / "data")
+    list(skipping(data, skip_bad="~/bad"))
+    check_listed(tmp_path / "bad", bad)
+
+
 def test_a_list_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     data, _, _ = corpus("jsonl", tmp_path / "data")
     (tmp_path / "bad").mkdir()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,31 @@ def test_a_row_whose_content_cannot_be_hashed_is_a_bad_record() -> None:
         with pytest.raises(TypeError, match=r"cannot be pickled\nwhile reading sample 7"):
             list(IterablePackedDataset(part, max_seq_len=20, num_lanes=1, shuffle=False))
     assert set(kept) == set(range(100)) - set(bad)
+
+
+class Late(dict[str, Any]):
+    """A row whose values are read when they are looked at, from a storage that fails once."""
+
+    failures = 1
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("gone")
+        return super().get(name, default)
+
+
+def test_a_row_that_an_error_of_the_storage_strikes_is_read_again() -> None:
+    corpus: list[dict[str, Any]] = rows(9)
+    part = max(both(MapSource(corpus), 0.5), key=lambda each: each.keeps(rows(4)[3]))
+    expected = [row.row_id for row in part.read(Reading())]
+    corpus[3] = Late(corpus[3])
+    reader, found = part.read(Reading()), []
+    with pytest.raises(OSError, match="gone"):
+        for row in reader:
+            found.append(row.row_id)
+    assert [*found, *(row.row_id for row in part.read(Reading(start=reader.cursor)))] == expected
+    assert (3,) in expected
 
 
 def test_a_mixture_behind_a_holdout_is_refused() -> None:
