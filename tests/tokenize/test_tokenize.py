@@ -128,19 +128,6 @@ def test_errors_name_file_and_row(tmp_path: Path, line: str, message: str, worke
     assert content(tmp_path / "out") == before
 
 
-def test_files_that_come_later_have_a_folder_of_their_own(tmp_path: Path) -> None:
-    def rows(source: Any) -> list[list[int]]:
-        return sorted(row.data["tokens"].tolist() for row in source.read(Reading()))
-
-    source = corpus(tmp_path / "corpus")
-    older, whole = run(source, tmp_path / "older"), run(source, tmp_path / "whole")
-    (tmp_path / "corpus" / "2.jsonl").write_text('{"text": "later"}\n')
-    newer = run(JSONLSource(tmp_path / "corpus" / "2.jsonl"), tmp_path / "newer", lanes=1)
-    both = TokenShardSource([older, newer])
-    assert rows(both) == sorted([*rows(TokenShardSource(whole)), *rows(TokenShardSource(newer))])
-    assert len(rows(both)) == 301
-
-
 BROKEN = {
     3: '{"text": "a',
     4: "[1]",
