@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -60,6 +61,10 @@ def pytest_collection_finish() -> None:
         # after an error: their queues may be gone by then, so that they do not hear of the end. The wait falls into
         # any later test.
         loader.MP_STATUS_CHECK_INTERVAL = 0.5
+    # pytest hangs its handlers on each logger that does not propagate, six times a test: of torch, these are fifty.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     if processes := sys.modules.get("tests.harness.processes"):
         processes.start_server()
 

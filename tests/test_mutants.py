@@ -64,12 +64,13 @@ def test_refusal():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        pytest.param("faults.absent", "cannot be planted", marks=pytest.mark.slow),
+        ("faults.absent", "cannot be planted"),
         ("faults.breaks", "broke by itself"),
-        pytest.param("faults.wrong_arguments", "broke by itself", marks=pytest.mark.slow),
+        ("faults.wrong_arguments", "broke by itself"),
     ],
 )
 def test_a_mutant_that_does_not_fit_proves_nothing(name, broken, tmp_path, monkeypatch) -> None:

@@ -15,6 +15,15 @@ from streampack.inspection.tables import Table, lead, report_tables
 MOST_BLOCKS = 300
 """Sequences of a pack that are drawn one by one; the rest is one block."""
 
+# One of the process: it keeps the template, which takes longer to compile than a page to write.
+ENVIRONMENT = Environment(
+    autoescape=True,
+    loader=FileSystemLoader(Path(__file__).parent),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
 
 class Line(NamedTuple):
     """A metric, drawn."""
@@ -48,14 +57,7 @@ def page(
     settings: str = "",
 ) -> str:
     """Return a page. Whatever the texts say, none of them becomes markup: jinja2 escapes them all."""
-    environment = Environment(
-        autoescape=True,
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html").render(
+    return ENVIRONMENT.get_template("page.html").render(
         title=title,
         lead=said,
         tables=tables,

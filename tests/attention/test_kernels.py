@@ -102,7 +102,7 @@ def test_make_mask_follows_the_device() -> None:
         make_mask(batch, attention="sparse")
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(packed(longest=70), st.sampled_from([None, 1, 4, 9, 13]), st.sampled_from([4, 5, 16]))
 @example(([[16, 16, 16]], 48), None, 16)
 @example(([[48]], 48), 31, 16)  # the farthest pair in two adjacent blocks is 31 apart

@@ -163,7 +163,7 @@ class Unpicklable(Exception):
 @pytest.mark.parametrize(
     ("kind", "workers", "raised", "told"),
     [
-        ("row", 2, "KeyError", "KeyError: 'no luck'"),
+        pytest.param("row", 2, "KeyError", "KeyError: 'no luck'", marks=pytest.mark.slow),
         ("unpicklable", 1, "RuntimeError", "RuntimeError: Unpicklable: no luck"),
         ("missing file", 0, "FileNotFoundError", "FileNotFoundError: [Errno 2] No such file or directory"),
         ("worker killed", 2, "RuntimeError", "RuntimeError: worker 2 of 6 (pid "),

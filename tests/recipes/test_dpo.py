@@ -180,7 +180,7 @@ def test_an_interrupted_run_resumes_with_the_same_numbers(
 @pytest.mark.parametrize(
     ("changes", "ends"),
     [
-        ({"adapters": True}, [5]),
+        pytest.param({"adapters": True}, [5], marks=pytest.mark.slow),
         (
             {"loss": {"_component_": PREFERENCE, "form": "ipo", "length_normalized": True}, "num_workers": 1},
             [2, 5],

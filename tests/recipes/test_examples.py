@@ -11,6 +11,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +166,10 @@ def run(name: str, folder: Path, *options: str) -> Any:
 @pytest.fixture
 def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use 300 rows, and train the tokenizer once for all runs."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    text = import_module("stdlib_text")
-    rows = text.pairs()[:300]
-    tokenizer = text.train_tokenizer(rows)
-    monkeypatch.setattr(text, "pairs", lambda: rows)
+    text = import_module("streampack_examples.stdlib_text")
+    rows = list(islice(text.docstring_pairs(), 300))
+    monkeypatch.setattr(text, "docstring_pairs", lambda: rows)
+    tokenizer = text.train_tokenizer(text.pairs())
     monkeypatch.setattr(text, "train_tokenizer", lambda _: tokenizer)
 
 
@@ -180,16 +180,16 @@ def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL's own setting
 def test_an_example_trains_and_resumes(name: str, needs: str, tmp_path: Path) -> None:
     pytest.importorskip(needs)
-    whole = run(name, tmp_path / "whole", "--max_steps", "4").state.log_history
-    run(name, tmp_path / "cut", "--max_steps", "2")
-    resumed = run(name, tmp_path / "cut", "--max_steps", "4").state.log_history
+    small = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
+    whole = run(name, tmp_path / "whole", "--max_steps", "4", *small).state.log_history
+    run(name, tmp_path / "cut", "--max_steps", "2", *small)
+    resumed = run(name, tmp_path / "cut", "--max_steps", "4", *small).state.log_history
     curves = [[entry["loss"] for entry in history if "loss" in entry] for history in (whole, resumed)]
     assert len(curves[0]) == 4
     assert curves[0] == curves[1]
     assert curves[0][-1] < curves[0][0]
 
 
-@pytest.mark.usefixtures("one_tokenizer")
 def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a folder with a model and chats to trained weights and a page, as they are written there."""
     pytest.importorskip("rich")

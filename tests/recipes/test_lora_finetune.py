@@ -82,7 +82,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_two_ranks_train_as_one(tmp_path, kind):
     base, adapters = KINDS[kind]
     folders = [tmp_path / "one", tmp_path / "two"]

@@ -110,7 +110,7 @@ def test_compiled_models(whole: bool) -> None:
     else:
         model.compile(backend="eager")
     draw = random.Random(5)
-    pairs = [(ids(draw, 20, 20), ids(draw, 4, 4)) for _ in range(3)]
+    pairs = [(ids(draw, 20, 20), ids(draw, 4, 4))]
     rows = {"tokens": torch.tensor([pairs[0][0]]), "seq_lens": torch.tensor([[12, 8]])}
     with torch.no_grad():
         before = compiled(**inputs(rows))

@@ -200,7 +200,7 @@ def stream(source: Any, **settings: Any) -> IterablePackedDataset:
     )
 
 
-@pytest.mark.parametrize(("num_lanes", "window"), [(1, 0), (3, 7), (5, 1000), (8, 3)])
+@pytest.mark.parametrize(("num_lanes", "window"), [(1, 0), (3, 7), (8, 1000)])
 def test_each_row_comes_once_and_is_fetched_again(
     source: Any, kind: str, num_lanes: int, window: int
 ) -> None:
@@ -231,7 +231,7 @@ def test_each_row_comes_once_and_is_fetched_again(
 
 
 @pytest.mark.parametrize(
-    ("num_lanes", "window"), [pytest.param(3, 0, marks=pytest.mark.slow), (3, 7), (8, 3)]
+    ("num_lanes", "window"), [*(pytest.param(3, window, marks=pytest.mark.slow) for window in (0, 7)), (8, 3)]
 )
 def test_reading_resumes_at_every_cursor(source: Any, kind: str, num_lanes: int, window: int) -> None:
     reading = {"num_lanes": num_lanes, "epoch": 1, "seed": 2, "shuffle_window": window}
@@ -244,7 +244,7 @@ def test_reading_resumes_at_every_cursor(source: Any, kind: str, num_lanes: int,
 
 
 def test_resume_at_every_pack(source: Any) -> None:
-    assert len(check_resume_everywhere(lambda: stream(source), packs=7)) > 5
+    assert len(check_resume_everywhere(lambda: stream(source), packs=5)) > 5
 
 
 def test_a_source_can_be_pickled(source: Any, kind: str) -> None:

@@ -49,7 +49,7 @@ def files(draw: st.DrawFn) -> tuple[bytes, list[str], list[int]]:
     return content, rows, offsets
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     file=files(), num_lanes=st.integers(1, 5), window=st.sampled_from((0, 1, 3, 1000)), seed=st.integers(0, 3)
 )

@@ -365,7 +365,7 @@ def test_resume_at_every_pack(kind: str, settings: dict[str, Any]) -> None:
 
 
 LANES = 32
-QUICK = ((2, "never"), (33, "never"), (33, "all_exhausted"))
+QUICK = ((2, "never"), (33, "all_exhausted"))
 
 
 def small_and_large(small: Any, *, weight: float = 0.1, large: int = 2000, stop: str = "never") -> Mix:

@@ -92,7 +92,7 @@ def packed(source: Any, encoder: TokensEncoder, vocab_size: int | None, *, skip_
         return str(error).rpartition(": ")[2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(table=tables(), encoder=st.sampled_from(ENCODERS), vocab_size=st.sampled_from([None, 5, 10, 300]))
 def test_rows_and_packs_are_those_of_lists(
     tmp_path_factory: pytest.TempPathFactory, table: pa.Table, encoder: TokensEncoder, vocab_size: int | None

@@ -261,7 +261,7 @@ def test_a_secret_appears_nowhere(
         options = {**S3, "endpoint_url": web.url}
 
     def data(**settings: Any) -> Any:
-        return source("jsonl", paths, storage={"options": options, "timeout": 3.0, **settings})
+        return source("jsonl", paths, storage={"options": options, "timeout": 1.0, **settings})
 
     def run(**settings: Any) -> PackedDataLoader:
         skip_bad = tmp_path / "bad" if "max_outage" not in settings else False

@@ -444,7 +444,7 @@ def test_a_copy_has_the_state_of_the_original(duplicate: Any) -> None:
         assert order(duplicate(loaded)) == order(loaded) == epoch(0)[5:], "a copy takes up its own"
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_processes_go_on_behind_what_this_process_gave(context: str) -> None:
     """Spawned ones began at the loaded state, of which some packs were given here."""
     data = dataset()

@@ -187,6 +187,7 @@ def write_all_lanes(store: Store, source: Any, folder: Path, machine: str, secon
     run(source, place, encoder=encoder, shard=(0, 1), storage={"options": store.options})
 
 
+@pytest.mark.slow
 def test_s3_killed_in_the_middle_with_two_writers_of_every_lane(moto: Store, tmp_path: Path) -> None:
     source, place = corpus(tmp_path / "corpus"), f"{moto.url}/{tmp_path.name}"
     with pytest.raises(

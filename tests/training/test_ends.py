@@ -17,8 +17,6 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
-from streampack_recipes import full_finetune
-from streampack_recipes.full_finetune import train
 
 from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
 from streampack.training import run_folder
@@ -26,6 +24,8 @@ from streampack.training.checkpoint import CheckpointError
 from streampack.training.entry import shown_errors
 from streampack.training.run_folder import Interrupted, stop_on_signals
 from streampack.training.world import World
+from streampack_recipes import full_finetune
+from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.raising import fail
 from tests.harness.runs import Run
@@ -185,7 +185,7 @@ def steps_of(folder):
 @pytest.mark.parametrize(("number", "step", "changes"), [
     (signal.SIGINT, 2, {"async_checkpoint": True}),  # before its first checkpoint
     (signal.SIGTERM, 5, {"num_workers": 1}),  # a validation is due after it
-    (signal.SIGTERM, 8, {}),  # a checkpoint is due after it
+    pytest.param(signal.SIGTERM, 8, {}, marks=pytest.mark.slow),  # a checkpoint is due after it
 ])  # fmt: skip
 def test_a_signal_in_a_step_checkpoints_that_step(
     tmp_path: Path,
@@ -221,7 +221,7 @@ def train_with_a_signal(config, rank, step):
             return error.step, error.status
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, whole: Run, rank: int) -> None:
     config = tiny_config(tmp_path)
     assert run_ranks(train_with_a_signal, 2, config, rank, 7) == [(7, 143), (7, 143)]

@@ -212,7 +212,7 @@ def test_the_packs_of_other_runs_are_made_again(tmp_path: Path, make: Any, chang
     config = make(tmp_path, log_rows=True, **settings, **changes)
     last = train(config)["step"]
     assert last > 10
-    for step in (1, 4, 5, 6, 9, 10, 11, last):
+    for step in (1, 5, 6, 9, 10, last):
         assert made_again(config, tmp_path, step) == logged(tmp_path, step), step
     if config.epochs is not None:
         with pytest.raises(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from streampack_recipes.full_finetune import train
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
 from streampack import cli
@@ -22,6 +21,7 @@ from streampack.training import run_folder
 from streampack.training.run import Step
 from streampack.training.run_folder import Interrupted
 from streampack.training.weights import export
+from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.raising import fail
 from tests.harness.runs import Run, lora_run
@@ -258,6 +258,7 @@ def test_a_second_phase_goes_on_with_model_optimizer_and_step(tmp_path, first):
     assert numbers(tmp_path)[7] < alone[1] - 0.2, "the model had learned in the first phase"
 
 
+@pytest.mark.slow
 def test_a_second_phase_on_two_ranks_resumes_from_its_own_checkpoints(tmp_path: Path, first: Path) -> None:
     """The settings of its optimizer are its own."""
     settings = {"validation": None, "resume": True, "resume_from": str(first), "optimizer.lr": 0.003}

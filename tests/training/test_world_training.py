@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
-from streampack_recipes.full_finetune import train
 from torchtune import training
 from torchtune.models.llama3 import llama3
 
@@ -22,6 +21,7 @@ from streampack.training.config import RunConfig
 from streampack.training.meters import StepMeter
 from streampack.training.model import build_model, clip_gradients
 from streampack.training.world import join_world
+from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.tiny import losses, tiny_config
 
@@ -209,19 +209,15 @@ def test_two_ranks_have_the_losses_of_one(tmp_path, alone):
     assert not any(isinstance(value, torch.distributed.tensor.DTensor) for value in weights.values())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "activation_checkpointing": True,
-            "custom_sharded_layers": ["tok_embeddings", "output"],
-            "fsdp_reshard_after_forward": False,
-            "batch_size": 1,
-            "log_every": 2,
-        },
-        pytest.param({"compile": True}, marks=pytest.mark.slow),
-    ],
-)
+SHARDED = {
+    "activation_checkpointing": True,
+    "custom_sharded_layers": ["tok_embeddings", "output"],
+    "fsdp_reshard_after_forward": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{**SHARDED, "batch_size": 1, "log_every": 2}, {"compile": True}])
 def test_settings_that_must_not_change_the_losses(tmp_path, alone, changes):
     run_ranks(
         run, 2, tiny_config(tmp_path, **RUN, **changes), timeout=400
@@ -245,8 +241,8 @@ def test_by_epochs_with_more_workers_than_rows_for_them(tmp_path):
 
 
 def test_resumed_on_another_number_of_ranks(tmp_path, alone):
-    """2 -> 1 -> 2, checkpoints written in the background."""
-    config = tiny_config(tmp_path, **RUN, checkpoint_every=3, async_checkpoint=True, resume=True)
+    """2 -> 1 -> 2, checkpoints written in the background, and settings that must not change the losses."""
+    config = tiny_config(tmp_path, **RUN, **SHARDED, checkpoint_every=3, async_checkpoint=True, resume=True)
     stop = OmegaConf.create(config)
     stop.max_steps = 3
     run_ranks(run, 2, stop)
