@@ -3,6 +3,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,14 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     if processes := sys.modules.get("tests.harness.processes"):
         processes.start_server()
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of full_finetune that is over, for tests that look at it, and for those that go on from a copy."""
+    from tests.harness.runs import whole_run
+
+    return whole_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

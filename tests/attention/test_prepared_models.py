@@ -31,7 +31,7 @@ from streampack import (
 from streampack.attention import varlen
 from streampack.training.data import join_documents
 from tests.harness import tiny_torchtune
-from tests.harness.groups import batch_of, trees
+from tests.harness.groups import batch_of, trees, without_sharing
 from tests.harness.hf_models import MAX_SEQ_LEN, VOCAB, Wrapper, build, prepared
 from tests.harness.isolation import (
     Operations,
@@ -44,7 +44,6 @@ from tests.harness.isolation import (
     worst,
 )
 from tests.harness.processes import run_forked
-from tests.harness.segments import without_sharing
 from tests.harness.vision_models import build_vision
 from tests.oracle.attention import attend, random_packs
 

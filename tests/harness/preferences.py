@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from streampack import IGNORE_INDEX, Batch, Encoder, Group
-from tests.harness.groups import segments
-from tests.harness.segments import without_sharing
+from tests.harness.groups import segments, without_sharing
 from tests.harness.tiny import WORDS, WordTokenizer, lora_config, tiny_config
 
 

@@ -31,8 +31,7 @@ from streampack.losses import (
     trained_tokens,
 )
 from streampack.packing.batch import null_pack, stack_packs
-from tests.harness.groups import batch_of, label, segments, trees
-from tests.harness.segments import without_sharing
+from tests.harness.groups import batch_of, label, segments, trees, without_sharing
 
 VOCAB = 64
 

@@ -55,6 +55,13 @@ CHOOSE: dict[str, Choose] = {
     "best_fit": best_fit,
     "exact_fit": exact_fit,
 }
+WAYS = (*CHOOSE, "wrap")
+"""The ways to fill packs, one word each; ``wrap``: samples continue in the next pack."""
+
+
+def settings_of(way: str) -> dict[str, object]:
+    """Return the settings that a word stands for."""
+    return {"split_across_pack": True} if way == "wrap" else {"strategy": way}
 
 
 def pack(lengths: Sequence[int], limit: int, *, strategy: str, buffer_size: int) -> list[list[int]]:

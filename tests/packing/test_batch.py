@@ -19,8 +19,8 @@ from streampack import (
 )
 from streampack.packing.batch import null_pack, stack_packs, to_torchtune, unstack_packs
 from tests.harness import groups
-from tests.harness.strategies import WAYS, settings_of
 from tests.oracle import packing as oracle
+from tests.oracle.packing import WAYS, settings_of
 
 LIMIT = 12
 NAMES = ("tokens", "labels", "input_pos", "seq_lens")

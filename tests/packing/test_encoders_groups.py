@@ -24,8 +24,8 @@ from streampack import (
     MessagesEncoder,
     ParquetSource,
 )
+from tests.harness.groups import without_sharing
 from tests.harness.hf_tokenizers import CHATML, CROSSING, DEAF, FORGETFUL, MARKED, Letters, byte_level
-from tests.harness.segments import without_sharing
 
 tune = pytest.importorskip("torchtune.data")
 

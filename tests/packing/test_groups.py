@@ -30,8 +30,8 @@ from streampack import (
 from streampack.packing.batch import null_pack, stack_packs, to_torchtune
 from streampack.tokenize import tokenize
 from tests.harness.corpus import rows
+from tests.harness.groups import Pairs, without_sharing
 from tests.harness.mixtures import shifted
-from tests.harness.segments import Pairs, without_sharing
 
 LIMIT = 24
 ROWS = rows(60)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.lengths import lengths as benchmark_lengths
 from streampack import IterablePackedDataset, PackedDataset, plan_packs
-from tests.harness.strategies import WAYS, settings_of
 from tests.oracle import packing as oracle
+from tests.oracle.packing import WAYS, settings_of
 
 
 @st.composite

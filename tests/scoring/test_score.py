@@ -20,8 +20,8 @@ from torch.distributed.tensor import distribute_tensor
 
 from streampack import Group, Sample, Score, prepare_model_for_packing, score
 from tests.harness import hf_models, tiny_torchtune
+from tests.harness.groups import without_sharing
 from tests.harness.processes import run_forked
-from tests.harness.segments import without_sharing
 
 VOCAB = hf_models.VOCAB
 Pair = tuple[list[int], list[int]]

@@ -144,14 +144,7 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
     assert least <= sum(size for _, size in network.requests) <= most
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [
-        ("jsonl", 55),
-        ("parquet", 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("jsonl", 2), ("parquet", 55))),
-    ],
-)
+@pytest.mark.parametrize(("kind", "rows"), [("jsonl", 55), ("parquet", 2)])
 def test_rows_that_are_large_are_read_ahead_by_their_bytes(network: Network, kind: str, rows: int) -> None:
     """Of 48 MB in parts of up to 6 MB, no further row or row group of 3 MB is asked for than those that come next."""
     data = filled(kind, 4, per_shard=60, text=200_000)

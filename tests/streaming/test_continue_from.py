@@ -13,7 +13,7 @@ import pytest
 
 from streampack import IterablePackedDataset, JSONLSource, Mix, PackedDataLoader, Sample
 from tests.harness.corpus import Numbers, all_of, make_source, rows, samples_in, write
-from tests.harness.strategies import WAYS, settings_of
+from tests.oracle.packing import WAYS, settings_of
 
 LANES = 3
 SHORT: dict[str, Any] = {"max_seq_len": 16, "buffer_size": 6, "overlong": "split", "num_lanes": LANES}

@@ -34,8 +34,8 @@ from tests.harness import threads
 from tests.harness.conformance import content
 from tests.harness.corpus import Numbers, make_source, rows, samples_in, write
 from tests.harness.mixtures import make
-from tests.harness.strategies import WAYS, settings_of
 from tests.oracle import packing as oracle
+from tests.oracle.packing import WAYS, settings_of
 
 
 class Ended(Numbers):

@@ -17,6 +17,8 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
+from streampack_recipes import full_finetune
+from streampack_recipes.full_finetune import train
 
 from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
 from streampack.training import run_folder
@@ -24,8 +26,6 @@ from streampack.training.checkpoint import CheckpointError
 from streampack.training.entry import shown_errors
 from streampack.training.run_folder import Interrupted, stop_on_signals
 from streampack.training.world import World
-from streampack_recipes import full_finetune
-from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.raising import fail
 from tests.harness.runs import Run

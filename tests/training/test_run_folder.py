@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
 from streampack import cli
@@ -21,7 +22,6 @@ from streampack.training import run_folder
 from streampack.training.run import Step
 from streampack.training.run_folder import Interrupted
 from streampack.training.weights import export
-from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.raising import fail
 from tests.harness.runs import Run, lora_run

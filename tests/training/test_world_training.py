@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
 from torchtune import training
 from torchtune.models.llama3 import llama3
 
@@ -21,7 +22,6 @@ from streampack.training.config import RunConfig
 from streampack.training.meters import StepMeter
 from streampack.training.model import build_model, clip_gradients
 from streampack.training.world import join_world
-from streampack_recipes.full_finetune import train
 from tests.harness.processes import run_ranks
 from tests.harness.tiny import losses, tiny_config
 
