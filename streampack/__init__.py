@@ -147,5 +147,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names.split():
-            return getattr(import_module(f"streampack.{module}"), name)
+            # Kept: an encoder that names `streampack.Sample` for each row would search here each time, 10 us a row.
+            return globals().setdefault(name, getattr(import_module(f"streampack.{module}"), name))
     raise AttributeError(f"module 'streampack' has no attribute {name!r}")
