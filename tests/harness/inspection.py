@@ -51,7 +51,7 @@ def chats(path: Path, count: int, *, seed: int = 0) -> Path:
 def dataset(name: str, folder: Path, **settings: Any) -> IterablePackedDataset:
     """One of the four corpora by which predictions are compared with runs."""
     if name == "chat":
-        source: Any = JSONLSource(chats(folder / "chat.jsonl", 300))
+        source: Any = JSONLSource(chats(folder / "chat.jsonl", 400))
         own: dict[str, Any] = {"max_seq_len": 512, "overlong": "truncate", "skip_bad": True}
         own |= {"encoder": ChatEncoder(byte_level()), "shuffle": True, "num_lanes": 4}
     elif name == "web":
