@@ -45,6 +45,15 @@ def make_groups(count: int, *, answers: int, prompt: int, answer: int, seed: int
     return found
 
 
+def unshare(group: Group) -> Group:
+    """Return the group with the prompt, which is not trained, before each answer."""
+    alone = group.answers()
+    tokens, labels = (
+        np.concatenate([getattr(each, name) for each in alone]) for name in ("tokens", "labels")
+    )
+    return Group(tokens, labels, lengths=[each.tokens.size for each in alone])
+
+
 def packed(groups: Sequence[Group], *, max_seq_len: int) -> list[Any]:
     """Return the batches of a stream of the groups, in packs of ``max_seq_len``."""
     rows = [{"group": group} for group in groups]
@@ -60,12 +69,8 @@ def padded(groups: Sequence[Group], *, rows: int) -> Iterator[tuple[torch.Tensor
     answers = len(groups[0].leaves)
     size = max(1, rows // answers)
     for few in (groups[start : start + size] for start in range(0, len(groups), size)):
-        tokens, labels = [], []
-        for unshared in (group.unshared() for group in few):
-            bounds = [end for _, end in unshared.bounds[:-1]]
-            tokens += np.split(unshared.tokens, bounds)
-            labels += np.split(unshared.labels, bounds)
-        yield _pad(tokens, 0), _pad(labels, IGNORE_INDEX)
+        alone = [answer for group in few for answer in group.answers()]
+        yield _pad([each.tokens for each in alone], 0), _pad([each.labels for each in alone], IGNORE_INDEX)
 
 
 def _pad(arrays: Sequence[Any], value: int) -> torch.Tensor:
@@ -81,7 +86,7 @@ def measure(groups: Sequence[Group], *, rounds: int, max_seq_len: int, rows: int
     model = shape.build(device="cpu", dtype="fp32", seed=0)
     inputs = prepare_model_for_packing(model, attention="varlen")
     shared = packed(groups, max_seq_len=max_seq_len)
-    unshared = packed([group.unshared() for group in groups], max_seq_len=max_seq_len)
+    unshared = packed([*map(unshare, groups)], max_seq_len=max_seq_len)
     pads = list(padded(groups, rows=rows))
 
     def run_packed(batches: Sequence[Any]) -> None:
@@ -95,7 +100,7 @@ def measure(groups: Sequence[Group], *, rounds: int, max_seq_len: int, rows: int
         model.zero_grad()
 
     unique = sum(group.tokens.size for group in groups)
-    alone = sum(group.unshared().tokens.size for group in groups)
+    alone = sum(answer.tokens.size for group in groups for answer in group.answers())
     ways = {
         "packed, shared": (lambda: run_packed(shared), unique, [batch.tokens for batch in shared]),
         "packed, unshared": (lambda: run_packed(unshared), alone, [batch.tokens for batch in unshared]),
