@@ -48,7 +48,7 @@ def plan_steps(lengths: Sequence[int], *, max_tokens: int, packs_per_step: int) 
     ordered from the highest cost to the lowest.
 
     >>> plan_steps([5, 4, 2, 3, 4, 6, 1], max_tokens=8, packs_per_step=2)
-    [[[0, 3], [1, 4]], [[5, 2], [6]]]
+    [[[0, 3], [1, 4]], [[5], [2, 6]]]
     """
     upcoming = iter(range(len(lengths)))
     room = packs_per_step * max_tokens

@@ -97,8 +97,8 @@ class FileStorage(ABC):
 
     @property
     def patience(self) -> float:
-        """The most seconds that one read may take: in waits, and in a request that is not answered."""
-        return 60 * self.storage.max_outage + self.storage.timeout
+        """The most seconds that one read may take in waits, and in a request that is not answered."""
+        return 60 * self.storage.max_outage
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """Return exactly the bytes ``[start, stop)``.

@@ -35,6 +35,11 @@ class RemoteStorage(FileStorage):
         super().__init__(storage)
         self.scheme = scheme
 
+    @property
+    @override
+    def patience(self) -> float:
+        return super().patience + self.storage.timeout
+
     @override
     def read(self, file: File, start: int, stop: int) -> bytes:
         try:

@@ -336,10 +336,10 @@ def test_a_run_outlives_outages_within_its_patience(
 WAITED = [  # (max_outage, seconds that ranks wait, what is said)
     (
         2,
-        150,
-        "may be tried again for 150 s and the other ranks wait 0:02:30 at most; lower the max_outage of the",
+        120,
+        "may be tried again for 120 s and the other ranks wait 0:02:00 at most; lower the max_outage of the",
     ),
-    (2, 151, None),
+    (2, 121, None),
 ]
 
 

@@ -142,7 +142,7 @@ def test_the_packs_are_the_same_on_other_numbers_of_consumers(workers: int) -> N
         PackedDataLoader(dataset(lengths, LONG, shuffle=True), num_workers=workers) for _ in range(2)
     )
     later.continue_from(state)
-    assert (later.slot, later.ledger().packs) == (0, 0)
+    assert later.ledger().packs == 0
     batches = list(islice(later, 2))
     again.load_state_dict(later.state_dict())
     batches += list(again)
