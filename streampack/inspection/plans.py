@@ -163,10 +163,10 @@ def steps_of(packs: Sequence[int], batching: Batching) -> int:
 def _error(held: IntArray, widths: IntArray, *, unknown: float, again: int = 1) -> float:
     """Return the standard error of the padding, from the differences between parts of the rows of batches.
 
-    The rows are those of a sample that was read so many times ``again``. Fewer than ten of them tell nothing, and the
-    error is ``unknown``.
+    The rows are those of a sample that was read so many times ``again``. Fewer than ten of them tell nothing, nor do
+    parts that each hold more than half of the sample, and so hardly differ: the error is ``unknown`` then.
     """
-    if len(held) < BLOCKS * again:
+    if len(held) < BLOCKS * again or again > BLOCKS / 2:
         return unknown
     parts = zip(np.array_split(held, BLOCKS), np.array_split(widths, BLOCKS), strict=True)
     full = [own.sum() / width.sum() for own, width in parts]
