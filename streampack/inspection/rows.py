@@ -134,9 +134,11 @@ def read_epoch(config: LaneConfig, tally: Tally, *, num_lanes: int, rows: int | 
     sources = [config.source] if mix is None else [entry.source for entry in mix.entries]
     if rows is None or _fits(config, WHOLE * rows):
         lanes = [_read_lane(config, tally, lane, num_lanes, None) for lane in range(num_lanes)]
-        read = np.bincount(tally.rows.source, minlength=len(sources))
-        sizes = [_size(source) or own for source, own in zip(sources, read.tolist(), strict=True)]
-        passes = read / np.maximum(1, sizes) if mix else np.ones(1)
+        passes = np.ones(1)
+        if mix is not None:
+            read = np.bincount(tally.rows.source, minlength=len(sources))
+            sizes = [_size(source) or own for source, own in zip(sources, read.tolist(), strict=True)]
+            passes = read / np.maximum(1, sizes)
         return Epoch(tally.rows, lanes, num_lanes, np.ones(len(tally)), passes)
     if mix is None and _size(config.source) is None:
         lane = _read_lane(config, tally, 0, 1, rows)
