@@ -15,7 +15,7 @@ from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.groups import paths_of
 from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups
 
-BOUNDARY_KEYS = "seq_lens, position_ids, input_pos or an attention_mask of 2 dimensions"
+BOUNDARY_KEYS = "seq_lens, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
 
 
 class Packed(Protocol):
@@ -73,7 +73,7 @@ def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
     """Return a dict as `Packed` by finding its sequences; anything else is returned as it is.
 
     Boundaries are read from ``seq_lens``; without it they are where ``position_ids`` or ``input_pos`` do not increase
-    by one, and where an ``attention_mask`` of 2 dimensions changes.
+    by one, and where ``seq_idx`` or an ``attention_mask`` of 2 dimensions changes.
 
     >>> flat = {"input_ids": torch.tensor([[7, 8, 9, 4, 5]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     >>> as_packed(flat).seq_lens
@@ -115,7 +115,8 @@ def _mark_starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor
     """Mark the tokens at which a sequence begins: ``[batch, tokens]`` bool."""
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, :1] = True
-    steps = {"position_ids": 1, "input_pos": 1, "attention_mask": 0}  # how each goes on within a sequence
+    # How each goes on within a sequence.
+    steps = {"seq_idx": 0, "position_ids": 1, "input_pos": 1, "attention_mask": 0}
     found = {name: batch[name] for name in steps if batch.get(name) is not None}
     for name, values in found.items():
         if values.ndim != 2 or values.shape[1] != tokens.shape[1] or values.shape[0] not in (1, len(tokens)):
@@ -124,7 +125,8 @@ def _mark_starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor
                 f"{BOUNDARY_KEYS}"
             )
         starts[:, 1:] |= values.long().expand_as(tokens).diff(dim=1) != steps[name]
-    if not found:
+    # A mask of ones beside boundaries that are not read would join the samples in silence.
+    if not found or (found.keys() == {"attention_mask"} and batch.get("cu_seq_lens_q") is not None):
         raise ValueError(
             f"nothing in the batch says where its sequences begin (it has {', '.join(map(repr, batch))}); "
             f"give {BOUNDARY_KEYS} (FlatteningCollator returns position_ids unless told not to)"

@@ -223,7 +223,8 @@ def images(token: int) -> Batch:
     return replace(batch, tokens=batch.tokens.clone().index_fill_(1, torch.tensor([3]), token))
 
 
-GIVEN = {"input_ids": torch.tensor([[7, 8, 9, 4]]), "position_ids": torch.tensor([[0, 1, 2, 0]])}
+FOUR = torch.tensor([[7, 8, 9, 4]])
+GIVEN = {"input_ids": FOUR, "position_ids": torch.tensor([[0, 1, 2, 0]])}
 
 
 def flat(**changes: Any) -> dict[str, Any]:
@@ -256,6 +257,11 @@ BATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         lambda: build("llama"),
         lambda: flat(return_position_ids=False),
         r"nothing in the batch says where its sequences begin \(it has 'input_ids', 'labels'\); give seq_lens, ",
+    ),
+    "lengths and a mask of ones": (
+        lambda: build("llama"),
+        lambda: {"input_ids": FOUR, "cu_seq_lens_q": torch.tensor([0, 3, 4]), "attention_mask": FOUR**0},
+        r"begin \(it has 'input_ids', 'cu_seq_lens_q', 'attention_mask'\); give seq_lens, seq_idx, position_ids",
     ),
     "a mask of 4 dimensions": (
         lambda: build("llama"),
