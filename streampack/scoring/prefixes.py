@@ -27,9 +27,7 @@ class Tree:
     """Requests that begin alike, in lexicographic order."""
 
     size: int  # tokens, those that are shared once
-    requests: list[
-        tuple[int, int]
-    ]  # the number of each, and how many tokens it shares with the one before it
+    requests: list[tuple[int, int]]  # the number of each, and how many tokens it shares with the one before
 
 
 def share_prefixes(requests: Sequence[Request], *, limit: int, branch: bool) -> list[Tree]:
