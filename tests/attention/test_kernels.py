@@ -181,16 +181,14 @@ def test_varlen_attention_equals_the_naive_one(
     queries: int,
 ) -> None:
     ends = torch.tensor(sorted([0, *cuts, 40]), dtype=torch.int32)
-    longest = int(ends.diff().max())
+    most = int(ends.diff().max())
     q, k, v, upstream = tensors(40, heads=heads[0], kv_heads=heads[1], dtype=dtype)
     given: dict[str, Any] = {"cu_seqlens": ends, "window": window, "scale": scale, "softcap": softcap}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "QUERY_BLOCK", queries)
-        ours = varlen_attention(q, k, v, max_seqlen=longest, **given)
-        with pytest.raises(
-            ValueError, match=f"a sequence has {longest} keys, and max_seqlen is {longest - 1}"
-        ):
-            varlen_attention(q, k, v, max_seqlen=longest - 1, **given)
+        ours = varlen_attention(q, k, v, max_seqlen=most, **given)
+        with pytest.raises(ValueError, match=f"a sequence has {most} keys, and max_seqlen is {most - 1}"):
+            varlen_attention(q, k, v, max_seqlen=most - 1, **given)
         gradients = torch.autograd.grad(ours, (q, k, v), upstream)
     assert ours.dtype == dtype
     assert ours.is_contiguous()

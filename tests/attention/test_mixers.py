@@ -187,9 +187,7 @@ def test_all_packs_go_to_the_kernels_in_one_row_if_all_layers_have_them(
     with Operations() as passes:
         model(**given)
     assert kernels.rows == [1] * (installed == "everything")
-    assert (passes.counts["index_select"] == 0) == (installed == "everything"), (
-        "kernels get views, not copies"
-    )
+    assert (passes.counts["index_select"] == 0) == (installed == "everything"), "views, not copies"
 
 
 def ignores(kernels: Kernels, *args: Any, cu_seqlens: Any, seq_idx: Any = None, **settings: Any) -> Any:

@@ -361,9 +361,7 @@ def test_every_family_and_every_layer_with_a_state_is_tried() -> None:
 def test_the_figures_of_the_page_are_within_the_limits() -> None:
     written = read_page(PAGE.read_text(encoding="utf-8"))
     assert {key: over for key, outcome in written.items() if (over := over_the_limit(outcome))} == {}
-    families = {
-        family for library, family, backend in written if library == "transformers" and backend != EVERY
-    }
+    families = {family for library, family, used in written if library == "transformers" and used != EVERY}
     assert families == {*TABLES["transformers"], *ISOLATED}
 
 

@@ -86,9 +86,7 @@ def test_what_is_read_and_dropped_is_what_the_ledger_of_a_run_says(
     assert report.coverage.exact
     assert (report.lengths.tokens, report.lengths.samples) == (ledger.tokens_in, ledger.samples)
     lost = {loss.reason: (loss.tokens, loss.rows) for loss in report.losses if loss.tokens or loss.rows}
-    counted = {
-        reason: (ledger.dropped[reason], count) for reason, count in ledger.dropped_samples.items() if count
-    }
+    counted = {reason: (ledger.dropped[reason], n) for reason, n in ledger.dropped_samples.items() if n}
     if ledger.untrained:  # also where they are not dropped, the report says how many train nothing
         counted.setdefault("untrained", (0, ledger.untrained))
     assert lost == counted
@@ -123,9 +121,8 @@ def test_rows_that_stop_a_run_are_counted_and_named() -> None:
     assert examples["overlong"] == ["sample 1: 90 tokens", "sample 4: 80 tokens"]
     assert [each.split(":")[0] for each in examples["bad"]] == ["sample 3", "sample 5", "sample 7"]
     assert report.chosen.packs == 1
-    with pytest.raises(
-        ValueError, match=r"none of the 2 rows looked at can be packed \(2 overlong\): sample 0: 90"
-    ):
+    said = r"none of the 2 rows looked at can be packed \(2 overlong\): sample 0: 90"
+    with pytest.raises(ValueError, match=said):
         inspected(token_rows([90, 80]), max_seq_len=16)
 
 
@@ -141,9 +138,8 @@ def test_a_mixture(stop: str, rows: int | None) -> None:
     settings: dict[str, Any] = {"max_seq_len": 256, "overlong": "truncate", "shuffle": True, "num_lanes": 2}
     mixed = IterablePackedDataset(mixture(stop), **settings)
     packs, stats = sum(1 for _ in mixed), mixed.source_stats()
-    report = inspect_dataset(
-        IterablePackedDataset(mixture(stop), **settings), rows=rows, shape=RunShape(max_steps=10)
-    )
+    fresh = IterablePackedDataset(mixture(stop), **settings)
+    report = inspect_dataset(fresh, rows=rows, shape=RunShape(max_steps=10))
     assert report.chosen.packs == (packs if rows is None else pytest.approx(packs, rel=0.1))
     near = 1e-12 if rows is None else 0.05
     assert report.chosen.padding == pytest.approx(mixed.ledger().padding, abs=near)
@@ -177,9 +173,7 @@ def test_a_bin_of_the_histogram_begins_behind_max_seq_len() -> None:
     assert sum(count for *_, count in bins) == 5
 
 
-@pytest.mark.parametrize(
-    ("rows", "way"), [(1, "exact_fit"), (5, "exact_fit"), (25, "exact_fit"), (300, "next_fit")]
-)
+@pytest.mark.parametrize(("rows", "way"), [*((n, "exact_fit") for n in (1, 5, 25)), (300, "next_fit")])
 def test_a_sample_that_is_too_small_says_so(rows: int, way: str, corpus: Any, whole: Any) -> None:
     """Ten parts of it, from whose differences the error is taken, have no full pack each, or are nearly the same."""
     found, true = (outcome(each, way) for each in (inspect_dataset(corpus("flan"), rows=rows), whole("flan")))

@@ -71,9 +71,8 @@ def test_the_figures_shown_are_those_of_the_report(files: Shown) -> None:
     for figures in ([f"{100 * chosen['padding']:.2f} %"], [f"{chosen['steps']:,.0f}"]):
         assert figures == files.page.after("padding" if "%" in figures[0] else "optimizer steps", 1)
         assert any(figures[0] in line for line in lines if line.startswith(("padding ", "optimizer steps ")))
-    words = [advice["title"] for advice in report["advice"]] + [
-        f"{loss['rows']:,}" for loss in report["losses"]
-    ]
+    words = [advice["title"] for advice in report["advice"]]
+    words += [f"{loss['rows']:,}" for loss in report["losses"]]
     words += ["exact_fit", "yours", "split_across_pack", "slowest / mean"]
     words += ["skip_bad: True", *report["assumed"][1:]]
     for word in words:

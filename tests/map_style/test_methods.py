@@ -65,9 +65,8 @@ def spans_of(batches: list[list[Row]]) -> Row:
 
 def order_of(lengths: list[int], *, epoch: int = 0) -> list[int]:
     """The order of an epoch, which is that of the method that does nothing with it."""
-    return [
-        i for [[(i, _, _)]] in plan("random_padding", lengths, max_seq_len=999, batch_size=1, epoch=epoch)
-    ]
+    batches = plan("random_padding", lengths, max_seq_len=999, batch_size=1, epoch=epoch)
+    return [i for [[(i, _, _)]] in batches]
 
 
 def in_pairs(rows: list[Any]) -> list[list[Any]]:
@@ -114,10 +113,9 @@ def test_methods_of_padding_and_of_packing_in_arrival_order() -> None:
     by_length = sorted(order, key=lambda i: -LENGTHS[i])
     packs = plan_packs([LENGTHS[i] for i in order], LIMIT)
     assert sorted(order) == list(range(len(LENGTHS))) != order
-    assert numbers(plan("random_padding")) == in_pairs([[i] for i in order])
-    assert numbers(plan("minibatch_packing")) == [
-        [list(chain(*batch))] for batch in in_pairs([[i] for i in order])
-    ]
+    pairs = in_pairs([[i] for i in order])
+    assert numbers(plan("random_padding")) == pairs
+    assert numbers(plan("minibatch_packing")) == [[list(chain(*batch))] for batch in pairs]
     assert numbers(plan("random_packing")) == in_pairs(greedily(order))
     assert numbers(plan("sorted_packing")) == in_pairs(greedily(by_length))
     assert numbers(plan("exact_fit")) == in_pairs([[order[i] for i, _, _ in pack] for pack in packs])
@@ -151,16 +149,12 @@ def test_multipack_gives_the_batches_of_a_step_even_costs(ranks: int) -> None:
     """Rows of a step are dealt out in turn from the costliest on, and every rank gets one of each turn."""
     order = order_of(LENGTHS)
     lengths, count = [LENGTHS[i] for i in order], 2 * ranks
-    packs = list(
-        MultipackBatchSampler(
-            lengths, max_tokens=LIMIT, packs_per_step=count, num_replicas=1, rank=0, shuffle=False
-        )
-    )
+    sizes: Any = {"max_tokens": LIMIT, "packs_per_step": count, "num_replicas": 1, "rank": 0}
+    packs = list(MultipackBatchSampler(lengths, **sizes, shuffle=False))
     steps = [packs[i : i + count] for i in range(0, len(packs), count)]
-    rows = [
-        [[[order[i] for i in row] for row in step[rank::ranks]] for rank in range(ranks)] for step in steps
-    ]
-    assert numbers(plan("multipack", ranks=ranks)) == list(chain.from_iterable(rows))
+    turns = [step[rank::ranks] for step in steps for rank in range(ranks)]
+    expected = [[[order[i] for i in row] for row in batch] for batch in turns]
+    assert numbers(plan("multipack", ranks=ranks)) == expected
 
 
 @names
@@ -255,9 +249,8 @@ def test_a_resume_goes_on_at_the_next_batch(name: str, workers: int) -> None:
 
 
 def test_fixed_length_warns() -> None:
-    with pytest.warns(
-        UserWarning, match="lets the samples of a row see one another, which makes a worse"
-    ) as warned:
+    said = "lets the samples of a row see one another, which makes a worse"
+    with pytest.warns(UserWarning, match=said) as warned:
         method_loader(samples_of(), method="fixed_length", max_seq_len=LIMIT, batch_size=4)
     assert warned[0].filename == __file__
 

@@ -64,9 +64,7 @@ def test_fuller_and_more_even_than_the_published_multipack(chats: list[int]) -> 
     assert ours.utilization > theirs.utilization
     assert ours.lag < 0.9 * theirs.lag
     made = published.measure([[[0, 1], [2]], [[3], []]], [3, 4, 5, 1, 6], 8)
-    assert made == published.Measures(efficiency=13 / 32, utilization=13 / (7 + 7 + 1 + 1), lag=0.5), (
-        "as defined"
-    )
+    assert made == published.Measures(efficiency=13 / 32, utilization=13 / (7 + 7 + 1 + 1), lag=0.5)
 
 
 # Ranks, epochs and resumes.
@@ -114,9 +112,8 @@ def test_a_resume_goes_on_at_the_next_batch(done: int, ranks: int, epoch: int) -
     whole, new = sampler_of(), [sampler_of(ranks, rank) for rank in range(ranks)]
     whole.set_epoch(epoch)
     if done % ranks:
-        with pytest.raises(
-            ValueError, match=f"done={done} is no multiple of num_replicas={ranks}; set done to"
-        ):
+        said = f"done={done} is no multiple of num_replicas={ranks}; set done to"
+        with pytest.raises(ValueError, match=said):
             new[0].set_epoch(epoch, done=done)
         return
     for sampler in new:
@@ -133,11 +130,9 @@ class Rows(Dataset[Any]):
     """A sample, or all those of a batch, as torchtune's recipes want where the sampler makes batches."""
 
     def __getitem__(self, number: Any) -> Any:
-        return (
-            [self[i] for i in number]
-            if isinstance(number, list)
-            else {"input_ids": [number] * LENGTHS[number]}
-        )
+        if isinstance(number, list):
+            return [self[i] for i in number]
+        return {"input_ids": [number] * LENGTHS[number]}
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
