@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -36,6 +37,7 @@ PROBED_FILES = 16  # compressed files that `sample` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `sample` decompresses of each, to learn how well they compress
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NEWLINE = b"\n"
+ROW = re.compile(rb'\s*\{\s*(".*)?\}\s*', re.DOTALL)
 
 _scan = json.JSONDecoder().raw_decode
 
@@ -108,7 +110,7 @@ class JSONLSource(FileSource):
         _, lines = self._lines(part, offset, fetcher)
         if offset != part.start or (first := next(lines, None)) is None:
             return lines
-        if not is_row(first[1]) and (problem := self._other_kind(part.file)) is not None:
+        if not like_row(first[1]) and (problem := self._other_kind(part.file)) is not None:
             raise Damage(problem, offset=offset)
         return chain([first], lines)
 
@@ -229,7 +231,7 @@ class JSONLSource(FileSource):
                 head = self._beginning(number, LOOKED_AT)
                 lines = [line for line in BytesIO(head) if line.endswith(NEWLINE) and not line.isspace()]
                 telling = len(lines) >= FEWEST_LINES or b"\0" in head
-                other = telling and not any(map(is_row, lines))
+                other = telling and not any(map(like_row, lines))
                 what = (
                     f"none of its first {len(lines):,} lines is a JSON object{self._way_out(Part(number), 0)}"
                 )
@@ -328,8 +330,6 @@ def parsed(line: bytes) -> Any:
     return value
 
 
-def is_row(line: bytes | Damage) -> bool:
-    """Return whether a line is a JSON object."""
-    with suppress(ValueError):
-        return not isinstance(line, Damage) and isinstance(parsed(line), dict)
-    return False
+def like_row(line: bytes | Damage) -> bool:
+    """Return whether a line begins and ends as a JSON object, even if it is a broken one, such as in Latin-1."""
+    return not isinstance(line, Damage) and ROW.fullmatch(line) is not None

@@ -88,7 +88,13 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str, harm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [b"off}\n", b"cut\n\noff\n", pytest.param(b"\n" * 70_000, id="blank lines")]
+    "broken",
+    [
+        b"off}\n",
+        b"cut\n\noff\n",
+        pytest.param(b"\n" * 70_000, id="blank lines"),
+        pytest.param((b'{"n":"' + b"\xe9" * 400 + b'"}\n') * 170, id="no UTF-8"),
+    ],
 )
 @pytest.mark.parametrize("only", [False, True])
 def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken: bytes, only: bool) -> None:
