@@ -6,6 +6,7 @@ Files of this machine are mapped into memory; those behind URLs are read by rang
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -230,10 +231,9 @@ def mapped(file: File) -> memoryview:
         ValueError: if the file has another size than when it was listed.
     """
     with Path(file.path).open("rb") as opened:
-        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    if len(data) != file.size:
-        raise resized(file, len(data))
-    return memoryview(data)
+        if (size := os.fstat(opened.fileno()).st_size) != file.size:  # an empty one cannot be mapped
+            raise resized(file, size)
+        return memoryview(mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ))
 
 
 def as_ids(stored: Stored) -> IntArray:
