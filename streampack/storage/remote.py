@@ -227,13 +227,11 @@ def _replaced(error: BaseException, shown: str, timeout: float) -> Exception:
         return TimeoutError(f"{said}no answer within {timeout:g} s")
     if name in _SETTINGS:
         return Refused(f"{said}{name}; {_SETTINGS[name]}")
-    # A library raises errors of its own for lost connections, or these of Python.
-    own = type(error).__module__ != "builtins" and not isinstance(error, ValueError)
-    of_python = isinstance(error, OSError | EOFError | json.JSONDecodeError) or type(error) in (
-        RuntimeError,
-        Exception,
-    )
-    if (own or of_python) and not isinstance(error, PERMANENT):
+    # A library raises errors of its own for lost connections, or these of Python. A wrong value, such as a certificate
+    # that is none of the host's (also an OSError), stays wrong.
+    own = type(error).__module__ != "builtins" or type(error) in (RuntimeError, Exception)
+    wrong = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
+    if (own or isinstance(error, OSError | EOFError)) and not wrong and not isinstance(error, PERMANENT):
         return ConnectionError(f"{said}{name}")
     return Refused(f"{said}{name} (its text, which may hold secrets, is left out)")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
+from ssl import SSLCertVerificationError
 from typing import Any
 
 import fsspec
@@ -226,6 +227,7 @@ ERRORS: dict[str, tuple[Exception | None, type[Exception], str, bool]] = {
     ),
     "a bug": (AttributeError("canary"), OSError, "AttributeError", False),
     "a wrong value": (ValueError("canary"), OSError, "ValueError", False),
+    "another's certificate": (SSLCertVerificationError("canary"), OSError, "SSLCertVerificationError", False),
 }
 """What a library raises -> the error and what it says, and whether the read is tried again."""
 
