@@ -7,7 +7,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit, urlunsplit
@@ -151,7 +151,7 @@ class FileStorage(ABC):
 
     def head(self, path: str, count: int | None = None) -> tuple[bytes, int]:
         """Return the first ``count`` bytes of a file, fewer if it is shorter, None for all; and its size."""
-        file = self.look(path)
+        file = replace(self.look(path), path=path)  # which names another file without "link/.."
         self.own()[1].add(file.path)
         return self.fetch(file, 0, file.size if count is None else min(count, file.size)), file.size
 
