@@ -122,9 +122,8 @@ class _Kept(Reader):
     def __init__(self, reader: Reader, part: Holdout) -> None:
         self.reader = reader
         self.part = part
-        self.unjudged: Cursor | None = (
-            None  # of a row that could not be judged, though it may be another time
-        )
+        # Of a row that could not be judged, though it may be another time.
+        self.unjudged: Cursor | None = None
 
     @property
     def cursor(self) -> Cursor:

@@ -48,12 +48,6 @@ def test_the_fraction_is_about_right():
     assert 420 < len(read(held_out)) < 580
 
 
-def test_added_rows_move_no_other_row():
-    _, before = both(MapSource(rows(100)))
-    _, after = both(MapSource(rows(200)))
-    assert [i for i in read(after) if i < 100] == read(before)
-
-
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-100, 100), max_size=8), st.integers(0, 7))
 def test_equal_rows_are_in_the_same_part_whatever_holds_their_ids(ids, number):
     """As lists, tuples, tensors, and arrays of every type that holds the ids."""

@@ -215,8 +215,6 @@ ERRORS: dict[str, tuple[Exception | None, type[Exception], str, bool]] = {
     "no answer": (None, TimeoutError, "no answer within 0.2 s", True),
     "503": (HttpError(503), OSError, "HTTP 503", True),
     "a bug that may pass": (RuntimeError("canary"), ConnectionError, "RuntimeError", True),
-    "403": (HttpError(403), PermissionError, "HTTP 403, access is denied", False),
-    "400": (HttpError(400), OSError, "HTTP 400", False),
     "forbidden": (OSError("Forbidden: canary"), PermissionError, "access is denied", False),
     "gone": (FileNotFoundError("canary"), FileNotFoundError, "there is no such file", False),
     "credentials": (
@@ -298,14 +296,6 @@ class Clock:
         if any(start <= self.now < end for start, end in self.down):
             self.now += self.request
             raise TimeoutError
-
-
-def test_without_max_outage_a_read_is_tried_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = filled(store, storage={"max_outage": 0})
-    clock = Clock(monkeypatch, (0, 1e9))
-    with pytest.raises(TimeoutError):
-        packs(data, read_ahead=0)
-    assert clock.tries == 1
 
 
 @pytest.mark.parametrize("mixed", [False, True])
