@@ -320,9 +320,7 @@ def siblings(answers: int) -> Group:
     )
 
 
-@pytest.mark.parametrize(
-    "groups", [[siblings(2)] * 3, [siblings(8)] * 3, trees()], ids=["pairs", "eights", "trees"]
-)
+@pytest.mark.parametrize("groups", [[siblings(2)] * 3, [siblings(8)] * 3, trees()], ids=["2", "8", "trees"])
 def test_memory_that_nobody_wrote_reaches_no_number(groups: list[Group]) -> None:
     """Each tensor that is made without values holds NaN."""
     batch = batch_of(groups)

@@ -184,9 +184,8 @@ def test_overlong(name: str) -> None:
         assert kept(None) == kept("split")
     else:
         assert [span for span in kept("split") if span[0] == 1] == [(1, 0, 16), (1, 16, 32), (1, 32, 40)]
-        with pytest.raises(
-            ValueError, match="^sample 1 has 40 tokens, max_seq_len is 16; set overlong to 'split'"
-        ):
+        said = "^sample 1 has 40 tokens, max_seq_len is 16; set overlong to 'split'"
+        with pytest.raises(ValueError, match=said):
             kept(None)
 
 

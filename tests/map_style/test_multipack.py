@@ -174,9 +174,8 @@ def test_a_loader_of_accelerate_shares_out_the_batches_once() -> None:
 
     whole = [sorted(batch) for batch in sampler_of()]
     assert [batches(sampler_of(), rank) for rank in range(2)] == [whole[rank::2] for rank in range(2)]
-    with pytest.raises(
-        ValueError, match="accelerate shares out batches that num_replicas=2 has shared out already"
-    ):
+    said = "accelerate shares out batches that num_replicas=2 has shared out already"
+    with pytest.raises(ValueError, match=said):
         batches(sampler_of(2, 0), 0)
 
 

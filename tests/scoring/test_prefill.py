@@ -121,10 +121,8 @@ def test_families_with_more_than_keys_and_values_are_refused(family: str) -> Non
     model, _ = models(family)
     with pytest.raises(ValueError) as error:
         prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)
-    beginning = (
-        f"prefill fills caches of keys and values, and {family} has {REFUSED[family]}; use model.generate"
-    )
-    assert str(error.value).startswith(beginning)
+    begin = f"prefill fills caches of keys and values, and {family} has {REFUSED[family]}; use model.generate"
+    assert str(error.value).startswith(begin)
 
 
 @pytest.mark.parametrize("lengths", [(7,), (1,), (1, 1, 1), (24, 1), (25,)])
