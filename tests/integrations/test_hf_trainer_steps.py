@@ -134,27 +134,40 @@ def test_data_that_ends_early_is_logged_and_saved(tmp_path: Path, caplog: pytest
     over = packed(tmp_path, stream(rows, epochs=1), **changes)
     assert over.train(resume_from_checkpoint=True).global_step == steps  # no data is left
 
+    full, overlong = ({"tokens": [5] * length, "labels": [5] * length} for length in (64, 90))
+    packs = stream([full] * 8 + [overlong], shuffle=False, epochs=1, num_lanes=1, overlong="drop")
+    (trainer := packed(tmp_path, packs, max_steps=9)).train()
+    assert trainer.train.__self__.ledger.dropped["overlong"] == 90, "behind the last pack"
+
 
 class Look(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-    """Looks at a pack of the training data."""
+    """Looks at a pack of the training data; interrupts the training in the middle of step 6."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         next(iter(given["train_dataloader"].loader.dataset))
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
 
 def test_checkpoints_are_of_the_training_whoever_else_reads_its_data(tmp_path: Path) -> None:
     """They said that the run was where an evaluation of the same packs, or a look, had come to: a resume lost data."""
-    saved = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    saved = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}
     straight = packed(tmp_path / "straight", stream(samples(100)), **saved)
     straight.train()
-    for changes in ({"eval_strategy": "steps", "eval_steps": 2}, {}):
+    assert straight.train.__self__.steps.state_dict()["slot"] == 8 * 4
+    for changes in ({"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}, {}):
         packs = stream(samples(100))
         trainer = packed(tmp_path / f"{len(changes)}", packs, eval_dataset=packs, **saved, **changes)
         trainer.add_callback(Look())
-        trainer.train()
-        again = packed(tmp_path / "again", stream(samples(100)), **saved)
-        again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-        assert losses(again) == losses(trainer) == losses(straight)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer._save_checkpoint(trainer.model, None)
+        for step in (2, 5):
+            again = packed(tmp_path / "again", packs, eval_dataset=packs, **saved, **changes)
+            again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{step}")
+            assert losses(again) == losses(straight)
 
 
 # Other ranks than before, and lanes that the ranks do not divide.

@@ -65,10 +65,9 @@ class Steps:
         self._left = 0  # batches of this step that Trainer has not asked for
         self._batches: Iteration | None = None  # of the loader; None before the first batch
         self._ahead: list[Batch | None] = []  # the first batch of the next step, None at the end of the data
-        self._before = (
-            RunState()
-        )  # where the stream stood when `_ahead` was fetched last, after the step `_made`
-        self._made = self._first = steps_before
+        # Where the stream stood when `_ahead` was fetched last, or began, or was closed: after the step `_made`.
+        self._before, self._made = loader.position(), steps_before
+        self._first = steps_before
 
     def __iter__(self) -> Steps:
         # Trainer iterates again when a callback has ended an epoch; the stream then goes on where it is.
@@ -99,10 +98,14 @@ class Steps:
         """
         if not self._ahead:
             if self._batches is None:
+                # Whoever reads the same data, an evaluation or a callback that looks, may have done so before; of what
+                # they do from now on the iteration knows nothing.
+                self.loader.dataset.readers.command(self._before)
                 self._batches = iter(self.loader)
-            # Of whoever reads the same data, an evaluation or a callback that looks, the iteration knows nothing.
             self._before, self._made = self._batches.handed, self.step
             self._ahead = [next(self._batches, None)]
+            if self._ahead[0] is None:
+                self._before = self._batches.handed  # with what was dropped behind the last pack
         return self._ahead[0]
 
     def _epoch(self) -> int:
@@ -124,12 +127,11 @@ class Steps:
 
     def _after_last_step(self) -> RunState:
         """Return where the stream stands after the last step that was made."""
-        if self._batches is None:
-            return self.loader.position()
         # With enable_jit_checkpoint, Trainer saves at once when it gets a SIGTERM, before it makes a step whose batches
         # it has.
-        made = self.trainer.state.global_step
-        return self._before if made <= self._made else self._batches.handed
+        if self._batches is None or self.trainer.state.global_step <= self._made:
+            return self._before
+        return self._batches.handed
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the stream's state after the last step that was made."""
@@ -150,7 +152,8 @@ class Steps:
         return Ledger.total(ledgers), {name: max(rank[name] for rank in ranks) for name in mine}
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes. A checkpoint may still be saved, after an interrupt too."""
+        self._before = self._after_last_step()
         self._batches, self._ahead, self._left = None, [], 0
 
     def _end(self) -> None:
