@@ -109,8 +109,8 @@ def read_step(folder: Path, step: int) -> list[RowLoss]:
     def key(row: RowLoss) -> tuple[bool, float]:
         if not math.isfinite(row.loss):
             return False, 0.0
-        # Where another row's loss is not finite, neither is any excess.
-        return True, -row.excess if math.isfinite(row.excess) else -row.mean
+        # Where another row's loss is not finite, no excess says anything.
+        return True, -row.excess if math.isfinite(losses) else -row.mean
 
     return sorted(found, key=key)
 

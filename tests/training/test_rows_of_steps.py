@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from itertools import accumulate
@@ -121,10 +122,10 @@ def test_rows_are_ranked_by_what_they_add_to_the_loss(tmp_path: Path) -> None:
     rows = [[[0, 0], 0, 90, 90.0, 90, 0], [[0, 1], 0, 10, 60.0, 10, 0], [[0, 2], 0, 2, 14.0, 2, 0]]
     (folder / "rank_00000.jsonl").write_text(json.dumps({"step": 1, "rows": rows}) + "\n")
     assert [row.fragment.row_id[1] for row in read_step(folder, 1)] == [1, 2, 0]
-    rows.append([[0, 3], 0, 1, float("nan"), 1, 0])
-    (folder / "rank_00000.jsonl").write_text(json.dumps({"step": 1, "rows": rows}) + "\n")
-    by_loss = [row.fragment.row_id[1] for row in read_step(folder, 1)]
-    assert by_loss == [3, 2, 1, 0], "no excess is finite"
+    for loss in (math.nan, math.inf):
+        lines = {"step": 1, "rows": [*rows, [[0, 3], 0, 1, loss, 1, 0], [[0, 4], 0, 1, 0.5, 1, 0]]}
+        (folder / "rank_00000.jsonl").write_text(json.dumps(lines) + "\n")
+        assert [row.fragment.row_id[1] for row in read_step(folder, 1)] == [3, 2, 1, 0, 4], "by the mean"
 
 
 def plant(path: Path, numbers: list[int]) -> set[int]:
