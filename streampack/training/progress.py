@@ -21,6 +21,8 @@ from streampack.training.world import World
 
 METRICS_FILE = "metrics.jsonl"
 """The file in ``output_dir`` that rank 0 writes, whatever metric logger the config names."""
+FEW_ROWS = 256
+"""Rows that are encoded where only the expected padding is asked for: behind URLs each is a request."""
 SHOWN = {
     "loss": "loss {:.3f}", "tokens_per_second": "{:,.0f} tokens/s", "padding": "padding {:.1%}",
     "cost_imbalance": "imbalance {:.2f}", "data_wait": "data wait {:.2g} s",
@@ -51,12 +53,14 @@ def opening(
         lines["so far"] = f"{ledger.tokens_in:,} tokens read, {dropped_tokens(ledger)}"
     # Streams of unknown length and endless mixtures have no estimate. The error of a bad row is not raised here, but
     # where training reads the row.
+    loses = packing.overlong not in ("error", "split")
     with suppress(Exception):
-        estimate = dataset.estimate(rows=PROBED_ROWS, num_lanes=lanes)
+        rows = PROBED_ROWS if loses or config.epochs is not None else FEW_ROWS
+        estimate = dataset.estimate(rows=rows, num_lanes=lanes)
         error = f" (standard error {estimate.error / estimate.packs:.1%})" if estimate.error else ""
         lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} packs{error}"
         lines["packing"] += f", about {estimate.padding:.1%} padding expected"
-        if estimate.lost and packing.overlong not in ("error", "split"):
+        if estimate.lost and loses:
             lines["overlong"] = (
                 f"overlong={packing.overlong} with max_seq_len={packing.max_seq_len} loses {estimate.lost:.1%} of the "
                 f"tokens of {estimate.samples:,} samples looked at; streampack inspect says which"
