@@ -41,7 +41,8 @@ def pick_device(name: str) -> torch.device:
     from torchtune import utils
 
     require(kind := name.partition(":")[0], "device", DEVICES)
-    if name != "auto" and not getattr(torch, kind).is_available():
+    found = getattr(torch, kind, None)  # torch.npu is there once torch_npu has been imported, as torchtune does
+    if name != "auto" and not (found and found.is_available()):
         raise ValueError(
             f"device={name!r}: torch {torch.__version__} finds no {kind} device on this machine; check the driver and "
             "that torch was built for it, or set device=cpu or device=auto"

@@ -107,7 +107,7 @@ def test_a_device_is_picked_or_refused() -> None:
 
 
 @NO_GPU
-@pytest.mark.parametrize("name", ["cuda:1", "mps"])
+@pytest.mark.parametrize("name", ["cuda:1", "mps", "npu"])
 def test_a_missing_device_is_refused_and_not_replaced_by_the_cpu(name: str, tmp_path: Path) -> None:
     kind = name.partition(":")[0]
     config = tiny_config(tmp_path, device=name)
