@@ -26,8 +26,8 @@ def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, ru
 
     They are ``max_steps``, or the steps of ``epochs`` if those are fewer, which are estimated from a sample of the
     rows; the run ends with the data. A run that goes on, of whose checkpoint ``run`` is the content and ``loader`` has
-    the state, keeps the number as long as it is asked for the same, so that its schedule does not jump, and never has
-    fewer: the schedule would end before, and torchtune's cosine would rise again.
+    the state, keeps the number as long as it is asked for the same, so that its schedule does not jump. By ``epochs`` it
+    never has fewer: the schedule would end before the data, and torchtune's cosine would rise again.
     """
     before: int = run["steps"]
     asked = asked_of(config, loader)
@@ -40,7 +40,8 @@ def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, ru
         left = max(0, config.epochs * packs - loader.ledger().packs)
         if left < math.inf:
             steps = min(steps, run["step"] + math.ceil(left / loader.packs_per_step))
-    steps = max(before, int(steps))
+        steps = max(before, steps)
+    steps = int(steps)
     if before and steps != before and config.lr_scheduler is not None and world.is_main:
         log.warning(
             "the schedule of the learning rate was made for %d steps, and the run now goes on to step %d: it is made "

@@ -7,6 +7,7 @@ import resource
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
+from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.training.checkpoint import Checkpoints
-from streampack.training.schedule import step_schedule
-from streampack.training.world import join_world
+from streampack.training.schedule import step_schedule, total_steps
+from streampack.training.world import World, join_world
 from tests.harness.processes import run_ranks
 from tests.harness.runs import die_at
 
@@ -286,6 +288,14 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path, in_background):
 def schedule(rate=1.0):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
     return optimizer, LambdaLR(optimizer, lambda step: step / 10)
+
+
+def test_fewer_max_steps_end_the_schedule_earlier_and_with_epochs_do_not():
+    packs = IterablePackedDataset([{"tokens": [1], "labels": [1]}] * 400, max_seq_len=1, num_lanes=1)
+    for epochs, steps in ((None, 20), (1, 50)):
+        config = SimpleNamespace(epochs=epochs, max_steps=20, lr_scheduler=None, num_workers=0)
+        run = {"steps": 50, "asked": [epochs, 50, 4], "step": 10}
+        assert total_steps(config, PackedDataLoader(packs, packs_per_step=4), world=World(), run=run) == steps
 
 
 def test_behind_its_last_step_a_schedule_stays_at_its_end(caplog):
