@@ -26,8 +26,8 @@ def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, ru
 
     They are ``max_steps``, or the steps of ``epochs`` if those are fewer, which are estimated from a sample of the
     rows; the run ends with the data. A run that goes on, of whose checkpoint ``run`` is the content and ``loader`` has
-    the state, keeps the number as long as it is asked for the same, so that its schedule does not jump. By ``epochs`` it
-    never has fewer: the schedule would end before the data, and torchtune's cosine would rise again.
+    the state, keeps the number as long as it is asked for the same, so that its schedule does not jump. By ``epochs``
+    it never has fewer: the schedule would end before the data, and torchtune's cosine would rise again.
     """
     before: int = run["steps"]
     asked = asked_of(config, loader)

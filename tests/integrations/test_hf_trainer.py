@@ -201,7 +201,6 @@ def test_a_model_of_model_init_is_prepared_and_the_last_of_two_preparations_coun
 
 BAD_DATASETS: list[tuple[dict[str, Any], str]] = [
     ({"train_dataset": samples(3)}, "train_dataset is a list; give an IterablePackedDataset"),
-    ({"train_dataset": None}, "train_dataset is a NoneType; give an IterablePackedDataset"),
     ({"eval_dataset": stream(epochs=None)}, "eval_dataset has epochs=None and would never end"),
     ({"eval_dataset": {"a": stream(epochs=None)}}, "a has epochs=None and would never end"),
     (

@@ -61,7 +61,7 @@ def changed(sound, changes):
 
 def validate(config: Any, *words: str) -> list[str]:
     """Return the problems of a config that `streampack validate` finds."""
-    path = Path(config["output_dir"] if "$" not in config["output_dir"] else ".").parent / "validated.yaml"
+    path = Path(config["output_dir"]).parent / "validated.yaml"
     path.write_text(json.dumps(config))  # JSON is YAML
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -84,7 +84,6 @@ def of_file(name: str, **changes: Any) -> dict[str, Any]:
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"validation.fraction": 1e-9}, "validation.fraction=1e-09 holds out none of the rows, of which there are too few"),
     ({"validation.fraction": {"web": 0.1, "code": 1}}, "validation.fraction=1 is no fraction of the rows; give a"),
-    ({"validation.shares": 0.1}, "validation.shares: Key 'shares' not in 'Validation'"),
     ({"validation": {"source": COLUMNS}}, "validation rows: {folder}/columns.jsonl:1: column 'text' is missing"),
     ({"data.shufle": True}, "data: got an unexpected keyword argument 'shufle'; did you mean 'shuffle'?"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
@@ -96,16 +95,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         of_file("ids", **{"data.encoder": TOKENS}),
         "data: {folder}/ids.jsonl:1: token id 99 is outside the vocabulary of 16 ids (0 to 15)",
     ),
-    (
-        {"data.encoder._component_": "torch.utils.collect_env.run"},
-        "data.encoder: _component_ 'torch.utils.collect_env.run' is not among the components",
-    ),
-    ({"dtype": "fp16"}, "dtype='fp16' is unknown; choose one of 'bf16', 'fp32', 'fp64'"),
     ({"device": "opengl"}, "device='opengl' is unknown; choose one of "),
-    (
-        {"optimizer.lrr": 1e-4},
-        "optimizer: torch.optim.AdamW: got an unexpected keyword argument 'lrr'; did you mean 'lr'?",
-    ),
     ({"optimizer.lr": "abc"}, "optimizer: torch.optim.AdamW: '<=' not supported between"),
     ({"optimizer.lr": -1.0}, "optimizer: torch.optim.AdamW: Invalid learning rate: -1.0"),
     ({"tokenizer": {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": "{folder}/no"}}, "tokenizer: "),
@@ -114,10 +104,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "checkpointer.checkpoint_files: there is no 'model.safetensors' in ",
     ),
     ({"checkpointer.model_type": "LAMA3"}, "checkpointer.model_type='LAMA3' is unknown; did you mean 'LLAMA3'?"),
-    (
-        {"output_dir": "${oc.env:SURELY_NOT_SET}"},
-        "output_dir: KeyError raised while resolving interpolation: \"Environment variable 'SURELY_NOT_SET'",
-    ),
 ]  # fmt: skip
 
 

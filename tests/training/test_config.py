@@ -49,6 +49,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"compile": "maybe"}, "compile: Value 'maybe' is not a valid bool"),
     ({"output_dir": "${nowhere}"}, "output_dir: Interpolation key 'nowhere' not found"),
     ({"max_steps": None, "epochs": None}, "neither epochs nor max_steps is set"),
+    ({"output_dir": "${oc.env:SURELY_NOT_SET}"}, "KeyError raised .*: \"Environment variable 'SURELY_NOT"),
+    ({"dtype": "fp16"}, "dtype='fp16' is unknown; choose one of 'bf16', 'fp32', 'fp64'"),
     ({"loss_norm": "pack"}, "loss_norm='pack' is unknown; choose one of 'token', 'sample'"),
     ({"collective_timeout": 0}, r"collective_timeout=0\.0 is no time to wait"),
     ({"validation.fraction": ...}, "validation needs a fraction of the rows, or a source of its own; give one"),

@@ -152,10 +152,9 @@ def test_a_run_of_another_release_is_refused(tmp_path: Path, whole: Run) -> None
 @pytest.mark.parametrize(("step", "every", "message"), [
     (6, 4, "/out: interrupted; resume=True goes on from step 4, its newest checkpoint"),
     (3, 4, r"interrupted; there is no checkpoint yet \(checkpoint_every=4\), and the same command begins anew"),
-    (3, None, r"there is no checkpoint yet \(checkpoint_every=None\), and the same"),
 ])  # fmt: skip
 def test_ctrl_c_prints_how_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, every: int | None, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, every: int, message: str
 ) -> None:
     interrupt_step(step, monkeypatch)
     with pytest.raises(Interrupted, match=message):
