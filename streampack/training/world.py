@@ -41,9 +41,7 @@ def pick_device(name: str) -> torch.device:
     from torchtune import utils
 
     require(kind := name.partition(":")[0], "device", DEVICES)
-    found = getattr(
-        torch, kind, None
-    )  # torch.npu is there once torch_npu has been imported, as torchtune does
+    found = getattr(torch, kind, None)  # torch.npu is there once torch_npu is imported, as torchtune does
     if name != "auto" and not (found and found.is_available()):
         raise ValueError(
             f"device={name!r}: torch {torch.__version__} finds no {kind} device on this machine; check the driver and "
