@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pickle import PickleBuffer
 from queue import Queue
 from typing import Any, NamedTuple
@@ -39,6 +39,10 @@ AHEAD = 8
 """Events that wait in a worker to be sent, and the most in one message."""
 PAUSE_SECONDS = 0.001
 """Between two messages. What is made meanwhile arrives together: each arrival takes a core of the trainer's process."""
+HEAD = 8
+"""Bytes before a message, which say how many it has."""
+POLL_SECONDS = 0.5
+"""Between two looks whether a worker that is waited for has died."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that are waited for a killed process."""
 
@@ -81,10 +85,14 @@ def _events(
             if not started:
                 started = True
                 yield None
-            # A process that the trainer forked meanwhile may hold the pipe, and then its end does not arrive.
-            while pipe in wait([pipe, process.sentinel]):
+            while True:
+                if home != os.getpid():
+                    raise RuntimeError(
+                        "this process is a fork of the one that iterates the loader; iterate it anew here"
+                    )
                 try:
-                    events, end = pipe.recv()
+                    size = int.from_bytes(_receive(pipe, process, HEAD))
+                    events, end = pickle.loads(_receive(pipe, process, size))
                 except (EOFError, OSError):
                     break
                 for event in map(unfold, events):
@@ -117,6 +125,24 @@ def _events(
         log.warning("%s; it is started again from its last state", what)
 
 
+def _receive(pipe: Connection, process: mp.Process, size: int) -> memoryview:
+    """Return the next bytes of a worker; raise EOFError if it died before.
+
+    Neither the pipe's end nor `Process.sentinel` tells of each death: a child of the worker may hold both, and so may a
+    process that another thread of the trainer forked meanwhile.
+    """
+    whole = left = memoryview(bytearray(size))
+    while left:
+        alive = process.is_alive()  # before the pipe is looked at: what was sent before its death arrives
+        if pipe.poll(POLL_SECONDS if alive else 0):
+            if not (count := os.readv(pipe.fileno(), [left])):
+                raise EOFError
+            left = left[count:]
+        elif not alive:
+            raise EOFError
+    return whole
+
+
 def _kill(process: mp.Process) -> None:
     """Kill a process, if it was started, and wait until it is gone."""
     if process.pid is not None:
@@ -139,7 +165,6 @@ def _serve(
     # fork does not copy: collected here, it crashed the worker.
     gc.freeze()
     gc.enable()  # a trainer may have switched it off, to collect at steps of its choice, as torchtitan does
-    os.register_at_fork(after_in_child=pipe.close)  # or a child of this process would keep the pipe open
     made: Queue[Folded | End] = Queue(AHEAD)
     sender = threading.Thread(target=_send, args=(pipe, made), daemon=True)
     sender.start()
@@ -167,7 +192,10 @@ def _send(pipe: Connection, made: Queue[Folded | End]) -> None:
             else:
                 events.append(each)
         try:
-            pipe.send_bytes(pickle.dumps((events, end), 5))
+            message = pickle.dumps((events, end), 5)
+            left = memoryview(len(message).to_bytes(HEAD) + message)
+            while left:
+                left = left[os.write(pipe.fileno(), left) :]
         except Exception as error:
             if not isinstance(error, OSError):  # which means that the trainer takes no more
                 traceback.print_exc()

@@ -36,8 +36,9 @@ def worker(
 
 
 def process_of(number: int = 0, of: int = 1) -> Any:
-    """The process of a worker."""
-    [process] = [each for each in mp.active_children() if each.name == f"worker {number} of {of}"]
+    """The process of a worker. One that was interrupted while it was waited for stays in multiprocessing's list."""
+    named = [each for each in mp.active_children() if each.name == f"worker {number} of {of}"]
+    [process] = [each for each in named if state_of(each.pid or 0)]
     return process
 
 

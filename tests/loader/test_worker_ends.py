@@ -92,9 +92,13 @@ def test_a_forked_copy_does_not_end_the_worker(caplog: pytest.LogCaptureFixture)
     one = worker(dataset(epochs=3))
     found = [content(next(one))]
     if not (pid := os.fork()):
-        one.close()
-        os._exit(0)
-    os.waitpid(pid, 0)
+        try:
+            list(one)  # and takes none of the original's packs
+        except RuntimeError:
+            os._exit(7)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     found += map(content, one)
     assert "is started again" not in caplog.text
     assert found == expected(dataset(epochs=3))

@@ -158,12 +158,15 @@ def test_a_worker_that_closed_its_pipe_is_restarted(tmp_path: Path) -> None:
 
 
 def large(row: Any) -> Any:
-    """A pack of 312 KB, which does not fit into a pipe: the worker dies in the middle of writing."""
     return Numbers()({**row, "n": 38_800 + row["i"]})
 
 
+# Packs of 312 KB do not fit into a pipe: the worker dies in the middle of writing.
+LARGE = {"encoder": large, "max_seq_len": 39_000, "num_lanes": 1, "shuffle": False, "strategy": "next_fit"}
+
+
 def test_a_worker_is_restarted_whose_child_lives_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The child might hold the worker's end of the pipe, so that no end of file arrives."""
+    """The child holds the worker's end of the pipe, so that no end of file arrives."""
     deaths, child = tmp_path / "deaths", tmp_path / "child"
     deaths.mkdir()
 
@@ -174,18 +177,11 @@ def test_a_worker_is_restarted_whose_child_lives_on(tmp_path: Path, caplog: pyte
         child.write_text(str(pid))
         die()
 
-    settings = {
-        "encoder": large,
-        "max_seq_len": 39_000,
-        "num_lanes": 1,
-        "shuffle": False,
-        "strategy": "next_fit",
-    }
-    one = worker(dataset(Deadly(deaths, at=5, by=leave_a_child), **settings))
+    one = worker(dataset(Deadly(deaths, at=5, by=leave_a_child), **LARGE))
     assert gone([process_of().pid], within=20)
     try:
         with within(20, "the stream of a worker that has left a child"):
-            assert list(map(content, one)) == expected(dataset(**settings))
+            assert list(map(content, one)) == expected(dataset(**LARGE))
         assert restarts(caplog) == 1
         assert state_of(int(child.read_text())) not in (None, "Z"), "the child lived on"
     finally:
@@ -196,21 +192,20 @@ def test_a_worker_is_restarted_whose_pipe_another_process_holds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such as a worker of another loader, started by another thread at the same time."""
-    held: list[int] = []
+    ends: list[Any] = []
 
     def pipe() -> Any:
         ours, theirs = mp.connection.Pipe()
-        held.append(os.dup(theirs.fileno()))
+        ends.extend((ours, mp.connection.Connection(os.dup(theirs.fileno()))))  # closed with the list
         return ours, theirs
 
     monkeypatch.setattr(mp, "Pipe", pipe)
-    one = worker(dataset())
+    one = worker(dataset(**LARGE))
+    assert ends[0].poll(20)
     process_of().kill()
     with within(20, "the stream of a worker whose pipe is held"):
-        assert list(map(content, one)) == expected(dataset())
+        assert list(map(content, one)) == expected(dataset(**LARGE))
     assert restarts(caplog) == 1
-    for descriptor in held:
-        os.close(descriptor)
 
 
 def test_a_restarted_worker_keeps_the_settings_of_its_iteration(caplog: pytest.LogCaptureFixture) -> None:
