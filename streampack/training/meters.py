@@ -12,10 +12,10 @@ from streampack.packing.batch import Batch
 from streampack.training.world import World
 
 COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "capacity", "samples")
-"""The counts that a `StepMeter` adds up, in this order; ``capacity`` is the tokens that fit, padding included."""
+"""The counts that a `CountMeter` adds up, in this order; ``capacity`` is the tokens that fit, padding included."""
 
 
-class StepMeter:
+class CountMeter:
     """Adds up counts over the batches of a step and over all ranks, and measures throughput.
 
     The sums stay on the device until `metrics` reads them, so that the loop does not wait for a GPU.

@@ -19,7 +19,7 @@ from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import read_config, shown
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
-from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, run_ledger, stream_metrics
+from streampack.training.meters import CountMeter, SourceMeter, memory_metrics, run_ledger, stream_metrics
 from streampack.training.model import (
     Weights,
     build_model,
@@ -245,7 +245,7 @@ class Run:
         self.logger = MetricLogger(cfg, written=written, world=world, resumed=self.saved_step)
         self.report = self._new_report(cfg, written=written, lanes=lanes, in_effect=in_effect, world=world)
         self.profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
-        self.meter = StepMeter(world, self.device)
+        self.meter = CountMeter(world, self.device)
         self.by_source = SourceMeter(self.loader, world, self.device)
         self.by_row = RowLosses(cfg, world=world, resumed=self.saved_step)
         if world.is_main:

@@ -8,13 +8,13 @@ from itertools import count
 from tests.mutants.registry import replaces
 
 
-@replaces("streampack.training.meters:StepMeter", "add")
+@replaces("streampack.training.meters:CountMeter", "add")
 def a_step_divided_by_its_first_batch(good, self, batch, loss, weights, **settings):
     """A step's loss is divided by the trained tokens of its first micro-batch, not by those of all."""
     good(self, batch, loss, weights * (self.batches == 0), **settings)
 
 
-@replaces("streampack.training.meters:StepMeter", "metrics")
+@replaces("streampack.training.meters:CountMeter", "metrics")
 def speed_with_padding(good, self):
     """``tokens_per_second`` counts padding, so that the emptiest packs look like the fastest training."""
     found = good(self)

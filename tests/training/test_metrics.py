@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
 from streampack.training.config import read_config
-from streampack.training.meters import SourceMeter, StepMeter, run_ledger, stream_metrics
+from streampack.training.meters import CountMeter, SourceMeter, run_ledger, stream_metrics
 
 # private: the record of the metrics is written by recipes and read by the report; its file is what a run keeps.
 from streampack.training.progress import METRICS_FILE, MetricLogger, keep_until, read_metrics, write_metrics
@@ -36,7 +36,7 @@ def batches():
 
 @pytest.mark.parametrize(("loss_norm", "weight"), [("token", 6), ("sample", 3)])
 def test_metrics_of_a_step_cover_its_batches(loss_norm, weight):
-    meter = StepMeter(World(), CPU)
+    meter = CountMeter(World(), CPU)
     meter.start()
     for batch in batches():
         meter.add(batch, torch.tensor(6.0), label_weights(batch, loss_norm=loss_norm))
@@ -54,7 +54,7 @@ def test_metrics_of_a_step_cover_its_batches(loss_norm, weight):
 def test_metrics_are_the_last_loss_and_means_since_the_last_call(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    meter = StepMeter(World(), CPU)
+    meter = CountMeter(World(), CPU)
     [batch, _] = batches()
     for loss in 4.0, 8.0, 2.0:
         meter.start()

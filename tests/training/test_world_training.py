@@ -19,7 +19,7 @@ from streampack.attention.prepare import make_mask
 from streampack.losses import label_weights, summed_cross_entropy
 from streampack.packing.batch import null_pack, to_torchtune
 from streampack.training.config import RunConfig
-from streampack.training.meters import StepMeter
+from streampack.training.meters import CountMeter
 from streampack.training.model import build_model, clip_gradients
 from streampack.training.world import join_world
 from tests.harness.processes import run_ranks
@@ -86,7 +86,7 @@ def packed_gradients(dtype, loss_norm, only_main, empty=False):
             **others,
         )
         model = build_model(config, weights=initial_weights(), device=CPU, world=world)
-        meter = StepMeter(world, CPU)
+        meter = CountMeter(world, CPU)
         packs = [] if empty else corpus()
         for batch in rank_batches(packs, world, batches=5, batch_size=2, only_main=only_main):
             weights = label_weights(batch, loss_norm=loss_norm)
