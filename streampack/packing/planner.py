@@ -170,9 +170,8 @@ def spans_of(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[
     """Yield the pieces that samples become, given as ``(sample number, length)``."""
     for index, length in numbered:
         try:
-            bounds = packing.pieces_of(
-                operator.index(length)
-            )  # `exact_fit` shifts by it: numpy's would overflow
+            whole = operator.index(length)  # a numpy integer would overflow when `exact_fit` shifts by it
+            bounds = packing.pieces_of(whole)
         except TypeError:
             raise ValueError(f"sample {index} has {length!r} tokens; give a whole number") from None
         except ValueError as error:
