@@ -92,7 +92,7 @@ def test_the_ledger_counts_what_a_tokenizer_would_have_cut() -> None:
     assert cut == whole
 
 
-# Columns beside those that an encoder reads: used, or refused.
+# Columns beside those that an encoder reads: used, refused, or named once.
 
 USER = {"role": "user", "content": "hello"}
 GOOD = {"role": "assistant", "content": "hello there"}
@@ -109,6 +109,25 @@ def pairs(tok: Any, **settings: Any) -> MessagesEncoder:
 @pytest.fixture(scope="module")
 def tok() -> Any:
     return byte_level(template=CHATML)
+
+
+@pytest.mark.parametrize("kind", ["chat", "answers", "messages"])
+def test_columns_that_nothing_reads_are_named_once(
+    tok: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: Any
+    if kind == "chat":
+        made, row = ChatEncoder(tok), {"messages": [USER, GOOD], "conversations": [USER], "n": 1}
+    elif kind == "answers":
+        made, row = AnswersEncoder(tok, fields=["score"]), {**TEXTS, "score": [1, 2], "conversations": "d"}
+    else:
+        row = {"input": "a", "output": "b", "conversations": "c", "n": 7}
+        made = MessagesEncoder(tok, message_transform=InputOutput())
+    for again in (row, {**row, "conversations": None}, row, {**row, "another": ["e"]}):
+        made(again)
+    first, second = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert " does not read 'conversations': nothing of it is trained or seen" in first
+    assert "'another'" in second
 
 
 @pytest.mark.parametrize(

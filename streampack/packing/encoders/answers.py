@@ -10,7 +10,7 @@ import numpy as np
 from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
-from streampack.packing.encoders.conversation import Content, read_content, read_tools, refuse_unread
+from streampack.packing.encoders.conversation import Content, ReadColumns, read_content, read_tools
 from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import IGNORE_INDEX, INT32, FloatArray, IntArray, Sample
@@ -93,7 +93,9 @@ class AnswersEncoder(Encoder):
         self.share_prefix = share_prefix
         self.ignore = tuple(ignore)
         numbers = [name for names in (*self.fields.values(), *self.token_fields.values()) for name in names]
-        self.read = (prompt, *numbers, *([mask] if mask else []), *ignore)
+        self.columns = ReadColumns(
+            "AnswersEncoder", used=(prompt, *numbers, *([mask] if mask else [])), ignore=ignore
+        )
 
     def __call__(self, row: Mapping[str, Any], /) -> Group:
         """See `Encoder`."""
@@ -108,9 +110,7 @@ class AnswersEncoder(Encoder):
         answers = {name: _read(value, name) for name, value in entries}
         prompt = _read(row[self.prompt], self.prompt) if self.prompt in row else None
         kinds = {type(each) for each in (prompt, *answers.values())}
-        refuse_unread(
-            row, [*self.read, *columns, *([] if str in kinds and list not in kinds else [self.tools])]
-        )
+        self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
         tools = read_tools(row, self.tools, ignore=self.ignore) if list in kinds else None
         ids = [each for each in answers.values() if isinstance(each, np.ndarray)]
         token_fields = {}

@@ -12,10 +12,10 @@ from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.conversation import (
     Content,
     Messages,
+    ReadColumns,
     parse_conversation,
     read_content,
     read_tools,
-    refuse_unread,
 )
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.packing.encoders.tokenizer import HFTokenizer, check_ends, check_tokenizer
@@ -85,6 +85,7 @@ class ChatEncoder(Encoder):
         self.tools = tools
         self.answers = answers
         self.ignore = tuple(ignore)
+        self.columns = ReadColumns("ChatEncoder", ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
@@ -99,9 +100,9 @@ class ChatEncoder(Encoder):
         else:
             prompt, answer = (read_content(row[name], name) for name in read.values())
         if isinstance(prompt, str) and isinstance(answer, str):  # nothing renders tools
-            refuse_unread(row, [*read.values(), *self.ignore])
+            self.columns.check(row, *read.values())
             return self.encode_text(prompt, answer)
-        refuse_unread(row, [*read.values(), self.tools, *self.ignore])
+        self.columns.check(row, *read.values(), self.tools)
         tools = read_tools(row, self.tools, ignore=self.ignore)
         return self.encode(prompt, answer, tools=tools, name=f"column {column!r}")
 

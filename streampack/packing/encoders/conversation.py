@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+
+log = logging.getLogger(__name__)
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
     name: name for name in ("system", "user", "assistant")
@@ -84,13 +87,31 @@ def read_tools(row: Mapping[str, Any], column: str, *, ignore: Iterable[str]) ->
     return None if is_empty(found) else found
 
 
-def refuse_unread(row: Mapping[str, Any], read: Iterable[str]) -> None:
-    """Refuse a row with a column that changes what the model sees, unless it is read or left out on purpose."""
-    for name in sorted((COMPANIONS & row.keys()).difference(read)):
-        if not is_empty(row[name]):
+class ReadColumns:
+    """The columns that an encoder reads. Beside them, one that changes the prompt is refused, any other named once.
+
+    Worker processes know what was named before they were forked, when the rows that identify a run were encoded.
+    """
+
+    def __init__(self, what: str, *, used: Iterable[str] = (), ignore: Iterable[str] = ()) -> None:
+        self.what = what
+        self.known = {*used, *ignore}
+
+    def check(self, row: Mapping[str, Any], *read: str) -> None:
+        """Refuse or name columns of a row that are not empty, and neither read nor left out on purpose."""
+        unread = {name for name in row.keys() - self.known - {*read} if not is_empty(row[name])}
+        if companions := sorted(unread & COMPANIONS):
             raise ValueError(
-                f"column {name!r} would be left out, and the model trained without it; make it part of the messages, "
-                f"remove it, or say ignore: [{name}]"
+                f"column {companions[0]!r} would be left out, and the model trained without it; make it part of the "
+                f"messages, remove it, or say ignore: [{companions[0]}]"
+            )
+        self.known |= unread
+        if texts := sorted(name for name in unread if type(row[name]) not in (int, float)):
+            log.warning(
+                "%s does not read %s: nothing of it is trained or seen; ignore: [%s] says that this is meant",
+                self.what,
+                ", ".join(map(repr, texts)),
+                ", ".join(texts),
             )
 
 

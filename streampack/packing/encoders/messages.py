@@ -11,9 +11,9 @@ from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import (
     REASONING,
+    ReadColumns,
     parse_conversation,
     parse_json,
-    refuse_unread,
 )
 from streampack.packing.encoders.tokenizer import HFTokenizer, check_tokenizer
 from streampack.packing.samples import missing_column
@@ -68,6 +68,10 @@ class MessagesEncoder(Encoder):
         self.share_prefix = share_prefix
         self.ignore = frozenset(ignore)
         self.read = columns_read(message_transform)
+        numbers = [name for names in self.fields.values() for name in names]
+        self.columns = ReadColumns(
+            type(message_transform).__name__, used=(*self.read.values(), *numbers), ignore=ignore
+        )
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
@@ -82,7 +86,7 @@ class MessagesEncoder(Encoder):
 
     def _checked(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row of which torchtune's transform invents and drops nothing."""
-        refuse_unread(row, [*self.read.values(), *self.ignore])
+        self.columns.check(row)
         given = dict(row)
         for name, column in self.read.items():
             if column not in row and not (name == "image" or name == column == "input"):
