@@ -48,10 +48,8 @@ def make_groups(count: int, *, answers: int, prompt: int, answer: int, seed: int
 def unshare(group: Group) -> Group:
     """Return the group with the prompt, which is not trained, before each answer."""
     alone = group.answers()
-    tokens, labels = (
-        np.concatenate([getattr(each, name) for each in alone]) for name in ("tokens", "labels")
-    )
-    return Group(tokens, labels, lengths=[each.tokens.size for each in alone])
+    ids = {name: np.concatenate([getattr(each, name) for each in alone]) for name in ("tokens", "labels")}
+    return Group(**ids, lengths=[each.tokens.size for each in alone])
 
 
 def packed(groups: Sequence[Group], *, max_seq_len: int) -> list[Any]:
