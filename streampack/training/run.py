@@ -349,6 +349,7 @@ class Run:
         self.logger.log(losses, step=self.step)
 
     def _save(self) -> None:
+        self.by_row.write()  # a run that goes on from here has no other rows of the steps since the last log
         state = self._totals() | {
             "begun": self.before["begun"],
             "steps": self.num_steps,

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,11 @@ from streampack.training.config import read_config
 from streampack.training.data import build_datasets, join_documents
 
 # private: `streampack unpack --step` prints these packs, cut to the width of a screen.
-from streampack.training.row_losses import (
-    ROWS_FOLDER,
-    RowLosses,
-    packs_of_step,
-    read_step,
-)
+from streampack.training.row_losses import ROWS_FOLDER, RowLosses, packs_of_step, read_step
+from streampack.training.run import Step
+from streampack.training.run_folder import Interrupted
 from streampack.training.world import World
+from tests.harness.raising import fail
 from tests.harness.runs import Run
 from tests.harness.tiny import WORDS, losses, mixed_config, tiny_config
 
@@ -149,18 +147,25 @@ def found_first(folder: Path, planted: set[int], steps: range) -> list[bool]:
     return found
 
 
-def test_a_run_keeps_the_rows_of_its_steps(tmp_path: Path) -> None:
-    """Rows whose words are out of order are found in the steps that train on them, also after a resume."""
-    config = tiny_config(tmp_path, log_rows=True, max_steps=40, checkpoint_every=20, validation=None)
+def test_a_run_keeps_the_rows_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose words are out of order are found in the steps that train on them, also after an interrupt."""
+    settings = {"log_rows": True, "log_every": 3, "checkpoint_every": 20, "validation": None}
+    config, steps, scale = tiny_config(tmp_path, max_steps=60, **settings), count(1), Step.scale_gradients
     planted = plant(tmp_path / "rows.jsonl", list(range(0, 400, 40)))
-    train(config)
-    config.max_steps, config.resume = 60, True
+
+    def interrupted(step: Step) -> None:
+        scale(step) if next(steps) <= 40 else fail(KeyboardInterrupt())
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="goes on from step 40"):
+        patched.setattr(Step, "scale_gradients", interrupted)
+        train(config)
+    config.resume = True
     train(config)
     folder = tmp_path / "out" / ROWS_FOLDER
     logged = {step: float(loss) for step, loss in losses(tmp_path).items()}
     for step, loss in logged.items():
         assert loss_of(folder, step) == pytest.approx(loss, rel=1e-3)
-    assert sorted(logged) == list(range(1, 61))
+    assert sorted(logged) == list(range(3, 61, 3))
     found = found_first(folder, planted, range(31, 61))
     assert len(found) >= 5
     assert all(found)
@@ -203,14 +208,8 @@ def test_the_packs_of_each_step_of_a_run_are_made_again(whole: Run, tmp_path: Pa
 ])  # fmt: skip
 def test_the_packs_of_other_runs_are_made_again(tmp_path: Path, make: Any, changes: dict[str, Any]) -> None:
     """Also of steps between checkpoints, of which some are gone, and behind the last one."""
-    settings = {
-        "rows": 120,
-        "packs_per_step": 6,
-        "checkpoint_every": 5,
-        "keep_checkpoints": 2,
-        "validation": None,
-    }
-    config = make(tmp_path, log_rows=True, **settings, **changes)
+    settings = {"rows": 120, "packs_per_step": 6, "checkpoint_every": 5, "keep_checkpoints": 2}
+    config = make(tmp_path, log_rows=True, validation=None, **settings, **changes)
     last = train(config)["step"]
     assert last > 10
     for step in (1, 5, 6, 9, 10, last):
