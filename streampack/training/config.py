@@ -17,7 +17,7 @@ from streampack.validation import require, require_positive, unknown_arguments
 Node = dict[str, Any]
 
 REFERENCES = ("model", "data")
-DEVICES = ("auto", "cpu", "cuda", "mps", "npu", "xpu")
+DEVICES = ("auto", "cpu", "cuda", "npu", "xpu")
 DTYPES = ("bf16", "fp32", "fp64")
 OPTIONS = ("options", "storage_options")  # keys of what a storage is given, which may hold secrets
 

@@ -40,7 +40,8 @@ def pick_device(name: str) -> torch.device:
     """
     from torchtune import utils
 
-    require(kind := name.partition(":")[0], "device", DEVICES)
+    kind, hint = name.partition(":")[0], "; mps has no float64, in which metrics are summed"
+    require(kind, "device", DEVICES, hint=hint)
     found = getattr(torch, kind, None)  # torch.npu is there once torch_npu is imported, as torchtune does
     if name != "auto" and not (found and found.is_available()):
         raise ValueError(
