@@ -139,9 +139,9 @@ class _Stream(Source):
                 "others come twice; leave .shuffle() out, and use IterablePackedDataset(..., shuffle=True)"
             )
         self.dataset = dataset
-        self.shards = dataset.num_shards if classes <= ROW_WISE else 1
-        # Whether the stream has shards that cannot be read one by one, and is read as a whole, as one shard.
-        self.whole = self.shards != dataset.num_shards
+        # Whether it is read as a whole, as one shard. Its info is that of the split, of which it may be a part.
+        self.whole = not classes <= ROW_WISE
+        self.shards = 1 if self.whole else dataset.num_shards
         plain = classes <= BY_TABLE and dataset._formatting is None and dataset.features is not None
         self.by_table = plain and has_plain_ids(dataset.features)
         self._divided: dict[int, list[list[Part]]] = {}  # for a number of lanes, the parts of each lane

@@ -30,8 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_of(count: int) -> list[Row]:
     """Return rows of tokens, whose number is their first one, and of other types."""
-    rng = np.random.default_rng(count)
-    lengths = rng.integers(0, 9, count).tolist()
+    lengths = np.random.default_rng(count).integers(0, 9, count).tolist()
     rows = [{"tokens": [i] * (n + 1), "labels": [-100, *[i] * n]} for i, n in enumerate(lengths)]
     other = [{"text": str(i), "score": [None, 0.5], "empty": None} for i in range(count)]
     return [row | more for row, more in zip(rows, other, strict=True)]
@@ -43,8 +42,7 @@ def shards(folder: Path, count: int = 3, rows: int = 40) -> Path:
     for kind in ("json", "parquet"):
         (folder / kind).mkdir()
     for shard, part in enumerate(np.array_split(np.arange(rows), count)):
-        lines = [json.dumps(made[i]) for i in part]
-        (folder / "json" / f"train-{shard}.jsonl").write_text("\n".join(lines))
+        (folder / "json" / f"train-{shard}.jsonl").write_text("\n".join(json.dumps(made[i]) for i in part))
         table = pa.Table.from_pylist([made[i] for i in part])
         pq.write_table(table, folder / "parquet" / f"{shard}.parquet", row_group_size=7)
     return folder
@@ -126,13 +124,18 @@ def test_a_shuffled_stream_is_refused(tmp_path: Path) -> None:
         dataset.shuffle(seed=1, buffer_size=1).map(lambda row: row),
         datasets.concatenate_datasets([dataset, dataset.shuffle(seed=1)]),
     ):
-        with pytest.raises(
-            ValueError, match="the stream is shuffled, and datasets loses the shuffle buffer on resume"
-        ):
-            HFSource(shuffled)
-        with pytest.raises(ValueError, match="the stream is shuffled"):
-            IterablePackedDataset(shuffled, max_seq_len=8)
+        message = "the stream is shuffled, and datasets loses the shuffle buffer on resume"
+        for door in (HFSource, lambda rows: IterablePackedDataset(rows, max_seq_len=8)):
+            with pytest.raises(ValueError, match=message):
+                door(shuffled)
     HFSource(Dataset.from_list(rows_of(5)).shuffle(seed=1))  # by number: nothing to lose
+
+
+def test_only_a_stream_of_all_rows_of_its_split_knows_their_number(tmp_path: Path) -> None:
+    stream = streamed(shards(tmp_path, count=1))
+    stream.info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=40)})
+    streams = (stream, stream.map(dict), stream.take(10), stream.repeat(2))
+    assert [HFSource(each).size for each in streams] == [40, 40, None, None]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -149,8 +152,7 @@ def test_a_dataset_is_loaded_by_name(tmp_path: Path, streaming: bool) -> None:
 
 def test_no_code_of_a_dataset_is_run(tmp_path: Path) -> None:
     """Neither a dataset's own script, nor one to be trusted, nor pickles."""
-    folder = tmp_path / "scripted"
-    folder.mkdir()
+    (folder := tmp_path / "scripted").mkdir()
     (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(Exception, match=r"(?i)script|data files"):
         HFSource(str(folder), split="train")
@@ -195,5 +197,4 @@ def test_errors_of_the_stream_consume_nothing(tmp_path: Path) -> None:
         except ConnectionError as error:
             assert error.__notes__[-1] == "while reading shard 0, row 7"
             reader = source.read(Reading(start=reader.cursor))
-    assert got == list(range(40))
-    assert not failures
+    assert (got, failures) == (list(range(40)), [])
