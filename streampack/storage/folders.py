@@ -119,14 +119,14 @@ class RemoteFolder(Folder):
 def folder_at(place: str | os.PathLike[str], *, storage: Storage | Mapping[str, Any] | None = None) -> Folder:
     """Return the folder at a path or URL.
 
-    >>> folder_at("memory://bucket/tokens/").shown
-    'memory://bucket/tokens'
+    >>> folder_at("memory://bucket/tokens/").shown, folder_at("tokens/").shown
+    ('memory://bucket/tokens', 'tokens')
 
     Raises:
         ValueError: for URLs that cannot be written to.
     """
     path = os.fspath(place)
-    return Folder(path) if scheme_of(path) is None else RemoteFolder(path, Storage.of(storage))
+    return Folder(str(Path(path))) if scheme_of(path) is None else RemoteFolder(path, Storage.of(storage))
 
 
 def write_file(folder: Folder, name: str, content: bytes) -> None:
