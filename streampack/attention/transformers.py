@@ -238,19 +238,21 @@ class TransformersInputs:
         """Try a model of which nothing is known, on the device and in the dtype in which it trains.
 
         Raises:
-            ValueError: if it mixes samples.
+            ValueError: if it mixes samples, or cannot be called with packs at all.
         """
         if self.model in TRIED:
             return
         if _is_known(self.model) and not self._mixers:
             TRIED.add(self.model)
             return
-        report = find_leaks(self.model, inputs=self)
+        unknown = f"nothing is known of {self._config.model_type} with attention={self.attention!r}, and it"
+        try:
+            report = find_leaks(self.model, inputs=self)
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            failed = f"failed a try: {type(error).__name__}: {error}; use padded batches, one sample a row"
+            raise ValueError(f"{unknown} {failed}") from error
         if not report.ok:
-            raise ValueError(
-                f"nothing is known of {self._config.model_type} with attention={self.attention!r}, and it mixes "
-                f"samples: {report}"
-            )
+            raise ValueError(f"{unknown} mixes samples: {report}")
 
 
 make_inputs = TransformersInputs

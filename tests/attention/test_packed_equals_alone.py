@@ -58,7 +58,7 @@ QUICK = {
 # Layers that get their boundaries in one way, whatever the attention; lfm2 and granitemoehybrid run both.
 ONE_IS_ENOUGH = {"mamba", "qwen3_next", "qwen3_5", "xlstm", "zaya"}
 # They compute a part in fp32 in any case.
-NOT_IN_FP64 = {"xlstm", "inkling_text", "inkling2_text", "kimi_linear", "ernie4_5_vl_moe"}
+NOT_IN_FP64 = {"xlstm", "olmo_hybrid", "inkling_text", "inkling2_text", "kimi_linear", "ernie4_5_vl_moe"}
 # Families of which transformers computes all layers in fp64; of others, it computes norms or RoPE in fp32.
 GROUPS_IN_FP64 = ("gpt2", "gpt_neox", "phi", "stablelm", "starcoder2")
 ON_A_CPU = {("gemma2", "varlen"): ", on a CPU; on CUDA use another"}
@@ -304,7 +304,7 @@ def reason(message: str, family: str) -> str:
     if cause := re.search(r"^likely cause: (.*?)[;?]?$", message, re.MULTILINE):
         return f"it fails the probe: {cause[1]}"
     if tried := re.search(r"failed a try: (\w+: .*?);", message):
-        return f"it fails a try: {tried[1]}"
+        return f"it fails a try: {tried[1]}".rstrip()
     if unpackable := re.fullmatch(rf"this model cannot be packed: {family} (.*)", message):
         return unpackable[1]
     why = message.partition(" will not do: ")[2].rpartition("; use ")[0]
