@@ -75,7 +75,7 @@ def _common(first: IntArray, second: IntArray) -> int:
 
 @dataclass(slots=True)
 class _Run:
-    """What a request adds to its tree, ``tokens[start:]``. It is cut where others branch off."""
+    """The tokens that a request adds to its tree, ``tokens[start:]``, cut where others branch off."""
 
     tokens: IntArray
     start: int

@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _INHERITED: list[Any] = []
-"""What a fork copied from the parent process. It is kept, because freeing a client would close connections that the
+"""File systems that a fork copied from its parent process, kept because freeing one would close connections that the
 parent still uses."""
 
 

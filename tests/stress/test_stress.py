@@ -39,7 +39,7 @@ def test_jobs_that_hang_or_cannot_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_job_is_ended_with_its_processes_in_other_sessions() -> None:
-    """As ranks of torchrun are, which would write on to a folder that is being removed."""
+    """Ranks of torchrun have sessions of their own, and would write on to a folder that is being removed."""
     words = ["sh", "-c", "setsid sh -c 'echo here; exec sleep 60' & wait"]
     with subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE) as job:
         assert job.stdout
