@@ -132,7 +132,8 @@ def read_epoch(config: LaneConfig, tally: Tally, *, num_lanes: int, rows: int | 
     if mix is not None and mix.stop == "never":
         config = replace(config, source=Mix(mix.entries, stop="all_exhausted"))
     sources = [config.source] if mix is None else [entry.source for entry in mix.entries]
-    if rows is None or _fits(config, WHOLE * rows):
+    size = None if rows is None else _rows_in(config)
+    if rows is None or (size is not None and size <= WHOLE * rows):
         lanes = [_read_lane(config, tally, lane, num_lanes, None) for lane in range(num_lanes)]
         passes = np.ones(1)
         if mix is not None:
@@ -140,7 +141,7 @@ def read_epoch(config: LaneConfig, tally: Tally, *, num_lanes: int, rows: int | 
             sizes = [_size(source) or own for source, own in zip(sources, read.tolist(), strict=True)]
             passes = read / np.maximum(1, sizes)
         return Epoch(tally.rows, lanes, num_lanes, np.ones(len(tally)), passes)
-    if mix is None and _size(config.source) is None:
+    if mix is None and size is None:
         lane = _read_lane(config, tally, 0, 1, rows)
         return Epoch(tally.rows, [lane], num_lanes, np.ones(len(tally)), np.ones(1), exact=False, known=False)
     scale, passes, error = np.zeros(len(sources)), np.zeros(len(sources)), 0.0
@@ -152,16 +153,15 @@ def read_epoch(config: LaneConfig, tally: Tally, *, num_lanes: int, rows: int | 
     return Epoch(tally.rows, [lane], num_lanes, weights, passes, exact=False, error=error)
 
 
-def _fits(config: LaneConfig, most: float) -> bool:
-    """Return whether an epoch is known to have at most so many rows."""
+def _rows_in(config: LaneConfig) -> float | None:
+    """Return about how many rows an epoch has; None if its source cannot tell."""
     if config.mix is None:
-        size = _size(config.source)
-        return size is not None and size <= most
+        return _size(config.source)
     try:
         found = sample_epoch(config, FIRST_LOOK).values()
     except ValueError:  # of a source that cannot tell its size, or of which so few rows train nothing
-        return False
-    return sum(len(each.kept) * each.scale * passes for each, passes in found) <= most
+        return None
+    return sum(len(each.kept) * each.scale * passes for each, passes in found)
 
 
 def _size(source: Source) -> float | None:
