@@ -248,6 +248,8 @@ class TransformersInputs:
         unknown = f"nothing is known of {self._config.model_type} with attention={self.attention!r}, and it"
         try:
             report = find_leaks(self.model, inputs=self)
+        except torch.OutOfMemoryError:
+            raise
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
             failed = f"failed a try: {type(error).__name__}: {error}; use padded batches, one sample a row"
             raise ValueError(f"{unknown} {failed}") from error

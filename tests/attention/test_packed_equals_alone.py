@@ -42,7 +42,7 @@ from tests.harness.isolation import (
 )
 from tests.harness.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
 from tests.harness.other_families import ISOLATED, REFUSED, UNTRIED
-from tests.harness.quick import HYBRID_MECHANISMS, MECHANISMS, TORCHTUNE
+from tests.harness.quick import HYBRID_MECHANISMS, MECHANISMS, TORCHTUNE, sweep
 from tests.harness.vision_models import VISION_FAMILIES, build_vision
 
 pytest.importorskip("transformers")
@@ -267,8 +267,7 @@ def test_all_ways_of_packing_equal_alone(stream: str, model: str) -> None:
 # Other families of transformers, and models that no attention keeps apart.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*ISOLATED, *REFUSED])
+@pytest.mark.parametrize("family", sweep([*ISOLATED, *REFUSED], ["xlm"]))
 def test_other_families_are_isolated_or_refused(family: str, record_model: Record) -> None:
     """Each family of transformers, because a new version may change any; our own code needs fewer."""
     outcomes = {}
