@@ -156,7 +156,7 @@ class RunConfig:
         self._check_nodes()
         require_positive(self.num_workers, "num_workers", least=0)
         require_positive(self.seed, "seed", least=0)
-        require(self.device.partition(":")[0], "device", DEVICES)
+        require_device(self.device)
         require(self.dtype, "dtype", DTYPES)
         if self.epochs is None and self.max_steps is None:
             raise ValueError("neither epochs nor max_steps is set; say when the run ends")
@@ -202,6 +202,12 @@ class RunConfig:
                 f"data.max_seq_len={wanted} is above model.max_seq_len={most}, the positions that the model has; lower "
                 "data.max_seq_len, or raise model.max_seq_len if the builder takes it"
             )
+
+
+def require_device(device: str) -> None:
+    """Check that recipes know the kind of a device, given as ``cuda`` or ``cuda:1``."""
+    hint = "; mps has no float64, in which metrics are summed"
+    require(device.partition(":")[0], "device", DEVICES, hint=hint)
 
 
 def read_config(config: Any) -> RunConfig:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from streampack.distributed.rank_sync import RankSync
-from streampack.training.config import DEVICES
-from streampack.validation import require
+from streampack.training.config import require_device
 
 T = TypeVar("T")
 
@@ -40,8 +39,8 @@ def pick_device(name: str) -> torch.device:
     """
     from torchtune import utils
 
-    kind, hint = name.partition(":")[0], "; mps has no float64, in which metrics are summed"
-    require(kind, "device", DEVICES, hint=hint)
+    require_device(name)
+    kind = name.partition(":")[0]
     found = getattr(torch, kind, None)  # torch.npu is there once torch_npu is imported, as torchtune does
     if name != "auto" and not (found and found.is_available()):
         raise ValueError(
