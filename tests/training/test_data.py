@@ -133,7 +133,7 @@ def test_the_opening_expects_the_padding_that_packs_have(
     expected = float(re.search(r"about ([\d.]+)% padding", line)[1])  # type: ignore[index]
     for _ in islice(loader, 200):
         pass
-    assert 100 * loader.ledger().padding == pytest.approx(expected, abs=3)  # of rows in another order
+    assert 100 * loader.ledger().padding == pytest.approx(expected, abs=2)  # of rows in another order
     assert (expected > 5) == (settings.get("strategy") == "next_fit")
 
 
