@@ -153,9 +153,8 @@ def _losses(tally: Tally, config: LaneConfig, epoch: Epoch) -> list[Loss]:
         count = int(by.sum() or (rows.untrained.sum() if reason == "untrained" else 0))
         if count:
             fraction = float(weights @ lost) / whole
-            differs = weights * (
-                lost - fraction * rows.length
-            )  # of a ratio: long rows count in both of its sums
+            # Of a ratio: long rows count in both of its sums.
+            differs = weights * (lost - fraction * rows.length)
             error = 0.0 if epoch.exact else float(np.std(differs)) * math.sqrt(len(lost)) / whole
             stop = bool(by.any()) and stops.get(reason, False)
             examples = list(tally.examples[reason].values())

@@ -216,9 +216,8 @@ def _replaced(error: BaseException, shown: str, timeout: float) -> Exception:
         return _BehindTheEnd(shown)
     if status in (404, 410) or (not status and isinstance(error, FileNotFoundError)):
         return FileNotFoundError(f"{said}there is no such file")
-    forbidden = isinstance(error, PermissionError) or str(error).startswith(
-        "Forbidden"
-    )  # gcsfs says so by a word
+    # gcsfs says so by a word.
+    forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden")
     if status in (401, 403, 407) or (not status and forbidden):
         return PermissionError(f"{said}access is denied")
     if status:
