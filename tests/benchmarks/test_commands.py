@@ -112,11 +112,3 @@ def test_the_floor_is_what_the_best_possible_model_needs() -> None:
             chance = data.MEMORY * data.language()[before, word] + words[:i].count(word)
             total -= math.log(chance / (data.MEMORY + i))
     assert nats == pytest.approx(total)
-
-
-def test_the_page_of_methods_shows_kept_figures() -> None:
-    """A row that is in no result was made up, or has been measured again."""
-    copied = re.findall(r"^\|.*±.*\|$", (ROOT / "docs" / "guides" / "methods.md").read_text(), re.MULTILINE)
-    kept = "".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("paper-*.md"))
-    assert len(copied) >= 6
-    assert [row for row in copied if row not in kept] == []
