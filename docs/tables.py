@@ -98,10 +98,14 @@ ENCODERS = ("TextEncoder", "ChatEncoder", "AnswersEncoder", "MessagesEncoder", "
 
 
 def components(names: Iterable[str]) -> str:
-    """Return one table of several classes, each of which is named in the row of its first argument."""
+    """Return one table of several classes, each of which is named in the row of its first argument.
+
+    Arguments of which the docstring only says at which class to see them are left out.
+    """
     rows = []
     for name in names:
-        for number, row in enumerate(keys(getattr(streampack, name))):
+        own = [row for row in keys(getattr(streampack, name)) if not row[-1].startswith("see ")]
+        for number, row in enumerate(own):
             rows.append(["" if number else f"**{name}**", *row])
     return table(["streampack.", *HEAD], rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from streampack import (
     MessagesEncoder,
     TextEncoder,
 )
-from tests.harness.hf_tokenizers import CHATML, MARKED, byte_level
+from tests.harness.hf_tokenizers import CHATML, byte_level
 
 tune_data = pytest.importorskip("torchtune.data")
 InputOutput, OpenAI, ShareGPT = (
@@ -216,13 +215,3 @@ def test_encoders_survive_a_new_process(start: str, capfd: pytest.CaptureFixture
     assert out.get(timeout=100) == expected
     child.join()
     assert "parallelism" not in capfd.readouterr().err, "tokenizers warns of threads begun before a fork"
-
-
-def test_the_guides_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    byte_level(bos_by_itself=True, template=MARKED).save_pretrained(tmp_path / "my_model")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    monkeypatch.chdir(tmp_path)
-    document = (Path(__file__).parents[2] / "docs" / "guides" / "encoders.md").read_text(encoding="utf-8")
-    exec(document.split("```python\n")[1].split("```")[0], {})
-    assert capsys.readouterr().out == "['<s>one</s>', '<s>two</s>']\n"
