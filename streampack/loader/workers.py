@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -43,6 +44,9 @@ HEAD = 8
 """Bytes before a message, which say how many it has."""
 POLL_SECONDS = 0.5
 """Between two looks whether a worker that is waited for has died."""
+START_SECONDS = 60.0
+"""A forked worker that has not said for so long that it runs never will. Python 3.11 may wait for ever in a fork: for a
+lock that a thread of gloo held at that moment."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that are waited for a killed process."""
 
@@ -85,13 +89,17 @@ def _events(
             if not started:
                 started = True
                 yield None
+            limit = START_SECONDS if mp.get_start_method() == "fork" else math.inf
             while True:
                 if home != os.getpid():
                     raise RuntimeError(
                         "this process is a fork of the one that iterates the loader; iterate it anew here"
                     )
                 try:
-                    size = int.from_bytes(_receive(pipe, process, HEAD))
+                    size = int.from_bytes(_receive(pipe, process, HEAD, limit))
+                    if not size:
+                        limit = math.inf  # it runs
+                        continue
                     events, end = pickle.loads(_receive(pipe, process, size))
                 except (EOFError, OSError):
                     break
@@ -109,7 +117,7 @@ def _events(
             _kill(process)  # it may have closed its pipe only
             code = process.exitcode or 0
             how = f"of signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            what = f"{name} (pid {process.pid}) died {how}"
+            what = f"{name} (pid {process.pid}) died {how}{', before it ran' * (limit < math.inf)}"
         finally:
             # A forked process has a copy, which must not end the original's worker.
             if home == os.getpid() and not sys.is_finalizing():
@@ -125,20 +133,21 @@ def _events(
         log.warning("%s; it is started again from its last state", what)
 
 
-def _receive(pipe: Connection, process: mp.Process, size: int) -> memoryview:
-    """Return the next bytes of a worker; raise EOFError if it died before.
+def _receive(pipe: Connection, process: mp.Process, size: int, limit: float = math.inf) -> memoryview:
+    """Return the next bytes of a worker; raise EOFError if it died before, or if none came in ``limit`` seconds.
 
     Neither the pipe's end nor `Process.sentinel` tells of each death: a child of the worker may hold both, and so may a
     process that another thread of the trainer forked meanwhile.
     """
     whole = left = memoryview(bytearray(size))
+    give_up = time.monotonic() + limit
     while left:
         alive = process.is_alive()  # before the pipe is looked at: what was sent before its death arrives
         if pipe.poll(POLL_SECONDS if alive else 0):
             if not (count := os.readv(pipe.fileno(), [left])):
                 raise EOFError
             left = left[count:]
-        elif not alive:
+        elif not alive or time.monotonic() > give_up:
             raise EOFError
     return whole
 
@@ -158,6 +167,7 @@ def _serve(
     pipe: Connection, open_stream: OpenStream, lane_states: Mapping[int, LaneState], name: str
 ) -> None:
     """Run the stream, in the worker's process."""
+    os.write(pipe.fileno(), bytes(HEAD))  # a message of no bytes: it runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of a handler that was forked from the trainer
     end_with_parent()

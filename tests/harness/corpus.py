@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Pack, Sample
-from streampack.sources import Reading
+from streampack.sources import Reading, Source
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.types import Row
 
@@ -115,6 +115,15 @@ def read_all(source: Any, *, num_lanes: int = 1, **settings: Any) -> list[Mappin
         for lane in range(num_lanes)
         for row in source.read(Reading(lane, num_lanes=num_lanes, **settings))
     ]
+
+
+def identity_of(value: Any) -> Any:
+    """Return the identity of a source's corpus, with those entries that must be read from files."""
+    if isinstance(value, Source):
+        return identity_of(value.identity())
+    if isinstance(value, Mapping):
+        return {name: identity_of(item) for name, item in value.items()}
+    return value() if callable(value) else value
 
 
 def recorded(events: Iterable[LaneEvent], states: dict[int, LaneState]) -> Iterator[Pack]:

@@ -32,9 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 
-# What is left behind: nothing.
-
-
 Worker = Generator[LaneEvent]
 
 
@@ -102,6 +99,20 @@ def test_a_forked_copy_does_not_end_the_worker(caplog: pytest.LogCaptureFixture)
     found += map(content, one)
     assert "is started again" not in caplog.text
     assert found == expected(dataset(epochs=3))
+
+
+def test_a_worker_that_hangs_in_its_fork_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python 3.11 may hang so, beside threads of gloo."""
+    next_forks, seconds = [600.0], list[float]()
+    os.register_at_fork(
+        before=lambda: seconds.append(next_forks.pop() if next_forks else 0),
+        after_in_child=lambda: time.sleep(seconds[-1]),
+    )
+    monkeypatch.setattr("streampack.loader.workers.START_SECONDS", 1)
+    assert list(map(content, worker(dataset(epochs=1)))) == expected(dataset(epochs=1))
+    assert "died of signal SIGKILL, before it ran; it is started again" in caplog.text
 
 
 class Collecting(Numbers):

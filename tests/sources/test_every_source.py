@@ -33,10 +33,9 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.sources import Reading
-from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_cursors, check_resume_everywhere, content, lists
-from tests.harness.corpus import in_memory, numbered, write
+from tests.harness.corpus import identity_of, in_memory, numbered, write
 from tests.harness.files import small_pieces, write_datatrove, write_flat, write_mds, write_megatron
 
 COUNT = 42
@@ -251,7 +250,7 @@ def test_a_source_can_be_pickled(source: Any, kind: str) -> None:
     list(source.read(Reading()))
     again = pickle.loads(pickle.dumps(source))
     assert [number(row.data) for row in again.read(Reading())] == expected(source, kind)
-    assert fingerprint_of(again) == fingerprint_of(source)
+    assert identity_of(again) == identity_of(source)
 
 
 def test_a_corpus_may_move_and_another_one_is_refused(source: Any, kind: str, tmp_path: Path) -> None:
@@ -260,7 +259,7 @@ def test_a_corpus_may_move_and_another_one_is_refused(source: Any, kind: str, tm
     for folder in folders:
         folder.mkdir()
     same, other = MAKE[kind](folders[0], ROWS), MAKE[kind](folders[1], OTHERS)
-    assert fingerprint_of(same) == fingerprint_of(source) != fingerprint_of(other)
+    assert identity_of(same) == identity_of(source) != identity_of(other)
     dataset = stream(source)
     running = iter(dataset)
     packs = [next(running) for _ in range(3)]

@@ -28,8 +28,7 @@ from streampack import (
     TokensEncoder,
 )
 from streampack.sources import Reading, as_source
-from streampack.sources.corpus_identity import fingerprint_of
-from tests.harness.corpus import read_all
+from tests.harness.corpus import identity_of, read_all
 from tests.harness.files import listed, small_pieces
 
 # Any columns, of any types.
@@ -225,7 +224,7 @@ def test_rows_and_packs_are_those_of_the_dataset(
     by_row = packs_of(MapSource(dataset))
     assert packs_of(dataset) == by_row
     assert [pack for pack, _ in packs_of(HFSource(dataset))] == [pack for pack, _ in by_row]
-    assert fingerprint_of(source) == fingerprint_of(HFSource(dataset)) == fingerprint_of(MapSource(dataset))
+    assert identity_of(source) == identity_of(HFSource(dataset)) == identity_of(MapSource(dataset))
     packs, other = (PackedDataset(data, max_seq_len=16) for data in (dataset, list(dataset)))
     assert [pack["tokens"].tolist() for pack in packs] == [pack["tokens"].tolist() for pack in other]
 

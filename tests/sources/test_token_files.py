@@ -28,10 +28,9 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.sources import Reading
-from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize
 from tests.harness.conformance import lists, read_with_cursors
-from tests.harness.corpus import in_memory, read_all
+from tests.harness.corpus import identity_of, in_memory, read_all
 from tests.harness.files import small_pieces, write_datatrove, write_flat, write_mds, write_megatron
 
 Rows = list[tuple[list[int], list[int]]]  # (tokens, labels)
@@ -308,10 +307,10 @@ def test_paths_of_megatron_are_prefixes_names_folders_or_globs(tmp_path: Path) -
 
 def test_a_file_without_the_loss_that_others_have_is_not_trained_on_unmasked(tmp_path: Path) -> None:
     write_datatrove(tmp_path, [[i, i, i] for i in range(10)], losses=[[1, 0, 1]] * 10, per_file=5)
-    masked = fingerprint_of(DatatroveSource(tmp_path))
+    masked = identity_of(DatatroveSource(tmp_path))
     every = DatatroveSource(tmp_path, loss=False)
     assert all(tokens == labels for tokens, labels in pairs(every))
-    assert fingerprint_of(every) != masked
+    assert identity_of(every) != masked
     (tmp_path / "00001_unshuffled.ds.loss").unlink()
     problem = (
         "1 of 2 files cannot be read: .*/00001_unshuffled.ds: there is no 00001_unshuffled.ds.loss beside it"
@@ -411,11 +410,11 @@ def test_several_folders_are_one_corpus(tmp_path: Path) -> None:
     assert source.size == source.tokens == 40
     assert source.locate((2, 5)) == f"{two}/tokens-00000-00000.bin, document 5"
     assert source.fetch_many([(2, 5)])[0]["tokens"].tolist() == [30]
-    alone, rows = fingerprint_of(TokenShardSource(one)), pairs(source)
+    alone, rows = identity_of(TokenShardSource(one)), pairs(source)
     one.rename(tmp_path / "moved")
-    assert fingerprint_of(TokenShardSource([tmp_path / "moved", two])) == fingerprint_of(source) != alone
+    assert identity_of(TokenShardSource([tmp_path / "moved", two])) == identity_of(source) != alone
     remote = TokenShardSource([in_memory(tmp_path / "moved"), in_memory(two)])
-    assert fingerprint_of(remote) == fingerprint_of(source)
+    assert identity_of(remote) == identity_of(source)
     assert pairs(remote) == rows
 
 

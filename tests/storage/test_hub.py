@@ -13,10 +13,9 @@ import pytest
 
 from streampack import PackedDataLoader, TokenShardSource
 from streampack.sources import Reading
-from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize
 from tests.harness.conformance import content
-from tests.harness.corpus import plain
+from tests.harness.corpus import identity_of, plain
 from tests.harness.files import shards, small_pieces, source, stream
 from tests.harness.stores import Hub, random_faults, short_waits
 
@@ -135,7 +134,7 @@ def test_a_commit_that_leaves_the_shards_alone_changes_nothing(hub: Hub) -> None
     hub.commit({**files, "README.md": b"better words"})
     after = data(hub, "jsonl")
     assert before.files[0].path != after.files[0].path
-    assert fingerprint_of(before) == fingerprint_of(after)
+    assert identity_of(before) == identity_of(after)
 
 
 def test_a_commit_that_is_gone(hub: Hub) -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from streampack import HFSource, IterablePackedDataset, JSONLSource, ParquetSource, TokenShardSource
 from streampack.sources import Reading, as_source
-from streampack.sources.corpus_identity import fingerprint_of
 from streampack.tokenize import tokenize
-from tests.harness.corpus import numbered, read_all, write
+from tests.harness.corpus import identity_of, numbered, read_all, write
 from tests.harness.files import shards, source
 from tests.harness.stores import Web
 
@@ -177,7 +176,7 @@ def test_a_manifest_with_sizes_saves_a_request_each(web: Web) -> None:
     assert {path.partition("?")[0] for path, _ in web.requests} == {"/c/shards.txt"}
     assert len(list(data.read(Reading()))) == 160
     assert {path.partition("?")[2] for path, _ in web.requests} == {"key=1"}, "the query goes with every name"
-    assert fingerprint_of(data) == fingerprint_of(
+    assert identity_of(data) == identity_of(
         source("jsonl", [web.url + path for path in web.files if "jsonl" in path])
     )
     web.files["/c/shards.txt"] = b"000.jsonl\n\n003.jsonl\n"

@@ -32,11 +32,10 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.sources import Reading
-from streampack.sources.corpus_identity import fingerprint_of
 from streampack.storage.corpus import listed_by
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_resume_everywhere, lists, read_with_cursors
-from tests.harness.corpus import plain, read_all
+from tests.harness.corpus import identity_of, plain, read_all
 from tests.harness.files import (
     COLUMNS,
     shards,
@@ -134,7 +133,7 @@ def test_rows_of_a_listing_and_resume_at_every_pack(store: Store, kind: str) -> 
     named = source(
         kind, [f"{store.url}/{file.name}" for file in data.files], storage={"options": store.options}
     )
-    assert fingerprint_of(named) == fingerprint_of(data)
+    assert identity_of(named) == identity_of(data)
     assert len(check_resume_everywhere(lambda: stream(data), packs=4)) > 4
     with pytest.raises(ValueError, match="no file matches"):
         source(kind, f"{store.url}/*.txt", storage={"options": store.options})
