@@ -19,7 +19,7 @@ from docs.tables import DOCS, documented, put, tables
 from streampack.training.config import RunConfig
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.models_table import BACKENDS, PAGE, read_page
-from tests.harness.processes import run_forked
+from tests.harness.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -168,8 +168,8 @@ def test_plain_ddp_gives_the_same_weights_on_any_number_of_ranks(tmp_path: Path)
     pytest.importorskip("transformers")
     page = ROOT / "docs" / "guides" / "several_devices.md"
     [block] = blocks(page)
-    [alone] = run_forked(weights_after, 1, block)
-    for weights in run_forked(weights_after, 2, block):
+    [alone] = run_ranks(weights_after, 1, block)
+    for weights in run_ranks(weights_after, 2, block):
         assert weights != []
         for ours, theirs in zip(weights, alone, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
