@@ -126,7 +126,7 @@ class CorpusChanges:
                 "the weights"
                 + (", or name this source of the mixture anew, as which it begins" if name else "")
             )
-        history.append((1 + max(epochs, default=0), source.corpus.digest()))
+        history.append((1 + max(epochs, default=first), source.corpus.digest()))
         index = self.source.names.index(name) if name else None
 
         def row_id(found: RowId) -> RowId | None:

@@ -347,9 +347,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
 
         The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle`` and ``seed`` must be
-        those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped are not read
-        again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the statistics
-        are counted from zero, and ``epochs`` from the run's beginning. What waited of a row that was packed in part is
+        those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed are not read again; those
+        of which none was are encoded, cut and packed anew. Packs, the ledger and the statistics are counted from zero,
+        and ``epochs`` from the run's beginning. What waited of a row that was packed in part is
         left out, and so are the packs of an open ``balance_window`` that were not handed out, at most one window a
         lane; both are counted as ``removed``.
 

@@ -17,7 +17,7 @@ class Address(NamedTuple):
     """Where to find what waits: tokens ``[start, stop)`` of the sample that a row became, one piece of it or several.
 
     All pieces of the sample have ``total`` tokens. With 0, it is a row that waits to be encoded and cut with other
-    settings than those that it was read with.
+    settings than those with which it had so many.
     """
 
     row_id: RowId
@@ -118,19 +118,20 @@ class LaneState:
     def behind(self) -> LaneState:
         """Return the state of a lane that reads on behind this one with other settings, and counts from zero.
 
-        Of what waits, the rows of which nothing was packed or dropped are encoded anew; the rest of the others is left
-        out and counted, and so are the packs of an open window.
+        Of what waits, the rows of which nothing was packed are encoded anew, also what other settings had cut off; the
+        rest of the others is left out and counted, and so are the packs of an open window.
         """
         stand, waiting = self.stand, joined(self.stand.waiting)
         whole = [
-            each for i, each in enumerate(waiting) if each.tokens == each.total and (i or not stand.offset)
+            each._replace(total=0)
+            for i, each in enumerate(waiting)
+            if each.total in (0, each.tokens) and (i or not stand.offset)
         ]
         ledger = Ledger(tokens_in=self.ledger.buffered)
-        if not self.anew:  # then all rows wait as a whole, and their addresses count no tokens
-            lost = ledger.tokens_in - sum(each.tokens for each in whole)
-            ledger.drop("removed", lost, samples=len(waiting) - len(whole))
+        lost = ledger.tokens_in - sum(each.tokens for each in whole)
+        ledger.drop("removed", lost, samples=len(waiting) - len(whole))
         return LaneState(
-            Stand(stand.epoch, stand.cursor, tuple(Address(each.row_id, 0, 0, 0) for each in whole)),
+            Stand(stand.epoch, stand.cursor, tuple(whole)),
             ledger,
             done=self.done,
             source_stats=tuple(SourceStats() for _ in self.source_stats),

@@ -176,7 +176,9 @@ class Readers:
                 "a PackedDataLoader reads this dataset on several ranks, each of which has some of the lanes: call its "
                 "state_dict(), ledger() or source_stats(), not the dataset's"
             )
-        return self.state
+        # Of a worker that has given nothing, too: others may have.
+        worker = get_worker_info()
+        return replace(self.state, partial=True) if worker and worker.num_workers > 1 else self.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -249,6 +249,43 @@ def test_the_state_of_one_of_several_consumers_is_refused_where_the_others_decid
     resumed(new(), merged)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:the corpus changed")
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_torchdatas_workers_read_an_epoch_by_one_list_also_those_that_gave_nothing(
+    epoch: int, tmp_path: Path
+) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    rng = random.Random(0)
+    files = {f"f{number}.jsonl": new_rows(rng, number) for number in range(4)}
+    put(tmp_path / "files", files)
+
+    def loader() -> Any:
+        data = make(JSONLSource(tmp_path / "files"), max_seq_len=32, num_lanes=2, **changes_allowed(tmp_path))
+        data.set_epoch(epoch)
+        return torchdata.StatefulDataLoader(data, batch_size=None, num_workers=2)
+
+    first = loader()
+    packs = list(islice(first, 1))
+    put(tmp_path / "files", {**files, "f0a.jsonl": new_rows(rng, 9)})
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert tokens_of([*packs, *second], epoch) == everything([files])
+
+
+def test_rows_that_waited_for_other_settings_are_counted_where_their_file_is_gone(tmp_path: Path) -> None:
+    files = {f"f{number}.jsonl": numbers_of(number) for number in range(2)}
+    given = {"num_lanes": 1, "buffer_size": 9, **changes_allowed(tmp_path)}
+    data = make(source_of(tmp_path / "files", files), **given)
+    next(iter(data))
+    state, waits = data.state_dict(), data.ledger().buffered
+    later = make(JSONLSource(tmp_path / "files"), max_seq_len=99, **given)
+    later.continue_from(state)
+    put(tmp_path / "files", {"f1.jsonl": files["f1.jsonl"]})
+    last = resumed(make(JSONLSource(tmp_path / "files"), max_seq_len=99, **given), later.state_dict())
+    assert last.ledger().dropped["removed"] == waits > 0
+    assert tokens_of(last, 0) == everything([{"f1": files["f1.jsonl"]}])
+
+
 def numbers_of(first: int, count: int = 40) -> list[dict[str, int]]:
     return [{"i": PER_FILE * first + k, "n": 1 + (7 * first + k) % 12} for k in range(count)]
 
