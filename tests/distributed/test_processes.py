@@ -8,9 +8,6 @@ import multiprocessing as mp
 import os
 import signal
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,10 +33,7 @@ from tests.harness.threads import (
 )
 from tests.harness.workers import DeadlyRow, gone, held
 
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc")
 
 
 def loader_of(built: Make, topology: Topology, **settings: Any) -> PackedDataLoader:
@@ -61,13 +55,6 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This process.*multi-threaded", DeprecationWarning)
-        yield
-
-
 def drive(
     built: Make,
     topology: Topology,
@@ -75,13 +62,12 @@ def drive(
     limit: int | None = None,
 ) -> tuple[list[list[PackKey]], dict[str, Any]]:
     """Return this rank's batches, and the state after them."""
-    with quiet():
-        loader = loader_of(built, topology)
-        if state is not None:
-            loader.load_state_dict(state)
-        iterator = iter(loader)
-        batches = [packs_of(batch) for batch in islice(iterator, limit)]
-        return batches, through_a_file(loader.state_dict())
+    loader = loader_of(built, topology)
+    if state is not None:
+        loader.load_state_dict(state)
+    iterator = iter(loader)
+    batches = [packs_of(batch) for batch in islice(iterator, limit)]
+    return batches, through_a_file(loader.state_dict())
 
 
 def joined(outcomes: list[tuple[list[list[PackKey]], Any]], topology: Topology) -> list[list[PackKey]]:

@@ -42,8 +42,6 @@ from tests.oracle.padding import padded
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
 
 def padded_batches(packs: IterablePackedDataset, rows: list[Any], *, packs_per_step: int) -> list[Any]:
     """Make padded batches of the samples in each of the stream's batches."""

@@ -16,8 +16,6 @@ from tests.harness.processes import RankError, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
 
 def steps_of(packs: IterablePackedDataset) -> int:
     """Count steps of two batches of two packs."""

@@ -15,7 +15,6 @@ from tests.harness.corpus import Numbers, rows, write
 from tests.harness.interrupts import Injector, within
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
     # A file or socket that an interrupt kept from being closed: the garbage collector closes it, and says so.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -26,11 +26,7 @@ from tests.harness.corpus import Numbers, rows, write
 from tests.harness.interrupts import Injector, within
 from tests.harness.workers import content, dataset, expected, gone, held, process_of, worker
 
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
-    # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc")
 
 Worker = Generator[LaneEvent]
 

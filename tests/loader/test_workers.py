@@ -34,11 +34,7 @@ from tests.harness.workers import (
     worker,
 )
 
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
-    # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc")
 
 # What a worker gives.
 

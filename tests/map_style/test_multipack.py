@@ -135,7 +135,6 @@ class Rows(Dataset[Any]):
         return {"input_ids": [number] * LENGTHS[number]}
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", ["batch_sampler", "batch_sampler, 1 worker", "sampler"])
 def test_with_torchdatas_stateful_loader(kind: str) -> None:
     """``sampler``: torchtune's recipes use ``len(dataloader)``, ``dataloader.sampler`` and the loader's state."""

@@ -163,7 +163,6 @@ def test_segments_sets_the_width_of_seq_lens() -> None:
         collate_packed([to_torchtune(pack) for pack in packs], segments=2)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("packs", "workers"), [("stream", 0), ("map-style", 0), ("map-style", 1)])
 def test_torchs_loader_stacks_packs_by_default(packs: str, workers: int) -> None:
     """Packs hold different numbers of samples. A user's own collator, and single packs, pass."""

@@ -114,7 +114,6 @@ def read_by_accelerate() -> list[str]:
     return refusals
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_accelerate_never_shares_packs_out_a_second_time() -> None:
     """It read 16 of 32 rows by dispatching, and 8 by sharding."""
     pytest.importorskip("accelerate")
@@ -140,7 +139,6 @@ def test_ranks_in_plain_torch() -> None:
             assert f"the same batches, and {why}; iterate a PackedDataLoader" in rank[f"tp {name}"]
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     "collate", [collate_packed, default_collate, FlatteningCollator(return_flash_attn_kwargs=True)]

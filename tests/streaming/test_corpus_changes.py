@@ -249,7 +249,7 @@ def test_the_state_of_one_of_several_consumers_is_refused_where_the_others_decid
     resumed(new(), merged)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:the corpus changed")
+@pytest.mark.filterwarnings("ignore:the corpus changed")
 @pytest.mark.parametrize("epoch", [0, 2])
 def test_torchdatas_workers_read_an_epoch_by_one_list_also_those_that_gave_nothing(
     epoch: int, tmp_path: Path

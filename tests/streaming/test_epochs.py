@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from streampack import IterablePackedDataset, PackedDataLoader, collate_packed
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 ROWS = [{"tokens": [i + 1] * 5, "labels": [i + 1] * 5} for i in range(48)]
 WHOLE = 24  # packs of an epoch
 

@@ -121,7 +121,6 @@ def test_a_state_does_not_change_while_the_stream_goes_on() -> None:
     assert dataset.state_dict()["identity"]
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 17)])
 def test_stateful_dataloader_of_torchdata_resumes(workers: int, every: int) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")

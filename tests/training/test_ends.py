@@ -31,8 +31,6 @@ from tests.harness.raising import fail
 from tests.harness.runs import Run
 from tests.harness.tiny import interrupt_step, losses, numbers, tiny_config
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of fork
-
 
 @contextmanager
 def ends(status):
