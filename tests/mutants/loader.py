@@ -165,6 +165,6 @@ def restarted_with_newer_settings() -> None:
 
 
 @replaces(workers._receive)
-def a_death_is_seen_by_its_pipe_only(good, pipe, process, size):
+def a_death_is_seen_by_its_pipe_only(good, pipe, process, *size_and_limit):
     """A worker that died is waited for as long as another process holds its pipe."""
-    return good(pipe, SimpleNamespace(is_alive=lambda: True), size)
+    return good(pipe, SimpleNamespace(is_alive=lambda: True), *size_and_limit)
