@@ -101,7 +101,7 @@ def _events(
                         limit = math.inf  # it runs
                         continue
                     events, end = pickle.loads(_receive(pipe, process, size))
-                except (EOFError, OSError):
+                except (EOFError, ConnectionError):
                     break
                 for event in map(unfold, events):
                     lane_states[event.lane], in_vain = event.state, 0
