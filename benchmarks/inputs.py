@@ -196,7 +196,7 @@ def draw(name: str, rounds: dict[str, list[peers.Run]], *, tokens: int, checksum
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the tables."""
     options = report.parser(__doc__, smoke="200 samples, one round").parse_args(arguments)
-    count, repeats, least = (200, 1, 0.0) if options.smoke else (20_000, 3, LEAST_SECONDS)
+    count, repeats, least = (200, 1, 0.0) if options.smoke else (20_000, 5, LEAST_SECONDS)
     # torchao logs a line about CUDA extensions when torchtune imports it.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     samples = corpora.samples(corpora.lengths("flan", count=count))
