@@ -153,6 +153,12 @@ def test_a_worker_that_closed_its_pipe_is_restarted(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 10
 
 
+def test_an_error_of_a_signal_handler_is_not_taken_for_a_death(tmp_path: Path) -> None:
+    one = worker(dataset(Deadly(tmp_path, at=5, by=lambda: os.kill(os.getpid(), signal.SIGSTOP))))
+    with pytest.raises(TimeoutError), within(2, "a worker that is stopped"):
+        list(one)
+
+
 def large(row: Any) -> Any:
     return Numbers()({**row, "n": 38_800 + row["i"]})
 
