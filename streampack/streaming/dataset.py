@@ -349,9 +349,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle`` and ``seed`` must be
         those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed are not read again; those
         of which none was are encoded, cut and packed anew. Packs, the ledger and the statistics are counted from zero,
-        and ``epochs`` from the run's beginning. What waited of a row that was packed in part is
-        left out, and so are the packs of an open ``balance_window`` that were not handed out, at most one window a
-        lane; both are counted as ``removed``.
+        and ``epochs`` from the run's beginning. What waited of a row that was packed in part is left out, and so are
+        the packs of an open ``balance_window`` that were not handed out, at most one window a lane; both are counted
+        as ``removed``.
 
         >>> rows = [{"tokens": [i] * 4, "labels": [i] * 4} for i in range(6)]
         >>> short = IterablePackedDataset(rows, max_seq_len=4, num_lanes=1)
