@@ -30,6 +30,18 @@ class Address(NamedTuple):
         """How many tokens wait there."""
         return self.stop - self.start
 
+    def as_list(self) -> list[int]:
+        """Return plain values: of a whole sample, as most are, its row's and how many tokens it has, below 0."""
+        whole = 0 < self.total == self.tokens
+        return [*self.row_id, -self.total] if whole else [*self.row_id, *self[1:]]
+
+    @classmethod
+    def from_list(cls, numbers: Sequence[int]) -> Address:
+        """Invert `as_list`."""
+        if (last := numbers[-1]) < 0:
+            return cls(tuple(numbers[:-1]), 0, -last, -last)
+        return cls(tuple(numbers[:-3]), *numbers[-3:])
+
 
 @dataclass(frozen=True, slots=True)
 class Stand:
@@ -52,15 +64,14 @@ class Stand:
 
     def as_list(self) -> list[Any]:
         """Return plain values."""
-        addresses = [[*each.row_id, *each[1:]] for each in joined(self.waiting)]
+        addresses = [each.as_list() for each in joined(self.waiting)]
         return [self.epoch, list(self.cursor), addresses, self.offset]
 
     @classmethod
     def from_list(cls, found: Sequence[Any]) -> Stand:
         """Invert `as_list`."""
         epoch, cursor, waiting, offset = found
-        addresses = tuple(Address(tuple(numbers[:-3]), *numbers[-3:]) for numbers in waiting)
-        return cls(epoch, tuple(cursor), addresses, offset)
+        return cls(epoch, tuple(cursor), tuple(map(Address.from_list, waiting)), offset)
 
 
 class OpenWindow(NamedTuple):
