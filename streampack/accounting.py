@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -41,6 +42,9 @@ class Ledger:
     # Tokens dropped for each reason, and how many samples they are of.
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     dropped_samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
+    # Images in packs, and what they take of ``max_media``, such as patches.
+    images: int = 0
+    media: int = 0
 
     def drop(self, reason: str, tokens: int, *, samples: int = 1) -> None:
         """Count ``tokens`` dropped tokens of one sample, or of several, under a reason."""
@@ -58,8 +62,9 @@ class Ledger:
         return 1 - self.packed / self.capacity if self.capacity else 0.0
 
     def numbers(self) -> list[int]:
-        """Return all counts as a flat list, for a state."""
-        return [*_counts(self), *self.dropped.values(), *self.dropped_samples.values()]
+        """Return all counts as a flat list, for a state; those of images come last, where there are any."""
+        seen = [self.images, self.media] if self.media else []
+        return [*_counts(self), *self.dropped.values(), *self.dropped_samples.values(), *seen]
 
     def copy(self) -> Ledger:
         """Return the counts as they are now."""
@@ -72,23 +77,28 @@ class Ledger:
             untrained=self.untrained,
             dropped=self.dropped.copy(),
             dropped_samples=self.dropped_samples.copy(),
+            images=self.images,
+            media=self.media,
         )
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> Ledger:
         """Build a ledger from its `numbers`."""
-        counts, reasons = len(_COUNTS), len(DROP_REASONS)
-        dropped, dropped_samples = numbers[counts:-reasons], numbers[-reasons:]
+        at, reasons = len(_COUNTS), len(DROP_REASONS)
+        dropped, dropped_samples = numbers[at : at + reasons], numbers[at + reasons : at + 2 * reasons]
+        images, media = numbers[at + 2 * reasons :] or (0, 0)
         return cls(
-            **dict(zip(_COUNTS, numbers[:counts], strict=True)),
+            **dict(zip(_COUNTS, numbers[:at], strict=True)),
             dropped=dict(zip(DROP_REASONS, dropped, strict=True)),
             dropped_samples=dict(zip(DROP_REASONS, dropped_samples, strict=True)),
+            images=images,
+            media=media,
         )
 
     @classmethod
     def total(cls, ledgers: Iterable[Ledger]) -> Ledger:
         """Return the sum over lanes."""
-        columns = zip(*(ledger.numbers() for ledger in ledgers), strict=True)
+        columns = zip_longest(*(ledger.numbers() for ledger in ledgers), fillvalue=0)
         return cls.from_numbers([sum(column) for column in columns] or cls().numbers())
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,7 +106,8 @@ class Ledger:
         counts = {name: getattr(self, name) for name in _COUNTS}
         drops = {f"dropped_{reason}": tokens for reason, tokens in self.dropped.items() if reason != "bad"}
         drops["bad_records"] = self.dropped_samples["bad"]
-        return {**counts, **drops, "buffered": self.buffered, "padding": self.padding}
+        seen = {"images": self.images, "media": self.media} if self.media else {}
+        return {**counts, **drops, "buffered": self.buffered, "padding": self.padding, **seen}
 
 
 @dataclass(slots=True)
@@ -124,7 +135,7 @@ class SourceStats:
         return cls(*(sum(column) for column in columns))
 
 
-_COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith("dropped"))
+_COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith(("dropped", "images", "media")))
 _counts = attrgetter(*_COUNTS)
 
 

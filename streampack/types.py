@@ -15,6 +15,9 @@ IGNORE_INDEX = -100
 IntArray = npt.NDArray[np.signedinteger[Any]]
 """Token ids or labels before they become tensors: int32, which is copied faster, wherever they fit, else int64."""
 
+Array = npt.NDArray[Any]
+"""Numbers of any type, such as pixels."""
+
 FloatArray = npt.NDArray[np.float32]
 """Numbers of segments or tokens, such as advantages."""
 
@@ -97,3 +100,6 @@ class Pack:
     lane: int = -1
     groups: PackGroups | None = None  # None: it holds plain samples only
     input_pos: IntArray | None = None  # [max_seq_len]; None: positions count from 0 in every sequence
+    media: tuple[Any, ...] | None = (
+        None  # for each sequence its `MediaSample`, or None; None: it holds text only
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 
 from streampack.packing.groups import ROOT
 from streampack.streaming.lane import Lane
@@ -18,6 +19,8 @@ MOST_RUNS = 8
 """Runs of a sequence whose text is kept. A conversation has two a turn."""
 MOST_TEXTS = 120
 """Sequences of a pack that are kept with text."""
+MOST_REPEATED = 3
+"""Equal tokens in a row that are decoded, in a sequence with images: each image is hundreds of them."""
 
 Decode = Callable[[list[int]], str]
 
@@ -45,6 +48,8 @@ class SequenceView:
     runs: list[Run]
     parent: int = ROOT  # the sequence of the pack that it continues, in a group
     padding: int = 0  # tokens of padding at its end, behind ``length``
+    media: int = 0  # what it takes of ``max_media``
+    thumbnails: Sequence[str] = ()  # of its images, as ``data:`` URLs
 
     @property
     def stop(self) -> int:
@@ -91,6 +96,9 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
         whole: keep all of the text, as ids where it cannot be decoded.
     """
     sequences, source = [], config.source
+    media = pack.media or (None,) * len(pack.fragments)
+    seen = [] if whole else [each.row_id for each, own in zip(pack.fragments, media, strict=True) if own]
+    rows = dict(zip(seen, source.fetch_many(seen) if seen else (), strict=True))
     hidden = cache(lambda decode, token: not decode([token]))
     starts = [0, *accumulate(pack.seq_lens)]
     for number, (fragment, start) in enumerate(zip(pack.fragments, starts, strict=False)):
@@ -108,8 +116,15 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
         for at, (begin, end) in enumerate(pairwise(cuts)):
             text = None
             if decode and (whole or (number < MOST_TEXTS and at < MOST_RUNS)):
-                text = _spell(decode, pack.tokens[start + begin : start + end].tolist(), hidden, whole)
+                ids = pack.tokens[start + begin : start + end].tolist()
+                if fragment.row_id in rows:
+                    ids = [token for _, run in groupby(ids) for token in islice(run, MOST_REPEATED)]
+                text = _spell(decode, ids, hidden, whole)
             runs.append(Run(start + begin, start + end, bool(flags[begin]), text))
+        make, thumbnails = getattr(config.encoder(fragment.row_id), "thumbnails", None), list[str]()
+        if make is not None and fragment.row_id in rows:
+            with suppress(ValueError, OSError):  # an image that is gone
+                thumbnails = make(rows[fragment.row_id])
         sequences.append(
             SequenceView(
                 place=source.locate(fragment.row_id),
@@ -121,6 +136,8 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
                 runs=runs,
                 parent=parent,
                 padding=fragment.padding,
+                media=own.cost if (own := media[number]) else 0,
+                thumbnails=thumbnails,
             )
         )
     size = pack.tokens.size

@@ -6,11 +6,12 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 
 from streampack.inspection.report import Outcome, RunShape
-from streampack.inspection.rows import Epoch
+from streampack.inspection.rows import Epoch, Sizes
 from streampack.loader.batching import Batching
 from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
@@ -42,11 +43,10 @@ def plan_outcomes(
     epoch: Epoch, packing: Packing, shape: RunShape, *, seed: int
 ) -> tuple[list[Outcome], Plan]:
     """Return the outcome of every way to make batches, and the plan of the run's own."""
-    split = packing if packing.split_across_pack else replace(packing, split_across_pack=True)
     ways = {name: replace(packing, split_across_pack=False, strategy=name) for name in STRATEGIES}
-    planned = {
-        name: _packed(name, epoch, way, shape) for name, way in {**ways, "split_across_pack": split}.items()
-    }
+    if packing.max_media is None:  # samples with images are never split
+        ways["split_across_pack"] = replace(packing, split_across_pack=True)
+    planned = {name: _packed(name, epoch, way, shape) for name, way in ways.items()}
     plan, _ = planned[packing.filled_by]
     padding = _padded(epoch, ways["next_fit"], shape, seed=seed)
     outcomes = [
@@ -66,8 +66,8 @@ def _packed(name: str, epoch: Epoch, packing: Packing, shape: RunShape) -> tuple
     width, batching = packing.max_seq_len, shape.batching(shape.ranks[0])
     # A sample is planned as often as it takes for its end not to count, and each lane has a last pack that is half
     # empty. How full those of an epoch's lanes are is chance.
-    again = 1 if epoch.exact else -(-ENOUGH_PACKS * width // max(1, sum(epoch.lanes[0])))
-    plan = plan_lanes([lane * again for lane in epoch.lanes], packing)
+    again = 1 if epoch.exact else -(-ENOUGH_PACKS * width // max(1, sum(epoch.lanes[0][0])))
+    plan = plan_lanes([[sizes * again for sizes in lane] for lane in epoch.lanes], packing)
     scale = epoch.tokens / int(plan.held.sum())
     if epoch.exact:
         packs, last, steps = float(len(plan.held)), float(plan.last), float(steps_of(plan.lanes, batching))
@@ -75,7 +75,9 @@ def _packed(name: str, epoch: Epoch, packing: Packing, shape: RunShape) -> tuple
         last = epoch.num_lanes * width / 2
         packs = (scale * (len(plan.held) * width - plan.last) + last) / width
         steps = max(1.0, packs / batching.packs_per_step)
-    padding = 1 - epoch.tokens / (packs * width)
+    padding, media = 1 - epoch.tokens / (packs * width), None
+    if epoch.rows.media is not None and packing.max_media is not None:
+        media = float(epoch.weights @ epoch.rows.media) / (packs * packing.max_media)
     error = 0.0
     if not epoch.exact:
         differs = _error(plan.held[:-1], np.full(len(plan.held) - 1, width), unknown=padding, again=again)
@@ -90,6 +92,7 @@ def _packed(name: str, epoch: Epoch, packing: Packing, shape: RunShape) -> tuple
         pairs=float(plan.pairs.sum()) * scale,
         last_packs=last / (packs * width),
         sequence_ends=scale * plan.ends / (packs * width),
+        media=media,
     )
 
 
@@ -99,7 +102,7 @@ def _padded(epoch: Epoch, packing: Packing, shape: RunShape, *, seed: int) -> Ou
     packing = replace(packing, overlong="split")
     pieces = array("q")
     for lane in epoch.lanes:
-        for kept in lane:
+        for kept in lane[0]:
             pieces.extend(stop - start for start, stop in packing.pieces_of(kept))
     lengths = np.frombuffer(pieces, np.int64)[permutation(len(pieces), seed, 0)]
     longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), batch))
@@ -121,17 +124,17 @@ def _padded(epoch: Epoch, packing: Packing, shape: RunShape, *, seed: int) -> Ou
     )
 
 
-def plan_lanes(lanes: Iterable[Sequence[int]], packing: Packing) -> Plan:
-    """Plan the packs of each lane from the tokens that its samples keep.
+def plan_lanes(lanes: Iterable[Sizes], packing: Packing) -> Plan:
+    """Plan the packs of each lane from the sizes of its samples.
 
-    >>> plan = plan_lanes([[5, 4, 2, 3, 4]], Packing(8))
+    >>> plan = plan_lanes([[array("i", [5, 4, 2, 3, 4])]], Packing(8))
     >>> plan.held.tolist(), plan.lanes, plan.last
     ([8, 8, 2], (3,), 6)
     """
     held, pairs, counts, last, ends = array("q"), array("q"), [], 0, 0
     for lane in lanes:
         before = len(held)
-        for pack in plan_samples(enumerate(lane), packing):
+        for pack in plan_samples(zip(count(), *lane), packing):
             lengths = [stop - start for _, start, stop in pack]
             padded = [packing.padded(length) for length in lengths]
             held.append(sum(lengths))

@@ -126,6 +126,7 @@ class Outcome:
     speedup: float = 1.0  # tokens forwarded by padding / by this one
     last_packs: float  # part of the padding that lies in part-empty last packs, of which each lane has one
     sequence_ends: float  # part of the padding that lies at the ends of sequences (`pad_seqs_to`)
+    media: float | None = None  # fraction of ``max_media`` that is used; None without, and for padding
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Rows(NamedTuple):
     kept: IntArray  # tokens of its pieces, 0 if it is dropped
     kept_trained: IntArray
     reason: IntArray  # 0, or 1 + the number of one of DROP_REASONS
+    media: IntArray | None = None  # of its pieces; None without ``max_media``
 
     def lost_by(self, reason: str) -> npt.NDArray[np.bool_]:
         """Return which rows lost tokens, or all, for this reason."""
@@ -56,22 +57,24 @@ class Rows(NamedTuple):
 
 
 class Tally:
-    """Keeps six numbers of each row, in 24 bytes, and nothing else that grows."""
+    """Keeps six numbers of each row, in 24 bytes, with ``max_media`` seven, and nothing else that grows."""
 
-    def __init__(self, source: Source, progress: Progress) -> None:
-        self.source, self.progress = source, progress
+    def __init__(self, config: LaneConfig, progress: Progress) -> None:
+        self.source, self.progress = config.source, progress
+        self.columns = len(Rows._fields) - (config.packing.max_media is None)
         self.numbers = array("i")
         self.examples: dict[str, dict[object, str]] = {}  # by the reason; of bad rows, one of each kind
         self.longest: list[tuple[int, int, RowId]] = []  # a heap of (length, trained, row_id)
 
     def __len__(self) -> int:
-        return len(self.numbers) // len(Rows._fields)
+        return len(self.numbers) // self.columns
 
     def add(self, seen: Seen) -> None:
         """Count a row."""
         number = self.source.source_index(seen.row_id)
         reason = 0 if seen.reason is None else 1 + DROP_REASONS.index(seen.reason)
-        self.numbers.extend((number, seen.length, seen.trained, seen.kept, seen.kept_trained, reason))
+        found = (number, seen.length, seen.trained, seen.kept, seen.kept_trained, reason, seen.media)
+        self.numbers.extend(found[: self.columns])
         self.progress(len(self))
         long = (seen.length, seen.trained, seen.row_id)
         if long not in self.longest:  # a mixture reads rows again
@@ -91,19 +94,23 @@ class Tally:
     @property
     def rows(self) -> Rows:
         """The token counts of all rows added so far; a view, and no row can be added while it is in use."""
-        return Rows(*np.frombuffer(self.numbers, np.int32).reshape(-1, len(Rows._fields)).T)
+        return Rows(*np.frombuffer(self.numbers, np.int32).reshape(-1, self.columns).T)
+
+
+Sizes = Sequence["array[int]"]
+"""The tokens that some samples keep, one number for each; with ``max_media``, their media as a second array."""
 
 
 @dataclass(frozen=True)
 class Epoch:
     """The rows that were looked at, and the epoch that they stand for.
 
-    ``lanes`` holds for each lane the tokens that each sample keeps, in the order of reading; of a sample of the corpus,
-    one list in an order that stands for that of a lane.
+    ``lanes`` holds the sizes of each lane's samples in the order of reading; of a sample of the corpus, those of one
+    lane, in an order that stands for that of a run.
     """
 
     rows: Rows
-    lanes: Sequence[array[int]]
+    lanes: Sequence[Sizes]
     num_lanes: int
     weights: Floats  # [rows], how many rows of the epoch each stands for
     passes: Floats  # [sources], how often the epoch reads each source
@@ -173,14 +180,18 @@ def _size(source: Source) -> float | None:
     return len(found) * scale
 
 
-def _read_lane(config: LaneConfig, tally: Tally, lane: int, num_lanes: int, rows: int | None) -> array[int]:
-    """Read a lane of the first epoch, or its first rows; return how many tokens each sample keeps."""
-    kept = array("i")
+def _read_lane(config: LaneConfig, tally: Tally, lane: int, num_lanes: int, rows: int | None) -> Sizes:
+    """Read a lane of the first epoch, or its first rows; return the sizes of its samples."""
+    first = len(tally)
     for seen in islice(_lane_rows(config, lane, num_lanes), rows):
         tally.add(seen)
-        if seen.kept:
-            kept.append(seen.kept)
-    return kept
+    return _sizes(tally.rows, slice(first, None))
+
+
+def _sizes(rows: Rows, own: slice | npt.NDArray[np.intp]) -> Sizes:
+    """Return the sizes of the samples that some rows make."""
+    columns = [rows.kept] if rows.media is None else [rows.kept, rows.media]
+    return [array("i", column[own][rows.kept[own] > 0].tobytes()) for column in columns]
 
 
 def _lane_rows(config: LaneConfig, lane: int, num_lanes: int) -> Iterator[Seen]:
@@ -205,11 +216,11 @@ def _lane_rows(config: LaneConfig, lane: int, num_lanes: int) -> Iterator[Seen]:
         reader.charge(pieces)
 
 
-def _in_order(rows: Rows, weights: Floats, config: LaneConfig) -> array[int]:
-    """Return the tokens kept of as many rows as were sampled, by their weights, in an order like that of a run."""
+def _in_order(rows: Rows, weights: Floats, config: LaneConfig) -> Sizes:
+    """Return the sizes of as many samples as rows were read, by their weights, in an order like that of a run."""
     packed = np.flatnonzero(rows.kept)
     if not len(packed):
-        return array("i")
+        return _sizes(rows, packed)
     ends = np.cumsum(weights[packed]) * (len(packed) / weights[packed].sum())
     drawn = np.repeat(packed, np.diff(np.floor(ends + 0.5).astype(np.int64), prepend=0))
     if config.shuffle_window:
@@ -217,4 +228,4 @@ def _in_order(rows: Rows, weights: Floats, config: LaneConfig) -> array[int]:
     else:  # the sources lie one behind another, and a run reads them side by side
         _, counts = np.unique(rows.source[drawn], return_counts=True)
         drawn = drawn[np.argsort(np.concatenate([np.arange(n) / n for n in counts]), kind="stable")]
-    return array("i", rows.kept[drawn].tobytes())
+    return _sizes(rows, drawn)

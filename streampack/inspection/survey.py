@@ -72,7 +72,7 @@ def inspect_dataset(
         balance_window=dataset.window_for(ranks),
     )
     reading = replace(tolerant(config), balance_window=settings.balance_window)
-    tally = Tally(config.source, progress)
+    tally = Tally(config, progress)
     epoch = read_epoch(reading, tally, num_lanes=settings.lanes, rows=rows)
     losses = _losses(tally, config, epoch)
     if not epoch.rows.kept.any():

@@ -72,6 +72,8 @@ def _short(report: Report) -> Table:
         ("optimizer steps", f"{chosen.steps:,.0f}", f"an epoch, of {chosen.samples_per_step:,.1f} samples"),
         ("speed-up over padding", f"{chosen.speedup:.2f} x", "by tokens computed"),
     ]
+    if chosen.media is not None:
+        rows.insert(1, ("max_media used", percent(chosen.media), f"of {settings.packing.max_media:,} a pack"))
     lost, rows_lost = (
         sum(loss.fraction for loss in report.losses),
         sum(loss.rows for loss in report.losses),

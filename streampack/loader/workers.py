@@ -180,6 +180,8 @@ def _serve(
     sender.start()
     try:
         for event in open_stream(lane_states=lane_states):
+            if event.pack is not None and event.pack.media is not None:
+                made.join()  # eight packs of pixels may be a gigabyte: one waits while the next is made
             made.put(fold(event))
         made.put(End())
     except Exception as error:
@@ -210,6 +212,8 @@ def _send(pipe: Connection, made: Queue[Folded | End]) -> None:
             if not isinstance(error, OSError):  # which means that the trainer takes no more
                 traceback.print_exc()
             os._exit(1)  # or the stream would wait for this thread for ever
+        for _ in events:
+            made.task_done()
         time.sleep(PAUSE_SECONDS)
 
 
@@ -236,7 +240,7 @@ def fold(event: LaneEvent) -> Folded:
     groups = None
     if pack.groups is not None:
         groups = tuple(getattr(pack.groups, name) for name in PackGroups.__slots__)
-    return (*head, *arrays, pack.seq_lens, tuple(map(tuple, pack.fragments)), pack.number, groups)
+    return (*head, *arrays, pack.seq_lens, tuple(map(tuple, pack.fragments)), pack.number, groups, pack.media)
 
 
 def unfold(folded: Folded) -> LaneEvent:
@@ -244,9 +248,10 @@ def unfold(folded: Folded) -> LaneEvent:
     lane, epoch, state, *rest = folded
     if not rest:
         return LaneEvent(lane, epoch, None, state)
-    first, tokens, second, labels, seq_lens, fragments, number, groups = rest
+    first, tokens, second, labels, seq_lens, fragments, number, groups, media = rest
     tokens, labels = np.frombuffer(tokens, np.dtype(first)), np.frombuffer(labels, np.dtype(second))
     pack = Pack(tokens, labels, seq_lens, tuple(map(Fragment._make, fragments)), epoch, number, lane)
     if groups is not None:
         pack.groups = PackGroups(*groups)
+    pack.media = media
     return LaneEvent(lane, epoch, pack, state)

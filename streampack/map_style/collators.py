@@ -113,10 +113,10 @@ def _read(feature: Any, number: int) -> tuple[Sample, list[int]]:
     """Return the tokens and labels of a sample, or of a row or a pack of several, and the lengths of its sequences."""
     try:
         row = as_mapping(feature)
-        if "groups" in row:
+        if "groups" in row or "segment_lens" in row:
             raise ValueError(
-                "it is a pack of groups, whose answers share a prompt and a loss, and a flattened row has no place for "
-                "them; use a PackedDataLoader, or streampack.collate_packed"
+                "it is a pack of groups, whose answers share a prompt and a loss, or one with images, and a flattened "
+                "row has no place for them; use a PackedDataLoader, or streampack.collate_packed"
             )
         if {"seq_lens", "num_seqs"} <= set(row):  # a pack, which ends with padding
             lengths = [int(length) for length in row["seq_lens"]][: row["num_seqs"]]

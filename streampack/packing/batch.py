@@ -12,6 +12,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from streampack.packing.assemble import assemble, positions
 from streampack.packing.groups import ROOT, path_starts, paths_of
+from streampack.packing.media import BatchMedia, stack_media
 from streampack.types import IGNORE_INDEX, FloatArray, Fragment, IntArray, Pack, PackGroups
 
 
@@ -25,23 +26,26 @@ def to_torchtune(pack: Pack) -> PackDict:
     ``seq_lens`` ends with the padding's length, because torchtune's collate function needs the sum to be
     ``max_seq_len``; ``num_seqs`` counts the real sequences.
 
-    A pack with groups has the key ``groups``. Where sequences share prefixes, their lengths are under ``segment_lens``:
-    a collator that made a mask of ``seq_lens`` would hide prompts from their answers.
+    A pack with groups has the key ``groups``, one with images ``media``. With images, and where sequences share
+    prefixes, their lengths are under ``segment_lens``: a collator that knows no more than ``seq_lens`` would hide
+    prompts from their answers, and leave out images.
     """
     [input_pos] = _positions([pack])
-    shared = pack.groups is not None and any(parent != ROOT for parent in pack.groups.parents)
+    groups, media = pack.groups, pack.media
+    more = media is not None or (groups is not None and any(parent != ROOT for parent in groups.parents))
     lengths = torch.from_numpy(np.array(_segment_lengths(pack)))  # torch.tensor takes ten times as long
     found = {
         "tokens": torch.from_numpy(pack.tokens.astype(np.int64, copy=False)),  # [max_seq_len]
         "labels": torch.from_numpy(pack.labels.astype(np.int64, copy=False)),  # [max_seq_len]
         "input_pos": torch.from_numpy(input_pos),  # [max_seq_len]
-        "segment_lens" if shared else "seq_lens": lengths,  # [num_seqs (+ 1)]
+        "segment_lens" if more else "seq_lens": lengths,  # [num_seqs (+ 1)]
         "num_seqs": len(pack.seq_lens),
         "fragments": pack.fragments,
         "epoch": pack.epoch,
         "lane": pack.lane,
     }
-    return PackDict(found if pack.groups is None else {**found, "groups": pack.groups})
+    own = {name: value for name, value in (("groups", groups), ("media", media)) if value is not None}
+    return PackDict({**found, **own})
 
 
 def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
@@ -85,6 +89,7 @@ class Batch:
     # Tokens of the longest sequence with those that it continues, the padding at a pack's end left out, as kernels ask
     # the host for it. None: unknown, as it must be where `seq_lens` are replaced by others.
     longest: int | None = None
+    media: BatchMedia | None = None  # None: the packs hold text only
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
@@ -98,7 +103,8 @@ class Batch:
         tensors = (self.tokens, self.labels, self.input_pos, self.seq_lens)
         tokens, labels, input_pos, seq_lens = map(change, tensors)
         groups = None if self.groups is None else self.groups.map(change)
-        return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups, self.longest)
+        media = None if self.media is None else self.media.map(change)
+        return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups, self.longest, media)
 
     @property
     def unpadded_lens(self) -> torch.Tensor:
@@ -154,7 +160,9 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
         tokens, labels, input_pos = (pack[name].numpy() for name in ("tokens", "labels", "input_pos"))
         fragments = pack["fragments"]
         lengths = tuple([fragment.length for fragment in fragments])
-        found.append(Pack(tokens, labels, lengths, fragments, groups=pack.get("groups"), input_pos=input_pos))
+        own = Pack(tokens, labels, lengths, fragments, input_pos=input_pos)
+        own.groups, own.media = pack.get("groups"), pack.get("media")
+        found.append(own)
     return stack_packs(found, segments=segments)
 
 
@@ -174,19 +182,24 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
         raise ValueError(
             f"a pack has {most} segments, padding included, and segments={width}; give max_seqs_per_pack + 1"
         )
+    input_pos = torch.from_numpy(_positions(packs))
     return Batch(
         tokens=_stack_ids([pack.tokens for pack in packs]),
         labels=_stack_ids([pack.labels for pack in packs]),
-        input_pos=torch.from_numpy(_positions(packs)),
+        input_pos=input_pos,
         seq_lens=_stack_rows(lengths, width, 0, np.int32),
         fragments=tuple(pack.fragments for pack in packs),
         groups=_stack_groups(packs, width),
         longest=max(map(_longest_path, packs)),
+        media=stack_media(packs, input_pos),
     )
 
 
 def unstack_packs(batch: Batch) -> list[Pack]:
-    """Return the packs of a batch in memory of their own, null packs left out; where they came from is unknown."""
+    """Return the packs of a batch in memory of their own, without media, null packs left out.
+
+    Where they came from is unknown.
+    """
     packs = []
     for number, fragments in enumerate(batch.fragments):
         if not fragments:

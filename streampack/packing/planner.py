@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import STRATEGIES
+from streampack.packing.two_budgets import choose_within
 
 
 class HasLength(Protocol):
@@ -35,6 +36,12 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+class MediaSpan(Span):
+    """A `Span` that takes ``media`` of a pack's second budget."""
+
+    media: int
+
+
 class Planner(Generic[PieceT]):
     """Holds the buffer of waiting pieces and plans the next pack from it.
 
@@ -44,7 +51,7 @@ class Planner(Generic[PieceT]):
     Args:
         packing: the settings; they choose the strategy.
         pull: returns the next piece, or None when there are no more. No piece is longer than ``max_seq_len``
-            unless ``split_across_pack`` is set.
+            unless ``split_across_pack`` is set. With ``max_media``, none has a ``media`` above it.
 
     >>> lengths = iter([Span(i, 0, length) for i, length in enumerate([5, 4, 2, 3, 4])])
     >>> planner = Planner(Packing(8), lambda: next(lengths, None))
@@ -58,11 +65,13 @@ class Planner(Generic[PieceT]):
         # The waiting pieces in the order in which they were pulled, and the tokens that each takes in a pack.
         self.waiting: list[PieceT] = []
         self.lengths: list[int] = []
+        self.media: list[int] = []  # with ``max_media``, what each takes of it
         # With split_across_pack, so many tokens of the oldest waiting piece were packed already. Otherwise always 0.
         self.offset = 0
         # Of the newest pack.
         self.placed: list[Placed[PieceT]] = []
         self.room = packing.max_seq_len
+        self.media_room = packing.max_media
         # A sequence for each token is no limit.
         self.max_seqs = packing.max_seqs_per_pack or packing.max_seq_len
 
@@ -74,6 +83,7 @@ class Planner(Generic[PieceT]):
     def next_pack(self) -> list[Placed[PieceT]]:
         """Plan one pack and return its pieces; an empty list when there are no more pieces and none waits."""
         self.placed, self.room = [], self.packing.max_seq_len
+        self.media_room = self.packing.max_media
         if self.packing.split_across_pack:
             self._fill_by_cutting()
             return self.placed
@@ -83,7 +93,11 @@ class Planner(Generic[PieceT]):
         # The strategy decided against the pieces that it leaves waiting, so the pack is closed. If it took all of them,
         # it is asked again about those that are pulled next, or no pack would hold more than buffer_size + 1.
         while self.room and (limit := self.max_seqs - len(self.placed)) and (self.lengths or self._pull()):
-            self._take(choose(self.lengths, self.room, limit, self._pull))
+            if self.media_room is None:
+                self._take(choose(self.lengths, self.room, limit, self._pull))
+            else:
+                room, media = (self.room, self.media_room), self.media
+                self._take(choose_within(self.packing.strategy, self.lengths, media, room, limit, self._pull))
             if self.lengths:
                 break
         return self.placed
@@ -95,6 +109,8 @@ class Planner(Generic[PieceT]):
             return False
         self.waiting.append(piece)
         self.lengths.append(piece.length if packing.pad_seqs_to == 1 else packing.padded(piece.length))
+        if self.media_room is not None:
+            self.media.append(getattr(piece, "media", 0))
         return True
 
     def _fill_by_cutting(self) -> None:
@@ -120,6 +136,8 @@ class Planner(Generic[PieceT]):
             self.room -= self.lengths[i]
         for i in reversed(taken):
             del self.waiting[i], self.lengths[i]
+        if self.media_room is not None:
+            self.media_room -= sum([self.media.pop(i) for i in reversed(taken)])
 
 
 def plan_packs(
@@ -132,16 +150,20 @@ def plan_packs(
     overlong: str | None = None,
     max_seqs_per_pack: int | None = None,
     pad_seqs_to: int = 1,
+    media: Iterable[int] | None = None,
+    max_media: int | None = None,
 ) -> Iterator[list[Span]]:
     """Plan the packs of a stream of sample lengths, reading ``lengths`` no further than the next pack needs.
 
     Each pack is a list of ``Span(index, start, stop)``: tokens ``[start, stop)`` of sample ``index``. The settings are
-    those of `Packing`.
+    those of `Packing`. ``media`` says what each sample takes of ``max_media``.
 
     >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 4, 2, 3, 4], 8)]
     [[(0, 0, 5), (3, 0, 3)], [(1, 0, 4), (4, 0, 4)], [(2, 0, 2)]]
     >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 6], 8, split_across_pack=True)]
     [[(0, 0, 5), (1, 0, 3)], [(1, 3, 6)]]
+    >>> [[span.index for span in pack] for pack in plan_packs([4, 4, 4, 4], 8, media=[2, 2, 0, 0], max_media=2)]
+    [[0, 2], [1, 3]]
 
     Raises:
         ValueError: for a bad setting at the call, and for a bad length when it is read.
@@ -154,21 +176,30 @@ def plan_packs(
         overlong=overlong,
         max_seqs_per_pack=max_seqs_per_pack,
         pad_seqs_to=pad_seqs_to,
+        max_media=max_media,
     )
-    return plan_samples(enumerate(lengths), packing)
+    if media is None:
+        return plan_samples(enumerate(lengths), packing)
+    pairs = zip(lengths, media, strict=True)
+    return plan_samples(((number, *pair) for number, pair in enumerate(pairs)), packing)
 
 
-def plan_samples(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[list[Span]]:
-    """Plan packs of ``(sample number, length)`` pairs, as `plan_packs`; numbers may be left out."""
+Numbered = tuple[int, int] | tuple[int, int, int]
+"""A sample's number and length, and what it takes of ``max_media``."""
+
+
+def plan_samples(numbered: Iterable[Numbered], packing: Packing) -> Iterator[list[Span]]:
+    """Plan packs of samples, as `plan_packs`; numbers may be left out."""
     spans = spans_of(numbered, packing)
-    planner = Planner(packing, lambda: next(spans, None))
+    planner: Planner[Span] = Planner(packing, lambda: next(spans, None))
     while pack := planner.next_pack():
         yield [Span(span.index, span.start + start, span.start + stop) for span, start, stop in pack]
 
 
-def spans_of(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[Span]:
-    """Yield the pieces that samples become, given as ``(sample number, length)``."""
-    for index, length in numbered:
+def spans_of(numbered: Iterable[Numbered], packing: Packing) -> Iterator[Span]:
+    """Yield the pieces that samples become."""
+    for sample in numbered:
+        index, length = sample[0], sample[1]
         try:
             whole = operator.index(length)  # a numpy integer would overflow when `exact_fit` shifts by it
             bounds = packing.pieces_of(whole)
@@ -176,5 +207,21 @@ def spans_of(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[
             raise ValueError(f"sample {index} has {length!r} tokens; give a whole number") from None
         except ValueError as error:
             raise ValueError(f"sample {index} {error}") from None
+        if len(sample) > 2 and sample[2]:
+            yield from _uncut(index, whole, operator.index(sample[2]), packing)
+            continue
         for start, stop in bounds:
             yield Span(index, start, stop)
+
+
+def _uncut(index: int, length: int, media: int, packing: Packing) -> Iterator[Span]:
+    """Yield the span of a sample with media; none if it is dropped."""
+    if 0 < length <= packing.max_seq_len and 0 < media <= (packing.max_media or media):
+        span = MediaSpan(index, 0, length)
+        span.media = media
+        yield span
+    elif packing.overlong != "drop" or media < 0:
+        raise ValueError(
+            f"sample {index} has {length} tokens and takes {media} of max_media={packing.max_media}, and a sample with "
+            "media is never cut; leave it out, or set overlong to 'drop'"
+        )

@@ -18,6 +18,7 @@ from streampack.packing.columns import (
     shown,
 )
 from streampack.packing.groups import Group
+from streampack.packing.media import MediaSample
 from streampack.sources.arrow_rows import ArrowRow, column_of
 from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
 from streampack.validation import vocabulary_text
@@ -32,6 +33,7 @@ BOUNDARY_COLUMNS = (LENGTHS, *POSITIONS, "attention_mask")
 REFUSED_COLUMNS = {
     "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
     "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
+    "pixel_values": "an encoder must make a streampack.MediaSample of it, as VisionEncoder does of images and messages",
 }
 AS_UNSIGNED: dict[np.dtype[Any], tuple[np.dtype[Any], int]] = {
     INT32: (UINT32, 2**31),
@@ -109,7 +111,7 @@ def sample_from_row(row: Any, *, tokens: str | None = None, labels: str | None =
     """
     if type(row) is not dict and type(row) is not ArrowRow:
         if isinstance(row, tuple):
-            if isinstance(row, Group):  # it has copied its arrays
+            if isinstance(row, Group | MediaSample):  # it has copied its arrays
                 return row
             if isinstance(row, Sample) or (len(row) == 2 and not _is_scalar(row[0])):
                 return sample_from_pair(*row)
@@ -261,8 +263,8 @@ def read_sample(ds: Any, index: int, *, vocab_size: int | None, planned: int | N
         error.add_note(f"while reading sample {index}")
         raise
     try:
-        if isinstance(row, Group):
-            raise ValueError("is a group of segments; only IterablePackedDataset packs those")
+        if isinstance(row, Group | MediaSample):
+            raise ValueError("is a group of segments, or has images; only IterablePackedDataset packs those")
         sample = sample_from_row(row)
         check_ids([sample], vocab_size)
     except ValueError as error:

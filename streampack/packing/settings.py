@@ -29,6 +29,9 @@ class Packing:
     ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``max_seq_len`` must be a multiple of it, so that the
     padding at a pack's end is one, too.
 
+    ``max_media`` limits what the samples of a pack bring besides tokens, in the rows that a `MediaSample` costs:
+    patches of images, or images. None sets no limit.
+
     Raises:
         ValueError: for a setting that is out of range or unknown.
     """
@@ -40,16 +43,22 @@ class Packing:
     overlong: str | None = None
     max_seqs_per_pack: int | None = None
     pad_seqs_to: int = 1
+    max_media: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_seq_len", "buffer_size", "max_seqs_per_pack", "pad_seqs_to"):
-            if name != "max_seqs_per_pack" or self.max_seqs_per_pack is not None:
+        for name in ("max_seq_len", "buffer_size", "max_seqs_per_pack", "pad_seqs_to", "max_media"):
+            if getattr(self, name) is not None or name not in ("max_seqs_per_pack", "max_media"):
                 object.__setattr__(self, name, require_positive(getattr(self, name), name))
         require_multiple(self.max_seq_len, "max_seq_len", self.pad_seqs_to, "pad_seqs_to")
         require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
         if self.overlong is None:
             object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
         require(self.overlong, "overlong", OVERLONG)
+        if self.split_across_pack and self.max_media is not None:
+            raise ValueError(
+                "split_across_pack=True fills packs in the order of arrival, and a sample with images is never split; "
+                "leave max_media out, or split_across_pack"
+            )
 
     def pieces_of(self, length: int) -> list[tuple[int, int]]:
         """Return the ``(start, stop)`` pieces that a sample of ``length`` tokens becomes; none if it is dropped.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from streampack.packing.groups import Group
+from streampack.packing.media import MediaSample
 from streampack.packing.samples import check_ids, sample_from_pair, sample_from_row
 from streampack.types import IGNORE_INDEX, IntArray, Sample
 
@@ -46,6 +47,8 @@ def read_request(given: Any, *, vocab_size: int | None = None) -> Request:
         raise ValueError(
             "is a group of several sequences, and a request is one; give the samples of group.answers() one by one"
         )
+    if isinstance(given, MediaSample):
+        raise ValueError("has images, and only text is scored; leave it out")
     if isinstance(given, Mapping) and "continuation" in given:
         given = (given.get("context", ()), given["continuation"])
     if isinstance(given, tuple | list) and not isinstance(given, Sample) and _is_pair(given):

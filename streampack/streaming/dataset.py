@@ -106,8 +106,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             With fewer lanes than ranks only a `PackedDataLoader` can go on: it hands out null packs.
         balance_window: packs that each lane plans ahead and hands out by attention cost, so that the ranks of a step
             have about the same work; 0 is off. A sample then waits for at most ``buffer_size + 2 * balance_window``
-            packs. Default: 64 for several ranks and ``max_seq_len`` from 8,192 on, otherwise 0. Fixed for the life of
-            a run.
+            packs. Default: 64 for several ranks and ``max_seq_len`` from 8,192 on, otherwise, and with images, 0.
+            Fixed for the life of a run.
+        max_media: the most that the samples of a pack may bring besides tokens: patches of images, or images, as their
+            encoder counts them. Default: no limit.
 
     Raises:
         ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
@@ -138,6 +140,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         read_ahead: int = READ_AHEAD,
         corpus_lists: str | os.PathLike[str] | None = None,
         balance_window: int | None = None,
+        max_media: int | None = None,
     ) -> None:
         super().__init__()
         if untrained is not None:
@@ -156,6 +159,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             overlong=overlong,
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
+            max_media=max_media,
         )
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
@@ -290,7 +294,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def window_for(self, ranks: int) -> int:
         """Return the ``balance_window`` of this many ranks."""
-        default = default_window(self.lane_config.packing.max_seq_len, ranks=ranks)
+        config = self.lane_config  # images of 64 packs would be decoded twice, for they do not wait in memory
+        default = 0 if config.reads_images else default_window(config.packing.max_seq_len, ranks=ranks)
         return default if self.balance_window is None else self.balance_window
 
     def set_epoch(self, epoch: int) -> None:

@@ -11,6 +11,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger, trained_tokens
+from streampack.packing.media import MediaSample
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.sources import MapSource
@@ -41,6 +42,7 @@ class Seen(NamedTuple):
     kept_trained: int
     reason: str | None  # one of DROP_REASONS
     detail: str
+    media: int = 0  # of its pieces
 
 
 class SampledSource(NamedTuple):
@@ -48,6 +50,7 @@ class SampledSource(NamedTuple):
 
     kept: array[int]  # tokens that each row keeps, 0 if it is dropped
     trained: array[int]  # of those
+    media: array[int]  # that each row keeps
     read: int  # tokens of all samples
     scale: float  # how many times as large the source is
     error: float  # relative standard error of its tokens
@@ -79,10 +82,12 @@ def look(config: LaneConfig, row: Row) -> tuple[Seen, list[Sample]]:
     if pieces and not kept_trained and config.untrained == "drop":
         pieces, kept, reason, detail = [], 0, "untrained", "no token is trained"
     elif not pieces:
-        reason, detail = "overlong", f"{length:,} tokens"
+        over = f", {sample.cost:,} of max_media" if isinstance(sample, MediaSample) else ""
+        reason, detail = "overlong", f"{length:,} tokens{over}"
     elif kept < length:
         reason, detail = "truncated", f"{length:,} tokens, {trained - kept_trained:,} trained ones cut off"
-    return Seen(row.row_id, length, trained, kept, kept_trained, reason, detail), pieces
+    media = sum(piece.cost for piece in pieces if isinstance(piece, MediaSample))
+    return Seen(row.row_id, length, trained, kept, kept_trained, reason, detail, media), pieces
 
 
 def sample_source(
@@ -100,7 +105,7 @@ def sample_source(
     """
     found, scale = source.sample(rows)
     order = range(len(found)) if most_tokens is None else permutation(len(found), rows).tolist()
-    kept, trained, sizes, read = array("i"), array("i"), array("i"), 0
+    kept, trained, media, sizes, read = array("i"), array("i"), array("i"), array("i"), 0
     for example in (found[i] for i in order):
         if most_tokens is not None and len(kept) >= ENOUGH_ROWS and read > most_tokens:
             break
@@ -113,10 +118,11 @@ def sample_source(
         read += seen.length
         kept.append(seen.kept)
         trained.append(seen.kept_trained)
+        media.append(seen.media)
         # The size of a corpus of files is known in bytes, so the error is that of tokens per byte.
         sizes.append(len(str(dict(example.data or {}))) if source.probed_by_bytes else 1)
     scale *= len(found) / max(1, len(kept))
-    return SampledSource(kept, trained, read, scale, _relative_error(kept, sizes, scale))
+    return SampledSource(kept, trained, media, read, scale, _relative_error(kept, sizes, scale))
 
 
 def sample_epoch(
@@ -195,22 +201,30 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         if rows_in_all <= COUNTED_ROWS and tokens_in_all <= COUNTED_TOKENS:
             counted = _count(config, num_lanes)
             return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding)
-    fill = _fill([length for each in sampled for length in each.kept if length], packing)
+    sizes = [size for each in sampled for size in zip(each.kept, each.media, strict=True) if size[0]]
+    fill = _fill(sizes, packing, tokens / num_lanes)
     full = tokens / (packing.max_seq_len * fill)
-    # The last pack of each lane is half empty on average.
-    packs = full + (0 if config.endless else num_lanes / 2)
+    # The last pack of each lane is half empty on average. With ``max_media``, `_fill` counts it.
+    packs = full + (0 if config.endless or packing.max_media is not None else num_lanes / 2)
     error = packs * max(each.error for each in sampled)
     return Estimate(packs, error, looked_at, lost, 1 - fill * full / packs if packs else 0.0)
 
 
-def _fill(lengths: Sequence[int], packing: Packing) -> float:
-    """Return how full the strategy makes packs of such samples, 0 to 1: the first of an endless stream of them."""
-    if not lengths:
+def _fill(sizes: Sequence[tuple[int, int]], packing: Packing, lane: float = math.inf) -> float:
+    """Return how full the strategy makes packs of such samples, 0 to 1: the first of an endless stream of them.
+
+    ``sizes`` are tokens and media. With ``max_media`` the stream ends, as a lane of so many tokens does: pieces that
+    fill only one of the budgets pile up in the buffer, and are packed at the end.
+    """
+    if not sizes:
         return 1.0
-    orders = (permutation(len(lengths), turn).tolist() for turn in count())
-    pieces = enumerate(lengths[i] for order in orders for i in order)
+    orders = (permutation(len(sizes), turn).tolist() for turn in count())
+    pieces = ((number, *sizes[i]) for number, i in enumerate(i for order in orders for i in order))
+    turns = min(lane, SIMULATED_PACKS * packing.max_seq_len) / sum(length for length, _ in sizes)
+    ends = None if packing.max_media is None else max(1, round(turns * len(sizes)))
     packs = tokens = 0
-    for pack in islice(plan_samples(pieces, packing), SIMULATED_PACKS):
+    most = SIMULATED_PACKS if ends is None else 2 * SIMULATED_PACKS
+    for pack in islice(plan_samples(islice(pieces, ends), packing), most):
         packs += 1
         tokens += sum(span.length for span in pack)
         if pack[-1].index > SIMULATED_PIECES:

@@ -9,6 +9,7 @@ from typing import Any
 from streampack.accounting import Ledger, trained_tokens
 from streampack.packing.assemble import assemble
 from streampack.packing.groups import Group, pack_groups
+from streampack.packing.media import media_of
 from streampack.packing.planner import Placed, Planner
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.balance import in_order
@@ -116,10 +117,13 @@ class Lane:
         fragments: list[Fragment] = []
         seq_lens: list[int] = []
         grouped, mixed = False, bool(reader.source_stats)
-        packed = 0
+        packed = taken = 0
         for piece, start, stop in placed:
             sequence, (row_id, first, *_), length = piece.sample, piece.address, stop - start
             packed += length
+            if piece.media:
+                taken += piece.media
+                sequence = reader.with_media(piece)
             if length < piece.length:
                 if piece.trained is None:
                     # `label_weights` divides by the trained tokens of the whole sample, so that a split sample weighs
@@ -146,8 +150,12 @@ class Lane:
             pad_seqs_to=packing.pad_seqs_to,
         )
         groups = pack_groups(sequences, labels, max_seq_len=packing.max_seq_len) if grouped else None
+        ledger, media = reader.ledger, None
+        if taken:
+            media = media_of(sequences)
+            ledger.images += sum(each.images for each in media if each is not None)
+            ledger.media += taken
         self.packs += 1
-        ledger = reader.ledger
         ledger.packs += 1
         ledger.capacity += packing.max_seq_len
         ledger.packed += packed
@@ -160,6 +168,7 @@ class Lane:
             number=self.packs - 1,
             lane=self.lane,
             groups=groups,
+            media=media,
         )
 
     def state(self) -> LaneState:
@@ -233,7 +242,8 @@ class Lane:
         self._plan()
         reader.planning_again = False
         for _ in range(window.handed_out):
-            self._take()
+            for piece, *_ in self._take():
+                reader.forget(piece)
         read = state.ledger.tokens_in - window.tokens_in
         same = self.ledger.tokens_in == read and self._held == state.ledger.buffered
         if not (same and self.planned and _places(self._stand()) == _places(state.stand)):

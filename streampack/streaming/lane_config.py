@@ -8,6 +8,7 @@ from typing import Any
 
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group, cut_group
+from streampack.packing.media import MediaSample, has_room, require_room
 from streampack.packing.samples import check_ids, sample_from_row, with_eos_of
 from streampack.packing.settings import Packing
 from streampack.sources.arrow_rows import ArrowRow
@@ -60,6 +61,15 @@ class LaneConfig:
         """The source, if it is a mixture."""
         return self.source if isinstance(self.source, Mix) else None
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether an encoder says that it is one of images, or packs have a limit of them."""
+        own = [entry.encoder for entry in (self.mix.entries if self.mix else ())]
+        encoders = [self.encode, *own]
+        return self.packing.max_media is not None or any(
+            getattr(each, "reads_images", False) for each in encoders
+        )
+
     def check_shards(self) -> None:
         """Warn of files that are known not to be readable; raise if they are not to be left out."""
         require_sound(self.source, self.quarantine)
@@ -92,14 +102,21 @@ class LaneConfig:
                     # or memory that they use again, so that is converted and copied.
                     if not type(encode).__module__.startswith("streampack."):
                         sample = sample_from_row(sample)
-                    if unchecked is not None and self.quarantine is None:
+                    if (
+                        unchecked is not None
+                        and self.quarantine is None
+                        and not isinstance(sample, MediaSample)
+                    ):
                         unchecked.append((row.row_id, sample))
                     else:
                         check_ids([sample], self.vocab_size)
             if not sample.tokens.size:
                 raise ValueError("it has no token; mend the row, or leave it out (skip_bad: True)")
+            if isinstance(sample, MediaSample):
+                require_room(sample, self.packing)
         except Exception as error:
-            if self.quarantine is not None:
+            # A server that does not answer is no fault of a row's.
+            if self.quarantine is not None and not isinstance(error, ConnectionError):
                 return f"{type(error).__name__}: {error}"
             place = self.source.locate(row.row_id)
             if isinstance(error, ValueError):
@@ -124,6 +141,8 @@ class LaneConfig:
         """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped."""
         if type(sample) is Group:
             return cut_group(sample, self.packing)
+        if isinstance(sample, MediaSample):
+            return [(0, sample)] if has_room(sample, self.packing) else []
         length = sample.tokens.size
         if 0 < length <= self.packing.max_seq_len:  # most are
             return [(0, sample)]

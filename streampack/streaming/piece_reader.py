@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from streampack.accounting import Ledger, SourceStats, nothing_to_pack, trained_tokens, trains_nothing
+from streampack.packing.media import MediaSample
 from streampack.packing.settings import untrained_error
 from streampack.sources.mixture_reader import passes_by_all
-from streampack.sources.reading import BadRecord, Reader, Reading
+from streampack.sources.reading import BadRecord, Reader, Reading, own_row
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address
@@ -22,6 +25,8 @@ log = logging.getLogger(__name__)
 FIRST_ROWS = 1000
 """If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
 CHECKED_AT_ONCE = 64  # rows
+HELD_BYTES = 1 << 26
+"""Pixels that may wait in a lane. Samples that come when it is full wait as rows, and are encoded once more."""
 
 
 @dataclass(slots=True)
@@ -32,6 +37,8 @@ class Piece:
     length: int  # in tokens
     address: Address  # where to find it again
     trained: int | None  # see Fragment
+    media: int = 0  # what it takes of ``max_media``
+    row: Mapping[str, Any] | None = None  # of a sample that waits without its media
 
 
 class PieceReader:
@@ -55,6 +62,7 @@ class PieceReader:
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.planning_again = False  # whether what is read was read, counted and listed before a resume
         self.epoch_has_rows = False
+        self.held_bytes = 0  # of media, in pieces that wait
         # Epochs in a row, the current one included, without a piece. In a stream without an end, a lane ends after
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
         # ``stop="first_exhausted"``, a lane may be without rows in one epoch and have some in the next.
@@ -154,8 +162,8 @@ class PieceReader:
             self.check()
         sample = config.sample(row, unchecked=self.unchecked)
         if isinstance(sample, str):
+            self._skip_record(row_id, sample)
             if not counted:
-                self._skip_record(row_id, sample)
                 self.reader.charge([])
             return []
         length, untrained = sample.tokens.size, False
@@ -166,6 +174,8 @@ class PieceReader:
         else:
             pieces, untrained = self._cut(sample, row_id)
             kept = sum([piece.length for piece in pieces])
+            if isinstance(sample, MediaSample) and pieces:
+                self._hold(pieces[0], sample, row.data)
         if counted:
             return pieces
         ledger.samples += 1
@@ -205,8 +215,44 @@ class PieceReader:
         ]
         return pieces, untrained
 
+    def _hold(self, piece: Piece, sample: MediaSample, row: Mapping[str, Any]) -> None:
+        """Let a piece wait with its media, or without where others fill the memory for them."""
+        piece.media = sample.cost
+        if self.held_bytes + sample.nbytes > HELD_BYTES:
+            # A row of a stream waits, too, because fetching it reads all before it; others may hold decoded images.
+            piece.sample, piece.row = Sample(*sample), None if self.config.source.map_style else own_row(row)
+        else:
+            self.held_bytes += sample.nbytes
+
+    def forget(self, piece: Piece) -> None:
+        """Count a piece no more among those that wait with their media."""
+        if isinstance(piece.sample, MediaSample):
+            self.held_bytes -= piece.sample.nbytes
+
+    def with_media(self, piece: Piece) -> Sample:
+        """Return the sample of a piece that leaves; one that waited without its media is made again."""
+        self.forget(piece)
+        if isinstance(piece.sample, MediaSample):
+            return piece.sample
+        row_id = piece.address.row_id
+        [data] = self.config.source.fetch_many([row_id]) if piece.row is None else [piece.row]
+        again = self.config.sample(Row(data, row_id))
+        same = isinstance(again, MediaSample) and again.cost == piece.media
+        if isinstance(again, MediaSample) and same and all(map(np.array_equal, again, piece.sample)):
+            return again
+        raise ValueError(
+            f"{self.config.source.locate(row_id)} made another sample when it was encoded once more "
+            f"({again if isinstance(again, str) else f'{again.tokens.size} tokens'}): its images changed while it "
+            "waited, or the encoder changes rows; resume from the newest checkpoint"
+        )
+
     def _pieces_at(self, address: Address, row: Row) -> list[Piece]:
+        bad = self.ledger.dropped_samples["bad"]
         pieces = self._pieces_of(row, counted=True)
+        if self.ledger.dropped_samples["bad"] > bad and self.config.reads_images:
+            # Its image is gone since. It is listed, and no other waits for it.
+            self.ledger.drop("removed", address.tokens)
+            return []
         waited = [piece for piece in pieces if address.start <= piece.address.start < address.stop]
         if not waited or waited[0].address._replace(stop=waited[-1].address.stop) != address:
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 from streampack.fingerprint import qualified_name
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.groups import Group
+from streampack.packing.media import MediaSample
 from streampack.sources.corpus_identity import difference, plain_identity
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, mark, marks
 from streampack.sources.source import Source
@@ -49,6 +50,8 @@ class RunIdentity:
             "overlong": packing.overlong,
             "max_seqs_per_pack": packing.max_seqs_per_pack,
             "pad_seqs_to": packing.pad_seqs_to,
+            # Without images, identities are those of releases that knew none.
+            **({} if packing.max_media is None else {"max_media": packing.max_media}),
             "max_document_tokens": config.max_document_tokens,
             "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
             "shuffle": config.shuffle_window or False,
@@ -116,6 +119,8 @@ def _mark(encode: Encode, row: Example) -> str:
         made = encode(copy.deepcopy(row.data))
         if isinstance(made, Group):  # as a tuple, it is its tokens and labels only
             return mark((made, made.lengths, made.parents, made.fields, made.token_fields))
+        if isinstance(made, MediaSample):  # not its pixels, whose last bits differ between machines
+            return mark((made, made.cost, made.images, made.positions))
         return mark(made)
     except Exception:  # raised when the row is read for training
         return UNKNOWN

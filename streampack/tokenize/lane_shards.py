@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from streampack.packing.groups import Group
 from streampack.sources.corpus_identity import first_difference
 from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.token_shards import Shard, ShardWriter, read_header, shard_of
@@ -144,8 +143,8 @@ def _append_document(job: Job, row: Row, sample: Sample, writer: ShardWriter) ->
     """
     trained = sample.labels == sample.tokens
     try:
-        if isinstance(sample, Group):
-            raise ValueError("it is a group of segments, which a shard has no place for; stream the rows")
+        if type(sample) is not Sample:
+            raise ValueError("it has segments or images, which a shard has no place for; stream the rows")
         if not (trained | (sample.labels == IGNORE_INDEX)).all():
             raise ValueError(f"a label is neither its token nor {IGNORE_INDEX}, and a shard keeps no other")
         writer.append(sample.tokens, trained)

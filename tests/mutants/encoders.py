@@ -13,9 +13,11 @@ from streampack import (
     ChatEncoder,
     Group,
     HFTokenizer,
+    MediaSample,
     MessagesEncoder,
     Sample,
     TextEncoder,
+    VisionEncoder,
 )
 from streampack.packing.encoders.answers import PAIR
 from streampack.packing.encoders.chat import is_trained, masked_sample
@@ -146,3 +148,14 @@ def template_settings_left_out(
 ):
     """The chat template is rendered without the user's ``template_kwargs``."""
     good(self, path, chat_template=chat_template, date=date, revision=revision)
+
+
+@replaces(VisionEncoder, "__call__")
+def images_trained(good, self, row):
+    """Tokens of images in answers are trained."""
+    sample = good(self, row)
+    if isinstance(sample, MediaSample):
+        labels = np.where(np.isin(sample.tokens, [*self.media_ids]), sample.tokens, sample.labels)
+        others = {name: getattr(sample, name) for name in ("media", "positions", "cost", "images")}
+        return MediaSample(sample.tokens, labels, **others)
+    return sample

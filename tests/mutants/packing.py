@@ -7,6 +7,7 @@ from dataclasses import replace
 from streampack import Batch, Group, Ledger
 from streampack.packing.assemble import assemble, positions
 from streampack.packing.groups import ROOT, pack_groups
+from streampack.packing.media import stack_media
 from streampack.packing.planner import Planner
 from streampack.packing.settings import Packing
 from tests.mutants.registry import replaces
@@ -93,3 +94,26 @@ def ends_of_prompts_cut_off(good, self, limit, *, side):
 def padding_within_sequences_counted(good, self):
     """The tokens of a batch, and so tokens per second, include the padding that ``pad_seqs_to`` puts in."""
     return sum(each.length for pack in self.fragments for each in pack)
+
+
+@replaces(Planner, "__init__")
+def no_limit_of_media(good, self, packing, pull):
+    """Packs take more media than ``max_media``."""
+    good(self, replace(packing, max_media=None), pull)
+
+
+@replaces(stack_media)
+def pixels_of_the_last_pack_first(good, packs, input_pos):
+    """Where two packs of a batch have as many rows of pixels, they are exchanged."""
+    found = good(packs, input_pos)
+    if found is None:
+        return found
+    rows = [sum(own) for own in found.rows.get("pixel_values", ())]
+    if len(rows) > 1 and rows[-1] and rows.count(rows[-1]) > 1:
+        pixels, first = found.tensors["pixel_values"], rows.index(rows[-1])
+        a, b, size = sum(rows[:first]), sum(rows[:-1]), rows[-1]
+        pixels[a : a + size], pixels[b : b + size] = (
+            pixels[b : b + size].clone(),
+            pixels[a : a + size].clone(),
+        )
+    return found

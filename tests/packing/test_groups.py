@@ -377,10 +377,10 @@ def test_a_group_too_long_to_be_cut_is_dropped() -> None:
 
 def test_what_knows_no_groups_refuses_them(tmp_path: Path) -> None:
     """Collators do not get the lengths: a mask of ``seq_lens`` would hide the prompts from their answers."""
-    with pytest.raises(ValueError, match="is a group of segments; only IterablePackedDataset packs those"):
+    with pytest.raises(ValueError, match="is a group of segments, or has images; only"):
         PackedDataset([Pairs()({"i": 1, "n": 3})], max_seq_len=LIMIT)
     with pytest.raises(
-        ValueError, match="it is a group of segments, which a shard has no place for; stream the"
+        ValueError, match="it has segments or images, which a shard has no place for; stream the"
     ):
         tokenize([{"i": 1, "n": 3}], out=tmp_path / "shards", encoder=Pairs(), progress=False)
     packs = [pack for pack in dataset(LONG, overlong="truncate") if "segment_lens" in pack][:2]

@@ -16,6 +16,7 @@ from streampack.packing.encoders.tokenizer import (
     padding_id,
     require_encoder,
 )
+from streampack.packing.encoders.vision import VisionEncoder
 
 __all__ = [
     "AnswersEncoder",
@@ -25,6 +26,7 @@ __all__ = [
     "MessagesEncoder",
     "TextEncoder",
     "TokensEncoder",
+    "VisionEncoder",
     "check_tokenizer",
     "eos_of",
     "padding_id",

@@ -1,0 +1,191 @@
+"""Pictures as rows give them (paths, URLs, bytes, arrays), read and decoded within limits. They come from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import io
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import numpy as np
+
+from streampack.storage.base import FileStorage, gone, redact
+from streampack.storage.listing import storage_of
+from streampack.storage.remote import scheme_of
+from streampack.storage.retries import PERMANENT, Storage
+from streampack.validation import require_positive
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Formats that are read: all of them by code that only decodes, in memory that the header's size bounds. EPS, for one,
+would run a program, and a tile of a TIFF may be larger than its picture."""
+KEYS = ("bytes", "image", "image_url", "url", "path")
+"""Under which a mapping holds an image: a part of a content, OpenAI's ``image_url``, or datasets' feature Image."""
+MAX_PIXELS = 1 << 25
+MAX_BYTES = 1 << 26
+MOST_SCANS = 100
+"""Scans of a progressive JPEG, which has about ten. One of 60 bytes may take as long as the whole picture, so a file of
+64 MiB would be decoded for hours."""
+MOST_SAID = 400  # characters of an error; the path in it may be a file in base64, by mistake
+
+
+@dataclass
+class PictureReader:
+    """Reads one picture after another, as RGB on white and turned upright; of an animation the first frame.
+
+    The arguments are those of `VisionEncoder`.
+    """
+
+    folder: str | os.PathLike[str] | None
+    anywhere: bool
+    storage: Storage | Mapping[str, Any] | None
+    max_pixels: int = MAX_PIXELS
+    max_bytes: int = MAX_BYTES
+
+    def __post_init__(self) -> None:
+        try:
+            import PIL.Image  # noqa: F401
+        except ImportError as error:
+            raise ImportError("images need Pillow: pip install pillow") from error
+        self.home = None if self.folder is None else _normal(os.fspath(self.folder)).rstrip("/")
+        self.told = Storage.of(self.storage)
+        require_positive(self.max_pixels, "max_pixels")
+        require_positive(self.max_bytes, "max_bytes")
+        # By scheme, and whether they are told the options.
+        self.storages: dict[tuple[str | None, bool], FileStorage] = {}
+
+    def __call__(self, given: Any, *, draft: int | None = None) -> Image:
+        """Return a picture; with ``draft`` it may be smaller, with at least so many pixels a side.
+
+        Raises:
+            ValueError: for one that is missing, broken, too large or none.
+            ConnectionError: for one that may be read later.
+        """
+        from PIL import Image
+
+        while isinstance(given, Mapping):
+            given = next((given[key] for key in KEYS if given.get(key) is not None), None)
+        if isinstance(given, str | os.PathLike):
+            given = self._read(os.fspath(given))
+        if isinstance(given, bytes | bytearray | memoryview):
+            given = bytes(given)
+            if len(given) > self.max_bytes:
+                raise ValueError(f"it has {len(given):,} bytes, max_bytes is {self.max_bytes:,}")
+            if given[:2] == b"\xff\xd8" and (scans := given.count(b"\xff\xda")) > MOST_SCANS:
+                raise ValueError(f"it is a JPEG of {scans:,} scans, and {MOST_SCANS} are decoded at most")
+        elif not isinstance(given, Image.Image) and getattr(given, "ndim", 0) < 2:
+            raise ValueError(
+                f"it is {'null' if given is None else f'a {type(given).__name__}'}; give a path, a URL, the bytes of a "
+                "file, an array [height, width, 3] of uint8, or a picture of Pillow"
+            )
+        try:
+            with warnings.catch_warnings():
+                # Pillow warns of 89 million pixels, and the limit here is another.
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                if isinstance(given, bytes):
+                    given = Image.open(io.BytesIO(given), formats=FORMATS)  # reads the header only
+                    if draft is not None:
+                        given.draft(None, (draft, draft))  # of JPEG; others stay
+                elif not isinstance(given, Image.Image):
+                    self._require_size(*given.shape[1::-1])
+                    given = Image.fromarray(given)
+                return self._upright(given)
+        except ValueError:
+            raise
+        except Exception as error:  # each format's decoder raises what it likes
+            why = str(error).partition(" <_io")[0]  # Pillow names the address of what it read
+            raise ValueError(
+                f"it cannot be decoded ({type(error).__name__}: {why}); formats are {', '.join(FORMATS)}, and arrays "
+                "[height, width, 3] of uint8"
+            ) from None
+
+    def _read(self, path: str) -> bytes:
+        if path[:5] == "data:":
+            head, _, body = path.partition(",")
+            if not head.endswith(";base64"):
+                raise ValueError("its data: URL is not base64")
+            return base64.b64decode(body, validate=True)
+        path = path.removeprefix("file://")
+        if self.home is not None and scheme_of(path) is None and not Path(path).is_absolute():
+            path = f"{self.home}/{path}"
+        path = _normal(path)
+        scheme, shown = scheme_of(path), redact(path)
+        inside = scheme not in ("http", "https") if self.home is None else _is_inside(path, self.home)
+        if not (inside or self.anywhere or self.home is None):
+            raise ValueError(
+                f"{shown} leads out of the folder of images; VisionEncoder(anywhere=True) reads it for rows that you "
+                "trust"
+            )
+        # What one server is told, such as a token, is not for others.
+        if (scheme, inside) not in self.storages:
+            told = self.told if inside else replace(self.told, options={})
+            self.storages[scheme, inside] = storage_of([path], told)
+        storage = self.storages[scheme, inside]
+        try:
+            [path] = storage.pinned([path])
+            file = storage.look(path)
+            if not 0 <= file.size <= self.max_bytes:
+                raise ValueError(f"{shown} has {file.size:,} bytes, max_bytes is {self.max_bytes:,}")
+            # What is known is not looked up again; a list of all images would grow for ever.
+            known = storage.own()[1]
+            known.clear()
+            known.add(file.path)
+            return storage.fetch(file, 0, file.size)
+        except FileNotFoundError as error:
+            raise ValueError(f"{shown}: {gone(error, shown)}") from None
+        except (OSError, ImportError) as error:
+            never = (errno.ENAMETOOLONG, errno.ELOOP)
+            if isinstance(error, PERMANENT) or getattr(error, "errno", None) in never:
+                raise ValueError(str(error)) from None
+            raise ConnectionError(
+                f"{shorten(str(error))}; the row is not at fault, so the run ends: resume it when images can be read, "
+                "or leave the row out"
+            ) from error
+
+    def _upright(self, picture: Image) -> Image:
+        from PIL import Image, ImageOps
+
+        self._require_size(*picture.size)
+        if picture.mode in ("F", "I"):
+            raise ValueError(f"its mode is {picture.mode!r}, and nothing says which of its numbers is white")
+        upright = ImageOps.exif_transpose(picture)
+        if upright.mode[:4] == "I;16":  # Pillow would cut off what is above 255
+            upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
+        if upright.has_transparency_data:
+            upright = upright.convert("RGBA")
+            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
+        return upright.convert("RGB")
+
+    def _require_size(self, width: int, height: int) -> None:
+        if width < 1 or height < 1 or width * height > self.max_pixels:
+            raise ValueError(
+                f"it has {width:,} x {height:,} pixels, max_pixels is {self.max_pixels:,}; make it smaller beforehand, "
+                "or raise max_pixels"
+            )
+
+
+def shorten(text: str) -> str:
+    """Return a text without its middle, if it is long."""
+    half = MOST_SAID // 2
+    return text if len(text) <= MOST_SAID else f"{text[:half]} [...] {text[-half:]}"
+
+
+def _normal(path: str) -> str:
+    """Return a path of this machine as its storage reads it, without ``..``; a URL as it is."""
+    return path if scheme_of(path) else os.path.normpath(Path(path).expanduser().absolute())
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    if scheme_of(folder) is None:
+        return scheme_of(path) is None and Path(path).resolve().is_relative_to(Path(folder).resolve())
+    # A server may read the path after it has decoded it.
+    return path.startswith(f"{folder}/") and ".." not in re.split(r"[/\\]", unquote(path))

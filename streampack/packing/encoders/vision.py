@@ -1,0 +1,357 @@
+"""The encoder of conversations with images: a chat encoder with a Hugging Face processor."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate, chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from streampack.fingerprint import digest
+from streampack.packing.encoders.chat import ChatEncoder
+from streampack.packing.encoders.conversation import ReadColumns, is_empty
+from streampack.packing.encoders.pictures import KEYS, MAX_BYTES, MAX_PIXELS, PictureReader, shorten
+from streampack.packing.encoders.template import ChatTemplate, Messages
+from streampack.packing.encoders.tokenizer import HFTokenizer
+from streampack.packing.media import MediaSample
+from streampack.storage.retries import Storage
+from streampack.types import IGNORE_INDEX, Array, IntArray, Sample
+
+OF_TEXT = frozenset((
+    "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets",
+))  # fmt: skip
+"""What a processor returns beside what images become."""
+ONE_TEXT = ("Idefics3", "SmolVLM")
+"""Processors whose arrays have a first axis for texts, of which there is one here."""
+
+MOST_OF_A_ROW = 4
+"""All images of a row have so many times ``max_pixels`` at most, for they are in memory together."""
+
+PositionRule = Callable[[IntArray, Mapping[str, Array]], IntArray]
+"""Makes positions ``[axes, tokens]`` of a sample's ids and media."""
+
+
+class VisionEncoder(ChatEncoder):
+    """Encoder of conversations with images; it trains the answers, and never the tokens of an image.
+
+    Messages are those of `ChatEncoder`, and their tokens those of the processor's ``apply_chat_template``. An image is
+    a part of a message's content, ``{"type": "image"}`` or OpenAI's ``image_url``, or an entry of the column of images,
+    which parts without an image of their own take in their order; without any part, the images come before the first
+    message of the user, as in TRL. An image is a path, a URL, bytes, a ``data:`` URL, an array ``[height, width, 3]``
+    of uint8, or a picture of Pillow. One that is missing, broken or too large is an error of its row, which
+    ``skip_bad`` counts and lists; one whose server does not answer ends the run. Rows without images make plain
+    samples.
+
+    Args:
+        processor: one of transformers, or a folder or name on the Hub.
+        model: the model, its config, or their folder, for its own rule of positions. Models with positions of several
+            axes (those of Qwen) need it, others do not.
+        images: the column of the images. Default: ``"images"``, or ``"image"`` in rows without.
+        folder: what relative paths are relative to; a URL, too. With it, an image outside it is an error.
+        anywhere: let rows name images outside the folder: any file that this process may read, any server.
+        storage: how image files are read, as for sources. With a folder, its ``options`` are for what lies in it;
+            without one, for all but web servers.
+        max_pixels: the most pixels of an image, by its header: a larger one is not decoded, and none of more than twice
+            ``PIL.Image.MAX_IMAGE_PIXELS``. The processor makes smaller ones of what is left, by its own settings.
+        max_bytes: the most bytes of an image's file.
+        settings: others of `ChatEncoder`.
+
+    Raises:
+        ValueError: for a processor without a chat template, or that does not say what it makes of an image.
+        ImportError: without Pillow.
+    """
+
+    reads_images = True
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        model: Any = None,
+        images: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        anywhere: bool = False,
+        storage: Storage | Mapping[str, Any] | None = None,
+        max_pixels: int = MAX_PIXELS,
+        max_bytes: int = MAX_BYTES,
+        **settings: Any,
+    ) -> None:
+        if isinstance(processor, str | os.PathLike):
+            from transformers import AutoProcessor
+
+            processor = AutoProcessor.from_pretrained(os.fspath(processor), trust_remote_code=False)
+        if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_processor"):
+            raise ValueError(
+                f"{type(processor).__name__} has no image_token and image_processor; give the processor of a "
+                "vision-language model (transformers.AutoProcessor)"
+            )
+        tokenizer = HFTokenizer(copy.copy(processor.tokenizer))  # whose template may be another
+        if template := getattr(processor, "chat_template", None):
+            tokenizer.tokenizer.chat_template = template
+        super().__init__(tokenizer, **settings)
+        self.processor = processor
+        self.images = images
+        self.columns = ReadColumns("VisionEncoder", ignore=self.ignore)
+        self.read_picture = PictureReader(folder, anywhere, storage, max_pixels, max_bytes)
+        self.rule = None if model is None else position_rule(model)
+        named = [getattr(processor, f"{kind}_token", None) for kind in ("video", "audio")]
+        ids = tokenizer.tokenizer.convert_tokens_to_ids([each for each in named if isinstance(each, str)])
+        self.media_ids = {*processor.image_token_ids, *ids} - {None, tokenizer.tokenizer.unk_token_id}
+        self.template = VisionTemplate(tokenizer, processor.image_token)
+
+    def fingerprint(self) -> str:
+        """Return what decides pixels and not tokens: of the processor, its means and sizes."""
+        return digest(
+            type(self.processor.image_processor).__name__, self.processor.image_processor.to_json_string()
+        )
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        row, contents = self._with_contents(row)
+        given = [image for content in contents for image in content.images]
+        media, expansions = self._processed(self._pictures(given))
+        left = iter(expansions)
+        for content in contents:
+            content.expansions = list(islice(left, len(content.images)))
+        sample = super().__call__(row)
+        seen, end = np.zeros(sample.tokens.size, np.bool_), 0
+        for expansion in expansions:
+            start, end = self._place_of(expansion, sample.tokens, end)
+            seen[start:end] = True
+        # One of these would take another sample's image.
+        for token in self.media_ids.intersection(sample.tokens[~seen].tolist()):
+            shown = self.tokenizer.tokenizer.convert_ids_to_tokens(token)
+            raise ValueError(
+                f"a text has the token {shown}, which stands for an image, video or sound; write it in another way"
+            )
+        if not given:
+            return sample
+        shape = next(iter(media.values())).shape
+        return MediaSample(
+            sample.tokens,
+            np.where(seen, IGNORE_INDEX, sample.labels),
+            media=media,
+            positions=None if self.rule is None else self.rule(sample.tokens, media),
+            cost=shape[0] * (shape[1] if len(shape) == 5 else 1),  # images, or tiles of each
+            images=len(given),
+        )
+
+    def thumbnails(self, row: Mapping[str, Any], *, size: int = 96, most: int = 8) -> list[str]:
+        """Return small pictures of a row's first images, as ``data:`` URLs, for pages."""
+        given, made = chain(*(content.images for content in self._with_contents(row)[1])), list[str]()
+        for image in islice(given, most):
+            picture, body = self.read_picture(image, draft=size), io.BytesIO()
+            picture.thumbnail((size, size))
+            picture.save(body, "JPEG", quality=70)
+            made.append(f"data:image/jpeg;base64,{base64.b64encode(body.getvalue()).decode()}")
+        return made
+
+    def _pictures(self, given: Sequence[Any]) -> list[Any]:
+        """Read the images of a row."""
+        pictures, most = list[Any](), MOST_OF_A_ROW * self.read_picture.max_pixels
+        for number, image in enumerate(given):
+            pictures.append(self._read(number, image))
+            if sum(each.width * each.height for each in pictures) > most:
+                raise ValueError(
+                    f"image {number}: with those before it in the row it has more than {most:,} pixels "
+                    f"({MOST_OF_A_ROW} * max_pixels); give a row fewer images, or raise max_pixels"
+                )
+        return pictures
+
+    def _read(self, number: int, given: Any) -> Any:
+        """Read an image; its number stands in errors."""
+        try:
+            return self.read_picture(given)
+        except ConnectionError as error:
+            error.add_note(f"image {number}")
+            raise
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ValueError(f"image {number}: {shorten(str(error))}") from None
+
+    def _processed(self, pictures: Sequence[Any]) -> tuple[dict[str, Array], list[str]]:
+        """Return the arrays that pictures become, the pixels first, and what the placeholder of each becomes."""
+        if not pictures:
+            return {}, []
+        text, kind = " ".join([self.processor.image_token] * len(pictures)), type(self.processor).__name__
+        made = self.processor(
+            images=[list(pictures)], text=[text], return_text_replacement_offsets=True, return_tensors="pt"
+        )
+        names = sorted(made.keys() - OF_TEXT, key=lambda name: name != "pixel_values")
+        arrays = {name: made[name][0 if kind.startswith(ONE_TEXT) else ...].numpy() for name in names}
+        return arrays, [each["replacement"] for each in made["text_replacement_offsets"][0]]
+
+    def _place_of(self, expansion: str, tokens: IntArray, start: int) -> tuple[int, int]:
+        """Return where the tokens of an image begin and end; space at its ends may share tokens with text."""
+        run = self.tokenizer.encode_with_starts(expansion.strip())[0]
+        for first in np.flatnonzero(tokens[start:] == run[0]) + start:
+            if np.array_equal(tokens[first : first + len(run)], run):
+                return int(first), int(first) + len(run)
+        raise ValueError(
+            "the tokens of an image depend on the text around it, so nothing says which they are"
+        )
+
+    def _with_contents(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Content]]:
+        """Return a row without its column of images, in whose messages each content is a `Content`; and those."""
+        name = self.images or ("image" if is_empty(row.get("images")) else "images")
+        value: Any = row.get(name)
+        several = isinstance(value, list | tuple) or getattr(value, "dtype", None) == np.dtype(object)
+        listed = [] if is_empty(value) else list(value) if several else [value]
+        talks = {column: _messages_in(row.get(column)) for column in self._columns_of(row).values()}
+        messages, left, contents = list(chain(*talks.values())), iter(listed), list[Content]()
+        if listed and not any(_is_image(part) for message in messages for part in _parts_of(message)):
+            user = next((message for message in messages if message["role"] == "user"), None)
+            if user is None:
+                raise ValueError(
+                    f"column {name!r} has images, and no message of the user is there to hold them"
+                )
+            user["content"] = [*({"type": "image"} for _ in listed), *_parts_of(user)]
+        for message in messages:
+            if parts := _parts_of(message):
+                message["content"] = Content(parts, left)
+                contents.append(message["content"])
+        if spare := len(list(left)):
+            has = f"column {name!r} has {len(listed)} images"
+            raise ValueError(f"{has}, and the messages have parts for {len(listed) - spare} of them")
+        rest = {column: value for column, value in row.items() if column != name}
+        return rest | {column: talk for column, talk in talks.items() if talk}, contents
+
+
+class Content(str):
+    """A message's content in parts, for its template; as a text the last part, which is empty for an image.
+
+    Args:
+        parts: as rows give them.
+        left: the images of the row's column; parts for images that have none of their own take the next.
+    """
+
+    parts: list[dict[str, Any]]
+    images: list[Any]
+    expansions: list[str]  # what the placeholder of each image becomes
+
+    def __new__(cls, parts: Sequence[Any], left: Iterator[Any]) -> Content:
+        """Read the parts."""
+        made, images, text = list[dict[str, Any]](), list[Any](), ""
+        for part in parts:
+            kind, text = "text", part
+            if isinstance(part, Mapping):
+                kind, text = part.get("type", "text"), part.get("text", part.get("content"))
+            if _is_image(part):
+                own = any(part.get(key) is not None for key in KEYS)
+                images.append(part if own else next(left, None))
+                if images[-1] is None:
+                    raise ValueError(
+                        "there are more parts for images than images in their column, or one is null"
+                    )
+                made, text = [*made, {"type": "image"}], ""
+            elif kind == "text" and isinstance(text, str):
+                made.append({"type": "text", "text": text})
+            else:
+                raise ValueError(
+                    f"a message has a part that is {kind!r}, and a {type(text).__name__} as its text; only texts and "
+                    "images can be packed"
+                )
+        self = super().__new__(cls, text)
+        self.parts, self.images, self.expansions = made, images, []
+        return self
+
+
+class VisionTemplate(ChatTemplate):
+    """A chat template whose placeholders of images become what the processor makes of them, before tokens are made."""
+
+    def __init__(self, tokenizer: HFTokenizer, placeholder: str) -> None:
+        texts, settings = [text for text, _ in tokenizer.chat.templates], tokenizer.chat.settings
+        super().__init__(texts, tokenize=self._begun, settings=settings)
+        self.tokenizer = tokenizer
+        self.placeholder = placeholder
+        # As the processor does, which begins what the template begins in another way.
+        self.bos = tokenizer.tokenizer.bos_token
+        self.prefix = tokenizer.encode("", add_bos=None, add_eos=False)
+
+    def _begun(self, text: str) -> tuple[list[int], Sequence[int] | None]:
+        ids, starts = self.tokenizer.encode_with_starts(text)
+        if not self.prefix or (self.bos and text.startswith(self.bos)):
+            return ids, starts
+        return self.prefix + ids, starts and [0] * len(self.prefix) + starts
+
+    def render(
+        self, messages: Messages, *, tools: Any = None, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """See `ChatTemplate`. Spans are those of the text in which images have their tokens."""
+        given, expansions = [], list[str]()
+        for message in messages:
+            content, parts = message["content"], [{"type": "text", "text": message["content"]}]
+            if isinstance(content, Content):
+                parts = content.parts
+                expansions += content.expansions
+            given.append({**message, "content": parts})
+        text, spans = super().render(given, tools=tools, prompt=prompt)
+        first, *others = text.split(self.placeholder)
+        if len(others) != len(expansions):
+            raise ValueError(
+                f"the chat template writes {len(others)} placeholder(s) of images ({self.placeholder}) for "
+                f"{len(expansions)} image(s); texts may not hold it, and the template must write one for each image"
+            )
+        shifts = [0, *accumulate(len(each) - len(self.placeholder) for each in expansions)]
+
+        def moved(place: int) -> int:
+            return place + shifts[text.count(self.placeholder, 0, place)]
+
+        whole = first + "".join(chain(*zip(expansions, others, strict=True)))
+        return whole, spans and [(moved(start), moved(stop)) for start, stop in spans]
+
+
+def _messages_in(value: Any) -> list[dict[str, Any]]:
+    """Return copies of the messages that a column holds; none of a text, and of what is refused when it is parsed."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            value = json.loads(value)
+    found = [value] if isinstance(value, Mapping) else value
+    good = isinstance(found, list | tuple | np.ndarray) and all(
+        isinstance(message, Mapping) and "role" in message for message in found
+    )
+    return [dict(message) for message in found] if good else []
+
+
+def _parts_of(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    if isinstance(content, list | tuple | np.ndarray):
+        return list(content)
+    return [] if content is None else [content]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def position_rule(model: Any) -> PositionRule | None:
+    """Return a model's own rule of positions with several axes, without its weights; None for a model without one.
+
+    Args:
+        model: a model, its config, or a folder or name on the Hub.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    config = getattr(model, "config", model)
+    if isinstance(config, str | os.PathLike):
+        config = AutoConfig.from_pretrained(os.fspath(config), trust_remote_code=False)
+    with torch.device("meta"):
+        bare = AutoModel.from_config(config)
+    return partial(_positions, bare) if hasattr(bare, "get_rope_index") else None
+
+
+def _positions(bare: Any, tokens: IntArray, media: Mapping[str, Array]) -> IntArray:
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    grids = {name: torch.from_numpy(values) for name, values in media.items() if name.endswith("grid_thw")}
+    kinds = (ids == bare.config.image_token_id).int()
+    positions, _ = bare.get_rope_index(ids, mm_token_type_ids=kinds, **grids)
+    found: IntArray = positions[:, 0].numpy()
+    return found
