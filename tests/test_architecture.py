@@ -37,7 +37,7 @@ RECIPES = (
 EXTRAS = [
     "torchtune", "torchao", "torchdata", "omegaconf", "tqdm", "yaml", "sentencepiece", "tokenizers", "transformers",
     "datasets", "accelerate", "pyarrow", "flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain", "rich", "lm_eval",
-    "torchtitan", "tyro",
+    "torchtitan", "tyro", "PIL",
 ]  # fmt: skip
 # Modules of subclasses of an extra's classes; others import them within functions.
 SUBCLASSES = ("map_style/of_torchtune.py", "integrations/lm_eval", "integrations/torchtitan")

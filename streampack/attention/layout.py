@@ -70,7 +70,7 @@ def positions_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
 
 
 def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
-    """Return a dict as `Packed` by finding its sequences; anything else is returned as it is.
+    """Return a dict as `Packed` by finding its sequences; a batch of text is returned as it is.
 
     Boundaries are read from ``seq_lens``; without it they are where ``position_ids`` or ``input_pos`` do not increase
     by one, and where ``seq_idx`` or an ``attention_mask`` of 2 dimensions changes.
@@ -81,9 +81,14 @@ def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
 
     Raises:
         ValueError: for a dict without token ids, without anything that says where its sequences begin, or
-            with tensors of other shapes than its tokens.
+            with tensors of other shapes than its tokens; and for a batch with images, which would get lost.
     """
     if not isinstance(batch, Mapping):
+        if isinstance(batch, Batch) and batch.media is not None:
+            raise ValueError(
+                "the batch has images, and text alone is expected here; only Hugging Face models are given images, by "
+                "prepare_model_for_packing"
+            )
         return batch
     tokens = batch.get("input_ids", batch.get("tokens"))
     if not torch.is_tensor(tokens) or tokens.ndim != 2:

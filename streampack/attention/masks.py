@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from streampack.attention.layout import document_ids, positions_of
@@ -23,6 +24,7 @@ def dense_mask(
     chunk: int | None = None,
     visible: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Make a mask ``[batch, query, key]``, True where a query attends to a key; both count ``max_seq_len`` tokens.
 
@@ -42,6 +44,8 @@ def dense_mask(
         chunk: length of the chunks, counted from each sequence's beginning, that do not see one another.
         visible: ``[batch, segments + 1, segments + 1]``, whether a sequence sees another; None: only itself.
         positions: ``[batch, max_seq_len]``, by which windows and chunks are counted; None: as `positions_of` has them.
+        blocks: ``[batch, max_seq_len]``, numbers of runs of tokens that see one another both ways if they are of one
+            sequence, -1 for other tokens; None: there is none.
     """
     ids = document_ids(seq_lens, max_seq_len=max_seq_len)
     if visible is None:
@@ -49,6 +53,9 @@ def dense_mask(
     else:
         packs = torch.arange(len(ids), device=ids.device)[:, None, None]
         allowed = visible[packs, ids[:, :, None], ids[:, None, :]].tril_()
+    if blocks is not None:
+        same = (ids[:, :, None] == ids[:, None, :]) & (blocks[:, :, None] == blocks[:, None, :])
+        allowed |= same & (blocks >= 0)[:, :, None]
     if window is not None or chunk is not None:
         places = positions_of(seq_lens, max_seq_len=max_seq_len) if positions is None else positions
         if window is not None:
@@ -66,6 +73,7 @@ def flex_mask(
     chunk: int | None = None,
     visible: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
 ) -> BlockMask:
     """Make the mask of `dense_mask`, with its arguments, as a `BlockMask` on the device of ``seq_lens``.
 
@@ -91,7 +99,10 @@ def flex_mask(
         batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         own, other = ids[batch, query], ids[batch, key]
-        allowed = (own == other if visible is None else visible[batch, own, other]) & (query >= key)
+        ordered = query >= key
+        if blocks is not None:
+            ordered = ordered | ((blocks[batch, query] == blocks[batch, key]) & (blocks[batch, query] >= 0))
+        allowed = (own == other if visible is None else visible[batch, own, other]) & ordered
         if window is not None:
             allowed = allowed & (places[batch, query] - places[batch, key] < window)
         if chunk is not None:
@@ -99,16 +110,16 @@ def flex_mask(
         return allowed
 
     first_ids = ids[:, ::BLOCK_SIZE]  # [batch, blocks]
-    blocks = torch.arange(first_ids.shape[1], device=ids.device)
+    numbers = torch.arange(first_ids.shape[1], device=ids.device)
     # [blocks, blocks]: how many blocks lie between the keys and the queries after them
-    distance = blocks[:, None] - blocks
+    distance = numbers[:, None] - numbers
     # A block that reaches past the end of the pack is never full.
-    whole = (distance > 0) & ((blocks + 1) * BLOCK_SIZE <= max_seq_len)[:, None]
+    whole = (distance > 0) & ((numbers + 1) * BLOCK_SIZE <= max_seq_len)[:, None]
     if visible is None:
         # Ids never decrease along a pack. So a block of queries shares a sequence with an earlier block of keys only if
         # the first id of the queries is the last id of the keys. Both blocks lie wholly in one sequence if the last id
         # of the queries is the first id of the keys.
-        last_ids = ids[:, (blocks * BLOCK_SIZE + BLOCK_SIZE - 1).clamp(max=max_seq_len - 1)]
+        last_ids = ids[:, (numbers * BLOCK_SIZE + BLOCK_SIZE - 1).clamp(max=max_seq_len - 1)]
         some = (first_ids[:, :, None] == last_ids[:, None, :]) & (distance > 0) | (distance == 0)
         full = (last_ids[:, :, None] == first_ids[:, None, :]) & whole
         if window is not None:
@@ -116,13 +127,18 @@ def flex_mask(
             full &= (distance + 1) * BLOCK_SIZE - 1 < window  # the two that are farthest apart
     else:
         # [batch, blocks, segments + 1]: whether a block holds a part of a sequence
-        held = torch.zeros(len(ids), len(blocks), visible.shape[1], device=ids.device)
+        held = torch.zeros(len(ids), len(numbers), visible.shape[1], device=ids.device)
         packs = torch.arange(len(ids), device=ids.device)[:, None]
         held[packs, torch.arange(max_seq_len, device=ids.device) // BLOCK_SIZE, ids] = 1
         some = (held @ visible.float() @ held.mT > 0) & (distance >= 0)
         single = held.sum(-1) == 1
         full = some & single[:, :, None] & single[:, None, :] & whole & (window is None)
     full = full & (chunk is None)
+    if blocks is not None:
+        # A run that goes on behind a block of queries holds its last token, and the first of the next.
+        first, last = blocks[:, ::BLOCK_SIZE], blocks[:, BLOCK_SIZE - 1 :: BLOCK_SIZE]
+        last = nn.functional.pad(last, (0, first.shape[1] - last.shape[1]), value=-1)
+        some = some | (distance < 0) & (last[:, :, None] == first[:, None, :]) & (first >= 0)[:, None, :]
     return BlockMask.from_kv_blocks(
         *_key_blocks(some & ~full),
         *_key_blocks(full),

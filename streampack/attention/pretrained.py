@@ -34,8 +34,8 @@ def find_pretrained(model: nn.Module) -> Any:
 
 
 def current_attention(pretrained: Any) -> str:
-    """Return transformers' name of the attention function that a model calls."""
-    name: str = pretrained.config._attn_implementation
+    """Return transformers' name of the attention function that a model's text calls; a tower may have another."""
+    name: str = pretrained.config.get_text_config()._attn_implementation
     return name
 
 
@@ -63,15 +63,19 @@ def is_stateful(pretrained: Any) -> bool:
 
 
 def set_attention(pretrained: Any, name: str) -> None:
-    """Set the attention function, without warnings about sub-configs that have no model of their own (dbrx's)."""
+    """Set the attention function, without warnings about sub-configs that have no model of their own (dbrx's).
+
+    Towers of images keep theirs, which packs do not change.
+    """
     if current_attention(pretrained) == name:
         return
     from transformers.utils import logging
 
+    parts = ["", *(part for part in pretrained.config.sub_configs if "vision" not in part)]
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        pretrained.set_attn_implementation(name)
+        pretrained.set_attn_implementation(dict.fromkeys(parts, name))
     finally:
         logging.set_verbosity(verbosity)
 

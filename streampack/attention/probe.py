@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from streampack.attention.calls import inputs_of, logits_of, native_call, uncompiled
 from streampack.attention.families import media_tokens, position_table
 from streampack.attention.layout import untrained_batch
+from streampack.attention.pretrained import find_pretrained
 from streampack.attention.report import Kind, Leak, LeakReport
+from streampack.attention.vision import own_arguments, probe_pack, with_other_images
 from streampack.packing.batch import Batch
 from streampack.packing.groups import paths_of
 
@@ -59,6 +61,7 @@ def find_leaks(
     vocab_size: int | None = None,
     limit: float | None = None,
     groups: bool = False,
+    images: bool = False,
 ) -> LeakReport:
     """Look for samples of a pack that attend to one another or to padding, and for wrong positions.
 
@@ -91,6 +94,8 @@ def find_leaks(
             its own. None: 1e-4 in fp32, 0.01 with TF32, 0.02 in fp16, 0.1 in bf16.
         groups: whether samples of the pack share prefixes, as the answers to one prompt do in a `Group`: a sample may
             then be moved by its prefix, and not by another that continues the same one.
+        images: whether samples of the pack have images, of noise: the pixels of each are changed, too, and must move
+            its own logits, and no others'. For a model of a family whose images can be packed.
 
     Raises:
         ValueError: if the model has no weights, the vocabulary fewer than two tokens, all logits are 0, or the model
@@ -110,11 +115,18 @@ def find_leaks(
     if module is not None:
         inputs = inputs or inputs_of(module)
         max_seq_len = max_seq_len or probe_length(module)
-    pack, lengths = _make_pack(max_seq_len or PROBE_LENGTH, vocab_size, generator, groups=groups)
+    pretrained = None if module is None or not images else find_pretrained(module)
+    if images:
+        if pretrained is None or groups:
+            raise ValueError("images=True is for a Hugging Face model, and for samples without groups")
+        pack, lengths = probe_pack(pretrained, vocab_size=vocab_size, generator=generator)
+    else:
+        pack, lengths = _make_pack(max_seq_len or PROBE_LENGTH, vocab_size, generator, groups=groups)
     places = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
     paths = paths_of(GROUP_PARENTS if groups else [-1] * len(lengths))
     shifts = torch.randint(1, vocab_size, pack.tokens.shape, generator=generator)
-    other_tokens = ((pack.tokens + shifts) % vocab_size).to(device)  # no token is the same as in the pack
+    other_tokens = (pack.tokens + shifts) % vocab_size  # no token is the same as in the pack
+    other_tokens = other_tokens.where(pack.tokens < vocab_size, pack.tokens).to(device)  # but those of images
     pack = pack.to(device)
     routed = module is not None and any("experts" in name for name, _ in module.named_modules())
 
@@ -167,6 +179,15 @@ def find_leaks(
                 for sample, place in enumerate(places)
                 if source not in paths[sample]
             ]
+        seeing = [] if pack.media is None else [i for i, count in enumerate(pack.media.images[0]) if count]
+        for source in seeing:
+            changed = run_model(with_other_images(pack, source))
+            moved_within = min(moved_within, distances(changed[places[source]], places[source]).max())
+            moves += [
+                Leak("image", sample, farthest(changed[place], place), source)
+                for sample, place in enumerate(places)
+                if sample != source
+            ]
         with native_call(module, inputs) as as_written:
             for sample, place in enumerate(places):
                 tokens = torch.cat([pack.tokens[:, places[number]] for number in paths[sample]], 1)
@@ -175,6 +196,10 @@ def find_leaks(
                     rest = pack.tokens.shape[1] - length
                     padded = untrained_batch(nn.functional.pad(tokens[0], (0, rest)), [length])
                     alone = run_model(padded)[:length]
+                elif sample in seeing:
+                    assert module is not None
+                    given = own_arguments(pretrained, pack, sample, tokens)
+                    alone = logits_of(module(input_ids=tokens, use_cache=False, **given), tokens=length)
                 else:
                     alone = as_written(tokens)
                 own = alone[length - (place.stop - place.start) :]

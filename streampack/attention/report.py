@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["sample", "padding", "alone"]
+Kind = Literal["sample", "padding", "alone", "image"]
 
 # Likely causes. "backward", "neighbour" and "all" are cases of the kind "sample".
 CAUSES = {
@@ -17,6 +17,10 @@ CAUSES = {
         "attention runs over the ends of samples: no mask arrives (with a cache, use_cache, or with an attention_mask, "
         "transformers ignores position_ids), or layers carry a state from token to token (mamba, linear attention, "
         "convolutions)"
+    ),
+    "image": (
+        "images are not where their tokens are: rows of pixels are shifted, a grid is missing or in another order, or "
+        "the tower attends over the ends of images"
     ),
     "padding": "real tokens see the padding, or its logits are not numbers",
     "alone": (
@@ -39,7 +43,7 @@ class Leak:
     # The norm of the change, divided by the mean norm of the pack's logits: of the token that moved farthest, or for
     # kind "alone" the mean over the sample's tokens. In training mode, the norm of gradients, see `find_leaks`.
     moved: float
-    source: int | None = None  # index of the sample that was changed, for kind "sample" in eval mode
+    source: int | None = None  # index of the sample that was changed, for kinds "sample" and "image"
     training: bool = False
 
     def __str__(self) -> str:
@@ -47,6 +51,7 @@ class Leak:
         if self.training:
             return f"in training mode, sample {self.sample} has gradients at other tokens, {self.moved:.1g} of its own"
         cause = {
+            "image": f"changing the images of sample {self.source} moved sample {self.sample}",
             "sample": f"changing sample {self.source} moved sample {self.sample}",
             "padding": f"changing the padding moved sample {self.sample}",
             "alone": f"sample {self.sample} differs from itself alone",
@@ -80,7 +85,7 @@ class LeakReport:
             distances = {leak.sample - leak.source for leak in self.leaks if leak.source is not None}
             backward = min(distances, default=0) < 0
             return CAUSES["backward" if backward else "neighbour" if distances == {1} else "all"]
-        return CAUSES["padding" if "padding" in kinds else "alone"]
+        return CAUSES[next(kind for kind in ("image", "padding", "alone") if kind in kinds)]
 
     def __str__(self) -> str:
         """List the leaks, the likely cause and the way out."""

@@ -41,6 +41,7 @@ from streampack.attention.pretrained import (
 )
 from streampack.attention.probe import TRIED, find_leaks
 from streampack.attention.varlen import Boundaries
+from streampack.attention.vision import image_blocks, media_inputs, text_of
 from streampack.packing.batch import Batch
 from streampack.validation import require_token_ids
 
@@ -53,7 +54,10 @@ KNOWN_LIBRARIES = frozenset(
 """Where the modules of a known family may be from. A module from elsewhere may mix samples, so the model is tried."""
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features")
-_TEXT_ONLY = "packs hold text only; leave such samples out, or train on padded batches, one sample a row"
+_NO_MEDIA = (
+    "packs hold images only as VisionEncoder makes them, or an encoder of MediaSample; leave such samples out, or "
+    "train on padded batches, one sample a row"
+)
 
 Mask = torch.Tensor | BlockMask | None
 
@@ -78,14 +82,14 @@ class TransformersInputs:
         """
         if isinstance(batch, Mapping):
             if found := [name for name in _MEDIA if name in batch]:
-                raise ValueError(f"the batch has {found[0]!r}, and {_TEXT_ONLY}")
+                raise ValueError(f"the batch has {found[0]!r}, and {_NO_MEDIA}")
             packed = as_packed(batch)
             return self(packed) | labels_of(batch, packed)
         self._require_prepared()
         self._try_once()
         max_seq_len = batch.tokens.shape[1]
         self.require_length(max_seq_len)
-        self.require_tokens(batch.tokens)
+        self.require_tokens(text_of(batch, self.model.config))
         shared = shares_prefixes(batch)
         if shared and (why := self.why_not_shared(max_seq_len)):
             raise ValueError(f"the batch has shared prefixes, and {why}")
@@ -93,12 +97,15 @@ class TransformersInputs:
         inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
         if self._takes_positions:
             inputs["position_ids"] = self._limited(batch, positions)
+        inputs |= media_inputs(self.model, batch)
         if self._mixers:
             inputs[LENGTHS] = batch.seq_lens
-        if self.attention in REGISTERED_NAMES:
+        blocks = image_blocks(batch, self.model.config)
+        # Without boundaries, our attention functions compute what a mask says (see `pretrained`).
+        if self.attention in REGISTERED_NAMES and blocks is None:
             return inputs | keywords_of(Boundaries.of(batch), batch.tokens)
         if not families.takes_no_masks(self._config):  # else transformers makes them where positions restart
-            inputs["attention_mask"] = self._masks(batch, positions)
+            inputs["attention_mask"] = self._masks(batch, positions, blocks)
         return inputs
 
     @property
@@ -137,7 +144,7 @@ class TransformersInputs:
             if len(found):
                 raise ValueError(
                     f"the batch has the token {int(found[0])}, which stands for an image, video or sound, and "
-                    + _TEXT_ONLY
+                    + _NO_MEDIA
                 )
 
     def require_length(self, max_seq_len: int) -> None:
@@ -179,7 +186,9 @@ class TransformersInputs:
             )
         return positions % limit[0]
 
-    def _masks(self, batch: Packed, positions: torch.Tensor) -> Mask | dict[str, Mask]:
+    def _masks(
+        self, batch: Packed, positions: torch.Tensor, blocks: torch.Tensor | None
+    ) -> Mask | dict[str, Mask]:
         """Return the ``attention_mask`` of the model: a mask, or one for each type of layer if its config names types.
 
         Windows and chunks are counted by positions, because other answers may lie between a token and its prefix.
@@ -201,6 +210,7 @@ class TransformersInputs:
                     chunk=chunk,
                     visible=visible,
                     positions=positions,
+                    blocks=blocks,
                 )
                 made[limits] = self._as_stock(allowed) if isinstance(allowed, torch.Tensor) else allowed
             return made[limits]

@@ -280,7 +280,7 @@ BATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         column: (
             lambda: build_vision("qwen2_5_vl"),
             lambda column=column: GIVEN | {column: torch.zeros(2, 4)},
-            f"the batch has {column!r}, and packs hold text only; leave such",
+            f"the batch has {column!r}, and packs hold images only as VisionEncoder makes",
         )
         for column in ("pixel_values", "input_features")
     },

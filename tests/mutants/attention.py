@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from streampack import Batch
 from streampack.packing.batch import stack_paths
 from tests.mutants.registry import replaces
 
@@ -142,3 +143,12 @@ def chained(batch: Any) -> Any:
 def joined_sequences_as_long_as_a_document(good, batch):
     """Where documents are joined, kernels are told the length of the longest one, and compute no more of a sequence."""
     return replace(good(batch), longest=batch.longest)
+
+
+@calling_inputs
+def positions_of_images_by_their_tokens(inputs, batch):
+    """Images have positions of text, as packers give them that know of one axis."""
+    found = inputs(batch)
+    if isinstance(batch, Batch) and batch.media is not None and batch.media.positions is not None:
+        found["position_ids"] = batch.input_pos.expand(3, *batch.input_pos.shape)
+    return found

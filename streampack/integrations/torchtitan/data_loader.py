@@ -14,6 +14,7 @@ import torch.distributed as dist
 import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 
+from streampack.attention.layout import as_packed
 from streampack.instantiate import COMPONENT, build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.losses import require_unshared
@@ -242,9 +243,10 @@ def trainer_batch(batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     since nothing predicts the next one's first.
 
     Raises:
-        ValueError: if sequences of the batch share a prefix, which positions cannot express.
+        ValueError: if sequences of the batch share a prefix, which positions cannot express, or have images.
     """
     require_unshared(batch)
+    as_packed(batch)  # which refuses images
     labels = torch.full_like(batch.labels, IGNORE_INDEX)
     labels[:, :-1] = batch.labels[:, 1:]
     return {"input": batch.tokens, "positions": batch.input_pos}, labels

@@ -1,0 +1,271 @@
+"""Vision-language models on packs with images: what each family is given, and images for the leak probe.
+
+The tower keeps transformers' own attention, and takes the images of a pack as it takes those of one sample: apart, by
+their grid or by their rows. The text's masks are ours, made from `Batch.seq_lens`; positions of several axes are only
+positions. Tests show for each family that a sample has the logits and gradients that it has alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from streampack.attention.layout import document_ids
+from streampack.packing.assemble import assemble
+from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.encoders.vision import position_rule
+from streampack.packing.media import BatchMedia, MediaSample, media_of
+from streampack.types import IGNORE_INDEX, Array, Fragment, Pack, Sample
+
+if TYPE_CHECKING:
+    from streampack.attention.layout import Packed
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family takes images."""
+
+    arrays: tuple[str, ...] = ("pixel_values",)  # that its ``forward`` must be given
+    optional: tuple[str, ...] = ()
+    axes: int = 0  # of its positions; 0: they count from 0, as those of text
+    both_ways: bool = False  # whether the tokens of an image see those behind them
+    of_texts: bool = False  # whether arrays have a first axis for texts
+
+
+_GRID = Family(("pixel_values", "image_grid_thw"), axes=3)
+_MASKED = Family(optional=("pixel_attention_mask",), of_texts=True)
+FAMILIES: dict[str, Family] = {
+    "gemma3": Family(both_ways=True),
+    "idefics3": _MASKED,
+    "internvl": Family(),
+    "llava": Family(optional=("image_sizes",)),
+    "llava_onevision": Family(("pixel_values", "image_sizes", "batch_num_images")),
+    "mistral3": Family(("pixel_values", "image_sizes")),
+    "qwen2_5_vl": _GRID,
+    "qwen2_vl": _GRID,
+    "qwen3_vl": _GRID,
+    "smolvlm": _MASKED,
+}
+"""Families, by the ``model_type`` of the model's own config, for which a test shows that images are kept apart."""
+
+WAY_OUT = "leave such samples out, or train on padded batches, one sample a row"
+
+
+def text_of(batch: Packed, config: Any) -> torch.Tensor:
+    """Check that a model can take a batch's images, and return the batch's ids, on the CPU with 0 in place of images'.
+
+    Whose tokens are whose is looked at on the CPU only, because a number from another device would hold up the host.
+
+    Raises:
+        ValueError: for a family that is not known to keep images apart, arrays that it does not take or lacks,
+            positions of other axes than its own, and samples whose tokens are not those of their own images.
+    """
+    if not isinstance(batch, Batch) or batch.media is None:
+        return batch.tokens
+    family, media = _require_known(config, batch.media.tensors), batch.media
+    given = 0 if media.positions is None else len(media.positions)
+    if given != family.axes:
+        raise ValueError(
+            f"the samples have positions of {given} axes (0: none), and {config.model_type} takes {family.axes}; give "
+            "the encoder this model or its config (VisionEncoder(processor, model=...)), or MediaSample what the "
+            "model's own get_rope_index returns"
+        )
+    if batch.tokens.device.type != "cpu":
+        return batch.tokens
+    seen = batch.tokens == config.image_token_id
+    _require_own_tokens(config, seen, batch.seq_lens, media)
+    return batch.tokens.masked_fill(seen, 0)
+
+
+def _require_known(config: Any, names: Mapping[str, object]) -> Family:
+    """Return the family of a config, after checking the names of arrays."""
+    kind = config.model_type
+    if (family := FAMILIES.get(kind)) is None:
+        raise ValueError(
+            f"the batch has images, and nothing shows that a packed {kind} model keeps the images of samples apart "
+            f"(known are {', '.join(FAMILIES)}); {WAY_OUT}"
+        )
+    if missing := [name for name in family.arrays if name not in names]:
+        raise ValueError(
+            f"the samples' media lack {missing[0]!r}, which {kind} takes beside {', '.join(names)}"
+        )
+    if unknown := names.keys() - {*family.arrays, *family.optional}:
+        raise ValueError(
+            f"the samples' media have {sorted(unknown)[0]!r}, and {kind} takes images only, as "
+            f"{', '.join(family.arrays)}; {WAY_OUT}"
+        )
+    return family
+
+
+def _require_own_tokens(config: Any, seen: torch.Tensor, seq_lens: torch.Tensor, media: BatchMedia) -> None:
+    """Check how many tokens of images, ``seen`` ``[batch, max_seq_len]`` bool, each sample has.
+
+    The model looks at their sum only, and fills them in order, so one too many would take another sample's feature. How
+    many they must be is said by the sizes of the sample's images, or where all rows of pixels become equally many, by
+    their proportion; of llava_onevision, whether there are any.
+    """
+    ids = document_ids(seq_lens, max_seq_len=seen.shape[1])
+    # Of each sample, and of each pack's padding.
+    counts = {name: [count for own in packs for count in (*own, 0)] for name, packs in media.rows.items()}
+    rows, sizes = counts["pixel_values"], [len(own) + 1 for own in media.images]
+    held = [n for i, size in enumerate(sizes) for n in ids[i][seen[i]].bincount(minlength=size).tolist()]
+
+    def sums(name: str, values: torch.Tensor) -> list[int]:
+        return [int(own.sum()) for own in torch.split(values, counts[name])]
+
+    vision, patches, wanted = config.vision_config, rows, held
+    if "image_grid_thw" in counts:
+        patches = sums("image_grid_thw", media.tensors["image_grid_thw"].prod(1))
+        wanted = [count // vision.spatial_merge_size**2 for count in patches]
+    elif vision.model_type == "pixtral":
+        side = vision.patch_size * getattr(config, "spatial_merge_size", 1)
+        wanted = sums("image_sizes", (media.tensors["image_sizes"] // side).prod(1))
+    elif "image_sizes" not in counts:
+        wanted = [-(-count * sum(held) // max(1, sum(rows))) for count in rows]
+    places = [(pack, sample) for pack, size in enumerate(sizes) for sample in range(size)]
+    for place, *each in zip(places, held, wanted, rows, patches, strict=True):
+        tokens, right, count, own = each
+        if tokens != right or count != own or bool(tokens) != bool(count):
+            raise ValueError(
+                f"sample {place[1]} of pack {place[0]} has tokens of images: {tokens}, rows of pixels: {count}, and by "
+                f"its images {right} and {own}; it would take the images of another, so mend its encoder"
+            )
+
+
+def media_inputs(model: Any, batch: Packed) -> dict[str, Any]:
+    """Return a batch's images as arguments of a model, and ``position_ids`` where they have several axes."""
+    if not isinstance(batch, Batch) or batch.media is None:
+        return {}
+    found = _arguments(model, batch.media.tensors)
+    return found if batch.media.positions is None else found | {"position_ids": batch.media.positions}
+
+
+def _arguments(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    of_texts = FAMILIES[model.config.model_type].of_texts
+    found = {
+        name: each.to(model.dtype) if each.is_floating_point() else each for name, each in tensors.items()
+    }
+    return {name: each[None] if of_texts else each for name, each in found.items()}
+
+
+def image_blocks(batch: Packed, config: Any) -> torch.Tensor | None:
+    """Number the runs of image tokens as `dense_mask` takes them; None if they see only what is before them."""
+    family = FAMILIES.get(config.model_type)
+    if family is None or not family.both_ways or not isinstance(batch, Batch) or batch.media is None:
+        return None
+    seen = batch.tokens == config.image_token_id
+    starts = seen.clone()
+    starts[:, 1:] &= ~seen[:, :-1]
+    return torch.where(seen, starts.cumsum(1) - 1, -1)
+
+
+IMAGES = ((1, 9), (0, 5), (2, 12), (1, 3))
+"""Images and tokens of text of the samples of the probe's pack."""
+
+
+def probe_pack(model: Any, *, vocab_size: int, generator: torch.Generator) -> tuple[Batch, list[int]]:
+    """Make a pack of samples with and without images, with padding, and return it with the lengths of its samples.
+
+    Raises:
+        ValueError: for a model of another family.
+    """
+    config: Any = model.config
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"nothing is known of the images of {config.model_type}; known are {', '.join(FAMILIES)}"
+        )
+    rule = position_rule(config) if FAMILIES[config.model_type].axes else None
+    rng = np.random.default_rng(0)
+    samples: list[Sample] = []
+    for images, text in IMAGES:
+        ids = torch.randint(0, vocab_size, (text,), generator=generator).numpy()
+        if not images:
+            samples.append(Sample(ids, ids))
+            continue
+        media, counts = _example(config, images, rng)
+        runs = [part for count in counts for part in (np.full(count, config.image_token_id), ids[:1])]
+        tokens = np.concatenate([ids[: text // 2], *runs, ids[text // 2 :]])
+        positions = None if rule is None else rule(tokens, media)
+        labels = np.full(tokens.size, IGNORE_INDEX)
+        samples.append(MediaSample(tokens, labels, media=media, positions=positions, images=images))
+    lengths = [each.tokens.size for each in samples]
+    size = sum(lengths) + 7
+    tokens, labels = assemble(samples, max_seq_len=size)
+    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
+    return stack_packs([Pack(tokens, labels, tuple(lengths), fragments, media=media_of(samples))]), lengths
+
+
+def with_other_images(pack: Batch, sample: int) -> Batch:
+    """Return a batch of one pack in which the images of a sample are others."""
+    assert pack.media is not None
+    pixels = pack.media.tensors["pixel_values"].clone()
+    start, stop = (sum(pack.media.rows["pixel_values"][0][: sample + i]) for i in range(2))
+    pixels[start:stop] = 1 - pixels[start:stop]
+    tensors = pack.media.tensors | {"pixel_values": pixels}
+    return replace(pack, media=replace(pack.media, tensors=tensors))
+
+
+def own_arguments(model: Any, pack: Batch, sample: int, tokens: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments beside its ``tokens`` for a sample of a pack alone, as the model's authors call it."""
+    if pack.media is None or not pack.media.images[0][sample]:
+        return {}
+    own = {}
+    for name, [rows] in pack.media.rows.items():
+        start = sum(rows[:sample])
+        own[name] = pack.media.tensors[name][start : start + rows[sample]]
+    kinds = torch.eq(tokens, model.config.image_token_id).long()
+    taken = {"mm_token_type_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys()
+    return _arguments(model, own) | dict.fromkeys(taken, kinds)
+
+
+def _example(config: Any, images: int, rng: np.random.Generator) -> tuple[dict[str, Array], list[int]]:
+    """Make the media of a sample with so many small images of noise, and count the tokens of each.
+
+    They are counted without the model: called past its hooks, a sharded one has no weights.
+    """
+    kind, vision = config.model_type, config.vision_config
+
+    def noise(*shape: int) -> Array:
+        return rng.standard_normal(shape, np.float32)
+
+    growing = [2 * (1 + i) for i in range(images)]  # images of several sizes: 1 x 2, 2 x 2 tokens
+    if FAMILIES[kind].axes:
+        side = vision.spatial_merge_size
+        grids = np.array([(1, count // 2 * side, 2 * side) for count in growing])
+        width = 3 * vision.temporal_patch_size * vision.patch_size**2
+        return {"pixel_values": noise(int(grids.prod(1).sum()), width), "image_grid_thw": grids}, growing
+    if vision.model_type == "pixtral":
+        side = vision.patch_size * getattr(config, "spatial_merge_size", 1)
+        sizes = np.array([(count // 2 * side, 2 * side) for count in growing])
+        return {"pixel_values": noise(images, 3, images * side, 2 * side), "image_sizes": sizes}, growing
+    height, width = np.broadcast_to(vision.image_size, 2).tolist()
+    rows, columns = (np.array([height, width]) // vision.patch_size).tolist()
+    count = rows * columns
+    if kind == "llava_onevision":
+        # An image that is alone is cut into tiles, and goes on for all of them if it is as large as some.
+        tall, wide = min(config.image_grid_pinpoints, key=lambda sizes: sizes[0] * sizes[1])
+        most = 1 + max(h * w // (height * width) for h, w in config.image_grid_pinpoints)
+        if images == 1:
+            count += tall // height * rows * (wide // width * columns + 1)
+        else:
+            count += 1  # a mark of a new line
+        return {
+            "pixel_values": noise(images, most, 3, height, width),
+            "image_sizes": np.array([(tall, wide)] * images),
+            "batch_num_images": np.array([images]),
+        }, [count] * images
+    if kind == "gemma3":
+        count = config.mm_tokens_per_image
+    elif kind == "internvl":
+        count = round(count * config.downsample_ratio**2)
+    elif kind == "llava":
+        classes = vision.model_type == "clip_vision_model"
+        count += int(classes) - int(config.vision_feature_select_strategy == "default")
+    else:
+        count //= config.scale_factor**2
+    return {"pixel_values": noise(images, 3, height, width)}, [count] * images
