@@ -17,7 +17,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 """Every recipe, and the configs made for it. The table is written by hand, because finding them would mean importing
 recipes; `tests/test_cli.py` compares it with the folders."""
 
-EXAMPLES = ("chat_sft", "hf_trainer", "trl_sft", "torchtitan_packs", "context_parallel")
+EXAMPLES = ("chat_sft", "vision_sft", "hf_trainer", "trl_sft", "torchtitan_packs", "context_parallel")
 """Scripts to copy: ``python -m streampack_examples.chat_sft`` runs one as it is."""
 
 NOT_LISTED = "neither a name that `streampack ls` lists"

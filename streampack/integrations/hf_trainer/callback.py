@@ -23,6 +23,8 @@ def _verify_isolation(hooks: Hooks) -> None:
             report = find_leaks(
                 model, inputs=hooks.inputs, max_seq_len=probe_length(model, max_length=max_seq_len)
             )
+            if report.ok and hooks.packs.lane_config.reads_images:
+                report = find_leaks(model, inputs=hooks.inputs, images=True)
         if not report.ok:
             raise ValueError(
                 f"{report}\nthe training was stopped before its first step; "

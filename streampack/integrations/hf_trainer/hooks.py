@@ -13,8 +13,10 @@ import torch
 from streampack.accounting import Ledger
 from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.attention.pretrained import find_pretrained
+from streampack.attention.vision import text_of
 from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
 from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
+from streampack.integrations.hf_trainer.images import require_announced
 from streampack.integrations.hf_trainer.steps import (
     Steps,
     newest_checkpoint,
@@ -22,6 +24,7 @@ from streampack.integrations.hf_trainer.steps import (
     read_trainer,
     write_stream,
 )
+from streampack.integrations.hf_trainer.weights import load_renamed
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.losses import require_unshared
 from streampack.packing.batch import Batch
@@ -38,6 +41,13 @@ def hooks_of(trainer: Trainer) -> Hooks | None:
     """Return the hooks of a trainer that is prepared; None for any other."""
     hooks = getattr(trainer.train, "__self__", None)
     return hooks if isinstance(hooks, Hooks) else None
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a model, in which TRL finds no mask to count tokens by if it is none that can be summed."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) and (name != "attention_mask" or torch.is_tensor(self[name]))
 
 
 class Hooks:
@@ -58,6 +68,8 @@ class Hooks:
         "log",
         "compute_loss",
         "_get_num_items_in_batch",
+        "_load_from_checkpoint",
+        "_load_best_model",
     )
 
     def __init__(
@@ -121,9 +133,12 @@ class Hooks:
         require_unshared(batch)
         model = find_pretrained(self.trainer.model)
         require_token_ids(batch.tokens, model.config.get_text_config().vocab_size)
-        self.inputs.require_tokens(batch.tokens)  # here, where reading them does not wait for a GPU
+        # Here, where reading them does not wait for a GPU.
+        if batch.media is not None:
+            require_announced(self.packs)
+        self.inputs.require_tokens(text_of(batch, model.config))
         batch = batch.to(self.trainer.args.device)
-        return {**self.inputs(batch), "labels": batch.labels}
+        return Arguments(self.inputs(batch), labels=batch.labels)
 
     def train(
         self,
@@ -275,6 +290,14 @@ class Hooks:
                 write_stream(state, Path(output_dir))
         self.originals["save_model"](output_dir, _internal_call=_internal_call)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not load_renamed(self.trainer, resume_from_checkpoint):
+            self.originals["_load_from_checkpoint"](resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not load_renamed(self.trainer, self.trainer.state.best_model_checkpoint):
+            self.originals["_load_best_model"]()
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the training's numbers together with those of all ranks."""
         self.originals["log"](logs | self.totals if "loss" in logs else logs, start_time)
@@ -312,6 +335,8 @@ class Hooks:
             "untrained": ledger.untrained,
             "dropped_tokens": sum(ledger.dropped.values()),
         }
+        if ledger.media:
+            self.totals |= {"num_images": ledger.images, "num_media": ledger.media}
         # TRL logs num_tokens too, as the sum of the attention mask, which may hold boundaries here. So its numbers are
         # replaced.
         if hasattr(self.trainer, "_total_train_tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
@@ -11,6 +12,7 @@ from streampack.integrations.hf_trainer.callback import step_callback
 from streampack.integrations.hf_trainer.epochs import require_epochs
 from streampack.integrations.hf_trainer.evaluation import require_end
 from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
+from streampack.integrations.hf_trainer.images import set_up_for_images
 from streampack.streaming.dataset import IterablePackedDataset
 
 if TYPE_CHECKING:
@@ -78,6 +80,11 @@ def prepare_trainer_for_packing(
     for name, data in (held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}).items():
         if isinstance(data, IterablePackedDataset):
             require_end(data, name)
+    if trainer.label_smoother is not None:
+        # Trainer shifts labels for classes that it lists as causal only; others would learn the token that they read.
+        trainer.label_smoother = partial(trainer.label_smoother, shift_labels=True)
+    if packs.lane_config.reads_images:
+        set_up_for_images(trainer)
     _require_settings(trainer, packs)
     if (earlier := hooks_of(trainer)) is not None:
         earlier.restore()
