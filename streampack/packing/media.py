@@ -31,6 +31,9 @@ class MediaSample(Sample):
     >>> seen.cost, seen.tokens.tolist()
     (8, [9, 9, 5])
 
+    An encoder that makes them has the attribute ``reads_images = True``, unless packs have ``max_media``: Trainer then
+    checks ranks and isolation with images.
+
     Args:
         tokens: ``[tokens]``, with as many tokens in place of each image as the model has features for it.
         labels: ``[tokens]``, unshifted; -100 at the tokens of images.

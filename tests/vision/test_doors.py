@@ -306,7 +306,7 @@ def test_trainer_checks_samples_of_ones_own_encoder(
     to = Batch.to
     monkeypatch.setattr(Batch, "to", lambda self, _: to(self, "meta"))  # as if to a GPU
     with pytest.raises(
-        ValueError, match="has tokens of images" if max_media else "set max_media of the packs"
+        ValueError, match="has tokens of images" if max_media else "give the encoder reads_images = True"
     ):
         trainer.train()
 

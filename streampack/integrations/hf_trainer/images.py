@@ -48,5 +48,5 @@ def require_announced(packs: IterablePackedDataset) -> None:
     if not packs.lane_config.reads_images:
         raise ValueError(
             "samples have images, and nothing said so before the training, which then checks ranks, loss and "
-            "isolation with images; set max_media of the packs to train on"
+            "isolation with images; give the encoder reads_images = True, or the packs max_media"
         )

@@ -63,7 +63,7 @@ class VisionEncoder(ChatEncoder):
         max_pixels: the most pixels of an image, by its header: a larger one is not decoded, and none of more than twice
             ``PIL.Image.MAX_IMAGE_PIXELS``. The processor makes smaller ones of what is left, by its own settings.
         max_bytes: the most bytes of an image's file.
-        settings: others of `ChatEncoder`.
+        column, prompt, completion, tools, answers, ignore: as for `ChatEncoder`.
 
     Raises:
         ValueError: for a processor without a chat template, or that does not say what it makes of an image.
@@ -83,7 +83,12 @@ class VisionEncoder(ChatEncoder):
         storage: Storage | Mapping[str, Any] | None = None,
         max_pixels: int = MAX_PIXELS,
         max_bytes: int = MAX_BYTES,
-        **settings: Any,
+        column: str | None = None,
+        prompt: str | None = None,
+        completion: str | None = None,
+        tools: str = "tools",
+        answers: str = "all",
+        ignore: Sequence[str] = (),
     ) -> None:
         if isinstance(processor, str | os.PathLike):
             from transformers import AutoProcessor
@@ -97,7 +102,15 @@ class VisionEncoder(ChatEncoder):
         tokenizer = HFTokenizer(copy.copy(processor.tokenizer))  # whose template may be another
         if template := getattr(processor, "chat_template", None):
             tokenizer.tokenizer.chat_template = template
-        super().__init__(tokenizer, **settings)
+        super().__init__(
+            tokenizer,
+            column=column,
+            prompt=prompt,
+            completion=completion,
+            tools=tools,
+            answers=answers,
+            ignore=ignore,
+        )
         self.processor = processor
         self.images = images
         self.columns = ReadColumns("VisionEncoder", ignore=self.ignore)
