@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
     def as_list(self) -> list[int]:
         """Return plain values: of a whole sample, as most are, its row's and how many tokens it has, below 0."""
-        whole = 0 < self.total == self.tokens
+        whole = self.start == 0 and 0 < self.total == self.stop  # one that lost its beginning starts later
         return [*self.row_id, -self.total] if whole else [*self.row_id, *self[1:]]
 
     @classmethod
@@ -47,7 +47,7 @@ class Address(NamedTuple):
 class Stand:
     """Where a lane stands between two packs: where its reader goes on, and what it has read and not packed.
 
-    >>> stand = Stand(epoch=0, cursor=(2, 512, 0), waiting=(Address((0, 7), 0, 5, 5),))
+    >>> stand = Stand(epoch=0, cursor=(2, 512, 0), waiting=(Address((0, 7), 0, 5, 5), Address((0, 9), 3, 8, 5)))
     >>> Stand.from_list(stand.as_list()) == stand
     True
     """
