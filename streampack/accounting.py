@@ -180,7 +180,7 @@ def nothing_to_pack(ledger: Ledger) -> ValueError:
         return ValueError("the source has no rows at all; check what it reads")
     return ValueError(
         f"no row makes a pack: all {rows:,} that were read are dropped ({reasons}); check what the source reads, and "
-        "the encoder, max_seq_len and the settings that drop rows"
+        "the encoder, max_seq_len, max_media and the settings that drop rows"
     )
 
 

@@ -132,8 +132,9 @@ def _require_own_tokens(config: Any, seen: torch.Tensor, seq_lens: torch.Tensor,
         tokens, right, count, own = each
         if tokens != right or count != own or bool(tokens) != bool(count):
             raise ValueError(
-                f"sample {place[1]} of pack {place[0]} has tokens of images: {tokens}, rows of pixels: {count}, and by "
-                f"its images {right} and {own}; it would take the images of another, so mend its encoder"
+                f"sample {place[1]} of pack {place[0]} has tokens of images: {tokens}, where its images need {right}, "
+                f"and {count} rows of pixels, where their sizes say {own}; it would take the images of another, so "
+                "mend its encoder"
             )
 
 

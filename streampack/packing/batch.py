@@ -92,7 +92,9 @@ class Batch:
     media: BatchMedia | None = None  # None: the packs hold text only
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy on another device."""
+        """Return a copy on another device. Pixels take the model's dtype when its inputs are made."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"{device} would be the dtype of ids, too; give a device")
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:

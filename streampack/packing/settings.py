@@ -57,7 +57,7 @@ class Packing:
         if self.split_across_pack and self.max_media is not None:
             raise ValueError(
                 "split_across_pack=True fills packs in the order of arrival, and a sample with images is never split; "
-                "leave max_media out, or split_across_pack"
+                "leave it out, or max_media where nothing has images"
             )
 
     def pieces_of(self, length: int) -> list[tuple[int, int]]:

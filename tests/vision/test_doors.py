@@ -189,6 +189,8 @@ def test_the_example_trains_a_folder(tmp_path: Path) -> None:
     assert trainer.state.global_step >= 3
     listed = [path.read_text() for path in (tmp_path / "out" / "bad_records").rglob("*") if path.is_file()]
     assert "it cannot be decoded" in "".join(listed)
+    counts = [logs["bad_records"] for logs in trainer.state.log_history if "bad_records" in logs]
+    assert counts[-1] == sum(text.count("\n") for text in listed) > 0
 
 
 def batches_of(

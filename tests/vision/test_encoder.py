@@ -276,6 +276,18 @@ def test_a_bad_image_is_named_with_its_place(tmp_path: Path) -> None:
         encoder(max_bytes=100)({"messages": ask("x"), "images": [png(0)]})
 
 
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="imagez' is no folder; every image"):
+        encoder(folder=str(tmp_path / "imagez"))
+
+
+def test_images_side_by_side_have_no_positions() -> None:
+    made = VisionEncoder(processor_of("qwen2_vl"), model=build("qwen2_vl").config)
+    rows = {"messages": ask("x"), "images": [picture(1), picture(2)]}
+    with pytest.raises(ValueError, match="must set a token between two images"):
+        made(rows)
+
+
 def test_images_of_a_row_are_bounded_together() -> None:
     made, square = encoder(max_pixels=24 * 24), picture(1, width=24, height=24)
     assert len(media(made({"messages": ask("x"), "images": [square] * 4}))["pixel_values"]) > 0

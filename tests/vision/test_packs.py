@@ -258,7 +258,7 @@ def test_samples_too_large_for_a_pack() -> None:
         assert dropping.ledger().dropped["overlong"] == tokens
     with pytest.raises(ValueError, match="such samples are never split"):
         list(data([long], split_across_pack=True, max_media=None))
-    with pytest.raises(ValueError, match="leave max_media out"):
+    with pytest.raises(ValueError, match="or max_media where nothing has images"):
         data([long], split_across_pack=True)
 
 
@@ -390,3 +390,9 @@ def test_samples_travel_unchecked_and_others_are_copied() -> None:
         MapSource([{"number": i} for i in range(1, 3)]), max_seq_len=8, encoder=reusing
     )
     assert next(iter(packs))["tokens"].tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_a_batch_is_moved_and_not_cast() -> None:
+    [batch] = itertools.islice(PackedDataLoader(data(), batch_size=1), 1)
+    with pytest.raises(TypeError, match="would be the dtype of ids, too"):
+        batch.to(torch.bfloat16)  # type: ignore[arg-type]

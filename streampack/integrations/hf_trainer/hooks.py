@@ -334,6 +334,7 @@ class Hooks:
             "padding": ledger.padding,
             "untrained": ledger.untrained,
             "dropped_tokens": sum(ledger.dropped.values()),
+            "bad_records": ledger.dropped_samples["bad"],
         }
         if ledger.media:
             self.totals |= {"num_images": ledger.images, "num_media": ledger.media}

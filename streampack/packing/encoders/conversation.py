@@ -166,7 +166,9 @@ def _join_text(content: Any, place: str) -> str:
             kind, text = part.get("type", "text"), part.get("text", part.get("content"))
         if kind != "text" or not isinstance(text, str):
             what = repr(kind) if kind != "text" else f"text of type {type(text).__name__}"
-            raise ValueError(f"{place} has a part that is {what}; only text can be packed")
+            raise ValueError(
+                f"{place} has a part that is {what}; only text can be packed, and images with VisionEncoder"
+            )
         texts.append(text)
     return "".join(texts)
 

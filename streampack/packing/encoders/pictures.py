@@ -57,6 +57,8 @@ class PictureReader:
         except ImportError as error:
             raise ImportError("images need Pillow: pip install pillow") from error
         self.home = None if self.folder is None else _normal(os.fspath(self.folder)).rstrip("/")
+        if self.home is not None and scheme_of(self.home) is None and not Path(self.home).is_dir():
+            raise ValueError(f"folder={self.folder!r} is no folder; every image of a row would be missing")
         self.told = Storage.of(self.storage)
         require_positive(self.max_pixels, "max_pixels")
         require_positive(self.max_bytes, "max_bytes")

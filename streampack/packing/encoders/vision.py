@@ -229,7 +229,7 @@ class VisionEncoder(ChatEncoder):
             user["content"] = [*({"type": "image"} for _ in listed), *_parts_of(user)]
         for message in messages:
             if parts := _parts_of(message):
-                message["content"] = Content(parts, left)
+                message["content"] = Content(parts, left, name)
                 contents.append(message["content"])
         if spare := len(list(left)):
             has = f"column {name!r} has {len(listed)} images"
@@ -244,13 +244,14 @@ class Content(str):
     Args:
         parts: as rows give them.
         left: the images of the row's column; parts for images that have none of their own take the next.
+        name: of the column.
     """
 
     parts: list[dict[str, Any]]
     images: list[Any]
     expansions: list[str]  # what the placeholder of each image becomes
 
-    def __new__(cls, parts: Sequence[Any], left: Iterator[Any]) -> Content:
+    def __new__(cls, parts: Sequence[Any], left: Iterator[Any], name: str) -> Content:
         """Read the parts."""
         made, images, text = list[dict[str, Any]](), list[Any](), ""
         for part in parts:
@@ -262,7 +263,8 @@ class Content(str):
                 images.append(part if own else next(left, None))
                 if images[-1] is None:
                     raise ValueError(
-                        "there are more parts for images than images in their column, or one is null"
+                        f"there are more parts for images than images in column {name!r}, or one is null; "
+                        "VisionEncoder(images=...) names another column"
                     )
                 made, text = [*made, {"type": "image"}], ""
             elif kind == "text" and isinstance(text, str):
@@ -365,6 +367,12 @@ def _positions(bare: Any, tokens: IntArray, media: Mapping[str, Array]) -> IntAr
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     grids = {name: torch.from_numpy(values) for name, values in media.items() if name.endswith("grid_thw")}
     kinds = (ids == bare.config.image_token_id).int()
-    positions, _ = bare.get_rope_index(ids, mm_token_type_ids=kinds, **grids)
+    try:
+        positions, _ = bare.get_rope_index(ids, mm_token_type_ids=kinds, **grids)
+    except (RuntimeError, StopIteration) as error:
+        raise ValueError(
+            "the model's own rule finds no positions for the sample; its template must set a token between two images, "
+            f"and its processor be the model's: {error}"
+        ) from None
     found: IntArray = positions[:, 0].numpy()
     return found
