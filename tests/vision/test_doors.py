@@ -184,7 +184,7 @@ def test_the_example_trains_a_folder(tmp_path: Path) -> None:
         trainer = vision_sft.main([
             "--model", str(tmp_path / "model"), "--data", str(tmp_path / "a.jsonl"), "--folder", str(tmp_path),
             "--max_seq_len", "256", "--output_dir", str(tmp_path / "out"), "--dataloader_num_workers", "0",
-            "--disable_tqdm", "True", "--max_media", "8",
+            "--disable_tqdm", "True", "--max_media", "8", "--logging_steps", "1",
         ])  # fmt: skip
     assert trainer.state.global_step >= 3
     listed = [path.read_text() for path in (tmp_path / "out" / "bad_records").rglob("*") if path.is_file()]
