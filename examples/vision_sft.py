@@ -28,7 +28,7 @@ from streampack import IterablePackedDataset, VisionEncoder, prepare_trainer_for
 
 @dataclass
 class VisionArguments:
-    """What is trained, and on what."""
+    """The command's own options: model, data and limits of a pack."""
 
     model: str = field(
         metadata={"help": "a folder with weights, processor and chat template, or a name on the Hub"}

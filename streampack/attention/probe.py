@@ -22,7 +22,7 @@ from streampack.attention.families import media_tokens, position_table
 from streampack.attention.layout import untrained_batch
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.report import Kind, Leak, LeakReport
-from streampack.attention.vision import own_arguments, probe_pack, with_other_images
+from streampack.attention.vision_probe import own_arguments, probe_pack, with_other_images
 from streampack.packing.batch import Batch
 from streampack.packing.groups import paths_of
 

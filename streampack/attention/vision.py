@@ -1,4 +1,4 @@
-"""Vision-language models on packs with images: what each family is given, and images for the leak probe.
+"""Vision-language models on packs with images: which families take them, and what each of them is given.
 
 The tower keeps transformers' own attention, and takes the images of a pack as it takes those of one sample: apart, by
 their grid or by their rows. The text's masks are ours, made from `Batch.seq_lens`; positions of several axes are only
@@ -7,20 +7,15 @@ positions. Tests show for each family that a sample has the logits and gradients
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from streampack.attention.layout import document_ids
-from streampack.packing.assemble import assemble
-from streampack.packing.batch import Batch, stack_packs
-from streampack.packing.encoders.vision import position_rule
-from streampack.packing.media import BatchMedia, MediaSample, media_of
-from streampack.types import IGNORE_INDEX, Array, Fragment, Pack, Sample
+from streampack.packing.batch import Batch
+from streampack.packing.media import BatchMedia
 
 if TYPE_CHECKING:
     from streampack.attention.layout import Packed
@@ -142,11 +137,12 @@ def media_inputs(model: Any, batch: Packed) -> dict[str, Any]:
     """Return a batch's images as arguments of a model, and ``position_ids`` where they have several axes."""
     if not isinstance(batch, Batch) or batch.media is None:
         return {}
-    found = _arguments(model, batch.media.tensors)
+    found = as_arguments(model, batch.media.tensors)
     return found if batch.media.positions is None else found | {"position_ids": batch.media.positions}
 
 
-def _arguments(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_arguments(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return arrays as a model's ``forward`` takes them: in its dtype, with the axis for texts where it has one."""
     of_texts = FAMILIES[model.config.model_type].of_texts
     found = {
         name: each.to(model.dtype) if each.is_floating_point() else each for name, each in tensors.items()
@@ -163,110 +159,3 @@ def image_blocks(batch: Packed, config: Any) -> torch.Tensor | None:
     starts = seen.clone()
     starts[:, 1:] &= ~seen[:, :-1]
     return torch.where(seen, starts.cumsum(1) - 1, -1)
-
-
-IMAGES = ((1, 9), (0, 5), (2, 12), (1, 3))
-"""Images and tokens of text of the samples of the probe's pack."""
-
-
-def probe_pack(model: Any, *, vocab_size: int, generator: torch.Generator) -> tuple[Batch, list[int]]:
-    """Make a pack of samples with and without images, with padding, and return it with the lengths of its samples.
-
-    Raises:
-        ValueError: for a model of another family.
-    """
-    config: Any = model.config
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"nothing is known of the images of {config.model_type}; known are {', '.join(FAMILIES)}"
-        )
-    rule = position_rule(config) if FAMILIES[config.model_type].axes else None
-    rng = np.random.default_rng(0)
-    samples: list[Sample] = []
-    for images, text in IMAGES:
-        ids = torch.randint(0, vocab_size, (text,), generator=generator).numpy()
-        if not images:
-            samples.append(Sample(ids, ids))
-            continue
-        media, counts = _example(config, images, rng)
-        runs = [part for count in counts for part in (np.full(count, config.image_token_id), ids[:1])]
-        tokens = np.concatenate([ids[: text // 2], *runs, ids[text // 2 :]])
-        positions = None if rule is None else rule(tokens, media)
-        labels = np.full(tokens.size, IGNORE_INDEX)
-        samples.append(MediaSample(tokens, labels, media=media, positions=positions, images=images))
-    lengths = [each.tokens.size for each in samples]
-    size = sum(lengths) + 7
-    tokens, labels = assemble(samples, max_seq_len=size)
-    fragments = tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths))
-    return stack_packs([Pack(tokens, labels, tuple(lengths), fragments, media=media_of(samples))]), lengths
-
-
-def with_other_images(pack: Batch, sample: int) -> Batch:
-    """Return a batch of one pack in which the images of a sample are others."""
-    assert pack.media is not None
-    pixels = pack.media.tensors["pixel_values"].clone()
-    start, stop = (sum(pack.media.rows["pixel_values"][0][: sample + i]) for i in range(2))
-    pixels[start:stop] = 1 - pixels[start:stop]
-    tensors = pack.media.tensors | {"pixel_values": pixels}
-    return replace(pack, media=replace(pack.media, tensors=tensors))
-
-
-def own_arguments(model: Any, pack: Batch, sample: int, tokens: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments beside its ``tokens`` for a sample of a pack alone, as the model's authors call it."""
-    if pack.media is None or not pack.media.images[0][sample]:
-        return {}
-    own = {}
-    for name, [rows] in pack.media.rows.items():
-        start = sum(rows[:sample])
-        own[name] = pack.media.tensors[name][start : start + rows[sample]]
-    kinds = torch.eq(tokens, model.config.image_token_id).long()
-    taken = {"mm_token_type_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys()
-    return _arguments(model, own) | dict.fromkeys(taken, kinds)
-
-
-def _example(config: Any, images: int, rng: np.random.Generator) -> tuple[dict[str, Array], list[int]]:
-    """Make the media of a sample with so many small images of noise, and count the tokens of each.
-
-    They are counted without the model: called past its hooks, a sharded one has no weights.
-    """
-    kind, vision = config.model_type, config.vision_config
-
-    def noise(*shape: int) -> Array:
-        return rng.standard_normal(shape, np.float32)
-
-    growing = [2 * (1 + i) for i in range(images)]  # images of several sizes: 1 x 2, 2 x 2 tokens
-    if FAMILIES[kind].axes:
-        side = vision.spatial_merge_size
-        grids = np.array([(1, count // 2 * side, 2 * side) for count in growing])
-        width = 3 * vision.temporal_patch_size * vision.patch_size**2
-        return {"pixel_values": noise(int(grids.prod(1).sum()), width), "image_grid_thw": grids}, growing
-    if vision.model_type == "pixtral":
-        side = vision.patch_size * getattr(config, "spatial_merge_size", 1)
-        sizes = np.array([(count // 2 * side, 2 * side) for count in growing])
-        return {"pixel_values": noise(images, 3, images * side, 2 * side), "image_sizes": sizes}, growing
-    height, width = np.broadcast_to(vision.image_size, 2).tolist()
-    rows, columns = (np.array([height, width]) // vision.patch_size).tolist()
-    count = rows * columns
-    if kind == "llava_onevision":
-        # An image that is alone is cut into tiles, and goes on for all of them if it is as large as some.
-        tall, wide = min(config.image_grid_pinpoints, key=lambda sizes: sizes[0] * sizes[1])
-        most = 1 + max(h * w // (height * width) for h, w in config.image_grid_pinpoints)
-        if images == 1:
-            count += tall // height * rows * (wide // width * columns + 1)
-        else:
-            count += 1  # a mark of a new line
-        return {
-            "pixel_values": noise(images, most, 3, height, width),
-            "image_sizes": np.array([(tall, wide)] * images),
-            "batch_num_images": np.array([images]),
-        }, [count] * images
-    if kind == "gemma3":
-        count = config.mm_tokens_per_image
-    elif kind == "internvl":
-        count = round(count * config.downsample_ratio**2)
-    elif kind == "llava":
-        classes = vision.model_type == "clip_vision_model"
-        count += int(classes) - int(config.vision_feature_select_strategy == "default")
-    else:
-        count //= config.scale_factor**2
-    return {"pixel_values": noise(images, 3, height, width)}, [count] * images

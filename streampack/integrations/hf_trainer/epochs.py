@@ -62,9 +62,8 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     packs, ranks = loader.dataset, loader.rank_sync
     num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
     config = packs.lane_config
-    if (
-        not config.source.map_style or config.reads_images
-    ):  # of which the lengths are known when they are decoded
+    # The length of a row with images is known when they are decoded.
+    if not config.source.map_style or config.reads_images:
         # All ranks take rank 0's estimate, because with different numbers of steps they would deadlock.
         estimate, *_ = ranks.gather_results(
             lambda: packs.estimate(rows=PROBED_ROWS, num_lanes=num_lanes), doing="estimating an epoch"

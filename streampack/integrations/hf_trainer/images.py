@@ -1,4 +1,4 @@
-"""What samples with images ask of a `Trainer`."""
+"""Set up a `Trainer` for packs with images, and refuse ranks that would wait for one another for ever."""
 
 from __future__ import annotations
 

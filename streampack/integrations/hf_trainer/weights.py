@@ -19,7 +19,8 @@ def load_renamed(trainer: Trainer, checkpoint: str) -> bool:
 
     ``save_pretrained`` writes the names under which a model is published, which are others for most vision-language
     models and for the experts of an MoE. Trainer 5.23 looks for the model's own, warns of the others, and goes on from
-    the weights with which the process began. FSDP, ZeRO and peft save and load in their own ways.
+    the weights with which the process began. FSDP, ZeRO and peft save and load in their own ways, and a
+    model in a module of one's own or compiled has the names that Trainer saved.
     """
     from safetensors import safe_open
 

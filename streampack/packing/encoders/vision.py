@@ -7,37 +7,33 @@ import copy
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-import torch
 
 from streampack.fingerprint import digest
 from streampack.packing.encoders.chat import ChatEncoder
 from streampack.packing.encoders.conversation import ReadColumns, is_empty
-from streampack.packing.encoders.pictures import KEYS, MAX_BYTES, MAX_PIXELS, PictureReader, shorten
-from streampack.packing.encoders.template import ChatTemplate, Messages
+from streampack.packing.encoders.pictures import MAX_BYTES, MAX_PIXELS, PictureReader, shorten
 from streampack.packing.encoders.tokenizer import HFTokenizer
+from streampack.packing.encoders.vision_template import Content, VisionTemplate, is_image, parts_of
 from streampack.packing.media import MediaSample
+from streampack.packing.model_positions import position_rule
 from streampack.storage.retries import Storage
 from streampack.types import IGNORE_INDEX, Array, IntArray, Sample
 
 OF_TEXT = frozenset((
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets",
 ))  # fmt: skip
-"""What a processor returns beside what images become."""
+"""Names in the output of a processor that belong to the text, and not to the images."""
 ONE_TEXT = ("Idefics3", "SmolVLM")
 """Processors whose arrays have a first axis for texts, of which there is one here."""
 
 MOST_OF_A_ROW = 4
 """All images of a row have so many times ``max_pixels`` at most, for they are in memory together."""
-
-PositionRule = Callable[[IntArray, Mapping[str, Array]], IntArray]
-"""Makes positions ``[axes, tokens]`` of a sample's ids and media."""
 
 
 class VisionEncoder(ChatEncoder):
@@ -220,15 +216,15 @@ class VisionEncoder(ChatEncoder):
         listed = [] if is_empty(value) else list(value) if several else [value]
         talks = {column: _messages_in(row.get(column)) for column in self._columns_of(row).values()}
         messages, left, contents = list(chain(*talks.values())), iter(listed), list[Content]()
-        if listed and not any(_is_image(part) for message in messages for part in _parts_of(message)):
+        if listed and not any(is_image(part) for message in messages for part in parts_of(message)):
             user = next((message for message in messages if message["role"] == "user"), None)
             if user is None:
                 raise ValueError(
                     f"column {name!r} has images, and no message of the user is there to hold them"
                 )
-            user["content"] = [*({"type": "image"} for _ in listed), *_parts_of(user)]
+            user["content"] = [*({"type": "image"} for _ in listed), *parts_of(user)]
         for message in messages:
-            if parts := _parts_of(message):
+            if parts := parts_of(message):
                 message["content"] = Content(parts, left, name)
                 contents.append(message["content"])
         if spare := len(list(left)):
@@ -236,92 +232,6 @@ class VisionEncoder(ChatEncoder):
             raise ValueError(f"{has}, and the messages have parts for {len(listed) - spare} of them")
         rest = {column: value for column, value in row.items() if column != name}
         return rest | {column: talk for column, talk in talks.items() if talk}, contents
-
-
-class Content(str):
-    """A message's content in parts, for its template; as a text the last part, which is empty for an image.
-
-    Args:
-        parts: as rows give them.
-        left: the images of the row's column; parts for images that have none of their own take the next.
-        name: of the column.
-    """
-
-    parts: list[dict[str, Any]]
-    images: list[Any]
-    expansions: list[str]  # what the placeholder of each image becomes
-
-    def __new__(cls, parts: Sequence[Any], left: Iterator[Any], name: str) -> Content:
-        """Read the parts."""
-        made, images, text = list[dict[str, Any]](), list[Any](), ""
-        for part in parts:
-            kind, text = "text", part
-            if isinstance(part, Mapping):
-                kind, text = part.get("type", "text"), part.get("text", part.get("content"))
-            if _is_image(part):
-                own = any(part.get(key) is not None for key in KEYS)
-                images.append(part if own else next(left, None))
-                if images[-1] is None:
-                    raise ValueError(
-                        f"there are more parts for images than images in column {name!r}, or one is null; "
-                        "VisionEncoder(images=...) names another column"
-                    )
-                made, text = [*made, {"type": "image"}], ""
-            elif kind == "text" and isinstance(text, str):
-                made.append({"type": "text", "text": text})
-            else:
-                raise ValueError(
-                    f"a message has a part that is {kind!r}, and a {type(text).__name__} as its text; only texts and "
-                    "images can be packed"
-                )
-        self = super().__new__(cls, text)
-        self.parts, self.images, self.expansions = made, images, []
-        return self
-
-
-class VisionTemplate(ChatTemplate):
-    """A chat template whose placeholders of images become what the processor makes of them, before tokens are made."""
-
-    def __init__(self, tokenizer: HFTokenizer, placeholder: str) -> None:
-        texts, settings = [text for text, _ in tokenizer.chat.templates], tokenizer.chat.settings
-        super().__init__(texts, tokenize=self._begun, settings=settings)
-        self.tokenizer = tokenizer
-        self.placeholder = placeholder
-        # As the processor does, which begins what the template begins in another way.
-        self.bos = tokenizer.tokenizer.bos_token
-        self.prefix = tokenizer.encode("", add_bos=None, add_eos=False)
-
-    def _begun(self, text: str) -> tuple[list[int], Sequence[int] | None]:
-        ids, starts = self.tokenizer.encode_with_starts(text)
-        if not self.prefix or (self.bos and text.startswith(self.bos)):
-            return ids, starts
-        return self.prefix + ids, starts and [0] * len(self.prefix) + starts
-
-    def render(
-        self, messages: Messages, *, tools: Any = None, prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]] | None]:
-        """See `ChatTemplate`. Spans are those of the text in which images have their tokens."""
-        given, expansions = [], list[str]()
-        for message in messages:
-            content, parts = message["content"], [{"type": "text", "text": message["content"]}]
-            if isinstance(content, Content):
-                parts = content.parts
-                expansions += content.expansions
-            given.append({**message, "content": parts})
-        text, spans = super().render(given, tools=tools, prompt=prompt)
-        first, *others = text.split(self.placeholder)
-        if len(others) != len(expansions):
-            raise ValueError(
-                f"the chat template writes {len(others)} placeholder(s) of images ({self.placeholder}) for "
-                f"{len(expansions)} image(s); texts may not hold it, and the template must write one for each image"
-            )
-        shifts = [0, *accumulate(len(each) - len(self.placeholder) for each in expansions)]
-
-        def moved(place: int) -> int:
-            return place + shifts[text.count(self.placeholder, 0, place)]
-
-        whole = first + "".join(chain(*zip(expansions, others, strict=True)))
-        return whole, spans and [(moved(start), moved(stop)) for start, stop in spans]
 
 
 def _messages_in(value: Any) -> list[dict[str, Any]]:
@@ -334,45 +244,3 @@ def _messages_in(value: Any) -> list[dict[str, Any]]:
         isinstance(message, Mapping) and "role" in message for message in found
     )
     return [dict(message) for message in found] if good else []
-
-
-def _parts_of(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    if isinstance(content, list | tuple | np.ndarray):
-        return list(content)
-    return [] if content is None else [content]
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-
-
-def position_rule(model: Any) -> PositionRule | None:
-    """Return a model's own rule of positions with several axes, without its weights; None for a model without one.
-
-    Args:
-        model: a model, its config, or a folder or name on the Hub.
-    """
-    from transformers import AutoConfig, AutoModel
-
-    config = getattr(model, "config", model)
-    if isinstance(config, str | os.PathLike):
-        config = AutoConfig.from_pretrained(os.fspath(config), trust_remote_code=False)
-    with torch.device("meta"):
-        bare = AutoModel.from_config(config)
-    return partial(_positions, bare) if hasattr(bare, "get_rope_index") else None
-
-
-def _positions(bare: Any, tokens: IntArray, media: Mapping[str, Array]) -> IntArray:
-    ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    grids = {name: torch.from_numpy(values) for name, values in media.items() if name.endswith("grid_thw")}
-    kinds = (ids == bare.config.image_token_id).int()
-    try:
-        positions, _ = bare.get_rope_index(ids, mm_token_type_ids=kinds, **grids)
-    except (RuntimeError, StopIteration) as error:
-        raise ValueError(
-            "the model's own rule finds no positions for the sample; its template must set a token between two images, "
-            f"and its processor be the model's: {error}"
-        ) from None
-    found: IntArray = positions[:, 0].numpy()
-    return found
