@@ -213,7 +213,7 @@ def batches_of(
 
 
 def pixels_by_place(batch: Batch) -> dict[Any, Any]:
-    """What each sequence of a batch is made of, by its row."""
+    """Return the tokens, pixels and positions of each sequence of a batch, by the number of its row."""
     found, first = {}, 0
     for pack, fragments in enumerate(batch.fragments):
         start = 0

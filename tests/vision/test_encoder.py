@@ -25,6 +25,7 @@ from streampack import (
     collate_packed,
     prepare_model_for_packing,
 )
+from streampack.inspection.packs import view
 from streampack.packing import media as media_of_packs
 from streampack.packing.encoders import pictures
 from streampack.packing.encoders.pictures import PictureReader
@@ -430,3 +431,16 @@ def test_thumbnails_are_of_the_first_images_and_decoded_small(monkeypatch: pytes
     assert max(sizes) < (400, 400)
     shown = Image.open(io.BytesIO(base64.b64decode(made[0].partition(",")[2])))
     assert shown.size == (96, 48)
+
+
+def test_a_pack_is_shown_without_an_image_that_is_gone(tmp_path: Path) -> None:
+    Image.fromarray(picture(1)).save(tmp_path / "a.png")
+    made = encoder(folder=tmp_path)
+    rows = [{"messages": ask("x"), "images": ["a.png"]}]
+    packs = IterablePackedDataset(MapSource(rows), max_seq_len=256, encoder=made, num_lanes=1)
+    [pack] = packs.stream()
+    [seen] = view(pack, packs.lane_config).sequences
+    assert [each[:23] for each in seen.thumbnails] == ["data:image/jpeg;base64,"]
+    (tmp_path / "a.png").unlink()
+    [seen] = view(pack, packs.lane_config).sequences
+    assert (seen.thumbnails, seen.media > 0) == ([], True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import multiprocessing as mp
 import pickle
+import time
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from streampack import (
     plan_packs,
 )
 from streampack.packing.two_budgets import choose_within
-from streampack.streaming import piece_reader
+from streampack.streaming import estimate, piece_reader
 from streampack.streaming.estimate import _fill
 from tests.vision.rows import encode, pixels_of, positions_of, row, rows
 
@@ -293,6 +295,21 @@ def test_epochs_are_counted_and_estimated_within_both_budgets() -> None:
     assert full == pytest.approx(packs - 1, abs=2)
 
 
+def test_an_estimate_plans_no_more_packs_where_media_are_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    plan = estimate.plan_samples
+
+    def counted(*given: Any) -> Any:
+        for pack in plan(*given):
+            planned.append(len(pack))
+            yield pack
+
+    monkeypatch.setattr(estimate, "plan_samples", counted)
+    packing = data(max_seq_len=1000, max_media=10).lane_config.packing
+    assert _fill([(20, 10), (30, 5)], packing) < 0.1
+    assert len(planned) <= 2 * estimate.SIMULATED_PACKS
+
+
 def test_a_run_goes_on_with_other_settings_and_mixtures_hold_text_and_images() -> None:
     given = rows(120)
     first = data(given)
@@ -346,6 +363,26 @@ def test_packs_of_images_are_not_planned_far_ahead() -> None:
     assert data(max_seq_len=8192).window_for(8) == 0
     assert data(max_seq_len=8192, max_media=None).window_for(8) == 64
     assert data(max_seq_len=8192, balance_window=3).window_for(8) == 3
+
+
+def test_a_worker_makes_few_packs_of_images_ahead() -> None:
+    made = mp.Value("i", 0)
+
+    def counted(given: Any) -> Sample:
+        with made.get_lock():
+            made.value += 1
+        tokens = np.arange(10, 74)  # a pack, with more pixels than a pipe holds
+        return MediaSample(tokens, tokens, media={"pixel_values": np.zeros((40, 3000), np.float32)})
+
+    whole = data(rows(40), encoder=counted, num_lanes=1, strategy="next_fit", buffer_size=1)
+    batches = iter(PackedDataLoader(whole, batch_size=1, num_workers=1))
+    next(batches)
+    seen = -1
+    while seen < (now := made.value):  # until it stands still
+        seen = now
+        time.sleep(0.5)
+    assert 2 <= seen <= 6  # without a limit, nine packs wait
+    assert len(list(batches)) == 39
 
 
 def test_collators_that_know_no_images_fail() -> None:
