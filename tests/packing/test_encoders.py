@@ -63,6 +63,39 @@ def test_every_token_of_a_text_is_trained(add_bos: bool, add_eos: bool, text: st
     assert sample.tokens.dtype == np.int32
 
 
+class ParsesSpecials(WordTokenizer):
+    """Takes the text of BOS and EOS for these tokens, as torchtune's tokenizer of Qwen does."""
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        specials = {"<s>": self.bos_id, "</s>": self.eos_id}
+        words = [specials.get(word, 10 + sum(word.encode()) % 80) for word in text.split()]
+        return [self.bos_id] * add_bos + words + [self.eos_id] * add_eos
+
+
+@pytest.mark.parametrize("make", [byte_level, ParsesSpecials])
+def test_one_bos_and_one_eos_enclose_a_text_that_has_them(make: Any) -> None:
+    """Otherwise a model would be trained to say a second EOS after the first."""
+    bare, ended = "hello there", "<s> hello there </s>"
+    text = TextEncoder(make(), add_bos=True)
+    ids = [text({"text": each}).tokens.tolist() for each in (bare, ended, "", f"{bare} </s>")]
+    eos, bos = text.tokenizer.eos_id, text.tokenizer.bos_id
+    assert [(each.count(bos), each.count(eos)) for each in ids] == [(1, 1)] * 4
+    assert all((each[0], each[-1]) == (bos, eos) for each in ids)
+    kept = TextEncoder(make(), add_bos=False, add_eos=False)({"text": "a </s> </s>"}).tokens
+    assert kept.tolist().count(eos) == 2, "what is not asked for is not changed"
+
+    chat = ChatEncoder(make(), add_bos=True)
+    for prompt, answer in (("<s> one", " two </s>"), ("one </s>", ""), ("<s> one </s>", " two")):
+        tokens, labels = chat({"prompt": prompt, "completion": answer})
+        assert tokens.tolist().count(bos) == 1
+        trained = labels[labels != -100].tolist()
+        assert trained[-1:] == [eos]
+        assert trained.count(eos) == 1
+    pair = AnswersEncoder(make(), add_bos=True)({"chosen": "<s> a b </s>", "rejected": "<s> a c"})
+    assert [each.tokens.tolist().count(eos) for each in pair.answers()] == [1, 1]
+    assert [each.tokens.tolist().count(bos) for each in pair.answers()] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

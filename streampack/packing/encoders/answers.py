@@ -11,6 +11,7 @@ from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
 from streampack.packing.encoders.conversation import Content, ReadColumns, read_content, read_tools
+from streampack.packing.encoders.tokenizer import encode_text
 from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import IGNORE_INDEX, INT32, FloatArray, IntArray, Sample
@@ -183,8 +184,8 @@ class AnswersEncoder(Encoder):
                     f"there is no column {self.prompt!r}, and not every answer begins with one; name the column of "
                     f"the prompt (prompt: {other}), or begin all answers with it"
                 )
-            encode, bos, eos = self.tokenizer.encode, self.chat.bos, self.chat.add_eos
-            ids = [list(encode(text, add_bos=bos, add_eos=eos)) for text in given]
+            bos, eos = self.chat.bos, self.chat.add_eos
+            ids = [encode_text(self.tokenizer, text, add_bos=bos, add_eos=eos) for text in given]
             # A space before they differ is the answers', as in TRL: most tokenizers join it with the word after it.
             shared = given[0][: _common_prefix([[*text] for text in given])].removesuffix(" ")
             return _split_where_unequal(ids, self.chat.encode_prompt(shared))

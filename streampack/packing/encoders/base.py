@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, encode_text
 from streampack.packing.samples import columns_of, missing_column, sample_from_pair, sample_from_row
 from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
@@ -105,7 +105,7 @@ class TextEncoder(Encoder):
         tokenizer: one of torchtune's, a Hugging Face tokenizer, or anything with ``encode(text, add_bos=, add_eos=)``.
         column: the column that holds the text.
         add_bos: whether each text begins with BOS. None leaves it to the tokenizer.
-        add_eos: whether each text ends with EOS.
+        add_eos: whether each text ends with EOS. A text that has its own BOS or EOS gets no second one.
 
     Raises:
         ValueError: for a tokenizer that ignores ``add_bos`` or ``add_eos``, or has no such token.
@@ -129,7 +129,7 @@ class TextEncoder(Encoder):
                 f"column {self.column!r} holds {'no text (null)' if text is None else f'a {type(text).__name__}'}; "
                 "mend the row, or set skip_bad=True, which counts and lists such rows"
             )
-        tokens = self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
+        tokens = encode_text(self.tokenizer, text, add_bos=self.add_bos, add_eos=self.add_eos)
         return sample_from_pair(tokens, tokens)
 
     def decode(self, tokens: list[int]) -> str:

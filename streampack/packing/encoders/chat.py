@@ -18,7 +18,13 @@ from streampack.packing.encoders.conversation import (
     read_tools,
 )
 from streampack.packing.encoders.template import ChatTemplate
-from streampack.packing.encoders.tokenizer import HFTokenizer, check_ends, check_tokenizer
+from streampack.packing.encoders.tokenizer import (
+    HFTokenizer,
+    check_ends,
+    check_tokenizer,
+    encode_text,
+    eos_of,
+)
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require
@@ -155,8 +161,11 @@ class ChatEncoder(Encoder):
     def encode_text(self, prompt: str, answer: str) -> Sample:
         """Encode a text behind its prompt; raise if a token crosses from one into the other."""
         head = self.encode_prompt(prompt)
-        ids = self.tokenizer.encode(prompt + answer, add_bos=self.bos, add_eos=self.add_eos)
-        if list(ids[: len(head)]) != head:
+        ids = encode_text(self.tokenizer, prompt + answer, add_bos=self.bos, add_eos=self.add_eos)
+        # With an empty answer, that one EOS is the prompt's.
+        if self.add_eos and ids == head and (eos := eos_of(self.tokenizer)) is not None:
+            ids.append(eos)
+        if ids[: len(head)] != head:
             raise ValueError(
                 f"a token crosses from the prompt ({prompt[-16:]!r}) into the completion ({answer[:16]!r}), so no "
                 "mask is right; move white space from the prompt's end to the completion's beginning"
@@ -166,7 +175,7 @@ class ChatEncoder(Encoder):
     def encode_prompt(self, prompt: Content, *, tools: Any = None) -> list[int]:
         """Return the ids of a prompt alone, as at inference."""
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt, add_bos=self.bos, add_eos=False))
+            return encode_text(self.tokenizer, prompt, add_bos=self.bos, add_eos=False)
         return self.template.prompt(prompt, tools=tools)
 
     def decode(self, tokens: list[int]) -> str:

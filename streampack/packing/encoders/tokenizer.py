@@ -94,20 +94,16 @@ class HFTokenizer:
         """Tokenize a text. ``add_bos=None`` begins it as the tokenizer does by itself.
 
         As with torchtune's tokenizers, ``add_bos=True`` adds nothing where there is no BOS token. Without an EOS token,
-        ``add_eos=True`` is an error.
+        ``add_eos=True`` is an error. A text that has its own BOS or EOS gets no second one.
         """
+        if add_eos and self.eos_id is None:
+            raise ValueError(
+                f"the tokenizer {self.name} has no EOS token; set its eos_token, or say add_eos: False"
+            )
         ids = self._ids(text)
-        if add_bos is None:
-            ids = self._own_prefix + ids
-        elif add_bos and self.bos_id is not None:
-            ids = [self.bos_id, *ids]
-        if add_eos:
-            if self.eos_id is None:
-                raise ValueError(
-                    f"the tokenizer {self.name} has no EOS token; set its eos_token, or say add_eos: False"
-                )
-            ids.append(self.eos_id)
-        return ids
+        begin = self._own_prefix if add_bos is None else [self.bos_id] * (add_bos and self.bos_id is not None)
+        end = [self.eos_id] * (add_eos and ids[-1:] != [self.eos_id])
+        return [*(begin if ids[: len(begin)] != begin else ()), *ids, *end]
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int] | None]:
         """Tokenize a text without special tokens, and say where in it each token begins; None if that is not known."""
@@ -267,6 +263,17 @@ def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> bool |
     if add_bos is None and not isinstance(tokenizer, HFTokenizer):
         return True  # torchtune's add BOS by default
     return add_bos
+
+
+def encode_text(tokenizer: Any, text: str, *, add_bos: bool | None, add_eos: bool) -> list[int]:
+    """Tokenize a text. One that has its own BOS or EOS gets no second one, whatever the tokenizer adds."""
+    ids = list(tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos))
+    bos, eos = _id_of(tokenizer, "bos_id"), eos_of(tokenizer)
+    if text and add_bos is not False and bos is not None and ids[:2] == [bos, bos]:
+        del ids[0]
+    if text and add_eos and eos is not None and ids[-2:] == [eos, eos]:
+        del ids[-1]
+    return ids
 
 
 def eos_of(tokenizer: Any) -> int | None:
