@@ -166,7 +166,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
                     and all(trains_nothing(sample.cut(start, stop)) for start, stop in bounds)
                 )
                 if untrained and self.untrained == "error":
-                    raise untrained_error(length, self.packing)
+                    kept = sum(stop - start for start, stop in bounds)
+                    raise untrained_error(sample, kept, self.packing)
             except ValueError as error:
                 raise ValueError(f"sample {index} {error}") from None
             lengths.append(length)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.accounting import trains_nothing
 from streampack.packing.columns import ids_from_column
 from streampack.packing.settings import Packing
 from streampack.types import IGNORE_INDEX, FloatArray, IntArray, PackGroups, Sample
@@ -168,6 +169,11 @@ def cut_group(group: Group, packing: Packing) -> list[tuple[int, Sample]]:
         f"is a group of {length} tokens, max_seq_len is {packing.max_seq_len}, and a group is never split; set "
         "overlong to 'truncate' or 'drop', or raise max_seq_len"
     )
+
+
+def lacks_training(sample: Sample) -> bool:
+    """Return whether no label of a sample is trained; of a group, none of at least one answer."""
+    return any(map(trains_nothing, sample.answers() if isinstance(sample, Group) else [sample]))
 
 
 def pack_groups(sequences: Sequence[Sample], labels: IntArray, *, max_seq_len: int) -> PackGroups:

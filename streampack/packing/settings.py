@@ -142,13 +142,14 @@ def trained_if_split(
     return int(np.count_nonzero(kept.labels != IGNORE_INDEX)) - not_trained
 
 
-def untrained_error(length: int, packing: Packing) -> ValueError:
-    """Make the error for a sample of ``length`` tokens that trains nothing; the caller adds its place."""
-    kept = sum(stop - start for start, stop in packing.pieces_of(length))
+def untrained_error(sample: Sample, kept: int, packing: Packing) -> ValueError:
+    """Make the error for a sample of which ``kept`` tokens train nothing; the caller adds its place."""
+    length = sample.tokens.size
     left, way_out = f"its {length} tokens", "look at its labels (the first is never trained)"
     if kept < length:
         left = f"the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
         way_out = "raise max_seq_len, choose another overlong"
-    return ValueError(
-        f"trains nothing: none of {left} has a label to train; {way_out}, or set untrained to 'drop' or 'keep'"
-    )
+    what = f"trains nothing: none of {left}"
+    if type(sample) is not Sample:
+        what = f"has an answer that trains nothing: of {left}, none of that answer's"
+    return ValueError(f"{what} has a label to train; {way_out}, or set untrained to 'drop' or 'keep'")

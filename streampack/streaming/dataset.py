@@ -83,9 +83,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             end is cut off, but for the EOS of the encoder), ``"truncate_left"`` (its beginning is) or ``"split"``.
             Default ``"error"``, with ``split_across_pack`` ``"split"``.
         max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Default: no limit.
-        untrained: what to do with a sample of which no token is trained: ``"keep"``, ``"drop"`` or ``"error"``. By
-            default they are kept with a warning at the first, and a step of such samples alone is an error in recipes
-            and under Trainer, otherwise a warning.
+        untrained: what to do with a sample of which no token is trained, or a group with such an answer: ``"keep"``,
+            ``"drop"`` or ``"error"``. By default a warning says so at the first. Samples are kept, and a step of such
+            samples alone is an error in recipes and under Trainer, otherwise a warning. A group is dropped if a cut by
+            ``overlong`` took the trained tokens of an answer.
         skip_bad: whether to leave out, count and list records that cannot be read or encoded or have no token; a part
             of a file that cannot be read is one. By default they are errors. ``True`` skips up to 1 % of the rows that
             a lane has read, or 100 if that is more; a number is another limit, below 1 a fraction; a folder is where

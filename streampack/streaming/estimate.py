@@ -11,6 +11,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger, trained_tokens
+from streampack.packing.groups import Group, lacks_training
 from streampack.packing.media import MediaSample
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
@@ -75,17 +76,22 @@ def look(config: LaneConfig, row: Row) -> tuple[Seen, list[Sample]]:
         return Seen(row.row_id, 0, 0, 0, 0, "bad", sample), []
     length = sample.tokens.size
     trained = trained_tokens(sample)
-    pieces = [piece for _, piece in config.cut(sample)]
+    parts = config.cut(sample)
+    pieces = [piece for _, piece in parts]
     kept = sum(piece.tokens.size for piece in pieces)
     kept_trained = sum(map(trained_tokens, pieces)) if kept < length or len(pieces) > 1 else trained
     reason, detail = None, ""
-    if pieces and not kept_trained and config.untrained == "drop":
-        pieces, kept, reason, detail = [], 0, "untrained", "no token is trained"
+    lacks = bool(parts) and (lacks_training(parts[0][1]) if len(parts) == 1 else not kept_trained)
+    nothing = "no token is trained" + (" of an answer" if isinstance(sample, Group) else "")
+    if lacks and config.drops_untrained(sample, parts):
+        pieces, kept, kept_trained, reason, detail = [], 0, 0, "untrained", nothing
     elif not pieces:
         over = f", {sample.cost:,} of max_media" if isinstance(sample, MediaSample) else ""
         reason, detail = "overlong", f"{length:,} tokens{over}"
     elif kept < length:
         reason, detail = "truncated", f"{length:,} tokens, {trained - kept_trained:,} trained ones cut off"
+    elif lacks and isinstance(sample, Group):  # `Rows.untrained` finds the plain ones
+        reason, detail = "untrained", nothing
     media = sum(piece.cost for piece in pieces if isinstance(piece, MediaSample))
     return Seen(row.row_id, length, trained, kept, kept_trained, reason, detail, media), pieces
 

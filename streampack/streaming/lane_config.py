@@ -137,6 +137,15 @@ class LaneConfig:
             for each in unchecked:
                 self.check_ids([each])
 
+    def drops_untrained(self, sample: Sample, parts: Sequence[tuple[int, Sample]]) -> bool:
+        """Return whether the parts of a sample are dropped if they train nothing.
+
+        By default a group is, if a cut took all that is trained of an answer: a pair would compare a log-probability of
+        0. A group that came so is kept, because its encoder may mean it.
+        """
+        was_cut = isinstance(sample, Group) and parts[0][1] is not sample
+        return self.untrained == "drop" or (self.untrained is None and was_cut)
+
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
         """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped."""
         if type(sample) is Group:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from streampack.accounting import Ledger, SourceStats, nothing_to_pack, trained_tokens, trains_nothing
+from streampack.packing.groups import lacks_training
 from streampack.packing.media import MediaSample
 from streampack.packing.settings import untrained_error
 from streampack.sources.mixture_reader import passes_by_all
@@ -200,12 +201,13 @@ class PieceReader:
                 trained = trained_tokens(sample, [start for start, _ in parts[1:]])
                 untrained = trained == 0
             else:
-                untrained = bool(parts) and trains_nothing(parts[0][1])
+                untrained = bool(parts) and lacks_training(parts[0][1])
             if untrained and config.untrained == "error":
-                raise untrained_error(sample.tokens.size, config.packing)
+                kept = sum(part.tokens.size for _, part in parts)
+                raise untrained_error(sample, kept, config.packing)
         except ValueError as error:
             raise ValueError(f"{config.source.locate(row_id)} {error}") from None
-        if untrained and config.untrained == "drop":
+        if untrained and config.drops_untrained(sample, parts):
             return [], True
         lengths = [part.tokens.size for _, part in parts]
         total = sum(lengths)

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
+    AnswersEncoder,
     Batch,
     FlatteningCollator,
     Group,
@@ -27,10 +29,12 @@ from streampack import (
     Sample,
     collate_packed,
 )
+from streampack.losses import pair_of, sequence_logps
 from streampack.packing.batch import null_pack, stack_packs, to_torchtune
 from streampack.tokenize import tokenize
 from tests.harness.corpus import rows
 from tests.harness.groups import Pairs, without_sharing
+from tests.harness.hf_tokenizers import Letters
 from tests.harness.mixtures import shifted
 
 LIMIT = 24
@@ -373,6 +377,62 @@ def test_a_group_too_long_to_be_cut_is_dropped() -> None:
     [pack] = data
     assert pack["num_seqs"] == 3
     assert data.ledger().dropped["overlong"] == 64
+
+
+# Answers that are trained in part, such as rollouts that called tools: a cut may take all that is trained of one.
+PARTLY = [
+    {"prompt": [*range(20)], "answers": [[i + 100] * 9, [i + 200] * 9], "mask": [[0] * cut + [1] * (9 - cut), [1] * 9]}
+    for i, cut in enumerate([7, 0, 5, 8, 1, 6] * 4)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("untrained", [None, "keep", "drop", "error"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_group_is_judged_by_the_trained_tokens_that_a_cut_leaves_each_answer(
+    untrained: str | None, shared: bool
+) -> None:
+    """A pair with an answer that trains nothing would compare a log-probability of 0."""
+    limit, kept_of_each = (32, 6) if shared else (52, 6)
+    encoder = AnswersEncoder(Letters(), answers="answers", mask="mask", share_prefix=shared)
+    lost = [i for i, row in enumerate(PARTLY) if not any(row["mask"][0][:kept_of_each])]
+    assert 0 < len(lost) < len(PARTLY)
+    data = IterablePackedDataset(
+        PARTLY, encoder=encoder, max_seq_len=limit, overlong="truncate", untrained=untrained, num_lanes=1
+    )
+    if untrained == "error":
+        with pytest.raises(ValueError) as error:
+            list(data)
+        assert str(error.value) == (
+            f"sample 0 has an answer that trains nothing: of the {limit} tokens that overlong='truncate' leaves of its "
+            f"{limit + 6}, none of that answer's has a label to train; raise max_seq_len, choose another overlong, or "
+            "set untrained to 'drop' or 'keep'"
+        )
+        return
+    seen, counts = set(), []
+    for batch in PackedDataLoader(data, batch_size=1):
+        chosen, rejected = pair_of(batch)
+        counts += sequence_logps(torch.zeros(1, limit, 300), batch)[1].flatten()[chosen].tolist()
+        assert len(rejected) == 1
+        seen.add(max(batch.tokens[0].tolist()) - 200)
+    gone = [] if untrained == "keep" else lost
+    assert seen == {*range(len(PARTLY))} - {*gone}
+    assert counts.count(0) == len(lost) - len(gone)
+    ledger = data.ledger()
+    assert (ledger.untrained, ledger.dropped_samples["untrained"]) == (len(lost), len(gone))
+    assert ledger.dropped["untrained"] == len(gone) * (limit + 6)
+    known = data.estimate(rows=100)
+    assert (known.packs, known.lost) == (ledger.packs, pytest.approx(1 - ledger.packed / ledger.tokens_in))
+
+
+def test_a_group_that_came_with_an_untrained_answer_is_counted_and_kept_unless_told_otherwise() -> None:
+    half = Group([5, 6, 7, 8], [-100, -100, 7, -100], lengths=[2, 1, 1], parents=[-1, 0, 0])
+    for untrained, sequences in ((None, 4), ("keep", 4), ("drop", 1)):
+        data = IterablePackedDataset(
+            [half, [5, 6]], encoder=lambda row: row, max_seq_len=6, untrained=untrained
+        )
+        [pack] = data
+        assert pack["num_seqs"] == sequences
+        assert data.ledger().untrained == 1
 
 
 def test_what_knows_no_groups_refuses_them(tmp_path: Path) -> None:
