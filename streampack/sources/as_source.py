@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from glob import glob
-from pathlib import Path
 from typing import Any
 
 from streampack.sources.hugging_face import ArrowDataset, HFSource, is_readable
-from streampack.sources.indexed import INDEX
+from streampack.sources.indexed import INDEX, read_index
 from streampack.sources.jsonl import JSON_LINES, JSONLSource
 from streampack.sources.mds import MDSSource
 from streampack.sources.memory import Columns, IterableSource, MapSource
 from streampack.sources.parquet import PARQUET, ParquetSource
 from streampack.sources.source import Source
 from streampack.sources.token_shards import FORMAT, TokenShardSource
-from streampack.storage.listing import in_folder
+from streampack.storage.base import path_in, redact
+from streampack.storage.listing import names_in, storage_of
 
 
 def by_rows(data: Any) -> Any:
@@ -53,8 +52,9 @@ def by_rows(data: Any) -> Any:
 def as_source(data: Any) -> Source:
     """Make a `Source` of a source, a path or glob, a map-style dataset, columns, or an iterable.
 
-    Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines. A folder with an index holds token
-    shards or MosaicML's; of other folders, the Parquet or JSON lines files in it are read, at any depth.
+    Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines. A folder, here or
+    behind a URL, that has an index holds token shards or MosaicML's; of other folders, the Parquet or JSON lines files
+    in it are read, at any depth.
 
     >>> type(as_source([{"tokens": [1], "labels": [1]}])).__name__
     'MapSource'
@@ -72,8 +72,8 @@ def as_source(data: Any) -> Source:
         return _of_path(os.fspath(data))
     if _are_paths(data):
         files = [os.fspath(path) for path in data]
-        kind = ParquetSource if all(path.endswith(".parquet") for path in files) else JSONLSource
-        return kind(files)
+        kinds = {_kind_of(path) for path in files}
+        return (kinds.pop() if len(kinds) == 1 else JSONLSource)(files)
     if type(data).__module__ == "datasets.dataset_dict":
         splits = ", ".join(map(repr, data))
         raise ValueError(
@@ -102,16 +102,22 @@ def _are_paths(data: Any) -> bool:
     return isinstance(first, os.PathLike) or "://" in first or bool(glob(first))
 
 
+def _kind_of(path: str) -> type[ParquetSource] | type[JSONLSource]:
+    return ParquetSource if path_in(path).endswith(PARQUET) else JSONLSource
+
+
 def _of_path(path: str) -> Source:
-    folder = Path(path).expanduser()
-    if not path or not folder.is_dir():
-        kind = ParquetSource if path.endswith(".parquet") else JSONLSource
-        return kind(path)
-    if (folder / INDEX).is_file():
-        made_here = json.loads((folder / INDEX).read_text()).get("format") == FORMAT
-        return TokenShardSource(folder) if made_here else MDSSource(folder)
-    if not in_folder(str(folder), PARQUET):
-        return JSONLSource(folder)
-    if in_folder(str(folder), JSON_LINES):
-        raise ValueError(f"{path} holds Parquet and JSON lines; name those to read, such as {path}/*.parquet")
-    return ParquetSource(folder)
+    # A URL that names a file by its ending costs no request here.
+    named = "://" in path and path_in(path).endswith((*PARQUET, *JSON_LINES))
+    if named or (names := names_in(path)) is None:
+        return _kind_of(path)(path)
+    if INDEX in names:
+        _, index = read_index(path, storage_of([path], None))
+        return TokenShardSource(path) if index.get("format") == FORMAT else MDSSource(path)
+    kinds = {_kind_of(name) for name in names if name.endswith((*PARQUET, *JSON_LINES))}
+    if len(kinds) > 1:
+        shown = redact(path).rstrip("/")
+        raise ValueError(
+            f"{shown} holds Parquet and JSON lines; name those to read, such as {shown}/*.parquet"
+        )
+    return (kinds.pop() if kinds else JSONLSource)(path)

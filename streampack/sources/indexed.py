@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from streampack.storage.base import GONE, File, FileStorage, LocalStorage, redact, with_path
 from streampack.storage.corpus import Corpus, once
 from streampack.storage.listing import Name, corpus_of, placed, resolved, storage_of
+from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Storage
 
 INDEX = "index.json"
@@ -51,13 +52,8 @@ def read_indexes(
     found: list[File] = []
     shards: list[Shard] = []
     for folder in given:
-        url = with_path(folder, lambda path: f"{path.rstrip('/')}/{INDEX}")
-        path, text = once(partial(_read, url, held), of=redact(url), local=isinstance(held, LocalStorage))
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{redact(path)} is no JSON ({error})") from None
-        entries = content.get("shards") if isinstance(content, dict) else None
+        path, content = read_index(folder, held)
+        entries = content.get("shards")
         if not isinstance(entries, list) or not entries:
             raise ValueError(f"{redact(path)} names no shards: it is no index of such")
         index = resolved(path)
@@ -78,6 +74,21 @@ def read_indexes(
             found.append(replace(file, problem=file.problem or problem))
             shards.append(shard)
     return corpus_of(found, held), shards
+
+
+def read_index(folder: str, storage: LocalStorage | RemoteStorage) -> tuple[str, dict[str, Any]]:
+    """Return the path of a folder's index, at a version if the storage has any, and its content, empty if it is a list.
+
+    Raises:
+        ValueError: if there is none, or it is no JSON.
+    """
+    url = with_path(folder, lambda path: f"{path.rstrip('/')}/{INDEX}")
+    path, text = once(partial(_read, url, storage), of=redact(url), local=isinstance(storage, LocalStorage))
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{redact(path)} is no JSON ({error})") from None
+    return path, content if isinstance(content, dict) else {}
 
 
 def _read(path: str, storage: FileStorage) -> tuple[str, bytes]:

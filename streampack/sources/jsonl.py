@@ -61,8 +61,8 @@ class JSONLSource(FileSource):
 
     Args:
         paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others);
-            globs where the storage can list files. Of a folder, the ``.jsonl`` and ``.ndjson`` files in it, at any
-            depth.
+            globs and folders where the storage can list files, as a web server cannot. Of a folder, the ``.jsonl`` and
+            ``.ndjson`` files in it, at any depth, and no hidden ones.
         manifest: instead of ``paths``, a text file with a file's name on each line, or what `Corpus.manifest` returns;
             with sizes, no file is looked at before it is read. Names are relative to the manifest's folder, or to
             ``paths``.

@@ -25,6 +25,7 @@ HASHED_BYTES = 1 << 16  # A digest is made of as many bytes at a file's beginnin
 UNKNOWN_SIZE = -1
 GONE = "there is no such file"
 EMPTY = "it is empty"
+FOLDER = "it is a folder"
 MAX_NAMED = 10  # files that a summary of those that cannot be read names
 Problem = tuple[str, str]
 """(a file's path without secrets, why the file cannot be read)."""

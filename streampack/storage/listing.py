@@ -24,6 +24,7 @@ from urllib.parse import quote, unquote, urlsplit
 from streampack.fingerprint import digest
 from streampack.storage.base import (
     EMPTY,
+    FOLDER,
     GONE,
     UNKNOWN_SIZE,
     File,
@@ -35,12 +36,14 @@ from streampack.storage.base import (
     split_url,
     with_path,
 )
+from streampack.storage.compression import COMPRESSED
 from streampack.storage.corpus import Corpus, once
 from streampack.storage.remote import RemoteStorage, opaque, scheme_of
 from streampack.storage.retries import Storage
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
+HIDDEN = re.compile(r"(^|/)\.")
 ESCAPED = re.compile(r"\[([*?[])\]")  # a character that `glob.escape` has escaped
 
 
@@ -137,7 +140,12 @@ def _listed(storage: LocalStorage | RemoteStorage, patterns: list[str], endings:
     if isinstance(storage, LocalStorage):
         alone = len(patterns) == 1
         return [each for pattern in patterns for each in _here(storage, pattern, endings, alone=alone)]
-    return _looked_up([each for pattern in patterns for each in _there(storage, pattern)], storage)
+    found = _looked_up([each for pattern in patterns for each in _there(storage, pattern)], storage)
+    return [
+        each
+        for file in found
+        for each in (_in_folder(storage, file.path, endings) if file.problem == FOLDER else [file])
+    ]
 
 
 def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: str) -> list[File]:
@@ -227,9 +235,7 @@ def _here(storage: LocalStorage, pattern: str, endings: Sequence[str], *, alone:
     if found:
         return found
     if folder:
-        raise ValueError(
-            f"the folder {pattern} holds no {' or '.join(endings)} file; name the files, or a glob of them"
-        )
+        raise _no_file(pattern, endings)
     if not alone and not any(character in pattern for character in MAGIC):
         path = os.path.normpath(Path(pattern).absolute())
         return [File(path, Path(path).name, problem=GONE)]
@@ -242,18 +248,67 @@ def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
     return sorted(path for path in everything if path.endswith(tuple(endings)) and Path(path).is_file())
 
 
+def names_in(folder: str) -> list[str] | None:
+    """Return the names, relative to it, of the files in a folder, here or behind a URL; None if it is no folder.
+
+    Hidden files are left out. A web server lists no files, so its URLs are no folders.
+    """
+    held = storage_of([folder], None)
+    if isinstance(held, LocalStorage):
+        [folder] = held.pinned([folder])
+        there = Path(folder).is_dir() if folder else False
+        return [os.path.relpath(path, folder) for path in in_folder(folder, [""])] if there else None
+    if held.scheme in ("http", "https") or any(character in split_url(folder).path for character in MAGIC):
+        return None
+
+    def names() -> list[str] | None:
+        [pinned] = held.pinned([folder])
+        [file] = _looked_up([File(pinned)], held)
+        found = _in_folder(held, pinned, [""]) if file.problem == FOLDER else None
+        return None if found is None else sorted(each.name for each in found)
+
+    return once(names, of=f"the folder {redact(folder)}", local=False)
+
+
 def _there(storage: RemoteStorage, pattern: str) -> list[File]:
     if not any(character in split_url(pattern).path for character in MAGIC):
         return [File(pattern, _parts_of(pattern)[-1])]
-    if found := storage.find(pattern):
-        # How deep the folder lies is told by the pattern: a file system may write its own paths in another way.
-        depth = len(_plain_parts(_parts_of(pattern)))
-        parts = [_parts_of(file.path) for file in found]
-        return [
-            replace(file, name="/".join(of_file[depth:] or of_file[-1:]))
-            for file, of_file in zip(found, parts, strict=True)
-        ]
+    parts = _parts_of(pattern)
+    folder = _plain_parts(parts)
+    found = _named(storage.find(pattern), folder)
+    # A wildcard matches no hidden file, as on this machine.
+    if not HIDDEN.search("/".join(parts[len(folder) :])):
+        found = [file for file in found if not HIDDEN.search(file.name)]
+    if found:
+        return found
     raise ValueError(f"no file matches {redact(pattern)!r}; check the path or the glob")
+
+
+def _in_folder(storage: RemoteStorage, folder: str, endings: Sequence[str]) -> list[File]:
+    """Return what `in_folder` does, of a folder behind a URL."""
+    found = [
+        file
+        for file in _named(storage.find(folder, folder=True), _parts_of(folder))
+        if file.name.endswith(tuple(endings)) and not HIDDEN.search(file.name)
+    ]
+    if found:
+        return found
+    raise _no_file(redact(folder), endings)
+
+
+def _named(found: Sequence[File], folder: Sequence[str]) -> list[File]:
+    """Name files by their paths below a folder, which is given by its parts."""
+    # How deep the folder lies is told by what the user gave: a file system may write its own paths in another way.
+    parts = [_parts_of(file.path) for file in found]
+    return [
+        replace(file, name="/".join(of_file[len(folder) :] or of_file[-1:]))
+        for file, of_file in zip(found, parts, strict=True)
+    ]
+
+
+def _no_file(folder: str, endings: Sequence[str]) -> ValueError:
+    shown = " or ".join(ending for ending in endings if not ending.endswith(COMPRESSED))
+    return ValueError(f"the folder {folder} holds no {shown} file; name the files, or a glob of them")
 
 
 def _plain_parts(parts: Sequence[str]) -> list[str]:

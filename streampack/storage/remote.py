@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from streampack.storage.base import STORES, File, FileStorage, changed, redact, resized
+from streampack.storage.base import FOLDER, STORES, File, FileStorage, changed, redact, resized
 from streampack.storage.hub import http_options, pinned, web_address
 from streampack.storage.retries import PERMANENT, Busy, Refused, Storage
 
@@ -76,13 +76,15 @@ class RemoteStorage(FileStorage):
         return self._listed(path, self._call("info", path))
 
     def _listed(self, path: str, info: Mapping[str, Any]) -> File:
+        if info.get("type") == "directory":
+            raise FileNotFoundError(f"{redact(path)}: {FOLDER}")
         if info.get("size") is None:
             what = "the server does not tell the file's size; copy it to this machine"
             raise Refused(f"{redact(path)}: {what}")
         return File(path, size=info["size"], tag=tag_of(info))
 
-    def find(self, pattern: str) -> list[File]:
-        """Return the files that a glob matches, by one listing.
+    def find(self, pattern: str, *, folder: bool = False) -> list[File]:
+        """Return the files that a glob matches, or all at any depth of a folder, by one listing.
 
         Raises:
             ValueError: for HTTP, which cannot list files.
@@ -91,8 +93,9 @@ class RemoteStorage(FileStorage):
             raise ValueError(
                 f"{redact(pattern)!r} is a glob, and a web server does not list files; name each file, or a manifest"
             )
+        call = "find" if folder else "glob"
         found = self.storage.retry(
-            lambda: self._call("glob", pattern, detail=True), f"listing {redact(pattern)}"
+            lambda: self._call(call, pattern, detail=True), f"listing {redact(pattern)}"
         )
         return [
             self._listed(f"{self.scheme}://{path.lstrip('/')}", info)

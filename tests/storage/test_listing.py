@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import glob
+import gzip
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from streampack import HFSource, IterablePackedDataset, JSONLSource, ParquetSource, TokenShardSource
@@ -15,7 +22,7 @@ from streampack.sources import Reading, as_source
 from streampack.tokenize import tokenize
 from tests.harness.corpus import identity_of, numbered, read_all, write
 from tests.harness.files import shards, source
-from tests.harness.stores import Web
+from tests.harness.stores import Hub, Web
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
 
@@ -38,6 +45,100 @@ def test_a_folder_of_json_lines(tmp_path: Path) -> None:
     assert [file.name for file in JSONLSource(tmp_path).files] == ["b.ndjson", "en/a.jsonl"]
     for paths in (tmp_path, str(tmp_path), JSONLSource([tmp_path])):
         assert tokens_of(paths) == [[4, 5, 6, 1, 2, 3]]
+
+
+FOLDER = {
+    "b.jsonl": b'{"i": 0}\n',
+    "en/a.jsonl.gz": gzip.compress(b'{"i": 1}\n'),
+    "en/deep/c.ndjson": b'{"i": 2}\n',
+    ".cache/d.jsonl": b'{"i": 8}\n',
+    "en/.d.jsonl": b'{"i": 9}\n',
+    "README.md": b"no data",
+    "old.jsonl/notes.md": b"no data",
+}
+
+
+@contextmanager
+def behind_a_url(place: str, files: dict[str, bytes], web: Web) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Put files into a folder behind a URL; return the URL, and the options of its storage."""
+    if place == "hf":
+        with Hub() as hub:
+            hub.commit({f"c/{name}": content for name, content in files.items()})
+            yield "hf://datasets/org/name/c", hub.options
+        return
+    if place == "s3":
+        pytest.importorskip("s3fs")
+        web.files = {f"/bucket/c/{name}": content for name, content in files.items()}
+        yield "s3://bucket/c", {"key": "key", "secret": "secret", "endpoint_url": web.url}
+        return
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for name, content in files.items():
+        memory.pipe(f"/bucket/c/{name}", content)
+    yield "memory://bucket/c", {}
+
+
+@pytest.mark.parametrize("place", ["memory", "s3", "hf"])
+def test_a_folder_behind_a_url_lists_what_a_local_one_does(place: str, web: Web, tmp_path: Path) -> None:
+    for name, content in FOLDER.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    here = JSONLSource(tmp_path)
+    assert [file.name for file in here.files] == ["b.jsonl", "en/a.jsonl.gz", "en/deep/c.ndjson"]
+    with behind_a_url(place, FOLDER, web) as (url, options):
+        storage = {"options": options}
+        for path in (url, f"{url}/", [url]):
+            there = JSONLSource(path, storage=storage)
+            assert [(file.name, file.size) for file in there.files] == [
+                (file.name, file.size) for file in here.files
+            ]
+            assert read_all(there) == read_all(here) == [{"i": 0}, {"i": 1}, {"i": 2}]
+        for pattern in ("**/*.jsonl", "*/.*"):
+            names = [file.name for file in JSONLSource(f"{tmp_path}/{pattern}").files]
+            assert [file.name for file in JSONLSource(f"{url}/{pattern}", storage=storage).files] == names
+        both = JSONLSource([f"{url}/b.jsonl", f"{url}/en"], storage=storage)
+        assert [file.name for file in both.files] == ["b.jsonl", "a.jsonl.gz", "deep/c.ndjson"]
+        with pytest.raises(ValueError, match=rf"the folder {place}://.*/c/old.jsonl holds no .jsonl or"):
+            JSONLSource(f"{url}/old.jsonl", storage=storage)
+        with pytest.raises(ValueError, match=r"c/gone: there is no such file"):
+            JSONLSource(f"{url}/gone", storage=storage)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (("a.parquet", "b/c.parquet"), ParquetSource),
+        (("a.jsonl", "b/c.jsonl.gz"), JSONLSource),
+        (("folder.parquet/a.parquet",), ParquetSource),
+        (("index.json",), TokenShardSource),
+        (("a.parquet", "b.jsonl"), "holds Parquet and JSON lines; name those to read, such as {}/*.parquet"),
+    ],
+)
+def test_the_content_of_a_folder_says_what_reads_it_here_and_behind_a_url(
+    tmp_path: Path, web: Web, names: tuple[str, ...], kind: Any
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name == "index.json":
+            tokenize(ROWS, out=tmp_path, progress=False)
+        elif name.endswith("parquet"):
+            pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / name)
+        else:
+            write(tmp_path / name, ROWS)
+    found = {
+        str(path.relative_to(tmp_path)): path.read_bytes()
+        for path in tmp_path.glob("**/*.*")
+        if path.is_file()
+    }
+    with behind_a_url("memory", found, web) as (url, _):
+        for place in (str(tmp_path), url, f"{url}/"):
+            if isinstance(kind, str):
+                with pytest.raises(ValueError, match=re.escape(kind.format(place.rstrip("/")))):
+                    as_source(place)
+            else:
+                made = as_source(place)
+                assert type(made) is kind
+                assert tokens_of(made) == tokens_of(as_source(tmp_path))
 
 
 def test_paths_globs_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
