@@ -79,6 +79,14 @@ def test_losses_are_those_of_padded_batches(tmp_path: Path) -> None:
     assert_same(ours, theirs, within=1e-4, steps=range(1, 16))
 
 
+def test_smoothed_losses_are_those_of_padded_batches(tmp_path: Path) -> None:
+    plain = packed(tmp_path / "plain", max_steps=3)
+    plain.train()
+    ours, theirs = both_curves(tmp_path, model, max_steps=3, label_smoothing_factor=0.2)
+    assert_same(ours, theirs, within=1e-4, steps=range(1, 4))
+    assert abs(ours[1] - losses(plain)[1]) > 1e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_losses_on_cuda(tmp_path: Path, dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from tests.harness.hf_trainers import held_out, losses, packed, samples, stream
+from tests.harness.hf_trainers import assert_same, held_out, losses, packed, samples, stream
 from tests.harness.processes import RankError, run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -247,3 +248,34 @@ def test_two_ranks_log_how_even_their_steps_are(tmp_path: Path) -> None:
     assert len(logs) == 2
     assert done == len(ratios)
     assert logs[-1]["data_wait_mean"] == max(waited for _, _, waited in ranks)
+
+
+def test_a_batch_size_that_trainer_finds_trains_the_same_packs(tmp_path: Path) -> None:
+    """After a batch that did not fit, the run begins again with the first pack; a resume keeps the size."""
+    small = packed(tmp_path / "small", per_device_train_batch_size=1, max_steps=4)
+    small.train()
+
+    changes: dict[str, Any] = {
+        "auto_find_batch_size": True,
+        "dataloader_num_workers": 2,
+        "save_strategy": "steps",
+    }
+    found = packed(tmp_path / "found", max_steps=4, save_steps=2, **changes)
+    sizes = []
+    forward = type(found.model).forward
+
+    def of_one_pack(model: Any, **inputs: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] == 2 and "labels" in inputs:  # the leak probe has none
+            raise RuntimeError("CUDA out of memory.")
+        return forward(model, **inputs)
+
+    found.model.forward = of_one_pack.__get__(found.model)
+    found.train()
+    assert 2 in sizes
+    assert_same(losses(found), losses(small), within=1e-5, steps=range(1, 5))
+    assert not multiprocessing.active_children()
+
+    resumed = packed(tmp_path / "found", max_steps=4, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "found/checkpoint-2"))
+    assert_same(losses(resumed), losses(found), within=1e-5, steps=range(1, 5))

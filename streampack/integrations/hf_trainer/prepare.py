@@ -7,9 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
-from streampack.distributed.ranks import model_parallel_warning
+from streampack.integrations.hf_trainer.arguments import log_unused, require_settings
 from streampack.integrations.hf_trainer.callback import step_callback
-from streampack.integrations.hf_trainer.epochs import require_epochs
 from streampack.integrations.hf_trainer.evaluation import require_end
 from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
 from streampack.integrations.hf_trainer.images import set_up_for_images
@@ -85,7 +84,7 @@ def prepare_trainer_for_packing(
         trainer.label_smoother = partial(trainer.label_smoother, shift_labels=True)
     if packs.lane_config.reads_images:
         set_up_for_images(trainer)
-    _require_settings(trainer, packs)
+    require_settings(trainer, packs)
     if (earlier := hooks_of(trainer)) is not None:
         earlier.restore()
     hooks = Hooks(trainer, packs, attention=attention, verify=verify_isolation)
@@ -93,6 +92,7 @@ def prepare_trainer_for_packing(
     for data in (packs, *(held_out.values() if isinstance(held_out, dict) else [held_out])):
         if isinstance(data, IterablePackedDataset):
             inputs.require_length(data.lane_config.packing.max_seq_len)
+    log_unused(trainer, packs)
     trainer.train_dataset, trainer.eval_dataset = packs, held_out
     hooks.patch(step_callback(hooks))
     return inputs
@@ -117,57 +117,3 @@ def _require_next_token_loss(trainer: Trainer) -> None:
             f"{name} has a head for {head[1]} and predicts no next tokens, for which alone packs have labels; leave "
             "this trainer's loader as it is, with transformers' own collators"
         )
-
-
-def _require_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
-    """Refuse settings of the trainer that would make the loss or the order of packs wrong."""
-    args = trainer.args
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"this process has {args.n_gpu} GPUs and DataParallel would cut packs' boundaries apart; start one process "
-            "for each (torchrun, accelerate launch), or set CUDA_VISIBLE_DEVICES to one"
-        )
-    for name in ("packing", "padding_free", "eval_packing"):
-        if getattr(args, name, False):
-            raise ValueError(
-                f"{type(args).__name__} has {name}=True, and rows that TRL has packed or flattened cannot be packed "
-                "again: their samples would see one another; leave it out, packing is done here"
-            )
-    if args.include_num_input_tokens_seen == "non_padding":
-        raise ValueError(
-            "include_num_input_tokens_seen='non_padding' sums the attention mask, which holds boundaries here; leave "
-            "it out, the logs have num_tokens"
-        )
-    if trainer.neftune_noise_alpha is not None:
-        raise ValueError(
-            f"neftune_noise_alpha={trainer.neftune_noise_alpha} divides its noise by the root of a row's length, "
-            "and a row here is a pack: each sample would get less noise than alone; leave it out"
-        )
-    if args.world_size > 1 and args.accelerator_config.split_batches:
-        raise ValueError(
-            "split_batches=True shares the rows of per_device_train_batch_size among the ranks, and here each rank "
-            "gets so many packs; leave it out, and divide per_device_train_batch_size by the number of ranks"
-        )
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    for name in ("tp_size", "cp_size", "sp_size"):
-        # Trainer's get_tp_size and the like know of models loaded with a tp_plan and of DeepSpeed's settings.
-        size = max(getattr(parallelism, name, 1), getattr(trainer, f"get_{name}", lambda: 1)())
-        if size > 1:
-            raise ValueError(
-                f"{name} is {size}: those ranks must see the same packs, and each rank gets its own; use data "
-                "parallelism only (DDP, FSDP, ZeRO)"
-            )
-    if why := model_parallel_warning(trainer.model):
-        raise ValueError(why)
-    if args.world_size > 1 and not args.average_tokens_across_devices:
-        raise ValueError(
-            "average_tokens_across_devices=False weighs each rank's tokens by how many that rank has, and a rank may "
-            "have none; leave it at True"
-        )
-    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
-        raise ValueError(
-            f"{type(trainer.model).__name__} does not take num_items_in_batch, so each batch would weigh the same, "
-            "however few tokens it trains; give Trainer a compute_loss_func"
-        )
-    if args.max_steps <= 0:
-        require_epochs(packs, args)
