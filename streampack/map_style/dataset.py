@@ -22,7 +22,7 @@ from streampack.packing.planner import plan_samples
 from streampack.packing.samples import read_sample, with_eos_of
 from streampack.packing.settings import Packing, trained_if_split, untrained_error
 from streampack.sources.as_source import by_rows
-from streampack.sources.torchtune_rows import refusing_nulls
+from streampack.sources.torchtune_rows import null_safe
 from streampack.streaming.lane_config import UNTRAINED
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import require, require_positive, require_token_id
@@ -118,7 +118,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             max_seqs_per_pack=max_seqs_per_pack,
             pad_seqs_to=pad_seqs_to,
         )
-        self.ds = refusing_nulls(ds)
+        self.ds = null_safe(ds)
         self.max_seq_len = max_seq_len
         self.padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
         self.eos_id = eos_id

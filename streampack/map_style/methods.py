@@ -25,7 +25,7 @@ from streampack.packing.planner import Span, plan_samples, spans_of
 from streampack.packing.samples import read_sample
 from streampack.packing.settings import Packing
 from streampack.sources.reading import permutation
-from streampack.sources.torchtune_rows import refusing_nulls
+from streampack.sources.torchtune_rows import null_safe
 from streampack.types import Pack, Sample
 from streampack.validation import require, require_positive, require_token_id, warn_user
 
@@ -116,7 +116,7 @@ def method_loader(
             f"method={method!r} must know all lengths, and a {type(ds).__name__} has no samples by number (it needs "
             "__len__ and __getitem__); stream it with IterablePackedDataset, whose strategy 'exact_fit' needs none"
         )
-    ds = refusing_nulls(ds)
+    ds = null_safe(ds)
     if vocab_size is not None:
         vocab_size = require_positive(vocab_size, "vocab_size")
     padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ import numpy.typing as npt
 from streampack.types import IGNORE_INDEX, INT32, Sample
 
 Starts = Sequence[int] | npt.NDArray[Any]
-
+Clean = Callable[[Any], Any]
+"""Returns the value of a column without the nulls that Arrow put into it."""
 
 READ_OF_BATCH = 4
 """When one row in so many of a batch was read, it pays to look through the whole batch."""
@@ -70,6 +73,7 @@ class ArrowBatch:
         found = {name: id_column(column, whole=whole) for name, column in columns.items()}
         self.ids = {name: column for name, column in found.items() if column is not None}
         self.others = {name: column for name, column in columns.items() if name not in self.ids}
+        self.cleans = cleans_of({name: column.type for name, column in self.others.items()})
         self.whole = whole
         rows = len(next(iter(columns.values())))
         self.unread = 0 if whole else -(-rows // READ_OF_BATCH)  # rows before the batch is looked through
@@ -85,6 +89,8 @@ class ArrowBatch:
         if self.unread:
             self.unread -= 1
         values = {name: column[index].as_py() for name, column in self.others.items()}
+        if self.cleans:
+            values = cleaned(values, self.cleans)
         return ArrowRow(self, index, values) if self.ids else values
 
 
@@ -206,3 +212,64 @@ def id_column(array: Any, *, whole: bool) -> IdColumn | None:
         starts = (offsets - first).tolist() if whole else offsets - first
     values = array.values.slice(first, last - first)
     return None if values.null_count else IdColumn(values.to_numpy(), starts)
+
+
+def cleaned(row: dict[str, Any], cleans: Mapping[str, Clean]) -> dict[str, Any]:
+    """Return a row whose columns were cleaned, by the functions of `cleans_of`."""
+    if not cleans:
+        return row
+    return {**row, **{name: clean(row[name]) for name, clean in cleans.items() if name in row}}
+
+
+def cleans_of(types: Mapping[str, Any], *, decoded: bool = False) -> dict[str, Clean]:
+    """Return what cleans the columns of these types of pyarrow; most need nothing, as those of numbers and texts.
+
+    Arrow gives all records of a list, such as messages, the fields of all of them: an argument of one tool's call would
+    be a null in the call of every other. So fields that are null are removed from records in lists. Columns that are
+    records themselves keep theirs. JSON, whose nulls somebody wrote, is decoded, unless values come ``decoded``.
+
+    >>> import pyarrow
+    >>> calls = pyarrow.array([[{"x": 1}, {"y": None}]])
+    >>> cleans_of({"calls": calls.type})["calls"](calls[0].as_py())
+    [{'x': 1}, {}]
+    """
+    found = {name: _clean(kind, decoded=decoded, listed=False) for name, kind in types.items()}
+    return {name: clean for name, clean in found.items() if clean is not None}
+
+
+def _clean(kind: Any, *, decoded: bool, listed: bool) -> Clean | None:
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        clean = _clean(kind.value_type, decoded=decoded, listed=True)
+        return clean and partial(_clean_list, clean)
+    if types.is_struct(kind):
+        fields = {field.name: _clean(field.type, decoded=decoded, listed=listed) for field in kind}
+        return partial(_clean_record, fields, listed) if listed or any(fields.values()) else None
+    if getattr(kind, "extension_name", None) == "arrow.json" and not decoded:
+        return lambda text: None if text is None else json.loads(text)
+    return None
+
+
+def _clean_list(clean: Clean, values: Any) -> Any:
+    return [*map(clean, values)] if isinstance(values, list | np.ndarray) else values
+
+
+def _clean_record(fields: Mapping[str, Clean | None], listed: bool, value: Any) -> Any:
+    if not isinstance(value, dict):  # null, or what `datasets` made of it, such as a picture
+        return value
+    kept = {name: each for name, each in value.items() if each is not None or not listed}
+    return {name: each if (clean := fields.get(name)) is None else clean(each) for name, each in kept.items()}
+
+
+def clean_unknown(value: Any, *, lists: type[Any] = list, listed: bool = False) -> Any:
+    """Clean a value whose type is not known, but for one of Arrow's; ``lists`` are of this class.
+
+    Of a list of numbers, one is looked at.
+    """
+    if isinstance(value, dict):
+        kept = {name: each for name, each in value.items() if each is not None or not listed}
+        return {name: clean_unknown(each, lists=lists, listed=listed) for name, each in kept.items()}
+    if isinstance(value, lists) and isinstance(next(iter(value), 0), (dict, lists, type(None))):
+        return [clean_unknown(each, lists=lists, listed=True) for each in value]
+    return value

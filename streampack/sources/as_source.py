@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from glob import glob
 from typing import Any
 
-from streampack.sources.hugging_face import ArrowDataset, HFSource, is_readable
+import numpy as np
+
+from streampack.sources.arrow_rows import clean_unknown
+from streampack.sources.hugging_face import HFSource
 from streampack.sources.indexed import INDEX, read_index
 from streampack.sources.jsonl import JSON_LINES, JSONLSource
 from streampack.sources.mds import MDSSource
@@ -20,22 +24,20 @@ from streampack.storage.listing import names_in, storage_of
 
 
 def by_rows(data: Any) -> Any:
-    """Turn a pandas frame or a dict of columns into `Columns`, and a dataset of token ids into an `ArrowDataset`.
-
-    Other data is returned unchanged.
+    """Turn a pandas frame or a dict of columns into `Columns`; return other data unchanged.
 
     Raises:
         ValueError: for a table of another library, and for a dict whose values are no columns.
     """
     library = type(data).__module__.partition(".")[0]
-    if type(data).__module__ == "datasets.arrow_dataset" and is_readable(data):
-        return ArrowDataset(data)
     if library == "pandas" and hasattr(data, "columns"):
-        return Columns({str(name): data[name].array for name in data.columns})
+        # A frame that was read from Parquet holds arrays of records, with Arrow's nulls; one that was made holds lists.
+        clean = partial(clean_unknown, lists=np.ndarray)
+        return Columns({str(name): data[name].array for name in data.columns}, clean=clean)
     if (library, hasattr(data, "columns")) in (("polars", True), ("pyarrow", True)):
         raise ValueError(
-            f"a table of {library} has no rows by number; give table.to_pylist(), or datasets.Dataset(table); "
-            "of polars, frame.to_dicts()"
+            f"a table of {library} has no rows by number; give datasets.Dataset(table), or of polars, "
+            "datasets.Dataset.from_polars(frame)"
         )
     if isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data):
         if all(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby, islice
+from functools import partial
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
 
-import numpy.typing as npt
-
 from streampack.fingerprint import digest
-from streampack.sources.arrow_rows import ArrowBatch, holds_ids
+from streampack.sources.arrow_dataset import has_plain_ids, types_of
+from streampack.sources.arrow_rows import ArrowBatch, clean_unknown, cleaned, cleans_of
 from streampack.sources.examples import EXAMPLES, Example, leading, leading_marks, marks
 from streampack.sources.memory import MapSource
 from streampack.sources.parts import Part, Record, deal, share, sharing
@@ -44,10 +43,6 @@ BY_TABLE = frozenset({"ArrowExamplesIterable", "SelectColumnsIterable"})
 """Classes of ``datasets`` whose tables all have the columns and types of the stream's features. A stream that is made
 of these only, such as one of Parquet files, can be read by table. JSON lines have no features before they are read."""
 
-KEPT_BATCHES = 1024  # each takes some 2 kB
-PLAIN_FEATURES = frozenset({"Value", "ClassLabel", "List", "LargeList"})
-"""Features whose values ``datasets`` returns as Arrow has them. It decodes others, such as images."""
-
 
 class HFSource(WrappedSource):
     """A dataset of Hugging Face's ``datasets``, or the name of one.
@@ -68,7 +63,8 @@ class HFSource(WrappedSource):
     by ``take``) is read as one shard.
 
     Ids in the columns of a map-style dataset, and of a stream of Parquet or Arrow files, are read as arrays. A stream
-    that was changed by ``map``, ``filter``, ``cast`` or ``with_format`` is read by row, as Python lists.
+    that was changed by ``map``, ``filter``, ``cast`` or ``with_format`` is read by row, as Python lists. Records in
+    lists, such as messages and tools, come without their fields that are null: Arrow fills in those.
 
     Args:
         dataset: a ``Dataset``, an ``IterableDataset``, or a name for ``datasets.load_dataset``.
@@ -123,7 +119,7 @@ class HFSource(WrappedSource):
                 )
             dataset = dataset.select_columns(list(columns))
         if isinstance(dataset, datasets.Dataset):
-            super().__init__(MapSource(ArrowDataset(dataset) if is_readable(dataset) else dataset))
+            super().__init__(MapSource(dataset))
         else:
             super().__init__(_Stream(dataset))
 
@@ -144,6 +140,8 @@ class _Stream(Source):
         self.shards = 1 if self.whole else dataset.num_shards
         plain = classes <= BY_TABLE and dataset._formatting is None and dataset.features is not None
         self.by_table = plain and has_plain_ids(dataset.features)
+        # What a stream yields that was neither of Arrow nor has features is as its author wrote it.
+        self.unknown = dataset.features is None and any("Arrow" in name for name in classes)
         self._divided: dict[int, list[list[Part]]] = {}  # for a number of lanes, the parts of each lane
         self._empty: set[Part] = set()  # parts that were read and have no records
         self._identity: dict[str, Any] | None = None
@@ -228,7 +226,11 @@ class _Stream(Source):
             if get_worker_info() is not None:
                 # In a worker of a torch DataLoader, ``iter(dataset)`` yields only this worker's share of the rows.
                 rows = ({key: values[0] for key, values in batch.items()} for batch in dataset.iter(1))
-        return islice(rows, offset, None)
+        rows = islice(rows, offset, None)
+        if self.unknown:
+            return map(clean_unknown, rows)
+        cleans = cleans_of(types_of(self.dataset.features), decoded=True)
+        return map(partial(cleaned, cleans=cleans), rows)
 
 
 def _rows_of(tables: Iterable[Any], offset: int) -> Iterator[Mapping[str, Any]]:
@@ -252,77 +254,3 @@ def _class_names(iterable: Any) -> Iterator[str]:
     for each in inner:
         if each is not None:
             yield from _class_names(each)
-
-
-class ArrowDataset:
-    """The rows of a ``Dataset`` by number, each a mapping of plain values with ids as arrays (`ArrowRow`).
-
-    >>> from datasets import Dataset
-    >>> rows = ArrowDataset(Dataset.from_dict({"input_ids": [[1, 2], [3]]}).select([1, 0]))
-    >>> len(rows), rows[0]
-    (2, {'input_ids': [3]})
-
-    Ids are views of the table, so a dataset that is mapped from a file stays on disk.
-
-    Args:
-        dataset: one for which `is_readable` is true.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self._tables: list[Any] = []  # slices of the table, of at most `BATCH_ROWS` rows
-        self._starts: list[int] = []  # the first row of each
-        self._length = len(dataset)
-        # The table's row for each row of the dataset, if they differ.
-        self._numbers: npt.NDArray[Any] | None = None
-        self._batches: dict[int, ArrowBatch] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"dataset": self.dataset}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["dataset"])  # type: ignore[misc]
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        if not self._tables:
-            self._open()
-        if not 0 <= index < self._length:
-            return self.dataset[index]  # counted from the end, or an IndexError
-        number = index if self._numbers is None else int(self._numbers[index])
-        table = bisect_right(self._starts, number) - 1
-        if (batch := self._batches.get(table)) is None:
-            if len(self._batches) >= KEPT_BATCHES:
-                self._batches.clear()
-            found = self._tables[table]
-            columns = dict(zip(found.schema.names, found.columns, strict=True))
-            batch = self._batches[table] = ArrowBatch(columns, whole=False)
-        return batch.row(number - self._starts[table])
-
-    def _open(self) -> None:
-        if self.dataset._indices is not None:
-            self._numbers = self.dataset._indices.column(0).to_numpy()
-        self._tables = [batch for batch in self.dataset.data.to_batches(BATCH_ROWS) if batch.num_rows]
-        self._starts = [0, *accumulate(batch.num_rows for batch in self._tables[:-1])]
-
-
-def is_readable(dataset: Any) -> bool:
-    """Return whether a ``Dataset`` has columns of ids, and no formatted or decoded ones: its rows are its table's."""
-    form, table = dataset.format, dataset.data
-    if form["type"] is not None or set(form["columns"]) != set(table.column_names):
-        return False
-    return has_plain_ids(dataset.features)
-
-
-def has_plain_ids(features: Any) -> bool:
-    """Return whether ``Features`` have columns of ids, and none whose values ``datasets`` decodes."""
-    return all(map(_is_plain, features.values())) and any(map(holds_ids, features.arrow_schema.types))
-
-
-def _is_plain(feature: Any) -> bool:
-    if isinstance(feature, dict):
-        return all(map(_is_plain, feature.values()))
-    name = type(feature).__name__
-    return name in PLAIN_FEATURES and (not name.endswith("List") or _is_plain(feature.feature))

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from typing_extensions import override
 
+from streampack.sources.arrow_rows import Clean
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, example, leading, leading_marks, marks
 from streampack.sources.parts import Part, sharing
 from streampack.sources.reading import BadRecord, Reader, Reading, own_row, permutation, reason_of, spread
 from streampack.sources.source import Source
-from streampack.sources.torchtune_rows import refusing_nulls
+from streampack.sources.torchtune_rows import null_safe
 from streampack.types import Cursor, Row, RowId
 
 ROWS_PER_LANE = 512
@@ -27,11 +28,15 @@ class Columns:
     >>> len(rows), rows[1]
     (2, {'input_ids': [3]})
 
+    Args:
+        columns: by name.
+        clean: is applied to each value of a row.
+
     Raises:
         ValueError: if the columns are of different lengths, or there are none.
     """
 
-    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, columns: Mapping[str, Sequence[Any]], *, clean: Clean | None = None) -> None:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             shown = ", ".join(f"{name!r}: {length}" for name, length in lengths.items()) or "none"
@@ -39,13 +44,15 @@ class Columns:
                 f"the columns must be of one length, to make rows of them; their lengths are {shown}"
             )
         self.columns = dict(columns)
+        self.clean = clean
         [self._length] = set(lengths.values())
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: column[index] for name, column in self.columns.items()}
+        row = {name: column[index] for name, column in self.columns.items()}
+        return row if self.clean is None else {name: self.clean(value) for name, value in row.items()}
 
 
 class MapDataset(Protocol):
@@ -76,7 +83,7 @@ class MapSource(Source):
             raise ValueError(
                 f"the dataset ({type(dataset).__name__}) is empty; it must have at least one row"
             )
-        self.dataset: MapDataset = refusing_nulls(dataset)
+        self.dataset: MapDataset = null_safe(dataset)
         self._rows: dict[str, str] | None = None  # marks of the examples, once they were read
 
     @override

@@ -45,6 +45,7 @@ class ParquetSource(FileSource):
     16 MiB. If there are fewer row groups than lanes, several lanes read the same one and take turns with its rows.
 
     Rows are mappings. Token ids in them are read as arrays where they are encoded as tokens; other encoders get a dict.
+    Records in lists, such as messages and tools, come without their fields that are null: Arrow fills in those.
 
     Args:
         paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others).

@@ -1,4 +1,4 @@
-"""Rows for torchtune's message transforms: content that is null is refused, which they would fill or format."""
+"""Rows without nulls that mislead: Arrow's are removed, torchtune's transforms get none as content."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+
+from streampack.sources.arrow_dataset import ArrowDataset
+
+ARROW = "datasets.arrow_dataset"
+"""The module of the class ``Dataset``, which is not imported for this."""
 
 
 def columns_read(transform: Any) -> dict[str, str]:
@@ -74,23 +79,32 @@ class _NoNulls:
         return self.transform(row)
 
 
-def refusing_nulls(dataset: Any) -> Any:
-    """Return a dataset whose rows pass `require_content`: of torchtune's datasets a shallow copy, any other as it is.
+def null_safe(dataset: Any) -> Any:
+    """Return a map-style dataset whose rows hold no null that misleads; one that holds none is returned as it is.
 
-    torchtune's builders (``chat_dataset``, ``alpaca_dataset``) create their transforms themselves, so that their rows
-    pass no encoder of ours. Datasets within its ``ConcatDataset`` and torch's ``Subset`` are found.
+    A ``Dataset`` of Hugging Face's becomes an `ArrowDataset`, also within torch's ``Subset`` and ``ConcatDataset``.
+    Rows of torchtune's datasets pass `require_content`: its builders (``chat_dataset``, ``alpaca_dataset``) create
+    their transforms themselves, so that these rows pass no encoder of ours. Datasets within others are found.
     """
+    if type(dataset).__module__ == ARROW:
+        return ArrowDataset(dataset)
+    of_torch = type(dataset).__module__ == "torch.utils.data.dataset"
     changed: dict[str, Any] = {}
     prepare = getattr(dataset, "_prepare_sample", None)
     transform = getattr(prepare, "_message_transform", None)
     if transform is not None and columns_read(transform):
         changed["_prepare_sample"] = copy.copy(prepare)
         changed["_prepare_sample"]._message_transform = _NoNulls(transform)
-    if isinstance(parts := getattr(dataset, "_datasets", None), list):
-        changed["_datasets"] = [refusing_nulls(part) for part in parts]
-    if hasattr(within := getattr(dataset, "dataset", None), "__getitem__"):
-        changed["dataset"] = refusing_nulls(within)
-    if all(value is getattr(dataset, name) for name, value in changed.items()):
+    for name in ("_datasets", *["datasets"] * of_torch):
+        if isinstance(parts := getattr(dataset, name, None), list):
+            changed[name] = [null_safe(part) for part in parts]
+    within = getattr(dataset, "dataset", None)
+    # A class of the user's may use more of a `Dataset` than its rows.
+    if hasattr(within, "__getitem__") and (of_torch or type(within).__module__ != ARROW):
+        changed["dataset"] = null_safe(within)
+    if isinstance(dataset, ArrowDataset) or all(
+        value is getattr(dataset, name) for name, value in changed.items()
+    ):
         return dataset
     made = copy.copy(dataset)
     vars(made).update(changed)

@@ -237,7 +237,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, *, block: int | None = None) -
 SMALL = {
     "row_groups": {"BATCH_ROWS": 3, "KEPT_GROUPS": 2},
     "flat_tokens": {"FlatTokensSource.least": 1, "CHUNK": 22, "ONE_DOCUMENT": 512},
-    "hugging_face": {"BATCH_ROWS": 4, "KEPT_BATCHES": 3},
+    "hugging_face": {"BATCH_ROWS": 4},
+    "arrow_dataset": {"BATCH_ROWS": 4, "KEPT_BATCHES": 3},
 }
 
 # Corpora of six files.

@@ -26,6 +26,7 @@ from streampack import (
 )
 from streampack.accounting import trained_tokens
 from streampack.sources.ahead import Ahead
+from streampack.sources.arrow_rows import cleans_of
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.files import FileSource, divide
 from streampack.sources.mixture_reader import pass_number
@@ -230,3 +231,9 @@ def third_pass_like_the_second(good, epoch, restarts):
 def limit_of_bad_records_anew(good, self, lane, *, before, **what):
     """A lane that has passed by as many bad records as it may begins to count them anew."""
     return good(self, lane, before=before % (self.limit or 1), **what)
+
+
+@replaces(cleans_of)
+def nulls_of_arrow_left(good, types, *, decoded=False):
+    """The nulls that Arrow puts into records of lists are rendered and trained."""
+    return {}

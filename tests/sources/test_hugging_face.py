@@ -9,16 +9,19 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets import Array2D, Dataset, DatasetDict, Features, IterableDataset, Value
 
-from streampack import HFSource, IterablePackedDataset
+from streampack import AnswersEncoder, ChatEncoder, HFSource, IterablePackedDataset, MapSource, ParquetSource
 from streampack.sources import Reading
 from streampack.sources.source import shared_by_lanes
 from tests.harness.conformance import lists
 from tests.harness.files import small_pieces
+from tests.harness.hf_tokenizers import byte_level
 
 Row = dict[str, Any]
 
@@ -198,3 +201,110 @@ def test_errors_of_the_stream_consume_nothing(tmp_path: Path) -> None:
             assert error.__notes__[-1] == "while reading shard 0, row 7"
             reader = source.read(Reading(start=reader.cursor))
     assert (got, failures) == (list(range(40)), [])
+
+
+# Arrow gives every record of a column the fields of all of them.
+
+
+def called(name: str, arguments: Any) -> Row:
+    """Return a row of a call of a tool, whose parameters are like no other tool's."""
+    function = {"name": name, "parameters": {"type": "object", "properties": {name: {"type": "integer"}}}}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    asked = {"role": "user", "content": "call"}
+    answers = [{"role": "assistant", "content": text, "tool_calls": [call]} for text in ("yes", "no")]
+    return {
+        "messages": [asked, answers[0]], "tools": [{"type": "function", "function": function}],
+        "prompt": [asked], "chosen": answers[0], "rejected": answers[1:],
+    }  # fmt: skip
+
+
+# No number: where one is missing, pandas makes floats of those of the others.
+CALLED = [called("first", {"first": True}), called("second", {"more": [{"a": "x"}, {"b": False}]})]
+
+
+def parquet(folder: Path, rows: list[Row], **how: Any) -> str:
+    (path := folder / "called.parquet").unlink(missing_ok=True)
+    Dataset.from_list(rows, **how).to_parquet(path)
+    return str(path)
+
+
+def stream_of_parquet(folder: Path, rows: list[Row]) -> IterableDataset:
+    return datasets.load_dataset("parquet", data_files=parquet(folder, rows), split="train", streaming=True)
+
+
+def with_ids(rows: list[Row]) -> list[Row]:
+    return [{**row, "input_ids": [1, 2, 3]} for row in rows]
+
+
+ARROW: dict[str, Callable[[Path, list[Row]], Any]] = {
+    "dataset": lambda _, rows: Dataset.from_list(rows),
+    "dataset of a source": lambda _, rows: MapSource(Dataset.from_list(rows)),
+    "dataset with ids": lambda _, rows: Dataset.from_list(with_ids(rows)),
+    "dataset with images": lambda _, rows: Dataset.from_list(
+        [{**row, "icon": datasets.Image().encode_example(np.zeros((1, 1, 3), np.uint8))} for row in rows]
+    ).cast_column("icon", datasets.Image()),
+    "dataset with a transform": lambda _, rows: Dataset.from_list(rows).with_transform(dict),
+    "frame of Parquet": lambda folder, rows: pandas.read_parquet(parquet(folder, rows)),
+    "subset": lambda _, rows: torch.utils.data.Subset(Dataset.from_list(rows), range(len(rows))),
+    "concatenated": lambda _, rows: torch.utils.data.ConcatDataset([Dataset.from_list(rows)]),
+    "some of it is JSON": lambda _, rows: Dataset.from_list(rows, on_mixed_types="use_json"),
+    "parquet": lambda folder, rows: ParquetSource(parquet(folder, rows)),
+    "parquet with ids": lambda folder, rows: ParquetSource(parquet(folder, with_ids(rows))),
+    "parquet, some of it is JSON": lambda folder, rows: ParquetSource(
+        parquet(folder, rows, on_mixed_types="use_json")
+    ),
+    "stream": stream_of_parquet,
+    "stream by table": lambda folder, rows: stream_of_parquet(folder, with_ids(rows)),
+    "stream, mapped": lambda folder, rows: stream_of_parquet(folder, rows).map(dict),
+    "stream of a dataset": lambda _, rows: Dataset.from_list(rows).to_iterable_dataset(),
+    "generator": lambda _, rows: IterableDataset.from_generator(
+        lambda: iter(rows), features=Dataset.from_list(rows).features
+    ),
+}
+JSON = ("some of it is JSON", "parquet, some of it is JSON")
+WRITTEN: dict[str, Callable[[Path, list[Row]], Any]] = {
+    "list": lambda _, rows: rows,
+    "frame": lambda _, rows: pandas.DataFrame(rows),
+    "generator": lambda _, rows: IterableDataset.from_generator(lambda: iter(rows)),
+    "generator, mapped": lambda _, rows: IterableDataset.from_generator(lambda: iter(rows)).map(dict),
+    **{name: ARROW[name] for name in JSON},
+}
+
+
+def packs_of(data: Any, encoder: Any) -> list[Any]:
+    packs = IterablePackedDataset(data, encoder=encoder, max_seq_len=1024, num_lanes=1)
+    return [(pack["tokens"].tolist(), pack["labels"].tolist()) for pack in packs]
+
+
+@pytest.mark.parametrize("kind", ARROW)
+@pytest.mark.parametrize("encode", [ChatEncoder, AnswersEncoder])
+def test_rows_of_arrow_are_trained_as_those_of_a_list(tmp_path: Path, kind: str, encode: Any) -> None:
+    """No argument of another row's call, nor parameter of another row's tool, comes in as null."""
+    ignore = ["input_ids", "icon", "messages" if encode is AnswersEncoder else "prompt", "chosen", "rejected"]
+    encoder = encode(byte_level(), ignore=ignore)
+    if kind not in JSON:
+        assert "None" in str(list(Dataset.from_list(CALLED))), "Arrow makes nulls of them"
+    packs = packs_of(ARROW[kind](tmp_path, CALLED), encoder)
+    assert packs == packs_of(CALLED, encoder)
+    assert "null" not in encoder.decode(packs[0][0])
+    if encode is ChatEncoder:  # the call is in the answer, and all of the second one's tools in the prompt
+        assert '"arguments": {"more": [{"a": "x"}, {"b": false}]}' in encoder.decode(packs[0][0])
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_an_authors_null_is_trained(tmp_path: Path, kind: str) -> None:
+    encoder = ChatEncoder(byte_level(), column="messages", ignore=["prompt", "chosen", "rejected"])
+    rows = [called("first", {"first": None}), called("second", {"second": "s"})]
+    packs = packs_of(WRITTEN[kind](tmp_path, rows), encoder)
+    assert packs == packs_of(rows, encoder)
+    assert '"arguments": {"first": null}' in encoder.decode(packs[0][0])
+
+
+@pytest.mark.parametrize("kind", ARROW)
+def test_an_authors_null_in_json_text_is_trained(tmp_path: Path, kind: str) -> None:
+    """The way out where Arrow's nulls cannot be told from the author's."""
+    encoder = ChatEncoder(byte_level(), ignore=["input_ids", "icon", "prompt", "chosen", "rejected"])
+    rows = [called("first", '{"first": null}'), called("second", '{"second": "s"}')]
+    packs = packs_of(ARROW[kind](tmp_path, rows), encoder)
+    assert packs == packs_of(rows, encoder)
+    assert '"arguments": {"first": null}' in encoder.decode(packs[0][0])

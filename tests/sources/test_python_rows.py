@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: as_source({"train": "a.jsonl", "test": "b.jsonl"}),
         "a dict of 'train', 'test' holds no columns of rows; .* make a Mix",
     ),
-    "a table": (lambda _: as_source(table()), r"give table.to_pylist\(\), or datasets.Dataset\(table\)"),
+    "a table": (lambda _: as_source(table()), r"give datasets.Dataset\(table\), or of polars"),
     "a generator": (lambda _: IterableSource(row for row in ROWS), ONCE),
     "a map": (lambda _: as_source(map(dict, ROWS)), ONCE),
     "packs": (lambda _: stream(stream()), f"IterablePackedDataset {TWICE}"),
