@@ -43,7 +43,10 @@ _scan = json.JSONDecoder().raw_decode
 
 
 class JSONLSource(FileSource):
-    r"""One JSON object a line, in one file, several, or whatever a glob finds; ``.gz`` and ``.zst`` too.
+    r"""One JSON object a line, in one file, several, or whatever a glob finds.
+
+    Files may be compressed: ``.gz``, ``.bz2``, ``.xz``, ``.zst`` or ``.zstd``, and ``.lz4``. One that was cut off gives
+    the rows that are complete, then a bad record.
 
     Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. In a
     compressed file one cannot seek: it is one part, and a resume reads it again from its start. If there are fewer such

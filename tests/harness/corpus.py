@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import zstandard
 
@@ -21,7 +24,11 @@ from streampack.types import Row
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": lambda data: gzip.compress(data, mtime=0),
+    ".bz2": bz2.compress,
+    ".xz": lambda data: lzma.compress(data, preset=1),  # whose window takes 1 MiB
     ".zst": zstandard.compress,
+    ".zstd": zstandard.compress,
+    ".lz4": lambda data: pa.compress(data, "lz4", asbytes=True),
 }
 STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
 

@@ -110,6 +110,7 @@ COLUMNS = {"i": "int", "text": "str"}
 MAKE: dict[str, Callable[[Path, Rows], Any]] = {
     "jsonl": lambda folder, rows: lines(folder, rows, "", "", ""),
     "compressed": lambda folder, rows: lines(folder, rows, ".gz", ".zst", ""),
+    "bzip2, xz, lz4": lambda folder, rows: lines(folder, rows, ".bz2", ".xz", ".lz4"),
     "one compressed file": lambda folder, rows: JSONLSource(write(folder / "all.jsonl.zst", rows)),
     "parquet": parquet_files,
     "large row groups": lambda folder, rows: parquet_files(folder, rows, row_group_size=100),
@@ -156,6 +157,7 @@ MAKE: dict[str, Callable[[Path, Rows], Any]] = {
 }
 SHARED = {
     "compressed": "2 compressed files are shared by 4 lanes: each is read by 2",
+    "bzip2, xz, lz4": "3 compressed files are shared by 8 lanes: each is read by 2 to 3",
     "one compressed file": "1 compressed file is shared by 8 lanes: each is read by 8",
     "one row group": "1 row group is shared by 8 lanes: each is read by 8",
     "one compressed shard": "1 compressed shard is shared by 8 lanes: each is read by 8",
@@ -225,7 +227,7 @@ def test_each_row_comes_once_and_is_fetched_again(
         assert list(map(lists, source.fetch_many(ids))) == [rows[row_id] for row_id in ids]
     assert sorted(found) == expected(source, kind)
     assert num_lanes > 1 or found == sorted(found)
-    if kind in SHARED and kind != "compressed":
+    if kind in SHARED and kind not in ("compressed", "bzip2, xz, lz4"):  # several files, of different lengths
         assert max(came.values()) - min(came.values()) <= 2, "lanes that share are about as long"
 
 

@@ -9,6 +9,7 @@ import json
 import lzma
 import random
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_binary_content_is_refused_under_any_name(tmp_path: Path, kind: str) -> 
         list(IterablePackedDataset(source, max_seq_len=8, skip_bad=True, num_lanes=1))
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst", ".lz4"])
 def test_memory_does_not_grow_with_a_line(tmp_path: Path, suffix: str) -> None:
     """24 MiB without a newline, on each of eight lanes, most of which only look for its end."""
     path = tmp_path / f"a.jsonl{suffix}"
@@ -242,6 +243,13 @@ WRITERS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
         ".zst",
         lambda data: skippable(b"x" * 70_000) + zstandard.compress(data) + skippable(b""),
     ),
+    "bzip2": (".bz2", bz2.compress),
+    "bzip2 streams": (".bz2", lambda data: in_pieces(data, bz2.compress) + bz2.compress(b"")),
+    "xz": (".xz", lzma.compress),
+    "xz streams": (".xz", lambda data: in_pieces(data, lambda part: lzma.compress(part) + bytes(8))),
+    "zstd by its other name": (".zstd", zstandard.compress),
+    "lz4": (".lz4", PACK[".lz4"]),
+    "lz4 frames": (".lz4", lambda data: in_pieces(data, PACK[".lz4"])),
     "in a large window": (
         ".zst",
         lambda data: zstandard.ZstdCompressor(
@@ -278,15 +286,28 @@ def flipped(at: float | int) -> Callable[[bytes], bytes]:
     return change
 
 
+def flipped_second(packed: bytes) -> bytes:
+    return flipped(packed.index(packed[:6], 6))(packed)
+
+
 CHANGED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     **{
         f"{writer} cut at {share}": (writer, lambda packed, share=share: packed[: int(share * len(packed))])
-        for writer in ("gzip", "zstd", "with a checksum")
+        for writer in ("gzip", "zstd", "with a checksum", "bzip2", "xz", "lz4")
         for share in (0.001, 0.3, 0.9)
     },
     **{
-        f"{writer} without its last byte": (writer, lambda packed: packed[:-1]) for writer in ("gzip", "zstd")
+        f"{writer} without its last byte": (writer, lambda packed: packed[:-1])
+        for writer in ("gzip", "zstd", "bzip2", "xz", "lz4")
     },
+    **{
+        f"{writer} flipped {at}": (writer, flipped(at))
+        for writer in ("bzip2", "bzip2 streams", "xz", "xz streams")
+        for at in (2, 0.5)
+    },
+    "lz4 flipped": ("lz4", flipped(2)),  # pyarrow writes no sum of the content
+    # The header of a stream that is not the first one, which is no end of the file.
+    **{f"{writer}, the second": (writer, flipped_second) for writer in ("bzip2 streams", "xz streams")},
     **{f"with a checksum flipped {at}": ("with a checksum", flipped(at)) for at in (0.2, -2)},
     "gzip, another type of block": ("gzip", flipped(10)),
     "gzip, another sum": ("gzip", flipped(-6)),
@@ -321,11 +342,52 @@ def test_a_damaged_archive_is_an_error_that_names_it_at_the_same_row_from_any_cu
         assert rest == found[k:]
 
 
-def test_a_window_that_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
-    huge = b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + b"\x01\x00\x00"  # 2 GiB, an empty block
-    (tmp_path / "a.jsonl.zst").write_bytes(huge)
-    with pytest.raises(ValueError, match="a.jsonl.zst.*(?i:memory|window)"):
-        read_all(JSONLSource(tmp_path / "a.jsonl.zst"))
+@pytest.mark.parametrize("num_lanes", [1, 3])
+@pytest.mark.parametrize("suffix", [suffix for suffix in PACK if suffix])
+def test_the_rows_before_a_tear_are_packed_and_the_rest_is_one_bad_record(
+    tmp_path: Path, suffix: str, num_lanes: int
+) -> None:
+    path, pack = tmp_path / f"a.jsonl{suffix}", PACK[suffix]
+    frames = [pack(CONTENT[i : i + 3001]) for i in range(0, len(CONTENT), 3001)]
+    path.write_bytes(b"".join(frames[:100]) + frames[100][:-9])
+    whole, torn = (CONTENT[: 3001 * count].count(b"\n") for count in (100, 101))
+    source, found, errors = JSONLSource(path), [], []
+    for lane in range(num_lanes):
+        reader = source.read(Reading(lane, num_lanes=num_lanes, shuffle_window=50))
+        while True:
+            try:
+                if (row := next(reader, None)) is None:
+                    break
+                found.append(row.data["i"])
+            except ValueError as error:
+                errors.append(str(error))
+    assert sorted(found) == list(range(len(found))), "each row before the tear, once, and none behind it"
+    assert whole <= len(found) <= torn
+    assert len(errors) == 1
+    assert errors[0].startswith(f"{path}:{len(found) + 1}: the file is damaged after byte ")
+
+
+def xz_of_4_gib() -> bytes:
+    """An xz stream whose header names a dictionary of 4 GiB."""
+    packed = bytearray(lzma.compress(b"x" * 1000))
+    end = 12 + 4 * packed[12]  # of the header of its block, before the checksum
+    packed[16] = 40
+    packed[end : end + 4] = zlib.crc32(packed[12:end]).to_bytes(4, "little")
+    return bytes(packed)
+
+
+WINDOWS = {
+    ".zst": b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + b"\x01\x00\x00",  # 2 GiB, an empty block
+    ".xz": xz_of_4_gib(),
+}
+
+
+@pytest.mark.parametrize("suffix", WINDOWS)
+def test_a_window_that_takes_too_much_memory_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(WINDOWS[suffix])
+    with pytest.raises(ValueError, match=f"{path}.*(?i:memory|window)"):
+        read_all(JSONLSource(path))
 
 
 # A sample of the rows, and how many lanes they fill.
