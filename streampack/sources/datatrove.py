@@ -72,12 +72,12 @@ class DatatroveSource(DocumentSource):
         super().__init__(corpus, found)
 
     @override
-    def offsets(self, part: Part, read: Read) -> Offsets:
+    def offsets(self, part: Part, read: Read) -> tuple[Offsets, None]:
         index = self.layouts[part.file].index
         assert index is not None
         assert part.stop is not None
         ends = np.frombuffer(read((index, 8 * max(0, part.start - 1), 8 * part.stop)), "<i8")
-        return ends if part.start else np.insert(ends, 0, 0)
+        return (ends if part.start else np.insert(ends, 0, 0)), None
 
 
 def _with_mask(file: File, found: Layout | str) -> Layout | str:

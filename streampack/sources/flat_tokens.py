@@ -214,9 +214,9 @@ class FlatTokensSource(DocumentSource):
         found: list[int] = (starts + at).tolist()
         return found if at or found[:1] == [0] else [0, *found]
 
-    def _whole(self, held: list[Stored], last: Stored) -> tuple[Stored, None]:
+    def _whole(self, held: list[Stored], last: Stored) -> tuple[Stored, None, None]:
         """Join the pieces of a document. What was fetched is copied, so that one that waits holds no others."""
-        return last if self.local and not held else np.concatenate([*held, last]), None
+        return last if self.local and not held else np.concatenate([*held, last]), None, None
 
     def _too_long(self, begin: int) -> Damage:
         """Return the error for a document that is too long. Within it, reading goes on at the next one's beginning."""

@@ -89,7 +89,7 @@ class MDSSource(NumberedRecords):
         super().__init__(corpus, list(map(_layout, corpus.files, self.shards)), whole=packed)
 
     @override
-    def offsets(self, part: Part, read: Read) -> Offsets:
+    def offsets(self, part: Part, read: Read) -> tuple[Offsets, None]:
         assert part.stop is not None
         # The first part is read with the number of samples, which stands before the offsets.
         begin = 4 * (1 + part.start) if part.start else 0
@@ -101,7 +101,7 @@ class MDSSource(NumberedRecords):
                 says = f"it holds {table[0]} samples and its index says {self.counts[part.file]}"
                 raise Damage(says, offset=part.start)
             table = table[1:]
-        return table - self.layouts[part.file].first
+        return table - self.layouts[part.file].first, None
 
     @override
     def slice(self, part: Part, fetcher: Fetcher, content: bytes | None = None) -> Iterator[Record]:

@@ -85,7 +85,7 @@ class MegatronSource(DocumentSource):
         super().__init__(corpus, look_at_each(corpus, _layout))
 
     @override
-    def offsets(self, part: Part, read: Read) -> Offsets:
+    def offsets(self, part: Part, read: Read) -> tuple[Offsets, None]:
         layout = self.layouts[part.file]
         index, width = layout.index, layout.width
         assert index is not None
@@ -103,7 +103,7 @@ class MegatronSource(DocumentSource):
             )
             if not (pointers % width).any():
                 offsets: Offsets = np.append(pointers // width, layout.units)[documents - first]
-                return offsets
+                return offsets, None
         raise Damage(f"the index of its documents is damaged; {ANEW}", offset=part.start)
 
 

@@ -7,11 +7,13 @@ A folder holds shards and an ``index.json`` that names them. A shard, all number
 | 4,096 | the header: a JSON object, filled up with spaces, a line's end last |
 | ``tokens`` x 2 or 4 | the documents' tokens, end to end, ``uint16`` or ``uint32`` as ``dtype`` says |
 | 0 to 6 | zeros, up to a multiple of 8 |
-| (``documents`` + 1) x 8 | ``int64``: where each document begins, counted in tokens; the end last |
+| (``documents`` + 1) x 12 | ``int64``: a document's first token; ``uint32``: its checksum; last the end and a 0 |
 | ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 if its label is -100 |
 
-``crc32`` in the header is the checksum of all bytes behind the header. The index repeats what a reader needs of every
-header; when a shard is opened, the two are compared.
+A document's checksum is the CRC-32 of its tokens and then, with a mask, of its bits, each as a byte. Readers compare it
+when they decode the document. They read documents complete, so the check needs no other bytes.
+``crc32`` in the header is the checksum of all bytes after the header; states know the shard by it. The index repeats
+what a reader needs of every header; when a shard is opened, the two are compared.
 
 Other programs can read the tokens with ``np.memmap(path, "<u2", offset=4096, shape=tokens)``.
 """
@@ -31,7 +33,15 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from streampack.sources.documents import DocumentSource, Layout, Mask, Offsets, Read
+from streampack.sources.documents import (
+    Checksums,
+    DocumentSource,
+    Layout,
+    Mask,
+    Offsets,
+    Read,
+    checksum,
+)
 from streampack.sources.indexed import read_indexes
 from streampack.sources.parts import Damage, Part
 from streampack.storage.base import File
@@ -42,10 +52,12 @@ from streampack.storage.retries import Storage
 from streampack.types import IntArray
 
 FORMAT = "streampack-tokens"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096  # a page of memory, so that the mapped tokens begin with a page
 DTYPES = ("uint16", "uint32")
 COUNTS = ("documents", "tokens", "crc32")
+ENTRY = np.dtype([("start", "<i8"), ("crc32", "<u4")])
+"""What a shard says of each document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +78,13 @@ class Shard:
 
     @property
     def offsets_at(self) -> int:
-        """The byte where the offsets begin."""
+        """The byte where the offsets and checksums begin."""
         return -(-(HEADER_BYTES + self.tokens * self.width) // 8) * 8
 
     @property
     def mask_at(self) -> int:
         """The byte where the mask begins, if there is one."""
-        return self.offsets_at + 8 * (self.documents + 1)
+        return self.offsets_at + ENTRY.itemsize * (self.documents + 1)
 
     @property
     def size(self) -> int:
@@ -89,7 +101,7 @@ def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise ValueError(
             f"{name} is of format {header.get('format')!r}, version {header.get('version')!r}; this reads {FORMAT!r}, "
-            f"version {VERSION}"
+            f"version {VERSION}; tokenize again to another folder"
         )
     counts = [header.get(key) for key in COUNTS]
     sound = all(type(count) is int and 0 <= count < 1 << 48 for count in counts)
@@ -156,6 +168,7 @@ class ShardWriter:
         self.file = self.unfinished.open("wb")
         self.file.write(bytes(HEADER_BYTES))
         self.offsets = array("q", [0])
+        self.checksums: list[int] = []
         self.trained: list[npt.NDArray[np.bool_]] = []
         self.masked = False
         self.crc32 = 0
@@ -177,7 +190,9 @@ class ShardWriter:
             raise ValueError(
                 f'token id {bad} does not fit into {self.dtype.name} (0 to {limit}); use dtype="uint32"'
             )
-        self._write(tokens.astype(self.dtype).tobytes())
+        stored = tokens.astype(self.dtype)
+        self._write(stored.tobytes())
+        self.checksums.append(checksum(stored, None))
         self.offsets.append(self.tokens + tokens.size)
         self.trained.append(trained)
         self.masked |= not trained.all()
@@ -185,7 +200,10 @@ class ShardWriter:
     def close(self, notes: Mapping[str, Any]) -> Shard:
         """Complete the shard and give it its name. ``notes`` are further values for the header, by name."""
         self._write(bytes(-(HEADER_BYTES + self.tokens * self.dtype.itemsize) % 8))
-        self._write(np.asarray(self.offsets).astype("<i8").tobytes())
+        table = np.zeros(len(self.offsets), ENTRY)
+        table["start"] = self.offsets
+        table["crc32"][:-1] = self._checksums()
+        self._write(table.tobytes())
         if self.masked:
             self._write(np.packbits(np.concatenate(self.trained), bitorder="little").tobytes())
         header = {
@@ -208,6 +226,14 @@ class ShardWriter:
             if read_header(self.folder, self.name) is None:
                 raise
         return shard_of(self.name, header)
+
+    def _checksums(self) -> list[int]:
+        """Return the checksums of the documents; only now it is known whether the shard has a mask."""
+        if not self.masked:
+            return self.checksums
+        return [
+            zlib.crc32(own.tobytes(), found) for own, found in zip(self.trained, self.checksums, strict=True)
+        ]
 
     def abandon(self) -> None:
         """Remove the unfinished file."""
@@ -274,13 +300,14 @@ class TokenShardSource(DocumentSource):
         return [replace(file, tag=tag) for file, tag in zip(self.files, self.corpus.tags(), strict=True)]
 
     @override
-    def offsets(self, part: Part, read: Read) -> Offsets:
+    def offsets(self, part: Part, read: Read) -> tuple[Offsets, Checksums]:
         shard, file = self.shards[part.file], self.files[part.file]
         if (problem := self._shared(part.file, lambda: self._problem(part.file, read))) is not None:
             raise Damage(problem, offset=part.start)
         assert part.stop is not None
-        at = shard.offsets_at
-        return np.frombuffer(read((file, at + 8 * part.start, at + 8 * (part.stop + 1))), "<i8")
+        at, each = shard.offsets_at, ENTRY.itemsize
+        table = np.frombuffer(read((file, at + each * part.start, at + each * (part.stop + 1))), ENTRY)
+        return np.ascontiguousarray(table["start"]), table["crc32"]
 
     def _problem(self, number: int, read: Read) -> str | None:
         """Return how a shard's header differs from the index, by which alone a state knows the shard."""

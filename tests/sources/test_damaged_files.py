@@ -203,7 +203,7 @@ REFUSED: dict[str, dict[str, tuple[Change, str]]] = {
         "no shard": (index(lambda found: found.update(shards=[])), "names no shard"),
         "no list": (index(lambda found: found.pop("shards")), "names no shards: it is no index of such"),
         "version": (
-            index(lambda found: found.update(version=2)), "is of format 'streampack-tokens', version 2; this reads"
+            index(lambda found: found.update(version=3)), "is of format 'streampack-tokens', version 3; this reads"
         ),
         "dtype": (index(lambda found: found.update(dtype="object")), "its description is damaged"),
         "no index": (remove("index.json"), "there is no .*index.json; name the folder that holds index.json"),
@@ -339,7 +339,7 @@ def offsets(value: int) -> Change:
 
     def change(folder: Path) -> None:
         [shard] = TokenShardSource(folder).shards
-        edit(SHARD, shard.offsets_at + 8 * 12, "<q", value)(folder)
+        edit(SHARD, shard.offsets_at + 12 * 12, "<q", value)(folder)
 
     return change
 
@@ -360,6 +360,7 @@ STARTS, ENDS = 34 + 4 * 60, 34 + 12 * 60  # the tables of an index of Megatron o
 BAD_TABLE = rf"{BIN}, document \d+: the (index|offsets) of its (documents is damaged|records lead out)"
 BAD_ENDS = rf"{MARKS}, document \d+: the offsets of its records lead out of {MARKS}"
 BAD_OFFSETS = r"document \d+: the offsets of .* lead out of"
+BAD_SUM = r"document \d+: its checksum is not the one that was written"
 BAD_SAMPLES = "the offsets of its records lead out of shard.00000.mds(.zstd)?, or backwards"
 LOST: dict[str, tuple[str, int, Change, str, int]] = {
     "a start behind the end": ("megatron", 60, edit(IDX, STARTS + 8 * 30, "<q", 2**62), BAD_TABLE, 9),
@@ -371,6 +372,8 @@ LOST: dict[str, tuple[str, int, Change, str, int]] = {
         for end in (0, 2**40, 2**63)
     },
     **{f"tokens {value}": ("tokens", 30, offsets(value), BAD_OFFSETS, 4) for value in (-5, 10**6, 2**62)},
+    "a token": ("tokens", 30, edit(SHARD, 4096 + 4 * 40, "<I", 7), BAD_SUM, 1),
+    "an offset": ("tokens", 30, offsets(35), BAD_SUM, 2),
     **{
         f"{what} {name}": ("mds", 30, how(poke(MDS, at, data)), message, 10)
         for name, how in (("raw", lambda change: change), ("packed", packed))
@@ -443,6 +446,36 @@ def test_a_damaged_record_is_an_error_with_its_place_and_the_others_are_read(
     packed_rows = {token for pack in skipping for token in pack["tokens"].tolist()}
     assert skipping.ledger().dropped_samples["bad"] > 0
     assert len(all_rows - packed_rows) <= lost
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "url"])
+def test_no_byte_of_a_token_shard_changes_unnoticed(tmp_path: Path, remote: bool) -> None:
+    """Each byte after the header is changed once: every document is the one that was written, or a bad record."""
+    rows = [{"tokens": [i, *range(i)], "labels": [-100, *range(i)]} for i in range(2, 12)]
+    tokenize(rows, out=tmp_path, lanes=1, dtype="uint16", progress=False)
+    good, lost = (tmp_path / SHARD).read_bytes(), 0
+    for at in range(4096, len(good)):
+        poke(SHARD, at, bytes([good[at] ^ 1 << at % 8]))(tmp_path)
+        reader = TokenShardSource(in_memory(tmp_path) if remote else tmp_path, storage=ONCE).read(Reading())
+        found, errors = [], 0
+        while True:
+            try:
+                row = next(reader).data
+                found.append({name: row[name].tolist() for name in ("tokens", "labels")})
+            except StopIteration:
+                break
+            except ValueError as error:
+                errors += 1
+                assert re.search(
+                    r"document \d+: (its checksum is not|the offsets of its records)", str(error)
+                )
+        assert all(row in rows for row in found), at
+        assert errors or found == rows
+        lost += bool(errors)
+        poke(SHARD, at, good[at : at + 1])(tmp_path)
+    assert lost > len(good) - 4096 - 12, (
+        "all but the zeros after the tokens, and those of the end, are checked"
+    )
 
 
 @pytest.mark.parametrize("case", ["document", "tokens -5", "datatrove 0", "backwards"])

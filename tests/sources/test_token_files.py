@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import struct
+import zlib
 from collections.abc import Callable
 from itertools import chain, pairwise
 from pathlib import Path
@@ -101,7 +102,7 @@ def naive_datatrove(folder: Path, width: int) -> Rows:
 
 
 def naive_shards(folder: Path) -> Rows:
-    """Read the documents of a folder of token shards, following the table in `token_files` alone."""
+    """Read the documents of a folder of token shards, following the table in `token_shards` alone."""
     found: Rows = []
     for path in sorted(folder.glob("tokens-*.bin")):
         data = path.read_bytes()
@@ -110,11 +111,14 @@ def naive_shards(folder: Path) -> Rows:
         words = [int.from_bytes(data[4096 + i * width :][:width], "little") for i in range(header["tokens"])]
         at = 4096 + header["tokens"] * width
         at += -at % 8
-        ends = [int.from_bytes(data[at + 8 * i :][:8], "little") for i in range(header["documents"] + 1)]
-        bits = data[at + 8 * len(ends) :]
-        for start, end in pairwise(ends):
+        ends = [int.from_bytes(data[at + 12 * i :][:8], "little") for i in range(header["documents"] + 1)]
+        bits = data[at + 12 * len(ends) :]
+        for number, (start, end) in enumerate(pairwise(ends)):
             trained = [not header["masked"] or bits[i // 8] >> i % 8 & 1 for i in range(start, end)]
             tokens = words[start:end]
+            covered = data[4096 + start * width : 4096 + end * width]
+            covered += bytes(map(bool, trained)) if header["masked"] else b""
+            assert int.from_bytes(data[at + 12 * number + 8 :][:4], "little") == zlib.crc32(covered)
             labels = [t if yes else IGNORE_INDEX for t, yes in zip(tokens, trained, strict=True)]
             found.append((tokens, labels))
     return found
