@@ -67,7 +67,8 @@ def main(argv: list[str]) -> Trainer:
     model = AutoModelForCausalLM.from_pretrained(chat.model, dtype=torch.float32)
     trainer = Trainer(model, args, processing_class=tokenizer.tokenizer)
     prepare_trainer_for_packing(trainer, train_dataset=packs)
-    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
+    resumes = args.resume_from_checkpoint or any(Path(args.output_dir).glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=resumes)
     trainer.save_model()
     page = write_trainer_report(trainer)
     if trainer.is_world_process_zero():

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> Trainer:
     set_seed(args.seed)
     trainer = Trainer(random_llama(tokenizer), args, train_dataset=train, eval_dataset=held_out)
     prepare_trainer_for_packing(trainer)
-    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
+    resumes = args.resume_from_checkpoint or any(Path(args.output_dir).glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=resumes)
     return trainer
 
 

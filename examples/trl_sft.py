@@ -44,7 +44,8 @@ def main(argv: list[str]) -> SFTTrainer:
         epochs=None,
     )
     prepare_trainer_for_packing(trainer, train_dataset=packs)
-    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
+    resumes = args.resume_from_checkpoint or any(Path(args.output_dir).glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=resumes)
     return trainer
 
 

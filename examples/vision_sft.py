@@ -76,7 +76,8 @@ def main(argv: list[str]) -> Trainer:
     )
     trainer = Trainer(model, args, processing_class=processor)
     prepare_trainer_for_packing(trainer, train_dataset=packs, attention=vision.attention)
-    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
+    resumes = args.resume_from_checkpoint or any(Path(args.output_dir).glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=resumes)
     trainer.save_model()
     return trainer
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,6 +185,29 @@ def test_an_incomplete_checkpoint_is_skipped(
     shutil.rmtree(tmp_path)
     with pytest.raises(ValueError, match="there is no whole checkpoint in .* to resume from; call train"):
         packed(tmp_path, max_steps=16).train(resume_from_checkpoint=True)
+
+
+def killed_in_its_first_save(folder: Path) -> None:
+    """Train until the process is killed between the files of its first checkpoint."""
+    trainer = packed(folder, max_steps=16, save_strategy="steps", save_steps=2)
+    trainer._save_rng_state = lambda output_dir: os.kill(os.getpid(), signal.SIGKILL)
+    trainer.train()
+
+
+def test_a_run_killed_in_its_first_save_begins_at_step_0(
+    tmp_path: Path, straight: Losses, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RankError, match="ended with exit code -9"):
+        run_ranks(killed_in_its_first_save, 1, tmp_path)
+    assert {path.name for path in (tmp_path / "checkpoint-2").iterdir()} > {"stream.pt", "model.safetensors"}
+    again = packed(tmp_path, max_steps=16, save_strategy="steps", save_steps=16)
+    named = str(tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match="checkpoint-2 was not written to its end; .*=True resumes from the"):
+        again.train(resume_from_checkpoint=named)
+    again.train(resume_from_checkpoint=True)
+    assert_same(losses(again), straight, within=1e-5, steps=range(1, 17))
+    assert f"no checkpoint in {tmp_path} was written to its end; training begins at step 0" in caplog.text
+    assert packed(tmp_path, max_steps=16).train(resume_from_checkpoint=True).global_step == 16
 
 
 def test_a_model_of_model_init_is_prepared_and_the_last_of_two_preparations_counts(

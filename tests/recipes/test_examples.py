@@ -189,6 +189,15 @@ def test_an_example_trains_and_resumes(name: str, needs: str, tmp_path: Path) ->
     assert curves[0] == curves[1]
     assert curves[0][-1] < curves[0][0]
 
+    # A run that was killed in its first save begins again, and one can be told where to resume.
+    (tmp_path / "cut/checkpoint-4").rename(tmp_path / "kept")
+    (tmp_path / "cut/checkpoint-2/trainer_state.json").unlink()
+    again = run(name, tmp_path / "cut", "--max_steps", "2", *small).state.log_history
+    assert [entry["loss"] for entry in again if "loss" in entry] == curves[0][:2]
+    named = ["--resume_from_checkpoint", str(tmp_path / "kept"), "--max_steps", "4"]
+    assert run(name, tmp_path / "other", *named, *small).state.log_history[-1]["step"] == 4
+    assert not list((tmp_path / "other").glob("checkpoint-*"))
+
 
 def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a folder with a model and chats to trained weights and a page, as they are written there."""

@@ -146,11 +146,11 @@ def log_unused(trainer: Trainer, packs: IterablePackedDataset) -> None:
 
 
 def _changed(args: Any, names: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
-    """Return the named fields of a dataclass whose values are not their defaults."""
+    """Return the named fields of a dataclass whose values are not their defaults; TRL turns ``"auto"`` into None."""
     return {
         prefix + each.name: value
         for each in fields(args)
-        if each.name in names and (value := getattr(args, each.name)) != each.default
+        if each.name in names and (value := getattr(args, each.name)) not in (None, each.default)
     }
 
 

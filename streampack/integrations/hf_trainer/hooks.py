@@ -150,6 +150,8 @@ class Hooks:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_checkpoint(self.trainer.args.output_dir)
         self.checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        if self.checkpoint is not None:
+            read_trainer(self.checkpoint)  # before Trainer loads any of it
         trainer = self.trainer
         if (
             trainer.accelerator.distributed_type.value.startswith("MULTI_")

@@ -216,24 +216,33 @@ def read_stream(folder: Path) -> dict[str, Any]:
 
 def read_trainer(folder: Path) -> dict[str, Any]:
     """Read Trainer's own state, which Trainer writes last, so that a checkpoint with it is complete."""
-    state: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
+    try:
+        state: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} was not written to its end; resume_from_checkpoint=True resumes from the newest checkpoint that "
+            f"was: {type(error).__name__}: {error}"
+        ) from None
     return state
 
 
-def newest_checkpoint(output_dir: str) -> str:
-    """Return the newest complete checkpoint; a run may have been killed while it wrote a newer one."""
+def newest_checkpoint(output_dir: str) -> str | None:
+    """Return the newest complete checkpoint, or None if a run was killed while it wrote its first one."""
     steps = {
         int(number): path
         for path in Path(output_dir).glob(f"{PREFIX}*")
         if (number := path.name.removeprefix(PREFIX)).isdigit()
     }
+    if not steps:
+        raise ValueError(
+            f"there is no whole checkpoint in {output_dir} to resume from; call train() to begin, or name a folder"
+        )
     for _, folder in sorted(steps.items(), reverse=True):
         try:
             read_trainer(folder)
-        except (OSError, ValueError):
-            log.warning("%s was not written to its end; resuming from an earlier checkpoint", folder)
+        except ValueError:
+            log.warning("%s was not written to its end; trying an earlier checkpoint", folder)
             continue
         return str(folder)
-    raise ValueError(
-        f"there is no whole checkpoint in {output_dir} to resume from; call train() to begin, or name a folder"
-    )
+    log.warning("no checkpoint in %s was written to its end; training begins at step 0", output_dir)
+    return None
