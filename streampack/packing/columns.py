@@ -15,6 +15,7 @@ from streampack.sources.arrow_rows import column_of
 from streampack.types import INT32, INT64, IntArray
 
 UINT32 = np.dtype(np.uint32)
+FLAT = "it must be a flat sequence of whole numbers"
 SEVERAL_SEQUENCES = "its samples would see one another; give the dataset as it was before it was packed"
 
 
@@ -31,16 +32,17 @@ def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArr
     found = _as_array(values, column)
     if found.ndim == 1 and found.size == 0:
         return found.astype(INT32)
-    if found.ndim == 0 and column == "labels":
+    if found.ndim == 0 and column == "labels" and found.dtype.kind in "iufb":
         raise ValueError(
             "'labels' is one number for the whole row: rows to be classified or scored cannot be packed, only those "
             "whose tokens are predicted; train on them unpacked, with transformers' DataCollatorWithPadding"
         )
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(
-            f"column {column!r} has shape {list(found.shape)} and type {found.dtype}; "
-            "it must be a flat sequence of whole numbers"
-        )
+        for value in values if isinstance(values, list | tuple) else ():
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"column {column!r} holds {value}, which is no int64")
+        kind = f"type {found.dtype}" if found.ndim else f"holds {shown(values)}"
+        raise ValueError(f"column {column!r} has shape {list(found.shape)} and {kind}; {FLAT}")
     if isinstance(values, list | tuple):
         _refuse_booleans(values, found, column)
     if found.dtype.kind == "u" and found.itemsize == 8 and found.max() >= 2**63:
@@ -129,9 +131,9 @@ def _as_array(values: Any, column: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(values)
     except ValueError:  # numpy's error for sequences of different lengths
-        raise ValueError(
-            f"column {column!r} is nested; it must be a flat sequence of whole numbers"
-        ) from None
+        raise ValueError(f"column {column!r} is nested; {FLAT}") from None
+    except TypeError as error:  # torch's, for bfloat16 and for tensors on a GPU
+        raise ValueError(f"column {column!r} is no array of numpy ({error}); {FLAT}") from None
 
 
 def narrowed(ids: npt.NDArray[Any]) -> IntArray:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +50,14 @@ class WordTokenizer:
     def __call__(self, sample: dict[str, Any], inference: bool = False) -> dict[str, Any]:
         sample["tokens"], sample["mask"] = self.tokenize_messages(sample.pop("messages"))
         return sample
+
+
+class OfTokenizers(WordTokenizer):
+    """One of torchtune's that calls the tokenizers library."""
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        byte_level().backend_tokenizer.encode(text)
+        return super().encode(text, add_bos, add_eos)
 
 
 # Plain text.
@@ -107,6 +118,31 @@ def test_bad_text(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         TextEncoder(WordTokenizer())(row)
     assert str(error.value).startswith(message)
+
+
+TALK = [{"role": "user", "content": "bad \ud800"}, {"role": "assistant", "content": "fine"}]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row"),
+    [
+        (TextEncoder, {"text": "bad \ud800"}),
+        (ChatEncoder, {"messages": TALK}),
+        (ChatEncoder, {"prompt": "fine", "completion": " bad \ud800"}),
+        (AnswersEncoder, {"chosen": "bad \ud800 one", "rejected": "bad \ud800 two"}),
+        (AnswersEncoder, {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": TALK[1:]}),
+        (lambda tok: MessagesEncoder(tok, message_transform=OpenAI()), {"messages": TALK}),
+        (lambda tok: MessagesEncoder(OfTokenizers(), message_transform=OpenAI()), {"messages": TALK}),
+        (lambda tok: TextEncoder(OfTokenizers()), {"text": "bad \ud800"}),
+    ],
+)  # fmt: skip
+def test_half_a_surrogate_pair_is_an_error_with_its_place(encoder: Any, row: Any, tmp_path: Path) -> None:
+    """JSON may hold one; the tokenizers library says of it that it is no str."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n", encoding="ascii")
+    data = IterablePackedDataset(str(path), encoder=encoder(byte_level()), max_seq_len=64, num_lanes=1)
+    with pytest.raises(ValueError, match=re.escape(f"{path}:1: a text has '\\ud800' at character")):
+        next(iter(data))
 
 
 def test_the_ledger_counts_what_a_tokenizer_would_have_cut() -> None:

@@ -188,6 +188,13 @@ REFUSED: list[tuple[Any, str]] = [
     ({"input_ids": [5, 6], "labels": [-100, -1]}, "label -1 is neither -100 nor in the vocabulary of ids from 0"),
     ({"input_ids": [5, 6], "completion_mask": [1]}, "'completion_mask' has shape [1] for 2 tokens"),
     ({"input_ids": [5, 6], "labels": 1}, "'labels' is one number for the whole row: rows to be classified or scored"),
+    *(({"input_ids": [5, 6], "labels": labels}, f"column 'labels' has shape [] and holds a {kind}, {labels!r}; {FLAT}")
+      for kind, labels in (("NoneType", None), ("str", "ab"), ("bytes", b"ab"), ("set", {5}))),
+    ([10**30], "column 'input_ids' holds 1" + 30 * "0" + ", which is no int64"),
+    ({"input_ids": [5, 6], "labels": [-100, -(10**30)]}, "column 'labels' holds -1" + 30 * "0" + ", which is no"),
+    ([2**63, -1], "column 'input_ids' holds 9223372036854775808, which is no int64"),
+    (torch.tensor([5, 6]).bfloat16(), "column 'input_ids' is no array of numpy (Got unsupported ScalarType BFloat16);"),
+    ({"input_ids": [5, 6], "completion_mask": torch.ones(2).bfloat16()}, "column 'completion_mask' is no array of"),
     ({"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]},
      "the row is a preference pair ('chosen_ids', 'rejected_ids')"),
 ]  # fmt: skip

@@ -314,6 +314,8 @@ def _numbers(value: Any, column: str, *shapes: tuple[int, ...]) -> Any:
         raise ValueError(
             f"column {column!r} holds lists of different lengths; give one number for each"
         ) from None
+    except TypeError as error:  # torch's, for bfloat16
+        raise ValueError(f"column {column!r} is no array of numpy ({error}); give float32") from None
     if found.dtype.kind not in "fiub" or not (np.abs(found) <= np.finfo(np.float32).max).all():
         raise ValueError(
             f"column {column!r} holds {shown(value)}; give finite numbers, and leave out rows that lack them"

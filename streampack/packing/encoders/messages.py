@@ -15,7 +15,7 @@ from streampack.packing.encoders.conversation import (
     parse_conversation,
     parse_json,
 )
-from streampack.packing.encoders.tokenizer import HFTokenizer, check_tokenizer
+from streampack.packing.encoders.tokenizer import HFTokenizer, check_tokenizer, require_unicode
 from streampack.packing.samples import missing_column
 from streampack.sources.torchtune_rows import columns_read, require_content
 from streampack.types import Sample
@@ -115,6 +115,7 @@ class MessagesEncoder(Encoder):
         for i, message in enumerate(messages):
             if any(part["type"] != "text" for part in message.content):
                 raise ValueError(f"message {i} ({message.role}) has an image; only text can be packed")
+            require_unicode(message.text_content)
         encoded = self.tokenizer({"messages": messages})
         masked = mask_from_column(encoded["mask"], "mask", len(encoded["tokens"]))
         return masked_sample(encoded["tokens"], ~masked)

@@ -107,6 +107,7 @@ class HFTokenizer:
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int] | None]:
         """Tokenize a text without special tokens, and say where in it each token begins; None if that is not known."""
+        require_unicode(text)
         if self._backend is None:  # only fast tokenizers know
             return self._ids(text), None
         encoded = self._backend.encode(text, add_special_tokens=False)
@@ -173,6 +174,7 @@ class HFTokenizer:
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
         """Tokenize a text without truncation; with the special tokens that the tokenizer adds by itself, or none."""
+        require_unicode(text)
         if self._backend is not None:
             ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
             return ids
@@ -265,8 +267,20 @@ def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> bool |
     return add_bos
 
 
+def require_unicode(text: str) -> None:
+    """Raise ValueError for half a surrogate pair, which JSON may hold and the tokenizers library calls no str."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"a text has {text[error.start]!r} at character {error.start}, half of a surrogate pair, which is no "
+            "Unicode; mend the row, or set skip_bad=True"
+        ) from None
+
+
 def encode_text(tokenizer: Any, text: str, *, add_bos: bool | None, add_eos: bool) -> list[int]:
     """Tokenize a text. One that has its own BOS or EOS gets no second one, whatever the tokenizer adds."""
+    require_unicode(text)
     ids = list(tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos))
     bos, eos = _id_of(tokenizer, "bos_id"), eos_of(tokenizer)
     if text and add_bos is not False and bos is not None and ids[:2] == [bos, bos]:
