@@ -20,7 +20,7 @@ from streampack.sources.bad_records import Quarantine
 from streampack.sources.reading import Reading, permutation
 from streampack.sources.source import Source
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.lane_config import CHARACTERS_OF_A_TOKEN, GIANT, LaneConfig
 from streampack.streaming.piece_reader import PieceReader
 from streampack.types import Row, RowId, Sample
 
@@ -74,6 +74,9 @@ def look(config: LaneConfig, row: Row) -> tuple[Seen, list[Sample]]:
     sample = config.sample(row)
     if isinstance(sample, str):
         return Seen(row.row_id, 0, 0, 0, 0, "bad", sample), []
+    if sample is GIANT:
+        detail = f"more than {CHARACTERS_OF_A_TOKEN} * max_document_tokens characters, which were not encoded"
+        return Seen(row.row_id, 0, 0, 0, 0, "overlong", detail), []
     length = sample.tokens.size
     trained = trained_tokens(sample)
     parts = config.cut(sample)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group, cut_group
 from streampack.packing.media import MediaSample, has_room, require_room
@@ -16,10 +18,15 @@ from streampack.sources.bad_records import Quarantine, require_sound
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
-from streampack.types import Row, RowId, Sample
+from streampack.types import INT32, Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
 DEFAULT_LANES = 8
+CHARACTERS_OF_A_TOKEN = 16
+"""A text with more characters for each of ``max_document_tokens`` is left out unencoded: 3 MB take seconds to encode. A
+text of so few tokens is hardly more than blanks or one repeated sign."""
+GIANT = Sample(np.zeros(0, INT32), np.zeros(0, INT32))
+"""What such a text becomes; no other sample is empty."""
 Encode = Callable[[Mapping[str, Any]], Sample]
 
 
@@ -96,6 +103,10 @@ class LaneConfig:
                 ):
                     sample = ids.sample(data.index)
             if sample is None:
+                most = self.max_document_tokens
+                characters = encode.characters(data) if most and isinstance(encode, Encoder) else 0
+                if most and characters > CHARACTERS_OF_A_TOKEN * most:
+                    return GIANT
                 sample = encode(data)
                 if self.checks:
                     # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms,
@@ -148,6 +159,8 @@ class LaneConfig:
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
         """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped."""
+        if sample is GIANT:
+            return []
         if type(sample) is Group:
             return cut_group(sample, self.packing)
         if isinstance(sample, MediaSample):

@@ -23,10 +23,12 @@ from streampack import (
     PackedDataLoader,
     PackedDataset,
     Sample,
+    TextEncoder,
     TokensEncoder,
     plan_packs,
 )
 from tests.harness.corpus import Numbers, all_of, rows, samples_in, write
+from tests.harness.hf_tokenizers import Letters
 from tests.harness.hf_trainers import samples
 from tests.harness.threads import ThreadSync, on_ranks
 
@@ -229,6 +231,44 @@ def test_giant_samples_may_be_left_out(whole: bool, most: int | None, dropped: i
         700 * dropped,
         dropped,
     )
+
+
+class CountsCharacters(Letters):
+    """A tokenizer of bytes that keeps the lengths of the texts that it was asked to encode."""
+
+    def __init__(self) -> None:
+        self.encoded: list[int] = []
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        self.encoded.append(len(text))
+        return super().encode(text, add_bos, add_eos)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_giant_text_is_left_out_before_it_is_encoded(mixed: bool) -> None:
+    """By its characters: 16 for each token that is allowed. A text of 3 MB takes seconds to encode."""
+    lengths = [5, 16 * 50 + 1, 10**6, 16 * 50, 51, 48, 7]
+    rows, tokenizer = [{"text": "a" * length} for length in lengths], CountsCharacters()
+    encoder = TextEncoder(tokenizer, add_bos=False)
+    source = Mix([{"name": "a", "source": rows, "weight": 1, "encoder": encoder}], stop="all_exhausted")
+    data = IterablePackedDataset(
+        source if mixed else rows, max_seq_len=50, num_lanes=1, overlong="split", max_document_tokens=50,
+        **({} if mixed else {"encoder": encoder}),
+    )  # fmt: skip
+    known = data.estimate(rows=100)
+    tokenizer.encoded.clear()
+    packs = list(data)
+    assert set(tokenizer.encoded) == {5, 7, 48, 51, 800}
+    ledger = data.ledger()
+    assert (ledger.dropped_samples["overlong"], ledger.dropped["overlong"]) == (4, 801 + 52)
+    assert (ledger.samples, ledger.packed, ledger.untrained) == (7, 6 + 49 + 8, 0)
+    assert known.packs == pytest.approx(len(packs), abs=1)
+    if mixed:
+        return
+    with pytest.raises(ValueError, match=r"all 1 that were read are dropped \(1 longer than a pack\)"):
+        list(IterablePackedDataset(rows[2:3], encoder=encoder, max_seq_len=50, max_document_tokens=50))
+    unlimited = IterablePackedDataset(rows[1:2], encoder=encoder, max_seq_len=50, overlong="split")
+    assert len(list(unlimited)) == 17
 
 
 # Samples that train nothing.

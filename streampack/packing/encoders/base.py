@@ -26,6 +26,10 @@ class Encoder(ABC):
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """Encode a row. Raise ValueError for one that makes no sample; the caller adds its place."""
 
+    def characters(self, row: Mapping[str, Any], /) -> int:
+        """Return how many characters of a row are to be encoded; 0 where that is not known before."""
+        return 0
+
     def ids_below(self, stored: int | None) -> int | None:
         """Return a number that every token id is below, whatever the rows; None if there is no such guarantee.
 
@@ -131,6 +135,11 @@ class TextEncoder(Encoder):
             )
         tokens = encode_text(self.tokenizer, text, add_bos=self.add_bos, add_eos=self.add_eos)
         return sample_from_pair(tokens, tokens)
+
+    def characters(self, row: Mapping[str, Any], /) -> int:
+        """See `Encoder`."""
+        text = row.get(self.column) if isinstance(row, Mapping) else None
+        return len(text) if isinstance(text, str) else 0
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
