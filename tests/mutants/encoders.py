@@ -21,6 +21,7 @@ from streampack import (
 )
 from streampack.packing.encoders.answers import PAIR
 from streampack.packing.encoders.chat import is_trained, masked_sample
+from streampack.packing.encoders.conversation import flags_against
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.types import IGNORE_INDEX
 from tests.mutants.registry import replaces
@@ -52,6 +53,12 @@ def end_not_trained(good, self, row):
 def answers_of_tools_trained(good, message):
     """What a tool answered is trained, as if the model had said it."""
     return good({**message, "role": "assistant"} if message["role"] == "tool" else message)
+
+
+@replaces(flags_against)
+def flags_of_other_programs_unread(good, message):
+    """Of the flags that say that a message is not trained, only OpenAI's is read."""
+    return good(message) & {"weight"}
 
 
 @replaces(ChatTemplate, "__call__")

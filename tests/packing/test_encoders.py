@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from streampack import (
+    IGNORE_INDEX,
     AnswersEncoder,
     ChatEncoder,
     IterablePackedDataset,
@@ -249,24 +250,95 @@ def test_an_answer_that_asks_behind_a_prompt_that_asks_is_refused(tok: Any, enco
         encoder(tok)(row)
 
 
-@pytest.mark.parametrize("flag", ["train", "loss", "masked"])
+FLAGS = {"weight": 0, "train": False, "training": 0, "train_on_turn": False, "loss": 0, "loss_weight": 0.0,
+         "loss_mask": 0, "masked": True}  # fmt: skip
+"""How programs say that a message is not trained; the opposite says that it is."""
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_messages_mean_what_they_mean_to_other_programs(tok: Any, flag: str) -> None:
+    encoder, value = ChatEncoder(tok), FLAGS[flag]
+    talk = [USER, GOOD, USER, BAD]
+    whole, last = encoder({"messages": talk}), ChatEncoder(tok, answers="last")({"messages": talk})
+    assert whole.labels.tolist() != last.labels.tolist()
+    share = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello there"}]
+    for no, yes in ((value, 1 - value), (bool(value), not value), (np.bool_(value), np.bool_(not value))):
+        for answer in (GOOD, share[1]):
+            flagged = [
+                {**talk[0], flag: no} if flag != "masked" else USER,
+                {**answer, flag: no},
+                USER,
+                {**BAD, flag: yes},
+            ]
+            assert encoder({"messages": flagged}).labels.tolist() == last.labels.tolist()
+    both = [USER, {**GOOD, flag: value, "weight": 0}, USER, BAD]
+    assert encoder({"messages": both}).labels.tolist() == last.labels.tolist()
+    none = [USER, {**GOOD, flag: None}, USER, BAD]
+    assert encoder({"messages": none}).labels.tolist() == whole.labels.tolist(), (
+        "as tables fill what is absent"
+    )
+    pair = AnswersEncoder(tok)(
+        {"prompt": [USER], "chosen": [{**GOOD, flag: value}, USER, BAD], "rejected": [BAD]}
+    )
+    assert tok.decode(pair.labels[pair.labels != IGNORE_INDEX]).count("hello there") == 0
+
+
 @pytest.mark.parametrize(
-    ("encoder", "row_of"),
+    ("messages", "message"),
     [
-        (ChatEncoder, lambda flag: {"messages": [USER, GOOD | flag]}),
-        (lambda tok: MessagesEncoder(tok, message_transform=ShareGPT()),
-         lambda flag: {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"} | flag]}),
-        (lambda tok: MessagesEncoder(tok, message_transform=OpenAI()), lambda flag: {"messages": [USER, GOOD | flag]}),
-        (pairs, lambda flag: {"chosen": [USER, GOOD | flag], "rejected": [USER, BAD]}),
-        (AnswersEncoder, lambda flag: {"prompt": [USER], "completions": [[GOOD | flag]]}),
+        ([USER, {**GOOD, "loss_weight": 0.5}], r"message 1 \(assistant\) has loss_weight=0.5; it must be 0 .* or 1"),
+        ([USER, {**GOOD, "train": "false"}], r"message 1 \(assistant\) has train='false'; it must be"),
+        ([USER, {**GOOD, "loss": [0, 1]}], r"message 1 \(assistant\) has loss=\[0, 1\]; it must be"),
+        ([USER, {**GOOD, "train": True, "weight": 0}], "has weight=0 and train=True, which contradict one another"),
+        ([{**USER, "train": True}, GOOD], r"message 0 \(user\) has train=True, and only answers are trained; give it"),
+        ([{**USER, "masked": False}, GOOD], r"message 0 \(user\) has masked=False, and only answers are trained"),
+        ([USER, {**GOOD, "mask": 1}], r"message 1 \(assistant\) has a key 'mask', .* by weight, 0 or 1, or"),
+        ([USER, {**GOOD, "train_detail": [{"begin_offset": 0}]}], "has a key 'train_detail'.* ignore: .train_d"),
+        ([USER, {**GOOD, "lossScale": 0}], "has a key 'lossScale'"),
     ],
 )  # fmt: skip
-def test_flags_of_other_programs_that_leave_a_message_out_are_refused(
-    tok: Any, encoder: Any, row_of: Any, flag: str
+def test_flags_of_an_unknown_meaning_are_refused(tok: Any, messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChatEncoder(tok)({"messages": messages})
+    row = {"prompt": messages[:1], "chosen": messages[1:], "rejected": [BAD]}
+    with pytest.raises(
+        ValueError, match=message.replace("message 1", "message .").replace("message 0", "message .")
+    ):
+        AnswersEncoder(tok)(row)
+    if "mask" in messages[1]:
+        assert AnswersEncoder(tok, ignore=["mask"])(row).tokens.size
+
+
+def test_keys_of_messages_that_a_template_reads_are_the_templates(tok: Any) -> None:
+    asks = {**USER, "weight": 1, "training_level": 3}
+    reads = byte_level(template="{{ messages[0].training_level }}" + CHATML)
+    level = ChatEncoder(reads)({"messages": [asks, GOOD]})
+    assert reads.decode(level.tokens).startswith("3")
+    ignoring = ChatEncoder(tok, ignore=["training_level"])({"messages": [asks, GOOD]})
+    assert ignoring.tokens.tolist() == ChatEncoder(tok)({"messages": [USER, GOOD]}).tokens.tolist()
+    with pytest.raises(ValueError, match="has a key 'training_level'"):
+        ChatEncoder(tok)({"messages": [asks, GOOD]})
+
+
+@pytest.mark.parametrize("flag", [*FLAGS, "mask"])
+@pytest.mark.parametrize(
+    ("transform", "row_of"),
+    [
+        (ShareGPT(),
+         lambda flag: {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"} | flag]}),
+        (OpenAI(), lambda flag: {"messages": [USER, GOOD | flag]}),
+        (Pairs(), lambda flag: {"chosen": [USER, GOOD | flag], "rejected": [USER, BAD]}),
+    ],
+)  # fmt: skip
+def test_flags_that_torchtunes_transforms_leave_out_are_refused(
+    tok: Any, transform: Any, row_of: Any, flag: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"has {flag}=False, which is not read; say .* by weight, 0 or 1"):
-        encoder(tok)(row_of({flag: False}))
-    assert encoder(tok)(row_of({flag: None})).tokens.size, "as tables fill what is absent"
+    encoder, value = MessagesEncoder(tok, message_transform=transform), FLAGS.get(flag, 1)
+    with pytest.raises(ValueError, match=rf"has {flag}=.*, which torchtune's transform leaves out"):
+        encoder(row_of({flag: value}))
+    assert encoder(row_of({flag: None})).tokens.size, "as tables fill what is absent"
+    if flag in FLAGS:
+        assert encoder(row_of({flag: 1 - value})).tokens.size
 
 
 def encode_in_a_child(encoder: TextEncoder, out: Any) -> None:

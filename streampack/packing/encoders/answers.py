@@ -62,7 +62,7 @@ class AnswersEncoder(Encoder):
         token_fields: numbers of tokens, ``{field: column}``. A column holds for each answer as many numbers as it has
             ids.
         share_prefix: whether the prompt is kept once. Otherwise each answer has its own copy.
-        ignore: columns to leave out on purpose, such as ``["tools"]``.
+        ignore: columns, and flags of messages, to leave out on purpose, such as ``["tools"]``.
 
     Raises:
         ValueError: for a tokenizer or fields that do not fit.
@@ -83,7 +83,7 @@ class AnswersEncoder(Encoder):
         share_prefix: bool = True,
         ignore: Sequence[str] = (),
     ) -> None:
-        self.chat = ChatEncoder(tokenizer, add_bos=add_bos, add_eos=add_eos)
+        self.chat = ChatEncoder(tokenizer, add_bos=add_bos, add_eos=add_eos, ignore=ignore)
         self.tokenizer = self.chat.tokenizer
         self.prompt = prompt
         self.answers = answers if answers is None or isinstance(answers, str) else tuple(answers)

@@ -13,9 +13,11 @@ from streampack.packing.encoders.conversation import (
     Content,
     Messages,
     ReadColumns,
+    flags_against,
     parse_conversation,
     read_content,
     read_tools,
+    unread_flags,
 )
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.packing.encoders.tokenizer import (
@@ -39,9 +41,10 @@ class ChatEncoder(Encoder):
 
     Conversations are OpenAI's messages or ShareGPT's, as lists or JSON text; a prompt and its completion are texts or
     messages. Messages are rendered by a Hugging Face tokenizer's chat template, tools and tool calls too, and a row of
-    which it leaves something out is refused; `ChatTemplate` says which tokens are an answer's. A message with
-    ``weight: 0`` is not trained. Texts are joined, tokenized and ended with EOS; the prompt's tokens must be the same
-    with and without the answer.
+    which it leaves something out is refused; `ChatTemplate` says which tokens are an answer's. A message is not trained
+    if its flag says so: ``weight``, ``train``, ``training``, ``train_on_turn``, ``loss``, ``loss_weight`` or
+    ``loss_mask`` is 0, or ``masked`` is 1. Texts are joined, tokenized and ended with EOS; the prompt's tokens must be
+    the same with and without the answer.
 
     Args:
         tokenizer: one of transformers, or of torchtune for texts; messages need a chat template.
@@ -53,8 +56,8 @@ class ChatEncoder(Encoder):
         answers: ``"all"``, or ``"last"`` to train the last answer of each row only.
         add_bos: as for `TextEncoder`, for texts; a chat template writes its own.
         add_eos: whether a completion that is text ends with EOS.
-        ignore: columns to leave out on purpose, such as ``["tools"]``. Otherwise a row is refused if it has a column
-            that belongs to the conversation and that the encoder does not use.
+        ignore: columns, and flags of messages, to leave out on purpose, such as ``["tools"]``. Otherwise a row is
+            refused if it has a column that belongs to the conversation and that the encoder does not use.
 
     Raises:
         ValueError: for a tokenizer that does not fit, and columns of both forms.
@@ -150,6 +153,13 @@ class ChatEncoder(Encoder):
                 "user; give the prompt once, or, for AnswersEncoder, all of it in each answer"
             )
         messages = [*before, *after]
+        for i, message in enumerate(messages):
+            for key in sorted(unread_flags(message).difference(self.ignore)):
+                if not any(key in text for text, _ in self.template.templates):
+                    raise ValueError(
+                        f"{name}, message {i} ({message['role']}) has a key {key!r}, which is not read; say whether it "
+                        f"is trained by weight, 0 or 1, or say ignore: [{key}]"
+                    )
         trained = [i >= len(before) and is_trained(message) for i, message in enumerate(messages)]
         if self.answers == "last":
             last = max(
@@ -189,8 +199,8 @@ def as_messages(content: Content, role: str) -> Messages:
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is an answer, and its weight is not 0."""
-    return bool(message["role"] == "assistant" and message.get("weight", 1) == 1)
+    """Return whether a message is an answer, and no flag says that it is not trained."""
+    return bool(message["role"] == "assistant" and not flags_against(message))
 
 
 def masked_sample(ids: Any, trained: Any) -> Sample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,8 +19,15 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message carries its chain of thought."""
 
-FLAGS = ("train", "training", "loss", "masked", "mask")
-"""Keys by which other programs say whether a message is trained: axolotl, ms-swift and torchtune."""
+FLAGS = {
+    **dict.fromkeys(
+        ("weight", "train", "training", "train_on_turn", "loss", "loss_weight", "loss_mask"), True
+    ),
+    "masked": False,
+}
+"""Keys by which OpenAI, axolotl, ms-swift, LLaMA-Factory and torchtune say whether a message is trained, and whether it
+is where they are 1."""
+LIKE_FLAGS = re.compile("(?<![A-Za-z])(train|loss|mask|weight)|Train|Loss|Mask|Weight")
 
 COMPANIONS = {"system", "tools", "functions", "history"}
 """Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
@@ -130,11 +138,7 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ValueError(f"{place} has no role; its keys are {', '.join(map(repr, given)) or 'none'}")
     place = f"{place} ({role})"
-    for key in FLAGS:
-        if key in message:
-            raise ValueError(
-                f"{place} has {key}={message[key]!r}, which is not read; say whether it is trained by weight, 0 or 1"
-            )
+    _check_flags(message, role, place)
     for key, way_out in (("function_call", "write it as tool_calls"), ("refusal", "make it the content")):
         if not is_empty(message.pop(key, None)):
             raise ValueError(f"{place} has a {key}; {way_out}, or leave the row out")
@@ -149,9 +153,35 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
     made = {"role": role, "content": _join_text(content, place), **message}
     if not is_empty(calls):
         made["tool_calls"] = [_parse_call(call, f"{place}, tool call {i}") for i, call in enumerate(calls)]
-    if made.get("weight", 1) not in (0, 1):
-        raise ValueError(f"{place} has weight={made['weight']!r}; it must be 0 (not trained) or 1")
     return made
+
+
+def _check_flags(message: Mapping[str, Any], role: str, place: str) -> None:
+    given = [key for key in FLAGS if key in message]
+    for key in given:
+        if not isinstance(message[key], int | float | np.bool_ | np.number) or message[key] not in (0, 1):
+            untrained = 1 - FLAGS[key]
+            raise ValueError(
+                f"{place} has {key}={message[key]!r}; it must be {untrained} (not trained) or {1 - untrained}"
+            )
+        if role != "assistant" and key != "weight" and key not in flags_against(message):
+            raise ValueError(
+                f"{place} has {key}={message[key]!r}, and only answers are trained; give it the role of the assistant, "
+                "or remove the flag"
+            )
+    if len(flags_against(message)) not in (0, len(given)):
+        said = " and ".join(f"{key}={message[key]!r}" for key in given)
+        raise ValueError(f"{place} has {said}, which contradict one another; keep one of them")
+
+
+def flags_against(message: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a message that say that it is not trained."""
+    return {key for key, trained in FLAGS.items() if key in message and bool(message[key]) != trained}
+
+
+def unread_flags(message: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a message that speak of training, and may mean anything."""
+    return {key for key in message.keys() - FLAGS.keys() if LIKE_FLAGS.search(key)}
 
 
 def _join_text(content: Any, place: str) -> str:

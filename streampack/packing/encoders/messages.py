@@ -12,8 +12,10 @@ from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import (
     REASONING,
     ReadColumns,
+    flags_against,
     parse_conversation,
     parse_json,
+    unread_flags,
 )
 from streampack.packing.encoders.tokenizer import HFTokenizer, check_tokenizer, require_unicode
 from streampack.packing.samples import missing_column
@@ -94,8 +96,8 @@ class MessagesEncoder(Encoder):
             if name in CONVERSATIONS:
                 messages = parse_conversation(row[column], column)
                 for i, message in enumerate(messages):
-                    lost = LEFT_OUT & message.keys() | ({"weight"} if message.get("weight") == 0 else set())
-                    for key in lost - self.ignore:
+                    lost = LEFT_OUT & message.keys() | flags_against(message) | unread_flags(message)
+                    for key in sorted(lost - self.ignore):
                         raise ValueError(
                             f"column {column!r}, message {i} has {key}={shown(message[key])}, which torchtune's "
                             f"transform leaves out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which "
