@@ -149,14 +149,25 @@ class Group(Sample):
         )
 
 
+def require_whole_groups(packing: Packing, *, what: str, overlong: str | None = "split") -> None:
+    """Raise for settings that would part groups, or for this ``overlong``; the message begins with ``what``."""
+    for name, wrong in (
+        ("split_across_pack", packing.split_across_pack),
+        ("max_seqs_per_pack", packing.max_seqs_per_pack is not None),
+        ("pad_seqs_to", packing.pad_seqs_to > 1),
+        ("overlong", packing.overlong == overlong),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{what} of segments, which are never split, counted or padded one by one; leave "
+                f"{name}={getattr(packing, name)!r} out"
+            )
+
+
 def cut_group(group: Group, packing: Packing) -> list[tuple[int, Sample]]:
     """Return a group whole, or shortened so that it fits, and 0, where it starts; none if it is dropped."""
     length = group.tokens.size
-    for name, off in (("split_across_pack", False), ("max_seqs_per_pack", None), ("pad_seqs_to", 1)):
-        if (value := getattr(packing, name)) != off:
-            raise ValueError(
-                f"is a group of segments, which are never split, counted or padded one by one; leave {name}={value} out"
-            )
+    require_whole_groups(packing, what="is a group", overlong=None)
     if length <= packing.max_seq_len:
         return [(0, group)]
     if packing.overlong in ("truncate", "truncate_left"):

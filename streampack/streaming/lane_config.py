@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
-from streampack.packing.groups import Group, cut_group
+from streampack.packing.groups import Group, cut_group, require_whole_groups
 from streampack.packing.media import MediaSample, has_room, require_room
 from streampack.packing.samples import check_ids, sample_from_row, with_eos_of
 from streampack.packing.settings import Packing
@@ -51,11 +51,11 @@ class LaneConfig:
     eos_ids: frozenset[int | None] = field(init=False)  # of the encoders
 
     def __post_init__(self) -> None:
-        own = [entry.encoder for entry in (self.mix.entries if self.mix else ())]
-        encoders = [self.encode, *(encoder for encoder in own if encoder is not None)]
-        for encoder in encoders:
+        for encoder in self.encoders:
             require_encoder(encoder)
-        ids = frozenset(eos_of(getattr(encoder, "tokenizer", encoder)) for encoder in encoders)
+            if getattr(encoder, "makes_groups", False):
+                require_whole_groups(self.packing, what="the encoder makes groups")
+        ids = frozenset(eos_of(getattr(encoder, "tokenizer", encoder)) for encoder in self.encoders)
         object.__setattr__(self, "eos_ids", ids)
 
     @property
@@ -69,12 +69,16 @@ class LaneConfig:
         return self.source if isinstance(self.source, Mix) else None
 
     @property
+    def encoders(self) -> list[Encode]:
+        """The run's encoder, and those that sources of a mixture have of their own."""
+        own = [entry.encoder for entry in (self.mix.entries if self.mix else ())]
+        return [self.encode, *(encoder for encoder in own if encoder is not None)]
+
+    @property
     def reads_images(self) -> bool:
         """Whether an encoder says that it is one of images, or packs have a limit of them."""
-        own = [entry.encoder for entry in (self.mix.entries if self.mix else ())]
-        encoders = [self.encode, *own]
         return self.packing.max_media is not None or any(
-            getattr(each, "reads_images", False) for each in encoders
+            getattr(each, "reads_images", False) for each in self.encoders
         )
 
     def check_shards(self) -> None:

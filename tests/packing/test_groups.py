@@ -23,6 +23,9 @@ from streampack import (
     FlatteningCollator,
     Group,
     IterablePackedDataset,
+    IterableSource,
+    MessagesEncoder,
+    Mix,
     Pack,
     PackedDataLoader,
     PackedDataset,
@@ -34,7 +37,7 @@ from streampack.packing.batch import null_pack, stack_packs, to_torchtune
 from streampack.tokenize import tokenize
 from tests.harness.corpus import rows
 from tests.harness.groups import Pairs, without_sharing
-from tests.harness.hf_tokenizers import Letters
+from tests.harness.hf_tokenizers import Letters, byte_level
 from tests.harness.mixtures import shifted
 
 LIMIT = 24
@@ -370,6 +373,38 @@ def test_a_fragment_is_traced_to_its_segment() -> None:
 def test_settings_that_would_part_a_group_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"sample 0 .*{message}"):
         list(dataset([{"i": 1, "n": 41}], **changes))
+
+
+@pytest.mark.parametrize("door", ["encoder", "mixture", "torchtune's transform"])
+@pytest.mark.parametrize(
+    "changes", [{"split_across_pack": True}, {"max_seqs_per_pack": 9}, {"overlong": "split"}, {"pad_seqs_to": 4}]
+)  # fmt: skip
+def test_settings_that_would_part_a_group_are_refused_before_a_row_is_read(
+    door: str, changes: dict[str, Any]
+) -> None:
+    encoder: Any = AnswersEncoder(Letters())
+    if door == "torchtune's transform":
+        transforms = pytest.importorskip("torchtune.data")
+        encoder = MessagesEncoder(byte_level(), message_transform=transforms.ChosenRejectedToMessages())
+
+    def unread() -> Any:
+        raise AssertionError("a row was read")
+
+    source: Any = IterableSource(unread)
+    if door == "mixture":
+        source = Mix([
+            {"name": "pairs", "source": source, "weight": 1, "encoder": encoder},
+            {"name": "ids", "source": IterableSource(unread), "weight": 1},
+        ])  # fmt: skip
+        encoder = None
+    [(name, value)] = changes.items()
+    with pytest.raises(ValueError) as error:
+        dataset(source, encoder=encoder, **changes)
+    assert str(error.value).startswith(
+        "the encoder makes groups of segments, which are never split, counted or"
+    )
+    assert str(error.value).endswith(f"leave {name}={value!r} out")
+    dataset(source, encoder=encoder, overlong="truncate")
 
 
 def test_a_group_too_long_to_be_cut_is_dropped() -> None:

@@ -68,6 +68,8 @@ class AnswersEncoder(Encoder):
         ValueError: for a tokenizer or fields that do not fit.
     """
 
+    makes_groups = True
+
     def __init__(
         self,
         tokenizer: Any,

@@ -70,6 +70,7 @@ class MessagesEncoder(Encoder):
         self.share_prefix = share_prefix
         self.ignore = frozenset(ignore)
         self.read = columns_read(message_transform)
+        self.makes_groups = PAIR[0] in self.read
         numbers = [name for names in self.fields.values() for name in names]
         self.columns = ReadColumns(
             type(message_transform).__name__, used=(*self.read.values(), *numbers), ignore=ignore
