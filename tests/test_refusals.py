@@ -104,11 +104,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "array": (
         lambda: of_text('[{"text": "a"}]'),
-        "rows.jsonl:1: a row must be a JSON object, this is a list; write ",
+        "rows.jsonl:1: it is a JSON array; write each row on a line (jq -c '.[]' rows.jsonl > rows.jsonl.jsonl),",
     ),
     "text file": (
         lambda: of_text("hello world\n"),
-        "let datasets read it ('text', 'csv', 'parquet' or the like): HFSource('json', data_files='rows.jsonl', split=",
+        "another kind, let datasets read it: HFSource('text', data_files='rows.jsonl', split='train'), or by 'csv' or",
     ),
     "latin-1": (
         lambda: of_text('{"text": "é"}\n'.encode("latin-1")),

@@ -21,6 +21,7 @@ from streampack.instantiate import build
 from streampack.packing.encoders import AnswersEncoder, ChatEncoder, HFTokenizer, TextEncoder, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
+from streampack.sources.reading import Reading
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.world import World
 
@@ -80,8 +81,11 @@ def inspect_files(
 ) -> Report:
     """Inspect files of rows, by the encoder that fits their columns."""
     source = as_source(list(paths) if len(paths) > 1 else paths[0])
+    found = source.examples()
+    examples = [row.data for row in found if row.data is not None]
+    if 2 * len(examples) < len(found):  # most cannot be read: the error of the first says why
+        next(source.read(Reading()))
     built = None if tokenizer is None else HFTokenizer(tokenizer)
-    examples = [row.data for row in source.examples() if row.data is not None]
     dataset = IterablePackedDataset(
         source,
         encoder=_encoder(examples[0] if examples else {}, built),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from io import BytesIO
 from itertools import chain
 from typing import Any
 
@@ -15,6 +13,7 @@ from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
+from streampack.sources.other_kinds import like_row, other_kind, way_out
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import EMPTY, ParallelMap, map_in_threads, path_in
@@ -32,12 +31,10 @@ LEAST_PART = 256
 COUNTED_BYTES = 1 << 24  # of a file before a row, in which its lines are counted: many rows may be located
 SKIPPED_BYTES = BUFFER_BYTES // 4  # that are read at a time where they are not kept
 LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind
-FEWEST_LINES = 3  # at a file's beginning that tell that it is of another kind; fewer may be damaged rows
 PROBED_FILES = 16  # compressed files that `sample` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `sample` decompresses of each, to learn how well they compress
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NEWLINE = b"\n"
-ROW = re.compile(rb'\s*\{\s*(".*)?\}\s*', re.DOTALL)
 
 _scan = json.JSONDecoder().raw_decode
 
@@ -126,10 +123,10 @@ class JSONLSource(FileSource):
         except UnicodeDecodeError as error:
             raise ValueError(f"not a line of JSON ({error}); JSON is UTF-8: convert the file") from None
         except ValueError as error:
-            raise ValueError(f"not a line of JSON ({error}){self._way_out(part, offset)}") from None
+            raise ValueError(f"not a line of JSON ({error}){self._way_out(part, offset, raw)}") from None
         if not isinstance(row, dict):
             what = f"a row must be a JSON object, this is a {type(row).__name__}"
-            raise ValueError(f'{what}; write {{"text": ...}} on each line{self._way_out(part, offset)}')
+            raise ValueError(f'{what}; write {{"text": ...}} on each line{self._way_out(part, offset, raw)}')
         return row
 
     @override
@@ -230,26 +227,16 @@ class JSONLSource(FileSource):
     def _other_kind(self, number: int) -> str | None:
         """Return why a file is no JSON lines, by its beginning, which is read once; None if it is, or may be."""
         if number not in self._kinds:
+            self._kinds[number] = None
             with suppress(FileNotFoundError, *DAMAGED):
-                head = self._beginning(number, LOOKED_AT)
-                lines = [line for line in BytesIO(head) if line.endswith(NEWLINE) and not line.isspace()]
-                telling = len(lines) >= FEWEST_LINES or b"\0" in head
-                other = telling and not any(map(like_row, lines))
-                what = (
-                    f"none of its first {len(lines):,} lines is a JSON object{self._way_out(Part(number), 0)}"
-                )
-                self._kinds[number] = what if other else None
-        return self._kinds.get(number)
+                self._kinds[number] = other_kind(self.files[number].shown, self._beginning(number, LOOKED_AT))
+        return self._kinds[number]
 
-    def _way_out(self, part: Part, offset: int) -> str:
-        """Return the end of the message for a file's first line that is no row: what may read the file."""
-        if offset:
+    def _way_out(self, part: Part, offset: int, line: bytes) -> str:
+        """Return the end of the message for a file's first line that is not even like a row: what may read the file."""
+        if offset or like_row(line) or line.startswith(b"{"):
             return ""
-        path = self.files[part.file].shown
-        return (
-            "; if the file is compressed, let its name end in .gz or .zst; if it is of another kind, let datasets read "
-            f"it ('text', 'csv', 'parquet' or the like): HFSource('json', data_files={path!r}, split='train')"
-        )
+        return f"; {way_out(self.files[part.file].shown, line)}"
 
     def _lines(
         self, part: Part, offset: int, fetcher: Fetcher, *, few: bool = False
@@ -331,8 +318,3 @@ def parsed(line: bytes) -> Any:
     if end < len(text):
         raise json.JSONDecodeError("Extra data", text, len(text) - len(text[end:].lstrip(" \t\r\n")))
     return value
-
-
-def like_row(line: bytes | Damage) -> bool:
-    """Return whether a line begins and ends as a JSON object, even if it is a broken one, such as in Latin-1."""
-    return not isinstance(line, Damage) and ROW.fullmatch(line) is not None

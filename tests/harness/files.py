@@ -431,11 +431,11 @@ KNOWN_AT_START = (
 CUT_OFF = "it was cut off or replaced"
 CASES = [
     ("jsonl", "empty", "it is empty"),
-    ("jsonl", "zeros", "none of its first 0 lines is a JSON object"),
+    ("jsonl", "zeros", "bytes are zeros: it was not written to its end"),
     ("jsonl", "gone", "there is no such file"),
-    ("jsonl", "gzip data", "lines is a JSON object; if the file is compressed, let its name end in .gz"),
-    ("jsonl", "UTF-16 text", "lines is a JSON object"),
-    ("jsonl", "a JSON array", "lines is a JSON object"),
+    ("jsonl", "gzip data", "it is compressed: let its name end in .gz"),
+    ("jsonl", "UTF-16 text", "it is UTF-16: convert it to UTF-8"),
+    ("jsonl", "a JSON array", "it is a JSON array; write each row on a line"),
     ("jsonl", "CSV", "if it is of another kind, let datasets read it"),
     ("gz", "binary", "lines is a JSON object"),
     ("gz", "empty", "it is empty"),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from streampack import cli
+from streampack import HFTokenizer, IterablePackedDataset, JSONLSource, TextEncoder, cli
+from streampack.sources import Reading
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.html import EVIL, Parsed, parsed
 from tests.harness.inspection import chats
@@ -196,6 +197,37 @@ def test_what_cannot_be_inspected(
     status, message = REFUSED[words]
     assert cli.main(["inspect", *words]) == status
     assert message in capsys.readouterr().err
+
+
+ROWS = [{"text": f"row {i}"} for i in range(40)]
+ARRAYS = {
+    "pretty": json.dumps(ROWS, indent=2),
+    "minified": json.dumps(ROWS),
+    "a row a line": "[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]\n",
+    "of one row a line": "[\n" + json.dumps(ROWS[0]) + "\n]\n",
+    "of one": json.dumps(ROWS[:1]),
+}
+
+
+@pytest.mark.parametrize("how", ARRAYS)
+def test_an_array_is_the_same_error_as_where_it_is_read(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(ARRAYS[how])
+    with pytest.raises(ValueError) as error:
+        next(JSONLSource(path).read(Reading()))
+    assert f"{path}:1: it is a JSON array; write each row on a line (jq -c '.[]' {path} > " in str(
+        error.value
+    )
+    for words in (["--tokenizer", tokenizer], []):
+        assert cli.main(["inspect", str(path), "--max-seq-len", "64", *words]) == 1
+        assert capsys.readouterr().err == f"streampack: error: {error.value}\n"
+    with pytest.raises(ValueError) as raised:
+        next(
+            iter(IterablePackedDataset(str(path), encoder=TextEncoder(HFTokenizer(tokenizer)), max_seq_len=9))
+        )
+    assert str(raised.value) == str(error.value)
 
 
 def test_without_rich_it_writes_json(

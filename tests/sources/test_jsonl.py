@@ -179,12 +179,21 @@ PACKED = {
 }
 
 
+NAMED_AS = {
+    **{
+        kind: f"it is compressed: let its name end in {suffix}"
+        for kind, suffix in (("bzip2", ".bz2"), ("xz", ".xz"), ("gzip", ".gz"), ("zstd", ".zst"))
+    },
+    "UTF-16": "it is UTF-16: convert it to UTF-8",
+}
+
+
 @pytest.mark.parametrize("kind", PACKED)
 def test_binary_content_is_refused_under_any_name(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "rows.data"
     path.write_bytes(PACKED[kind](CONTENT))
     source = JSONLSource(path)
-    with pytest.raises(ValueError, match=rf"{path}:1: none of its first \d+ lines is a JSON object; if"):
+    with pytest.raises(ValueError, match=rf"{path}:1: {NAMED_AS[kind]}"):
         next(source.read(Reading()))
     with pytest.raises(ValueError, match=r"all 16 that were read are dropped"):  # one of each part
         list(IterablePackedDataset(source, max_seq_len=8, skip_bad=True, num_lanes=1))

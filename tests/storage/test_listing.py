@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import glob
 import gzip
+import io
 import json
 import os
 import re
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ import pytest
 from streampack import HFSource, IterablePackedDataset, JSONLSource, ParquetSource, TokenShardSource
 from streampack.sources import Reading, as_source
 from streampack.tokenize import tokenize
-from tests.harness.corpus import identity_of, numbered, read_all, write
+from tests.harness.conformance import lists
+from tests.harness.corpus import PACK, identity_of, numbered, read_all, write
 from tests.harness.files import shards, source
 from tests.harness.stores import Hub, Web
 
@@ -214,34 +217,135 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert tokens_of(paths) == [[1, 2, 3, 4, 5, 6]], paths
 
 
-@pytest.mark.parametrize(
-    ("ending", "content", "what"),
-    [
-        (
-            "json",
-            json.dumps(ROWS, indent=1),
-            ":1: none of its first 19 lines is a JSON object; ",
-        ),
-        (
-            "csv",
-            "n,input_ids\n" + "red dog,1\n" * 3,
-            ":1: none of its first 4 lines is a JSON object; ",
-        ),
-    ],
-)
-def test_formats_that_datasets_reads_are_refused_with_a_source_that_reads_them(
-    tmp_path: Path, ending: str, content: str, what: str
+ARRAY = "it is a JSON array; write each row on a line (jq -c '.[]' {path} > {stem}.jsonl), or let datasets read it"
+DOGS = [{"n": "red dog", "input_ids": 1}] * 3
+OF_OTHERS: dict[str, tuple[bytes | Callable[[Path], Any], str, list[Any]]] = {
+    "pretty.json": (json.dumps(ROWS, indent=1).encode(), ARRAY, ROWS),
+    "short.json": (json.dumps(ROWS[:1]).encode(), ARRAY, ROWS[:1]),
+    "minified.json": (json.dumps(ROWS * 9000).encode(), ARRAY, ROWS * 9000),
+    "a row a line.json": (
+        b"[\n" + b",\n".join(json.dumps(row).encode() for row in ROWS) + b"\n]",
+        ARRAY,
+        ROWS,
+    ),
+    "tight.json": (b"[" + b",\n".join(json.dumps(row).encode() for row in ROWS) + b"]", ARRAY, ROWS),
+    "a.csv": (
+        b"n,input_ids\n" + b"red dog,1\n" * 3,
+        "none of its first 4 lines is a JSON object; let datasets read it",
+        DOGS,
+    ),
+    "a.tsv": (
+        b"n\tinput_ids\n" + b"red dog\t1\n" * 3,
+        "none of its first 4 lines is a JSON object; let datasets read it",
+        DOGS,
+    ),
+    "a.txt": (
+        b"Once upon\na time\n",
+        "not a line of JSON (Expecting value: line 1 column 1 (char 0)); let datasets read it",
+        [{"text": "Once upon"}, {"text": "a time"}],
+    ),
+    "long.txt": (
+        b"Once upon\n" * 50,
+        "none of its first 50 lines is a JSON object; let datasets read it",
+        [{"text": "Once upon"}] * 50,
+    ),
+    "a.tar": (
+        lambda path: tar(path, {"0.txt": b"Once upon", "1.txt": b"a time"}),
+        "it is a tar: let datasets read it",
+        ["Once upon", "a time"],
+    ),
+    "a.tar.gz": (
+        lambda path: tar(path, {"0.txt": b"Once upon", "1.txt": b"a time"}),
+        "it is a tar: let datasets read it",
+        ["Once upon", "a time"],
+    ),
+    "stream.arrow": (
+        lambda path: arrow(path, pa.ipc.new_stream),
+        "it is an Arrow file: let datasets read it",
+        ROWS,
+    ),
+    "file.arrow": (
+        lambda path: arrow(path, pa.ipc.new_file),
+        "it is an Arrow file: let datasets read it",
+        ROWS,
+    ),
+    "named otherwise.pq": (
+        lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
+        "it is a Parquet file",
+        ROWS,
+    ),
+}
+
+
+def tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def arrow(path: Path, open_: Callable[..., Any]) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as file, open_(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+@pytest.mark.parametrize("by", ["its path", "a glob"])
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_files_of_other_kinds_are_refused_with_a_source_that_reads_them(
+    tmp_path: Path, name: str, by: str
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    path = tmp_path / f"rows.{ending}"
-    path.write_text(content)
+    content, what, rows = OF_OTHERS[name]
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        content(path)
     with pytest.raises(ValueError) as error:
-        next(as_source(str(path)).read(Reading()))
+        next(as_source(str(path if by == "its path" else tmp_path / "*")).read(Reading()))
     start, _, way_out = str(error.value).rpartition(": ")
-    assert start.startswith(f"{path}{what}")
-    source = eval(way_out.replace("json'", f"{ending}'", 1), {"HFSource": HFSource, "datasets": datasets})
-    rows = ROWS if ending == "json" else [{"n": "red dog", "input_ids": 1}] * 3
-    assert [row.data for row in source.read(Reading())] == rows
+    assert start.startswith(f"{path}:1: ")
+    assert start.removeprefix(f"{path}:1: ") == what.format(path=path, stem=path.with_suffix(""))
+    source = eval(way_out, {"HFSource": HFSource, "ParquetSource": ParquetSource, "datasets": datasets})
+    found = [lists(row.data) for row in source.read(Reading())]
+    assert (found if "tar" not in name else [row["txt"] for row in found]) == rows
+
+
+COMPRESSED = {suffix: pack(b"Once upon a time\n" * 9) for suffix, pack in PACK.items() if suffix}
+NOT_JSON = {
+    "a.data": [
+        (content, f":1: it is compressed: let its name end in {suffix[:4]}") for suffix, content in COMPRESSED.items()
+    ],
+    "b.jsonl": [
+        (bytes(3000), "its first 3,000 bytes are zeros: it was not written to its end, so"),
+        ('{"i": 1}\n'.encode("utf-16"), "it is UTF-16: convert it to UTF-8"),
+        (b"Once upon a time\n" * 3, "; if it is of another kind, let datasets read it: HFSource('text', data_files="),
+    ],
+    "c.jsonl.gz": [(gzip.compress(bytes(3000)), "its first 3,000 bytes are zeros: it was not written to its end, so")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"), [(name, *case) for name in NOT_JSON for case in NOT_JSON[name]]
+)
+def test_what_is_no_json_lines_is_named_by_its_first_bytes(
+    tmp_path: Path, name: str, content: bytes, what: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(what)):
+        next(JSONLSource(tmp_path / name).read(Reading()))
+
+
+@pytest.mark.parametrize("first", ["[1, 2]", "[1,", '"text"', "Once upon", '{"i": 0'])
+def test_a_first_line_that_is_no_row_is_one_bad_record_before_rows(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{first}\n" + "".join(json.dumps({"i": i}) + "\n" for i in range(3)))
+    reader = JSONLSource(path).read(Reading())
+    with pytest.raises(ValueError, match="not a line of JSON|a row must be a JSON object"):
+        next(reader)
+    assert [row.data["i"] for row in reader] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("how", ["a link beside it", "another name of it", "a linked folder", "a manifest"])

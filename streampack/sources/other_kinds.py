@@ -1,0 +1,99 @@
+"""What a file is that holds no JSON lines, by its first bytes and its name, and what reads it."""
+
+from __future__ import annotations
+
+import re
+from io import BytesIO
+
+from streampack.storage.compression import COMPRESSED
+
+FEWEST_LINES = 3  # at a file's beginning that tell that it is of another kind; fewer may be damaged rows
+ROW = re.compile(rb'\s*\{\s*(".*)?\}\s*', re.DOTALL)
+COMPRESSIONS = {
+    b"\x1f\x8b": ".gz",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ\x00": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"\x04\x22\x4d\x18": ".lz4",
+}
+ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream as `datasets` writes
+BUILDERS = {".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+
+
+def like_row(line: object) -> bool:
+    """Return whether a line begins and ends as a JSON object, even if it is a broken one, such as in Latin-1."""
+    return isinstance(line, bytes) and ROW.fullmatch(line) is not None
+
+
+def other_kind(path: str, head: bytes) -> str | None:
+    """Return why a file is no JSON lines, and what reads it; None if it is, or may be.
+
+    Args:
+        path: for the message, without secrets.
+        head: the beginning of its content.
+    """
+    lines = [line for line in BytesIO(head) if line.endswith(b"\n") and not line.isspace()]
+    rows = sum(map(like_row, lines))
+    if _is_array(head, rows):
+        return f"it is a JSON array; {way_out(path, head)}"
+    if rows:
+        return None
+    if (found := _by_content(path, head)) is not None:
+        return found
+    if len(lines) < FEWEST_LINES and b"\0" not in head:
+        return None
+    what = f"none of its first {len(lines):,} lines is a JSON object" if lines else "it has no line of JSON"
+    return f"{what}; {way_out(path, head)}"
+
+
+def way_out(path: str, head: bytes) -> str:
+    """Return what to do with a file that is no JSON lines.
+
+    >>> way_out("a.txt", b"Once upon a time")
+    "let datasets read it: HFSource('text', data_files='a.txt', split='train')"
+    """
+    if (found := _by_content(path, head)) is not None:
+        return found
+    if _is_array(head, 0):
+        jq = f" (jq -c '.[]' {path} > {path.removesuffix('.json')}.jsonl)"
+        plain = not path.endswith(COMPRESSED) and "://" not in path
+        return f"write each row on a line{jq if plain else ''}, or {_by_datasets('json', path)}"
+    ending = path[path.rfind(".") :]
+    if ending == ".tsv":
+        load = f"datasets.load_dataset('csv', data_files={path!r}, sep='\\t', split='train', streaming=True)"
+        return f"let datasets read it: HFSource({load})"
+    if ending in BUILDERS:
+        return _by_datasets(BUILDERS[ending], path)
+    return f"if it is of another kind, {_by_datasets('text', path)}, or by 'csv' or 'json'"
+
+
+def _by_content(path: str, head: bytes) -> str | None:
+    """Return what to do with a file whose first bytes say what it is; None if they do not."""
+    if not head.strip(b"\0"):
+        return f"its first {len(head):,} bytes are zeros: it was not written to its end, so write or copy it again"
+    for magic, ending in COMPRESSIONS.items():
+        if head.startswith(magic):
+            return f"it is compressed: let its name end in {ending}"
+    if head.startswith(b"PAR1"):
+        return f"it is a Parquet file: ParquetSource({path!r})"
+    if head.startswith(ARROW):
+        return f"it is an Arrow file: {_by_datasets('arrow', path)}"
+    if head[257:262] == b"ustar":
+        return f"it is a tar: {_by_datasets('webdataset', path)}"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "it is UTF-16: convert it to UTF-8"
+    return None
+
+
+def _is_array(head: bytes, rows: int) -> bool:
+    """Return whether a file begins as a JSON array. ``rows`` of its lines look like rows of JSON lines.
+
+    Where an array has a row on each line, only the last one has no comma behind it.
+    """
+    begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    first = begin.split(b"\n", 1)[0].rstrip()
+    return begin.startswith(b"[") and (rows == 0 or (rows == 1 and not first.endswith(b"]")))
+
+
+def _by_datasets(builder: str, path: str) -> str:
+    return f"let datasets read it: HFSource({builder!r}, data_files={path!r}, split='train')"
