@@ -312,14 +312,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, a new dict.
 
-        The states of several consumers are merged by merging ``lanes``.
+        It may be saved as JSON. The states of several consumers are merged by merging ``lanes``.
 
         Raises:
             ValueError: if it is read by a `PackedDataLoader` on several ranks, or by worker processes of torch's
                 DataLoader, where the state is theirs.
         """
         state = self.readers.whole_state()
-        return self._state_of(state, as_dicts(state.lane_states))
+        return self._state_of(state, as_dicts(state.lane_states, chained=state.partial))
 
     def _state_of(self, state: RunState, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}  # which may change

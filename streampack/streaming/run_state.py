@@ -14,7 +14,7 @@ from streampack.streaming.lane_state import LaneState
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 5
+STATE_VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,22 @@ class RunState:
 
 
 def state_of(head: Mapping[str, Any], lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what is saved: what holds for all lanes, and ``lanes``, by merging which consumers' states are merged."""
-    return {**sealed({"version": STATE_VERSION, **head}, of="the run"), "lanes": dict(lanes)}
+    """Return what is saved: what holds for all lanes, the checksums of ``lanes`` among it, and the lanes."""
+    sums = [[lane, lanes[lane]["checksum"]] for lane in sorted(lanes)]
+    return {**sealed({"version": STATE_VERSION, **head, "sums": sums}, of="the run"), "lanes": dict(lanes)}
 
 
-def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
-    """Return what is saved of some lanes."""
-    return {lane: sealed(state.as_dict(), of=f"lane {lane}") for lane, state in states.items()}
+def as_dicts(states: Mapping[int, LaneState], *, chained: bool = False) -> dict[int, dict[str, Any]]:
+    """Return what is saved of some lanes; ``chained``: each names the next one, the last one the first.
+
+    States of several consumers are merged by merging their lanes, and keep one head, which knows its own lanes only.
+    """
+    order = sorted(states)
+    after = dict(zip(order, order[1:] + order[:1], strict=True)) if chained else {}
+    return {
+        lane: sealed({**state.as_dict(), **({"next": after[lane]} if chained else {})}, of=f"lane {lane}")
+        for lane, state in states.items()
+    }
 
 
 def checked_state(state: Any) -> RunState:
@@ -95,17 +104,19 @@ def checked_state(state: Any) -> RunState:
             "loader.state_dict() returned during the run to go on with"
         )
     head = unsealed({name: value for name, value in found.items() if name != "lanes"}, of="the run")
-    lanes, num_lanes = found.get("lanes"), head["num_lanes"]
-    # Numbers that went through JSON are text; taken for missing lanes, they would begin again in silence.
-    if not isinstance(lanes, Mapping) or any(
-        type(lane) is not int or lane >= (num_lanes or 0) for lane in lanes
-    ):
-        raise ValueError(
-            f"the state is damaged or was edited: lanes does not map numbers below {num_lanes} to the states of lanes; "
-            "resume from another checkpoint"
-        )
+    num_lanes, lanes = head["num_lanes"], _numbered(found.get("lanes"), head["num_lanes"])
+    states = {lane: unsealed(each, of=f"lane {lane}") for lane, each in lanes.items()}
+    # A lane that is missing would begin again, and one of another state repeat or skip rows.
+    saved = dict(head["sums"]).items()
+    sums = {lane: each["checksum"] for lane, each in lanes.items()}.items()
+    chained = {each.get("next", lane) for lane, each in states.items()}
+    wrong = chained - states.keys() | {
+        lane for lane, _ in (saved - sums if head["partial"] else saved ^ sums)
+    }
+    if wrong:
+        raise _damaged(f"its lane {min(wrong)} is missing, or of another state")
     return RunState(
-        {lane: LaneState.from_dict(unsealed(each, of=f"lane {lane}")) for lane, each in lanes.items()},
+        {lane: LaneState.from_dict(each) for lane, each in states.items()},
         head["slot"],
         head["epoch"],
         num_lanes,
@@ -137,6 +148,19 @@ def unsealed(found: Any, *, of: str) -> dict[str, Any]:
             return values
     except (TypeError, KeyError, ValueError, RecursionError):  # it is no mapping, or not of plain values
         pass
-    raise ValueError(
-        f"the state is damaged or was edited: the checksum of {of} is wrong; resume from another checkpoint"
+    raise _damaged(f"the checksum of {of} is wrong")
+
+
+def _numbered(lanes: Any, num_lanes: int | None) -> dict[int, Any]:
+    """Return the lanes by number, which is text after a way through JSON."""
+    numbers = {name: lane for lane in range(num_lanes or 0) for name in (lane, str(lane))}
+    found = (
+        {numbers.get(lane, -1): each for lane, each in lanes.items()} if isinstance(lanes, Mapping) else None
     )
+    if found is None or -1 in found or len(found) != len(lanes):
+        raise _damaged(f"lanes does not map numbers below {num_lanes} to the states of lanes")
+    return found
+
+
+def _damaged(what: str) -> ValueError:
+    return ValueError(f"the state is damaged or was edited: {what}; resume from another checkpoint")

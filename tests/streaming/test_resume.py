@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import json
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from streampack import IterableSource, JSONLSource, MapSource, PackedDataLoader, collate_packed
+from streampack.streaming.run_state import state_of  # private: writes a state that no run makes
 from tests.harness.conformance import content
 from tests.harness.corpus import Numbers, all_of, make_source, rows, samples_in, write
 from tests.harness.mixtures import make
@@ -256,9 +259,11 @@ def damaged(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {**state, "lanes": {**state["lanes"], 1: now}}
     for now in (None, 3, "text", b"damaged", [], {}, {1: 2}):
         yield {**state, "lanes": {**state["lanes"], 1: now}}
-    # Keys that went through JSON are text; taken for missing lanes, they would begin again in silence.
-    for lanes in ({str(number): found for number, found in state["lanes"].items()}, {7: lane}):
+    # A lane that is missing would begin again, and its rows would be trained twice.
+    for lanes in ({}, {0: state["lanes"][0]}, {1: lane}, {7: lane}, {**state["lanes"], 7: lane}):
         yield {**state, "lanes": lanes}
+    for odd_number in ("x", "01", "-1", "7", "", None, 1.5, 2**70, (1,)):
+        yield {**state, "lanes": {0: state["lanes"][0], odd_number: lane}}
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -306,12 +311,105 @@ def test_a_lane_in_the_middle_of_an_older_epoch_is_an_error() -> None:
 
     late, early = state_after(30), state_after(6)
     loader = PackedDataLoader(make(MapSource(data), num_lanes=2, epochs=3))
-    loader.load_state_dict({**late, "lanes": {0: late["lanes"][0], 1: early["lanes"][1]}})
+    head = {name: value for name, value in late.items() if name not in ("lanes", "checksum")}
+    loader.load_state_dict(state_of(head, {0: late["lanes"][0], 1: early["lanes"][1]}))
     with pytest.raises(ValueError, match="lane 1 cannot begin epoch 1: it is in the middle of epoch 0"):
         list(loader)
 
 
+def test_a_state_whose_lanes_are_of_two_states_is_refused() -> None:
+    """The rows that a lane has read between the two would be trained twice, or skipped."""
+    states = []
+    dataset = make(MapSource(rows(200)), num_lanes=2)
+    for _ in islice(dataset, 20):
+        states.append(dataset.state_dict())
+    early, late = (state["lanes"] for state in states[8::11])
+    for state, lanes in itertools.product(
+        states[8::11], ({0: early[0], 1: late[1]}, {0: late[0], 1: early[1]})
+    ):
+        with pytest.raises(ValueError, match=r"damaged or was edited: .* lane [01] "):
+            make(MapSource(rows(200)), num_lanes=2).load_state_dict({**state, "lanes": lanes})
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "continue_from"])
+def test_a_state_from_which_a_lane_was_taken_is_refused_at_each_door(way: str) -> None:
+    """The lane would begin again, and its rows would be trained twice."""
+    loader = PackedDataLoader(make(MapSource(rows(120)), num_lanes=4), batch_size=2)
+    for _ in islice(loader, 5):
+        state = loader.state_dict()
+    for lane in (*state["lanes"], None):
+        left = {number: each for number, each in state["lanes"].items() if lane not in (number, None)}
+        for taker in (make(MapSource(rows(120))), PackedDataLoader(make(MapSource(rows(120))))):
+            with pytest.raises(ValueError, match=f"damaged or was edited: .* lane {lane or 0} "):
+                getattr(taker, way)({**state, "lanes": left})
+
+
 # Consumers, whose states are merged.
+
+
+class States(IterableDataset[tuple[str, dict[str, Any]]]):
+    """Each pack's content, and the state after it, also in worker processes."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.data = make(MapSource(rows(120)), **settings)
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((repr(content(pack)), self.data.state_dict()) for pack in self.data)
+
+
+def merged(*states: Mapping[str, Any]) -> dict[str, Any]:
+    return {**states[0], "lanes": {lane: each for state in states for lane, each in state["lanes"].items()}}
+
+
+def test_states_of_single_consumers_are_merged_and_checked() -> None:
+    """Of torch's workers, each of which has its own lanes."""
+    given = list(DataLoader(States(num_lanes=6), batch_size=None, num_workers=2))
+    states = [state for _, state in given[8:10]]  # behind five packs of each worker
+    assert [len(state["lanes"]) for state in states] == [3, 3]
+    for state in (*states, merged(*states), merged(*reversed(states))):
+        for lane in state["lanes"]:
+            left = {number: each for number, each in state["lanes"].items() if number != lane}
+            with pytest.raises(ValueError, match=f"damaged or was edited: .* lane {lane} "):
+                make(MapSource(rows(120))).load_state_dict({**state, "lanes": left})
+    for state in states:
+        with pytest.raises(ValueError, match="damaged or was edited"):
+            make(MapSource(rows(120))).load_state_dict({**state, "lanes": {}})
+    data = make(MapSource(rows(120)))
+    data.load_state_dict(through_json(merged(*states)))
+    rest = sorted(repr(content(pack)) for pack in data)
+    assert rest == sorted(pack for pack, _ in given[10:])
+    assert len(rest) > 10
+
+
+# States that went through JSON.
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("kind", ["map", "jsonl"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"balance_window": 4}, {"num_lanes": 11, "overlong": "split"}], ids=str
+)
+@pytest.mark.parametrize("way", ["load_state_dict", "continue_from"])
+def test_a_state_that_went_through_json_is_the_same(
+    tmp_path: Path, kind: str, settings: dict[str, Any], way: str
+) -> None:
+    """Integers that are keys become text there, and text sorts in another order from eleven lanes on."""
+    given: dict[str, Any] = {"num_lanes": 3, "shuffle": 20, **settings}
+    source = make_source(kind, tmp_path, rows(200))
+    for doors in (lambda: make(source, **given), lambda: PackedDataLoader(make(source, **given))):
+        first = doors()
+        list(islice(first, 25))
+        state = first.state_dict()
+        plain, other = doors(), doors()
+        getattr(plain, way)(state)
+        getattr(other, way)(through_json(state))
+        assert other.state_dict() == plain.state_dict()
+        said = [[repr(pack) for pack in each] for each in (plain, other)]
+        assert said[0] == said[1]
+        assert len(said[0]) > 10
 
 
 def test_iterables_need_one_consumer() -> None:
