@@ -46,8 +46,8 @@ class Mix(Source):
     source may have fewer rows than there are lanes: in each pass over it, they go to other lanes. ``stop`` says when an
     epoch ends:
 
-    - ``"first_exhausted"``: when the next row should come from a source that has none left. No row comes twice in an
-      epoch.
+    - ``"first_exhausted"``: when the next row should come from a source that has none left in the lane. No row comes
+      twice in an epoch. With few rows of a source a lane, some lanes end early.
     - ``"all_exhausted"``: when every source was read to its end. A source that is needed again before that is
       restarted, in another order. Every row comes at least once.
     - ``"never"``: never. Sources are restarted as often as they are needed, and the run ends after its number of

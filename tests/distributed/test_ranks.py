@@ -15,9 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from streampack import Batch, IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
+from streampack import Batch, IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync  # private: what a rank says and hears
 from tests.harness.corpus import Numbers, rows
+from tests.harness.mixtures import APART, entry, shifted
+from tests.harness.mixtures import make as mixture
 from tests.harness.threads import (
     Board,
     Fails,
@@ -70,6 +72,27 @@ def test_after_an_interrupted_gather_a_rank_sends_nothing(monkeypatch: pytest.Mo
 
 
 # Ranks in step.
+
+
+@pytest.mark.parametrize(("small", "least", "most"), [(3, 0, 0.3), (400, 0.6, 1)])
+def test_a_mixture_that_stops_with_its_first_source_has_equal_steps_until_a_lane_ends(
+    small: int, least: float, most: float
+) -> None:
+    """A lane ends when it needs a source of which it has no row left: with 3 rows for 12 lanes, some soon."""
+    sizes, weights = (10 * small + 90, small, 10 * small + 90), (0.5, 0.2, 1)
+    data = [shifted(rows(size, longest=12, seed=i), APART * i) for i, size in enumerate(sizes)]
+
+    def built() -> IterablePackedDataset:
+        entries = [entry(f"{i}", MapSource(each), weights[i]) for i, each in enumerate(data)]
+        return mixture(Mix(entries, stop="first_exhausted"), num_lanes=12, shuffle=True, seed=3)
+
+    steps, equal = [], set()
+    for topology in (Topology(1, 0, 6), Topology(3, 1, 2), Topology(2, 0, 3)):
+        result = run(built, topology)
+        steps = steps_of([[packs_of(batch) for batch in batches] for batches in result.batches], 1)
+        equal.add(check_steps(steps, built, 12, 6))
+    assert len(equal) == 1
+    assert least <= equal.pop() / len(steps) <= most
 
 
 @pytest.mark.parametrize(("ranks", "workers", "batch_size"), [(2, 0, 3), (2, 3, 7), (1, 4, 3)])
