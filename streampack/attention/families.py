@@ -7,7 +7,7 @@ is not listed here is tried with the leak probe when its first inputs are made.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -142,6 +142,18 @@ def longest_sample(config: Any, attention: str) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
+def why_not_auto(model: nn.Module, config: Any, attention: str) -> str | None:
+    """Return why a backend takes only shorter samples than the model's packs may hold; None if it takes all."""
+    limit, pack = longest_sample(config, attention), longest_pack(model, config)
+    if (
+        limit is None
+        or limit == longest_sample(config, "dense")
+        or (pack is not None and pack[0] <= limit[0])
+    ):
+        return None
+    return f"{config.model_type} with this config takes samples of up to {limit[0]} tokens: {limit[1]}"
+
+
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """Return the RoPE settings of a config: one set, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -177,15 +189,28 @@ def position_table(model: nn.Module) -> int | None:
     """
     counts = []
     for name, module in _text_modules(model):
-        if isinstance(module, nn.Embedding) and (
-            name == "wpe" or ("position" in name and "relative" not in name)
-        ):
+        if _is_table(module, name):
             counts.append(module.num_embeddings - getattr(module, "offset", 0))
         tables = [getattr(module, "embed_positions", None)]  # as GPT-J calls it
         if hasattr(module, "rope_init"):  # a rotary embedding of torchtune
             tables.append(getattr(module, "cache", None))
         counts += [table.shape[0] for table in tables if torch.is_tensor(table)]
     return min(counts, default=None)
+
+
+def why_not_positions(model: nn.Module, config: Any) -> str | None:
+    """Return why a model's positions cannot restart at 0 where a sample begins; None if no reason is known."""
+    for name, module in _text_modules(model):
+        if _is_table(module, name) and module.padding_idx is not None:
+            first = f"{module.padding_idx + 1} (pad_token_id + 1)"
+            return f"{config.model_type} counts positions from {first}, and a pack's positions begin at 0; {_NO_PACK}"
+    return None
+
+
+def _is_table(module: nn.Module, name: str) -> TypeGuard[nn.Embedding]:
+    """Return whether a module is a table of positions."""
+    named = name == "wpe" or ("position" in name and "relative" not in name)
+    return named and isinstance(module, nn.Embedding)
 
 
 def _text_modules(

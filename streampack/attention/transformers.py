@@ -289,6 +289,7 @@ def find(model: nn.Module) -> Any:
             f"{config.model_type} attends to tokens ahead (is_causal=False), and a pack's masks hide them; use padded "
             "batches, one sample a row"
         )
+    why = why or families.why_not_positions(inner, config)
     for module in model.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             why = "prompt tuning trains tokens before each row, not before each sample; use LoRA, or padded batches"
@@ -331,9 +332,11 @@ def why_not(inner: Any, attention: str, *, chosen: bool = True) -> str | None:
             return why
     sinks = any(name.endswith("sinks") for name, _ in inner.named_parameters())
     why = families.why_not_family(config, attention, sinks=sinks)
-    if not chosen and attention in REGISTERED_NAMES and not _is_known(inner):
-        why = why or f"nothing is known of {config.model_type}, and masks do for more families"
-    return why
+    if why or chosen or attention not in REGISTERED_NAMES:
+        return why
+    if not _is_known(inner):
+        return f"nothing is known of {config.model_type}, and masks do for more families"
+    return families.why_not_auto(inner, config, attention)
 
 
 def _implementation_name(inner: Any, attention: str) -> str:

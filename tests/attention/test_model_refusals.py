@@ -126,6 +126,15 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
         ("varlen",),
         "nemotron does not hand boundaries on to its attention; use 'dense' or 'flex'",
     ),
+    **{
+        f"positions after the padding's, {family}": (
+            lambda family=family: build(family, is_decoder=True),
+            BOTH,
+            f"this model cannot be packed: {family} counts positions from 1 (pad_token_id + 1), and a pack's positions "
+            "begin at 0; train it on padded batches, one sample a row",
+        )
+        for family in ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm")
+    },
     "a leak": (
         lambda: build("bert", is_decoder=False),
         ("auto",),
@@ -173,6 +182,30 @@ def test_a_model_of_which_nothing_is_known_is_tried_on_its_first_batch(
     for _ in range(2):
         with pytest.raises(ValueError, match="(?s:.*)".join(map(re.escape, message.split(" ... ")))):
             inputs(batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention"),
+    [
+        # Samples that varlen would not cut into chunks: in packs of any length, and in those the model takes.
+        ({"attn_temperature_tuning": False}, "dense"),
+        ({"floor_scale": 64}, "dense"),
+        ({"floor_scale": 9}, "varlen"),
+    ],
+)
+def test_auto_takes_what_computes_samples_longer_than_a_chunk(
+    changes: dict[str, Any], attention: str
+) -> None:
+    model, alone = (build("llama4_text", attention_chunk_size=8, **changes) for _ in range(2))
+    inputs = prepare_model_for_packing(model)
+    assert inputs.attention == attention
+    longest = 20 if attention == "dense" else 8
+    rows = [{"tokens": [*range(5, 5 + n)], "labels": [*range(5, 5 + n)]} for n in (longest, 5, longest, 3)]
+    data = IterablePackedDataset(rows, max_seq_len=50 if attention == "dense" else 8, num_lanes=1)
+    batch = collate_packed(list(data))
+    assert max(differences(run_packed(model, batch, inputs), run_alone(alone, batch, data)).values()) < 1e-5
+    if attention == "dense":
+        assert "takes samples of up to 8 tokens: varlen does not cut" in inputs.refused["varlen"]
 
 
 # Models that were changed since.
