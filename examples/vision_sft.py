@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForImageTextToText,
-    AutoProcessor,
     HfArgumentParser,
     Trainer,
     TrainingArguments,
@@ -57,7 +56,8 @@ def main(argv: list[str]) -> Trainer:
         dataloader_num_workers=2,  # images are decoded beside the training
     )  # fmt: skip
     vision, args = parser.parse_args_into_dataclasses(argv)
-    processor = AutoProcessor.from_pretrained(vision.model)
+    encoder = VisionEncoder(vision.model, model=vision.model, folder=vision.folder)
+    processor = encoder.processor
     model = AutoModelForImageTextToText.from_pretrained(vision.model, dtype=torch.float32)
     if not vision.train_tower:  # nor its projector
         model.requires_grad_(False)
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> Trainer:
             part.requires_grad_(True)
     packs = IterablePackedDataset(
         vision.data,
-        encoder=VisionEncoder(processor, model=model.config, folder=vision.folder),
+        encoder=encoder,
         max_seq_len=vision.max_seq_len,
         max_media=vision.max_media,
         overlong="drop",

@@ -13,13 +13,13 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from streampack.validation import did_you_mean, raised_here, unknown_arguments
+from streampack.validation import did_you_mean, raised_here, wrong_arguments
 
 COMPONENT = "_component_"
 TRUST = "STREAMPACK_TRUST"
@@ -72,7 +72,7 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
             return inner
         asked = list(inspect.signature(component).parameters)[len(args) :]
         arguments = {name: value for name, value in (inject or {}).items() if name in asked} | inner
-        for problem in unknown_arguments(component, arguments):
+        for problem in wrong_arguments(component, arguments):
             raise ValueError(f"{node[COMPONENT]}: {problem}")
         try:
             inspect.signature(component).bind(*args, **arguments)
@@ -88,6 +88,28 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
     if isinstance(node, list | tuple):
         return [build(value, inject=inject) for value in node]
     return node
+
+
+def component_problems(node: Any, where: str) -> Iterator[str]:
+    """Yield a message for each component in the node of a key that does not exist, or does not take its arguments.
+
+    Calls nothing. Missing arguments are no problem: recipes add tokenizers, optimizers, ...
+    """
+    if isinstance(node, list):
+        for number, item in enumerate(node):
+            yield from component_problems(item, f"{where}.{number}")
+    if not isinstance(node, Mapping):
+        return
+    arguments = {key: value for key, value in node.items() if key != COMPONENT}
+    try:
+        refuse_code(arguments)
+        if COMPONENT in node:
+            for problem in wrong_arguments(resolve(node[COMPONENT]), arguments):
+                yield f"{where}: {node[COMPONENT]}: {problem}"
+    except (ValueError, ImportError) as error:
+        yield f"{where}: {error}"
+    for key, value in arguments.items():
+        yield from component_problems(value, f"{where}.{key}")
 
 
 def resolve(path: str) -> Any:

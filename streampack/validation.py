@@ -7,9 +7,10 @@ import dis
 import inspect
 import operator
 import os
+import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 LONGEST = 10**9
 """The longest duration, in seconds or minutes: no thread can wait for more than centuries."""
 PACKAGE = str(Path(__file__).parent) + os.sep
+NO_TEXT = {"bool", "int", "float", "None", "NoneType", "Optional", "Union", "typing", "torch", "Tensor"}
+"""Words in annotations of arguments that cannot be text."""
 OURS = ("streampack", "streampack_recipes", "__main__")
 """Packages whose errors speak to users; a recipe is run as ``__main__``."""
 
@@ -42,20 +45,41 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]:
-    """Yield a message for each argument that a class or function does not take, with a likely spelling.
+def wrong_arguments(component: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each argument that a class or function does not take, or takes as no text.
 
-    >>> list(unknown_arguments(sorted, ["key", "revers"]))
+    >>> list(wrong_arguments(sorted, {"key": None, "revers": True}))
     ["got an unexpected keyword argument 'revers'; did you mean 'reverse'?"]
+    >>> list(wrong_arguments(sorted, {"reverse": "yes"}))
+    ["reverse='yes' is text; give true or false"]
     """
-    parameters = inspect.signature(component).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return
-    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    for name in arguments:
-        if name not in known:
+    parameters = inspect.signature(component).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    given = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [name for name, each in parameters.items() if each.kind in given]
+    for name, value in arguments.items():
+        if name not in known and not takes_any:
             hint = did_you_mean(name, known) or f"; it takes {', '.join(known) or 'none'}"
             yield f"got an unexpected keyword argument {name!r}{hint}"
+        elif name in known and isinstance(value, str) and (wanted := _instead_of_text(parameters[name])):
+            yield f"{name}={value!r} is text; give {wanted}"
+
+
+def _instead_of_text(parameter: inspect.Parameter) -> str:
+    """Return what a parameter takes by its annotation, or else its default, if that is no text; otherwise nothing."""
+    words = {type(parameter.default).__name__}
+    if parameter.annotation is not parameter.empty:
+        words = set(re.findall(r"\w+", inspect.formatannotation(parameter.annotation)))
+    if not words <= NO_TEXT:
+        return ""
+    flag, number = "bool" in words, bool({"int", "float"} & words)
+    return "true, false or a number" if flag and number else "true or false" * flag + "a number" * number
+
+
+def refuse_text(value: object, name: str, wanted: str) -> None:
+    """Raise ValueError for text where a flag or a number is wanted: any text, ``"no"`` too, counts as True."""
+    if isinstance(value, str):
+        raise ValueError(f"{name}={value!r} is text; give {wanted}")
 
 
 def require_positive(value: object, name: str, *, least: int = 1) -> int:

@@ -177,6 +177,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "strategy='bfd' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'; for documents that "
         "continue in the next pack set split_across_pack=True",
     ),
+    "shuffle as text": (
+        lambda: packs(ROWS, shuffle="no"),
+        "shuffle='no' is text; give True, False or a number of rows",
+    ),
+    "split_across_pack as text": (
+        lambda: packs(ROWS, split_across_pack="no"),
+        "split_across_pack='no' is text; give True or False",
+    ),
     "rows to the loader": (
         lambda: PackedDataLoader(ROWS),  # type: ignore[arg-type]
         "a list is no stream of packs; give PackedDataLoader an IterablePackedDataset(rows, max_seq_len=...)",

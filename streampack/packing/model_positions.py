@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from streampack.packing.pretrained import load_pretrained
 from streampack.types import Array, IntArray
 
 PositionRule = Callable[[IntArray, Mapping[str, Array]], IntArray]
@@ -26,7 +27,7 @@ def position_rule(model: Any) -> PositionRule | None:
 
     config = getattr(model, "config", model)
     if isinstance(config, str | os.PathLike):
-        config = AutoConfig.from_pretrained(os.fspath(config), trust_remote_code=False)
+        config = load_pretrained(AutoConfig, config, what="model", file="config.json")
     with torch.device("meta"):
         bare = AutoModel.from_config(config)
     return partial(_positions, bare) if hasattr(bare, "get_rope_index") else None

@@ -9,7 +9,7 @@ import numpy as np
 from streampack.accounting import trained_tokens
 from streampack.packing.strategies import STRATEGIES
 from streampack.types import IGNORE_INDEX, Sample
-from streampack.validation import require, require_multiple, require_positive
+from streampack.validation import refuse_text, require, require_multiple, require_positive
 
 OVERLONG = ("error", "drop", "truncate", "truncate_left", "split")
 SPLIT_HINT = "; for documents that continue in the next pack set split_across_pack=True"
@@ -51,6 +51,7 @@ class Packing:
                 object.__setattr__(self, name, require_positive(getattr(self, name), name))
         require_multiple(self.max_seq_len, "max_seq_len", self.pad_seqs_to, "pad_seqs_to")
         require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
+        refuse_text(self.split_across_pack, "split_across_pack", "True or False")
         if self.overlong is None:
             object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
         require(self.overlong, "overlong", OVERLONG)

@@ -17,7 +17,7 @@ from streampack.sources.files import file_sources
 from streampack.sources.source import Source
 from streampack.storage.base import redact, summarize
 from streampack.types import RowId
-from streampack.validation import require_positive, unknown_arguments, warn_user
+from streampack.validation import require_positive, warn_user, wrong_arguments
 
 log = logging.getLogger(__name__)
 LONGEST_REASON = 300  # characters; the rest is cut off, as an encoder's message may hold the whole row
@@ -185,7 +185,7 @@ def quarantine_for(skip_bad: SkipBad, *, folder: str | os.PathLike[str] | None =
     elif isinstance(skip_bad, str | os.PathLike):
         found = Quarantine(skip_bad)
     elif isinstance(skip_bad, Mapping):
-        for problem in unknown_arguments(Quarantine, map(str, skip_bad)):
+        for problem in wrong_arguments(Quarantine, skip_bad):
             raise ValueError(f"skip_bad {problem}")
         found = Quarantine(**skip_bad)
     else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
-from streampack.validation import require_duration, unknown_arguments
+from streampack.validation import require_duration, wrong_arguments
 
 log = logging.getLogger(__name__)
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds
@@ -63,7 +63,7 @@ class Storage:
             raise ValueError(
                 f"storage is a {type(given).__name__}; give a Storage, or a mapping of its arguments"
             )
-        for problem in unknown_arguments(cls, given or {}):
+        for problem in wrong_arguments(cls, given or {}):
             raise ValueError(f"storage {problem}")
         return cls(**(given or {}))
 

@@ -36,6 +36,7 @@ from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_state import RunState, as_dicts, checked_state, state_of
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import (
+    refuse_text,
     require,
     require_positive,
     require_token_id,
@@ -151,6 +152,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if value is not None:
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
+        refuse_text(shuffle, "shuffle", "True, False or a number of rows")
         window = SHUFFLE_WINDOW * shuffle if isinstance(shuffle, bool) else shuffle
         padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
         packing = Packing(

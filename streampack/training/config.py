@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
-from streampack.instantiate import COMPONENT, refuse_code, resolve
+from streampack.instantiate import COMPONENT, component_problems
 from streampack.losses import LOSS_NORMS
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.validation import require, require_positive, unknown_arguments
+from streampack.validation import require, require_positive, wrong_arguments
 
 Node = dict[str, Any]
 
@@ -206,58 +206,74 @@ class RunConfig:
 
 def require_device(device: str) -> None:
     """Check that recipes know the kind of a device, given as ``cuda`` or ``cuda:1``."""
-    hint = "; mps has no float64, in which metrics are summed"
-    require(device.partition(":")[0], "device", DEVICES, hint=hint)
+    if (kind := device.partition(":")[0]) not in DEVICES:  # no near word: that of "gpu" would be "xpu"
+        raise ValueError(
+            f"device={kind!r} is unknown; choose one of {', '.join(map(repr, DEVICES))}; a GPU is 'cuda', and mps has "
+            "no float64, in which metrics are summed"
+        )
 
 
 def read_config(config: Any) -> RunConfig:
-    """Check a config, OmegaConf's or a plain mapping, and return it as a `RunConfig`. Nothing is built."""
+    """Check a config, OmegaConf's or a plain mapping, and return it as a `RunConfig`. Nothing is built.
+
+    Raises:
+        ValueError: with a line for each key that is unknown, or has a value of another type.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    problems: list[str] = []
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(config))
-        if missing := sorted(OmegaConf.missing_keys(merged)):
-            raise ValueError(f"missing: {', '.join(missing)}; the keys without a default must be in a config")
-        cfg = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+        merged, problems = _merged(config)
+        plain: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:  # because of a key that was removed, if one was
+        raise ValueError("\n".join(problems or [_named(error)])) from None
+    data = plain["data"] if isinstance(plain["data"], dict) else {}
+    packing = {key: value for key, value in data.items() if key not in ("source", "encoder")}
+    problems += [f"data: {problem}" for problem in wrong_arguments(IterablePackedDataset, packing)]
+    for key, node in plain.items():
+        problems += component_problems(node, key)
+    if problems:
+        raise ValueError("\n".join(problems))
+    cfg = OmegaConf.to_object(merged)
     assert isinstance(cfg, RunConfig)
-    for each in fields(cfg):
-        check_components(getattr(cfg, each.name), each.name)
-    if cfg.validation is not None:
-        check_components(cfg.validation.source, "validation.source")
     # What else is wrong with data shows here, and not after the weights were read.
     try:
-        packing = {key: value for key, value in cfg.data.items() if key not in ("source", "encoder")}
-        for problem in unknown_arguments(IterablePackedDataset, packing):
-            raise ValueError(problem)
         IterablePackedDataset([{"tokens": [0], "labels": [0]}], **packing)
     except (TypeError, ValueError) as error:
         raise ValueError(f"data: {error}") from None
     return cfg
 
 
-def check_components(node: Any, where: str) -> None:
-    """Check that all components in the node of a key exist and take the arguments that it gives them; call nothing.
+def _merged(config: Any) -> tuple[Any, list[str]]:
+    """Return a config merged into `RunConfig` without the keys that do not fit, and a message for each of these."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    Missing arguments are no error: recipes add tokenizers, optimizers, ...
-    """
-    if isinstance(node, list):
-        for number, item in enumerate(node):
-            check_components(item, f"{where}.{number}")
-    if not isinstance(node, Mapping):
-        return
-    arguments = {key: value for key, value in node.items() if key != COMPONENT}
-    try:
-        refuse_code(arguments)
-        if COMPONENT in node:
-            for problem in unknown_arguments(resolve(node[COMPONENT]), arguments):
-                raise ValueError(f"{node[COMPONENT]}: {problem}")
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"{where}: {error}") from None
-    for key, value in arguments.items():
-        check_components(value, f"{where}.{key}")
+    given, problems, refused = OmegaConf.create(config).copy(), list[str](), set[str]()
+    if not isinstance(given, DictConfig):
+        raise ValueError(f"a config is a mapping of keys to values, this is a {type(config).__name__}")
+    while True:
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(RunConfig), given)
+            break
+        except OmegaConfBaseException as error:  # it raises at the first
+            key = error.full_key or ""
+            above, _, last = key.rpartition(".")
+            node = OmegaConf.select(given, above) if above else given
+            problems.append(_named(error))
+            if not last or node is None or last not in node:
+                raise ValueError("\n".join(problems)) from None
+            refused.add(key)
+            del node[last]
+    if missing := sorted(OmegaConf.missing_keys(merged) - refused):
+        problems.append(f"missing: {', '.join(missing)}; the keys without a default must be in a config")
+    return merged, problems
+
+
+def _named(error: Any) -> str:
+    """Return the first line of an error of OmegaConf's, after its key."""
+    return f"{f'{error.full_key}: ' if error.full_key else ''}{str(error).splitlines()[0]}"
 
 
 def to_plain(config: Any) -> dict[str, Any]:

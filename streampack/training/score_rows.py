@@ -22,6 +22,7 @@ from streampack.attention.prepare import Inputs, prepare_model_for_packing
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.groups import Group
+from streampack.packing.pretrained import load_pretrained
 from streampack.packing.settings import Packing
 from streampack.scoring.forward import ForwardPass
 from streampack.scoring.requests import OVERLONG, fit, read_request
@@ -247,10 +248,9 @@ def _load(
 
         dtype = training.get_dtype(values["dtype"], device=device) if "dtype" in values else "auto"
         with world.main_first():
-            try:
-                loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-            except (ValueError, OSError) as error:
-                raise ValueError(f"model={model!r} cannot be loaded: {error}") from error
+            loaded: nn.Module = load_pretrained(
+                AutoModelForCausalLM, model or "", what="model", file="config.json", settings={"dtype": dtype}
+            )
         loaded.to(device).eval()
         return loaded, prepare_model_for_packing(loaded, attention=str(values.get("attention", "auto")))
     # Packs differ in length, and there is no backward pass.

@@ -48,7 +48,7 @@ def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> l
     try:
         cfg = read_config(config)
     except ValueError as error:
-        return [str(error)]
+        return str(error).splitlines()
     problems = training_problems(cfg)
     with _collect_errors(problems, "model" if recipe is None else f"recipe {recipe}"):
         if recipe is None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 
-from streampack import IGNORE_INDEX, HFTokenizer, TextEncoder
+from streampack import IGNORE_INDEX, HFTokenizer, TextEncoder, VisionEncoder
 from streampack.instantiate import build
+from streampack.packing.model_positions import position_rule
 from tests.harness.hf_tokenizers import BOS, END, EOS, MARKED, START, byte_level, llama_like
 
 HABITS = {
@@ -153,6 +158,36 @@ def test_the_error_of_a_missing_tokenizer_names_the_place(tmp_path: Path) -> Non
             ValueError, match=f"no Hugging Face tokenizer at '{path}'; give a folder with its"
         ):
             HFTokenizer(path)
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused_at_once(
+    offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    asked: list[str] = []
+
+    def no_name_service(host: Any, *more: Any, **settings: Any) -> Any:
+        asked.append(str(host))
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_name_service)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    doors: list[Callable[[], Any]] = [
+        lambda: HFTokenizer("my_model"),
+        lambda: VisionEncoder("my_model"),
+        lambda: position_rule("my_model"),
+    ]
+    for door in doors:
+        with pytest.raises(
+            ValueError, match="^no .* at 'my_model'; give a folder with its .*json, or a name on"
+        ):
+            door()
+    assert waits == [], "transformers waits 23 s for each file that it looks for"
+    assert len(asked) <= (0 if offline else len(doors) + 1), (
+        "each asks once, AutoProcessor for templates, too"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.encoder": "streampack.TextEncoder"}, "data.encoder='streampack.TextEncoder' is text; write it as"),
     ({"data.max_seq_len": 4096}, "data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"),
     ({"data.read_ahead": -1}, "data: read_ahead=-1"),
+    ({"optimizer.lr": "3e-3x"}, r"optimizer: torch\.optim\.AdamW: lr='3e-3x' is text; give a number$"),
+    ({"model.num_layers": "four"}, r"model: torchtune\.models\.llama3\.llama3: num_layers='four' is text; give a numb"),
+    ({"data.encoder.message_transform.train_on_input": "no"}, "train_on_input='no' is text; give true or false$"),
+    ({"data.split_across_pack": "maybe"}, "data: split_across_pack='maybe' is text; give true or false$"),
+    ({"data.shuffle": "yes please"}, "data: shuffle='yes please' is text; give true, false or a number$"),
+    ({"device": "gpu"}, "^device='gpu' is unknown; choose one of .*'xpu'; a GPU is 'cuda', and mps [^;]*$"),
     (
         {"data.pad_seqs_to": 8, "document_masking": False},
         "data.pad_seqs_to=8 pads every document, and document_masking=False lets",
@@ -75,6 +81,39 @@ def test_configs_that_cannot_be_are_refused(
     assert main(["validate", "--no-files", str(tmp_path / "mine.yaml")]) == 1
     problem = capsys.readouterr().err.splitlines()[0]
     assert problem in str(raised.value), "`streampack validate` says the same"
+
+
+def test_all_that_a_config_must_not_have_is_named_at_once() -> None:
+    changes = {
+        "zzz": 1,
+        "epoch": 3,
+        "batch_size": "a",
+        "validation": {"fracton": 0.1},
+        "data.max_seq": 1,
+        "data.packed": True,
+        "data.source.pathz": 1,
+        "optimizer.lrr": 3,
+        "optimizer.lr": "3e-3x",
+        "optimizer.fused": "yes",
+        "optimizer.weight_decay": None,  # what the component says of that shows when it is built
+        "lr_scheduler._component_": "torch.optim.lr_scheduler.CosinusLR",
+        "profiler": {"_component_": "json.loads"},
+    }
+    with pytest.raises(ValueError) as raised:
+        read_config(written(changes))
+    said = str(raised.value).splitlines()
+    begins = [
+        "zzz: Key 'zzz' not in", "epoch: Key 'epoch' not in", "batch_size: Value 'a' of", "validation.fracton: Key",
+        "data: got an unexpected keyword argument 'max_seq'", "data: got an unexpected keyword argument 'packed'",
+        "data.source: streampack.JSONLSource: got an unexpected keyword argument 'pathz'",
+        "optimizer: torch.optim.AdamW: got an unexpected keyword argument 'lrr'",
+        "optimizer: torch.optim.AdamW: lr='3e-3x' is text", "optimizer: torch.optim.AdamW: fused='yes' is text",
+        "lr_scheduler: _component_ 'torch.optim.lr_scheduler.CosinusLR' leads to nothing",
+        "profiler: _component_ 'json.loads' is not among",
+    ]  # fmt: skip
+    found = [begin for line in said for begin in begins if line.startswith(begin)]
+    assert sorted(found) == sorted(begins)
+    assert len(said) == len(begins), "and nothing else is said"
 
 
 def test_only_the_environment_adds_to_what_a_config_may_name(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streampack.packing.encoders.template import ChatTemplate
+from streampack.packing.pretrained import load_pretrained
 from streampack.validation import warn_user
 
 PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
@@ -54,15 +55,10 @@ class HFTokenizer:
             from transformers import AutoTokenizer
 
             self.name = str(Path(path).expanduser())
-            try:
-                self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                    self.name, revision=revision or "main", trust_remote_code=False
-                )
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"no Hugging Face tokenizer at {self.name!r}; give a folder with its tokenizer_config.json, or a "
-                    f"name on the Hub: {str(error).splitlines()[0]}"
-                ) from error
+            self.tokenizer: Any = load_pretrained(
+                AutoTokenizer, path, what="Hugging Face tokenizer", file="tokenizer_config.json",
+                settings={"revision": revision or "main"},
+            )  # fmt: skip
         else:
             self.name, self.tokenizer = type(path).__name__, copy.deepcopy(path)
         self._backend = _backend(self.tokenizer)

@@ -22,6 +22,7 @@ from streampack.packing.encoders.tokenizer import HFTokenizer
 from streampack.packing.encoders.vision_template import Content, VisionTemplate, is_image, parts_of
 from streampack.packing.media import MediaSample
 from streampack.packing.model_positions import position_rule
+from streampack.packing.pretrained import load_pretrained
 from streampack.storage.retries import Storage
 from streampack.types import IGNORE_INDEX, Array, IntArray, Sample
 
@@ -89,7 +90,9 @@ class VisionEncoder(ChatEncoder):
         if isinstance(processor, str | os.PathLike):
             from transformers import AutoProcessor
 
-            processor = AutoProcessor.from_pretrained(os.fspath(processor), trust_remote_code=False)
+            processor = load_pretrained(
+                AutoProcessor, processor, what="processor", file="preprocessor_config.json"
+            )
         if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_processor"):
             raise ValueError(
                 f"{type(processor).__name__} has no image_token and image_processor; give the processor of a "
