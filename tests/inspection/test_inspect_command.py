@@ -166,6 +166,29 @@ def test_the_encoder_follows_from_the_columns(
     assert captured.err == ""
 
 
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ({"label": False}, "column 'label' holds False: the row's answer is judged"),
+        ({"images": ["a.png"]}, "column 'images' would be left out"),
+    ],
+)
+def test_rows_of_another_task_stop_an_inspection_and_a_run_alike(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], beside: dict[str, Any], why: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    words = ["inspect", str(path), "--max-seq-len", "64", "--tokenizer", tokenizer, "--json", "-"]
+    path.write_text((json.dumps({"messages": MESSAGES, **beside}) + "\n") * 3)
+    assert cli.main(words) == 1
+    assert why in capsys.readouterr().err
+    path.write_text(path.read_text() + json.dumps({"messages": MESSAGES}) + "\n")
+    assert cli.main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    [loss] = report["losses"]
+    assert (loss["reason"], loss["rows"], loss["stops"]) == ("bad", 3, True)
+    assert why in loss["examples"][0]
+
+
 REFUSED: dict[tuple[str, ...], tuple[int, str]] = {
     (): (2, "name files, or a config"),
     ("a.jsonl",): (2, "--max-seq-len is missing"),

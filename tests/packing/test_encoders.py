@@ -221,6 +221,45 @@ def test_columns_that_change_the_prompt_are_refused_unless_ignored(
     assert ignoring.tokens.tolist() == encoder(tok)(row | {column: []}).tokens.tolist()
 
 
+KTO = r"column 'label' holds .*: .*judged.*, as for KTO.*; leave the bad ones out and say ignore: \[label\], or give"
+SEES = r"column 'images' would be left out, and the model trained on the words .*; VisionEncoder.*ignore: \[images\]"
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row", "column", "values", "message"),
+    [
+        (ChatEncoder, {"messages": [USER, GOOD]}, "label", (False, True, 0, 1, np.bool_(True), 1.0), KTO),
+        (ChatEncoder, {"conversations": [USER, GOOD]}, "kto_tag", (False,), KTO.replace("label", "kto_tag")),
+        (ChatEncoder, {"prompt": "a", "completion": "b"}, "label", (False,), KTO),
+        (ChatEncoder, {"prompt": [USER], "completion": [GOOD]}, "label", (True,), KTO),
+        (AnswersEncoder, {"prompt": "a", "chosen": "b", "rejected": "c"}, "label", (0,), KTO),
+        (AnswersEncoder, {"prompt": "a", "completions": ["b", "c"]}, "labels", ([True, False],),
+         KTO.replace("label", "labels")),
+        (lambda tok, **how: MessagesEncoder(tok, message_transform=OpenAI(), **how), {"messages": [USER, GOOD]},
+         "label", (False,), KTO),
+        (ChatEncoder, {"messages": [{**USER, "content": "<image>What?"}, GOOD]}, "images", (["a.png"], "a.png"), SEES),
+        (ChatEncoder, {"messages": [USER, GOOD]}, "image", (b"GIF",), SEES.replace("images", "image")),
+        (ChatEncoder, {"messages": [USER, GOOD]}, "videos", (["a.mp4"],), SEES.replace("images", "videos")),
+        (AnswersEncoder, TEXTS, "images", (["a.png"],), SEES),
+        (lambda tok, **how: MessagesEncoder(tok, message_transform=InputOutput(), **how), {"input": "a", "output": "b"},
+         "images", (["a.png"],), SEES),
+    ],
+)  # fmt: skip
+def test_rows_of_another_task_are_refused_unless_the_column_is_ignored(
+    tok: Any, encoder: Any, row: dict[str, Any], column: str, values: Any, message: str
+) -> None:
+    alone = encoder(tok)(row).tokens.tolist()
+    for value in values:
+        made = encoder(tok)
+        assert made({**row, column: None}).tokens.tolist() == alone
+        with pytest.raises(ValueError, match=message):
+            made({**row, column: value})
+        assert encoder(tok, ignore=[column])({**row, column: value}).tokens.tolist() == alone
+        made({**row, "another": "x", **({column: "math"} if "label" in column else {})})
+        with pytest.raises(ValueError, match=message):  # not only in the first row
+            made({**row, column: value})
+
+
 def test_answers_without_their_prompt_are_refused_by_a_transform_that_reads_none(tok: Any) -> None:
     for row in (
         {"prompt": "hello", "chosen": [GOOD], "rejected": [BAD]},

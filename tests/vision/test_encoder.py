@@ -296,6 +296,27 @@ def test_images_of_a_row_are_bounded_together() -> None:
         made({"messages": ask("x"), "images": [square] * 5})
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava"])
+def test_a_text_that_writes_image_has_the_images_of_its_column_there(family: str) -> None:
+    """As LLaVA and LLaMA-Factory write it, whatever the placeholder of the processor."""
+    make = encoder(family)
+    images = [png(1), png(2)]
+    parts = ask("one", {"type": "image"}, "two\n", {"type": "image"})
+    wanted = make({"messages": parts, "images": images})
+    for content in ("one<image>two\n<image>", [{"type": "text", "text": "one<image>two\n<image>"}]):
+        talk = [{"role": "user", "content": content}, ANSWER]
+        for messages in (talk, json.dumps(talk)):
+            found = make({"messages": messages, "images": images})
+            assert found.tokens.tolist() == wanted.tokens.tolist()
+            assert np.array_equal(media(found)["pixel_values"], media(wanted)["pixel_values"])
+    with pytest.raises(ValueError, match="more parts for images than images"):
+        make({"messages": talk, "images": images[:1]})
+    with pytest.raises(ValueError, match="has 3 images, and the messages have parts for 2"):
+        make({"messages": talk, "images": [*images, png(3)]})
+    with pytest.raises(ValueError, match=r"column 'videos' would be left out.*ignore: \[videos\]"):
+        make({"messages": talk, "images": images, "videos": ["a.mp4"]})
+
+
 def test_rows_whose_images_and_texts_do_not_fit_are_refused() -> None:
     make = encoder()
     for row, why in (

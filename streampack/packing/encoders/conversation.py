@@ -31,6 +31,9 @@ LIKE_FLAGS = re.compile("(?<![A-Za-z])(train|loss|mask|weight)|Train|Loss|Mask|W
 
 COMPANIONS = {"system", "tools", "functions", "history"}
 """Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
+MEDIA = {"images", "image", "videos", "video", "audios", "audio"}
+JUDGEMENTS = {"label", "labels", "kto_tag"}
+"""Columns that say whether an answer is a good one, if they hold booleans or 0 and 1: TRL's and LLaMA-Factory's."""
 
 Messages = list[dict[str, Any]]
 """A conversation in OpenAI's form."""
@@ -104,22 +107,41 @@ class ReadColumns:
     def __init__(self, what: str, *, used: Iterable[str] = (), ignore: Iterable[str] = ()) -> None:
         self.what = what
         self.known = {*used, *ignore}
+        self.named: set[str] = set()
 
     def check(self, row: Mapping[str, Any], *read: str) -> None:
         """Refuse or name columns of a row that are not empty, and neither read nor left out on purpose."""
-        unread = {name for name in row.keys() - self.known - {*read} if not is_empty(row[name])}
-        if companions := sorted(unread & COMPANIONS):
-            raise ValueError(
-                f"column {companions[0]!r} would be left out, and the model trained without it; make it part of the "
-                f"messages, remove it, or say ignore: [{companions[0]}]"
-            )
-        self.known |= unread
-        if texts := sorted(name for name in unread if type(row[name]) not in (int, float)):
+        unread = row.keys() - self.known - {*read}
+        for name in sorted(unread & (COMPANIONS | MEDIA | JUDGEMENTS)):
+            if not is_empty(row[name]):
+                self._check_special(name, row[name])
+        fresh = {name for name in unread - self.named if not is_empty(row[name])}
+        self.named |= fresh
+        if texts := sorted(name for name in fresh if type(row[name]) not in (int, float)):
             log.warning(
                 "%s does not read %s: nothing of it is trained or seen; ignore: [%s] says that this is meant",
                 self.what,
                 ", ".join(map(repr, texts)),
                 ", ".join(texts),
+            )
+
+    def _check_special(self, name: str, value: Any) -> None:
+        if name in COMPANIONS:
+            raise ValueError(
+                f"column {name!r} would be left out, and the model trained without it; make it part of the messages, "
+                f"remove it, or say ignore: [{name}]"
+            )
+        if name in MEDIA:
+            raise ValueError(
+                f"column {name!r} would be left out, and the model trained on the words about it; VisionEncoder takes "
+                f"images, or say ignore: [{name}]"
+            )
+        if all(
+            _is_flag(each) for each in (value if isinstance(value, list | tuple | np.ndarray) else [value])
+        ):
+            raise ValueError(
+                f"column {name!r} holds {value!r}: the row's answer is judged, as for KTO, and {self.what} would train "
+                f"it good or bad; leave the bad ones out and say ignore: [{name}], or give pairs to AnswersEncoder"
             )
 
 
@@ -159,7 +181,7 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
 def _check_flags(message: Mapping[str, Any], role: str, place: str) -> None:
     given = [key for key in FLAGS if key in message]
     for key in given:
-        if not isinstance(message[key], int | float | np.bool_ | np.number) or message[key] not in (0, 1):
+        if not _is_flag(message[key]):
             untrained = 1 - FLAGS[key]
             raise ValueError(
                 f"{place} has {key}={message[key]!r}; it must be {untrained} (not trained) or {1 - untrained}"
@@ -172,6 +194,10 @@ def _check_flags(message: Mapping[str, Any], role: str, place: str) -> None:
     if len(flags_against(message)) not in (0, len(given)):
         said = " and ".join(f"{key}={message[key]!r}" for key in given)
         raise ValueError(f"{place} has {said}, which contradict one another; keep one of them")
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int | float | np.bool_ | np.number) and value in (0, 1)
 
 
 def flags_against(message: Mapping[str, Any]) -> set[str]:

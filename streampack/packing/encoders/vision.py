@@ -19,7 +19,13 @@ from streampack.packing.encoders.chat import ChatEncoder
 from streampack.packing.encoders.conversation import ReadColumns, is_empty
 from streampack.packing.encoders.pictures import MAX_BYTES, MAX_PIXELS, PictureReader, shorten
 from streampack.packing.encoders.tokenizer import HFTokenizer
-from streampack.packing.encoders.vision_template import Content, VisionTemplate, is_image, parts_of
+from streampack.packing.encoders.vision_template import (
+    Content,
+    VisionTemplate,
+    is_image,
+    parts_of,
+    split_at_images,
+)
 from streampack.packing.media import MediaSample
 from streampack.packing.model_positions import position_rule
 from streampack.packing.pretrained import load_pretrained
@@ -42,11 +48,11 @@ class VisionEncoder(ChatEncoder):
 
     Messages are those of `ChatEncoder`, and their tokens those of the processor's ``apply_chat_template``. An image is
     a part of a message's content, ``{"type": "image"}`` or OpenAI's ``image_url``, or an entry of the column of images,
-    which parts without an image of their own take in their order; without any part, the images come before the first
-    message of the user, as in TRL. An image is a path, a URL, bytes, a ``data:`` URL, an array ``[height, width, 3]``
-    of uint8, or a picture of Pillow. One that is missing, broken or too large is an error of its row, which
-    ``skip_bad`` counts and lists; one whose server does not answer ends the run. Rows without images make plain
-    samples.
+    which parts without an image of their own take in their order. Without such parts, ``<image>`` in a text is one, as
+    LLaVA and LLaMA-Factory write it; without that, the images come before the first message of the user, as in TRL. An
+    image is a path, a URL, bytes, a ``data:`` URL, an array ``[height, width, 3]`` of uint8, or a picture of Pillow. If
+    it is missing, broken or too large, that is an error of its row, which ``skip_bad`` counts and lists; a server that
+    does not answer ends the run. Rows without images make plain samples.
 
     Args:
         processor: one of transformers, or a folder or name on the Hub.
@@ -219,6 +225,9 @@ class VisionEncoder(ChatEncoder):
         listed = [] if is_empty(value) else list(value) if several else [value]
         talks = {column: _messages_in(row.get(column)) for column in self._columns_of(row).values()}
         messages, left, contents = list(chain(*talks.values())), iter(listed), list[Content]()
+        if listed and not any(is_image(part) for message in messages for part in parts_of(message)):
+            for message in messages:
+                message["content"] = split_at_images(parts_of(message)) or None
         if listed and not any(is_image(part) for message in messages for part in parts_of(message)):
             user = next((message for message in messages if message["role"] == "user"), None)
             if user is None:

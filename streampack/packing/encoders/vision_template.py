@@ -12,6 +12,8 @@ from streampack.packing.encoders.pictures import KEYS
 from streampack.packing.encoders.template import ChatTemplate, Messages
 from streampack.packing.encoders.tokenizer import HFTokenizer
 
+MARK = "<image>"
+
 
 class Content(str):
     """A message's content in parts, for its template; as a text the last part, which is empty for an image.
@@ -110,3 +112,20 @@ def parts_of(message: Mapping[str, Any]) -> list[Any]:
 def is_image(part: Any) -> bool:
     """Return whether a part of a content stands for an image."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def split_at_images(parts: Sequence[Any]) -> list[Any]:
+    """Return the parts of a content, with parts for images in place of each ``<image>`` in its texts.
+
+    >>> split_at_images(["<image>What?"])
+    [{'type': 'image'}, 'What?']
+    """
+    made = []
+    for part in parts:
+        text = part.get("text", part.get("content")) if isinstance(part, Mapping) else part
+        if isinstance(text, str) and MARK in text:
+            pieces = [[{"type": "image"}, piece] for piece in text.split(MARK)]
+            made += [each for each in chain(*pieces) if each][1:]
+        else:
+            made.append(part)
+    return made
