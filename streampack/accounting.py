@@ -45,6 +45,8 @@ class Ledger:
     # Images in packs, and what they take of ``max_media``, such as patches.
     images: int = 0
     media: int = 0
+    # The place of the first untrained sample since the process began, and what is wrong with it; no part of a state.
+    example: str = field(default="", compare=False)
 
     def drop(self, reason: str, tokens: int, *, samples: int = 1) -> None:
         """Count ``tokens`` dropped tokens of one sample, or of several, under a reason."""
@@ -79,6 +81,7 @@ class Ledger:
             dropped_samples=self.dropped_samples.copy(),
             images=self.images,
             media=self.media,
+            example=self.example,
         )
 
     @classmethod
@@ -87,8 +90,9 @@ class Ledger:
         at, reasons = len(_COUNTS), len(DROP_REASONS)
         dropped, dropped_samples = numbers[at : at + reasons], numbers[at + reasons : at + 2 * reasons]
         images, media = numbers[at + 2 * reasons :] or (0, 0)
+        counts: dict[str, Any] = dict(zip(_COUNTS, numbers[:at], strict=True))
         return cls(
-            **dict(zip(_COUNTS, numbers[:at], strict=True)),
+            **counts,
             dropped=dict(zip(DROP_REASONS, dropped, strict=True)),
             dropped_samples=dict(zip(DROP_REASONS, dropped_samples, strict=True)),
             images=images,
@@ -135,7 +139,9 @@ class SourceStats:
         return cls(*(sum(column) for column in columns))
 
 
-_COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith(("dropped", "images", "media")))
+_COUNTS = tuple(
+    f.name for f in fields(Ledger) if not f.name.startswith(("dropped", "images", "media", "example"))
+)
 _counts = attrgetter(*_COUNTS)
 
 
@@ -184,23 +190,10 @@ def nothing_to_pack(ledger: Ledger) -> ValueError:
     )
 
 
-class UntrainedWarning:
-    """Warn once when the ledger first counts an untrained sample, if that is ``wanted``.
-
-    The process that consumes the packs uses it: each worker process would warn of its own first one.
-    """
-
-    def __init__(self, *, wanted: bool, max_seq_len: int) -> None:
-        self.wanted, self.max_seq_len = wanted, max_seq_len
-
-    def look_at(self, ledger: Ledger) -> None:
-        """Say how many samples train nothing, the first time that a ledger counts any."""
-        if self.wanted and ledger.untrained:
-            self.wanted = False
-            log.warning(
-                "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never "
-                "counts. Of messages only the assistant's are trained, and truncation to max_seq_len=%d (%d samples so "
-                "far) may cut answers off. Set untrained='drop' to leave them out, 'error' to see where one is, or "
-                "'keep' if they are meant to be there",
-                ledger.untrained, ledger.samples, self.max_seq_len, ledger.dropped_samples["truncated"],
-            )  # fmt: skip
+def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
+    """Say how many samples train nothing, and what is wrong with the first."""
+    log.warning(
+        "%d of the first %d samples train nothing (max_seq_len=%d). The first: %s. Set untrained='drop' to leave them "
+        "out, 'error' to stop at the first, or 'keep' if they are meant to be there",
+        ledger.untrained, ledger.samples, max_seq_len, ledger.example,
+    )  # fmt: skip

@@ -150,7 +150,8 @@ class Iteration:
             for share in self.shares:
                 for event in share.events:
                     lane_states[event.lane] = event.state
-                    self.dataset._untrained.look_at(event.state.ledger)
+                    if self.rank_sync.rank == 0:
+                        self.dataset._look_at(event.state.ledger)
                 slot, self.epoch = share.slot, share.epoch
                 if share.exists:
                     batch = self._collated(share.packs)

@@ -13,14 +13,14 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from streampack.accounting import Ledger, UntrainedWarning, nothing_to_pack, trains_nothing
+from streampack.accounting import Ledger, nothing_to_pack, trains_nothing, warn_of_untrained
 from streampack.map_style import parity as torchtune
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
 from streampack.packing.foreign_loader import refuse_foreign_loader
 from streampack.packing.planner import plan_samples
 from streampack.packing.samples import read_sample, with_eos_of
-from streampack.packing.settings import Packing, trained_if_split, untrained_error
+from streampack.packing.settings import Packing, trained_if_split, why_untrained
 from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import null_safe
 from streampack.streaming.lane_config import UNTRAINED
@@ -148,7 +148,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             log.warning("%s", nothing_to_pack(self._ledger))
         self._ledger.packs = len(self)
         self._ledger.capacity = len(self) * self.max_seq_len
-        UntrainedWarning(wanted=self.untrained is None, max_seq_len=self.max_seq_len).look_at(self._ledger)
+        if self.untrained is None and self._ledger.untrained:
+            warn_of_untrained(self._ledger, max_seq_len=self.max_seq_len)
         log.info("%r", self)
 
     def _kept(self, lengths: array[int]) -> Iterator[tuple[int, int]]:
@@ -165,9 +166,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
                     and bool(bounds)
                     and all(trains_nothing(sample.cut(start, stop)) for start, stop in bounds)
                 )
-                if untrained and self.untrained == "error":
-                    kept = sum(stop - start for start, stop in bounds)
-                    raise untrained_error(sample, kept, self.packing)
+                if untrained and not ledger.example:
+                    why = why_untrained(sample, sum(stop - start for start, stop in bounds), self.packing)
+                    if self.untrained == "error":
+                        raise ValueError(f"{why}, or set untrained to 'drop' or 'keep'")
+                    ledger.example = f"sample {index} {why}"
             except ValueError as error:
                 raise ValueError(f"sample {index} {error}") from None
             lengths.append(length)

@@ -143,8 +143,12 @@ def trained_if_split(
     return int(np.count_nonzero(kept.labels != IGNORE_INDEX)) - not_trained
 
 
-def untrained_error(sample: Sample, kept: int, packing: Packing) -> ValueError:
-    """Make the error for a sample of which ``kept`` tokens train nothing; the caller adds its place."""
+def why_untrained(sample: Sample, kept: int, packing: Packing) -> str:
+    """Return why the ``kept`` tokens of a sample train nothing, and the way out, for a message with its place before.
+
+    >>> why_untrained(Sample(np.array([7]), np.array([7])), 1, Packing(8))
+    'trains nothing: nothing predicts its only token; remove it'
+    """
     length = sample.tokens.size
     left, way_out = f"its {length} tokens", "look at its labels (the first is never trained)"
     if kept < length:
@@ -153,4 +157,6 @@ def untrained_error(sample: Sample, kept: int, packing: Packing) -> ValueError:
     what = f"trains nothing: none of {left}"
     if type(sample) is not Sample:
         what = f"has an answer that trains nothing: of {left}, none of that answer's"
-    return ValueError(f"{what} has a label to train; {way_out}, or set untrained to 'drop' or 'keep'")
+    elif length == 1:
+        return "trains nothing: nothing predicts its only token; remove it"
+    return f"{what} has a label to train; {way_out}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streampack.accounting import Ledger, SourceStats, UntrainedWarning
+from streampack.accounting import Ledger, SourceStats, warn_of_untrained
 from streampack.distributed.ranks import ranks_here, refuse_several_ranks
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.foreign_loader import refuse_foreign_loader
@@ -193,13 +193,17 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.readers = Readers(epochs or 1)
         self._ranks = 1  # of the process that pickled this for a worker process
         self._shared_logged = False
-        self._untrained = UntrainedWarning(wanted=untrained is None, max_seq_len=packing.max_seq_len)
         self._identity = RunIdentity(self.lane_config)
         self._changes = CorpusChanges(source, folder=corpus_lists)
         self._estimates: dict[tuple[int, int], Estimate] = {}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return PackDicts(self._start, readers=self.readers, untrained=self._untrained)
+        return PackDicts(self._start, readers=self.readers, look_at=self._look_at)
+
+    def _look_at(self, ledger: Ledger) -> None:
+        """Warn at the first ledger of a run that counts an untrained sample, unless what becomes of them was set."""
+        if ledger.untrained and self.lane_config.untrained is None and self.readers.first_untrained():
+            warn_of_untrained(ledger, max_seq_len=self.lane_config.packing.max_seq_len)
 
     def _start(self) -> tuple[RunState, Iterator[LaneEvent]]:
         refuse_several_ranks(self._ranks)
@@ -411,6 +415,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if before is not None:
                 self._asked_for = {**self._asked_for, name: None}
             setattr(self, name, asked if before is None else before)
+        if loaded.ledger.untrained:
+            self.readers.first_untrained()  # which the run before has said
         self.readers.command(loaded)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from streampack.accounting import Ledger, SourceStats, nothing_to_pack, trained_tokens, trains_nothing
 from streampack.packing.groups import lacks_training
 from streampack.packing.media import MediaSample
-from streampack.packing.settings import untrained_error
+from streampack.packing.settings import why_untrained
 from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, Reading, own_row
 from streampack.storage.read_ahead import ReadAhead
@@ -202,9 +202,11 @@ class PieceReader:
                 untrained = trained == 0
             else:
                 untrained = bool(parts) and lacks_training(parts[0][1])
-            if untrained and config.untrained == "error":
-                kept = sum(part.tokens.size for _, part in parts)
-                raise untrained_error(sample, kept, config.packing)
+            if untrained and not self.ledger.example:
+                why = why_untrained(sample, sum(part.tokens.size for _, part in parts), config.packing)
+                if config.untrained == "error":
+                    raise ValueError(f"{why}, or set untrained to 'drop' or 'keep'")
+                self.ledger.example = f"{config.source.locate(row_id)} {why}"
         except ValueError as error:
             raise ValueError(f"{config.source.locate(row_id)} {error}") from None
         if untrained and config.drops_untrained(sample, parts):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from streampack.accounting import UntrainedWarning
+from streampack.accounting import Ledger
 from streampack.packing.batch import to_torchtune
 from streampack.streaming.lane_state import LaneEvent
 from streampack.streaming.run_state import RunState
 from streampack.validation import warn_user
 
-COMMANDS, EPOCH, LOADED, WORKER = range(4)
+COMMANDS, EPOCH, LOADED, WORKER, UNTRAINED = range(5)
 ANEW = "an exception has cut this iteration short; iterate anew, which goes on behind what it gave"
 
 
@@ -27,7 +27,7 @@ class PackDicts:
         start: is called for the first pack, so that an iterator that gives nothing changes nothing. It returns where
             `Readers.start` lets it begin, and what the lanes give from there on.
         readers: are told what was handed out.
-        untrained: looks at each ledger.
+        look_at: is called with the ledger after each pack.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class PackDicts:
         start: Callable[[], tuple[RunState, Iterator[LaneEvent]]],
         *,
         readers: Readers,
-        untrained: UntrainedWarning,
+        look_at: Callable[[Ledger], None],
     ) -> None:
-        self._start, self._readers, self._untrained = start, readers, untrained
+        self._start, self._readers, self._look_at = start, readers, look_at
         self._empty = True
         self._broken = False  # whether the newest call raised, or is under way
         self._events: Iterator[LaneEvent] | None = None
@@ -56,7 +56,7 @@ class PackDicts:
             self._handed = replace(begin, lane_states=self._lane_states, given=True)
         for event in self._events:
             if event.pack is not None:
-                self._untrained.look_at(event.state.ledger)
+                self._look_at(event.state.ledger)
                 given = to_torchtune(event.pack)
                 self._empty = False
                 # CPython checks for signals at calls and loops. There are none between here and the return, so no
@@ -95,8 +95,8 @@ class Readers:
         self.begin, self.process = self.state, 0  # where the newest iteration began, and in which process
         self.commands = 0  # that this process knows
         # The number of commands; the epoch of the newest; whether it loaded a state; and the process id of the first
-        # worker process that has read since, or 0.
-        self._shared: torch.Tensor = torch.zeros(4, dtype=torch.int64)
+        # worker process that has read since, or 0; whether untrained samples were warned of.
+        self._shared: torch.Tensor = torch.zeros(5, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
     def command(self, begin: RunState) -> None:
@@ -105,10 +105,16 @@ class Readers:
         worker = get_worker_info()
         if worker is None:
             self.commands = int(self._shared[COMMANDS]) + 1
-            self._shared[:] = torch.tensor([self.commands, begin.epoch, begin.loaded, 0])
+            self._shared[:UNTRAINED] = torch.tensor([self.commands, begin.epoch, begin.loaded, 0])
         elif worker.id == 0:
             # torchdata's loader loads a state in each of its workers, which is for them alone.
             self._shared[WORKER] = os.getpid()
+
+    def first_untrained(self) -> bool:
+        """Return whether this is the first call in any process that reads the dataset; two at once may both be."""
+        first = not self._shared[UNTRAINED]
+        self._shared[UNTRAINED] = 1
+        return first
 
     def set_epoch(self, epoch: int) -> None:
         """Let whoever iterates next begin with this epoch; a loaded state of the same, not begun yet, is kept."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from streampack import (
     IGNORE_INDEX,
+    Group,
     Holdout,
     IterablePackedDataset,
     IterableSource,
@@ -354,3 +355,86 @@ def test_untrained_samples_are_said_once_unless_they_are_asked_for(
     [record] = [record for record in caplog.records if "train nothing" in record.message]
     assert "max_seq_len=16" in record.message
     assert "untrained='drop'" in record.message
+
+
+def said(folder: Path) -> Any:
+    """Add a handler whose file processes share; `caplog` sees nothing of workers."""
+    handler = logging.FileHandler(folder / "log", delay=True)
+    logging.getLogger("streampack").addHandler(handler)
+    return handler
+
+
+@pytest.mark.parametrize("door", ["loaders", "torch's workers", "ranks", "resume", "resume of a loader"])
+def test_untrained_samples_are_said_once_a_run(door: str, tmp_path: Path) -> None:
+    """Not by each loader, worker process, rank and resume. The second lane's come late, so workers do not race."""
+    rows = [chat(i, prompt=30 if i % 2 == 0 or i > 30 else 4) for i in range(60)]
+    handler, path = said(tmp_path), tmp_path / "log"
+    try:
+        data = of_chats(rows, num_lanes=2)
+        if door == "loaders":
+            assert sum(1 for _ in range(2) for _ in PackedDataLoader(data)) > 40
+        elif door == "torch's workers":
+            for epoch in range(3):
+                data.set_epoch(epoch)
+                assert len(list(DataLoader(data, batch_size=None, num_workers=2))) > 20
+        elif door == "ranks":
+
+            def rank(sync: ThreadSync) -> int:
+                loader = PackedDataLoader(of_chats(rows, num_lanes=2))
+                loader.rank_sync = sync
+                return len(list(loader))
+
+            assert all(count > 10 for count in on_ranks(2, rank))
+        else:
+            first = PackedDataLoader(data) if door == "resume of a loader" else data
+            next(iter(first))
+            state = first.state_dict()
+            again = of_chats(rows, num_lanes=2)
+            second = PackedDataLoader(again) if door == "resume of a loader" else again
+            second.load_state_dict(state)
+            assert len(list(second)) > 20
+    finally:
+        logging.getLogger("streampack").removeHandler(handler)
+        handler.close()
+    assert path.read_text(encoding="utf-8").count("train nothing") == 1
+
+
+PAIR = Group([5, 6, 7, 8], [-100, -100, 7, -100], lengths=[2, 1, 1], parents=[-1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ([7], "trains nothing: nothing predicts its only token; remove it"),
+        (
+            {"tokens": [7] * 9, "labels": [-100] * 9},
+            "trains nothing: none of its 9 tokens has a label to train; look",
+        ),
+        (
+            chat(1, prompt=30),
+            "trains nothing: none of the 16 tokens that overlong='truncate' leaves of its 33 has",
+        ),
+        (
+            PAIR,
+            "has an answer that trains nothing: of its 4 tokens, none of that answer's has a label to train; look",
+        ),
+    ],
+)
+@pytest.mark.parametrize("door", ["stream", "workers", "map-style"])
+def test_the_warning_speaks_of_what_was_seen(
+    row: Any, what: str, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [*CHATS[::3], row]
+    if door == "map-style":
+        if row is PAIR:
+            return
+        PackedDataset(rows, max_seq_len=16, overlong="truncate")
+    else:
+        data = of_chats(rows, num_lanes=1, encoder=lambda row: row)
+        assert len(list(PackedDataLoader(data, num_workers=int(door == "workers")))) > 3
+    [record] = [record for record in caplog.records if "train nothing" in record.message]
+    assert record.message.startswith(
+        f"1 of the first {len(rows)} samples train nothing (max_seq_len=16). The first: "
+    )
+    assert f": sample 20 {what}" in record.message
+    assert "message" not in record.message
