@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,18 @@ import pytest
 
 from streampack import (
     IGNORE_INDEX,
+    ChatEncoder,
+    HFTokenizer,
     IterablePackedDataset,
     MapSource,
     MessagesEncoder,
     Mix,
     PackedDataset,
+    TextEncoder,
     method_loader,
     packed_dataset,
 )
-from tests.harness.hf_tokenizers import MARKED, byte_level
+from tests.harness.hf_tokenizers import CHATML, DEAF, EOS, MARKED, byte_level
 
 tune_data = pytest.importorskip("torchtune.data")
 
@@ -260,3 +264,60 @@ def test_torchtunes_builders_with_a_hugging_face_tokenizer(tmp_path: Any) -> Non
     assert tokenizer.decode(pack["labels"][pack["labels"] != IGNORE_INDEX].tolist()) == "go on<|im_end|>"
     with pytest.raises(ValueError, match=r"has no content \(null\)"):
         packs(chat(USER, ANSWER), chat(USER, CALLING))
+
+
+def test_max_seq_len_of_a_tokenizer_is_written_as_in_torchtunes_configs(tmp_path: Any) -> None:
+    """It cuts for torchtune's own datasets; the swapped node takes the packs' length from it, and cuts by itself."""
+    pytest.importorskip("datasets")
+    from omegaconf import OmegaConf
+    from torchtune import config
+
+    byte_level(bos_by_itself=True, template=MARKED).save_pretrained(tmp_path / "model")
+    rows = [chat({**USER, "content": f"hello {i} " * i}, ANSWER) for i in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    node = {"_component_": "streampack.HFTokenizer", "path": str(tmp_path / "model")}
+    whole = config.instantiate(OmegaConf.create(node | {"max_seq_len": None}))
+    tokenizer = config.instantiate(OmegaConf.create(node | {"max_seq_len": 36}))
+    assert (whole.max_seq_len, tokenizer.max_seq_len) == (None, 36)
+    builder = {
+        "_component_": "torchtune.datasets.chat_dataset", "conversation_column": "messages",
+        "conversation_style": "openai", "source": "json", "data_files": str(tmp_path / "rows.jsonl"),
+        "split": "train", "cache_dir": str(tmp_path / "cache"),
+    }  # fmt: skip
+    alone, stock = (
+        config.instantiate(OmegaConf.create(builder), tokenizer=each, packed=packed)
+        for each, packed in ((whole, False), (tokenizer, True))
+    )
+    lengths = [len(row["tokens"]) for row in alone]
+    assert min(lengths) < 36 < max(lengths)
+    assert {len(pack["tokens"]) for pack in stock} == {36}, (
+        "torchtune's own packing wants samples that are cut"
+    )
+    packed = packed_dataset(tokenizer, dataset=builder, packed=True)
+    assert (packed.max_seq_len, packed.packing.overlong) == (36, "truncate")
+    ledger = packed.ledger()
+    assert (ledger.tokens_in, ledger.packed) == (sum(lengths), sum(min(length, 36) for length in lengths))
+    with pytest.raises(ValueError, match="max_seq_len is None here and in the tokenizer"):
+        packed_dataset(whole, dataset=builder, packed=True)
+
+    # Our own encoders cut nothing: `overlong` decides.
+    assert len(ChatEncoder(tokenizer)(rows[-1]).tokens) == lengths[-1]
+    assert len(TextEncoder(tokenizer)({"text": "hello " * 99}).tokens) > 99
+    assert len(MessagesEncoder(tokenizer, message_transform=OPENAI())(rows[-1]).tokens) == lengths[-1]
+    with pytest.raises(ValueError, match="max_seq_len=0 is below 1"):
+        HFTokenizer(tmp_path / "model", max_seq_len=0)
+
+
+def test_a_cut_conversation_keeps_the_eos_that_it_ended_with() -> None:
+    messages = [SimpleNamespace(role="user", text_content="hello", masked=True),
+                SimpleNamespace(role="assistant", text_content="hello there " * 9, masked=False)]  # fmt: skip
+    for template, ends in ((DEAF, True), (CHATML, False)):
+        raw = byte_level(template=template)
+        ids, mask = HFTokenizer(raw).tokenize_messages(messages)
+        cut, cut_mask = HFTokenizer(raw, max_seq_len=20).tokenize_messages(messages)
+        assert len(ids) > 20
+        assert (ids[-1] == EOS) == ends
+        assert cut == [*ids[:19], EOS if ends else ids[19]]
+        assert cut_mask == mask[:20]
+        asked = HFTokenizer(raw, max_seq_len=20).tokenize_messages(messages[:1] * 9, inference=True)[0]
+        assert len(asked) > 20, "a prompt is not cut"

@@ -12,7 +12,7 @@ from typing import Any
 
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.packing.pretrained import load_pretrained
-from streampack.validation import warn_user
+from streampack.validation import require_positive, warn_user
 
 PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
 """The text on which tokenizers are checked."""
@@ -25,8 +25,8 @@ class HFTokenizer:
     """A Hugging Face tokenizer for our encoders and recipes, and for torchtune's datasets.
 
     BOS and EOS are added exactly where they are asked for, whatever the tokenizer adds by itself (its post-processor,
-    ``add_bos_token``, ``add_eos_token``). Nothing is truncated. Conversations are rendered by the chat template, which
-    writes its own BOS. In a config: ``tokenizer: {_component_: streampack.HFTokenizer, path: my_model}``.
+    ``add_bos_token``, ``add_eos_token``). Texts are never truncated. Conversations are rendered by the chat template,
+    which writes its own BOS. In a config: ``tokenizer: {_component_: streampack.HFTokenizer, path: my_model}``.
 
     Args:
         path: a folder, a name on the Hub, or a loaded tokenizer, which is copied.
@@ -34,13 +34,12 @@ class HFTokenizer:
         template_kwargs: more variables of the template, such as ``{"enable_thinking": False}``.
         date: the date (YYYY-MM-DD) that a template writes in place of today's.
         revision: branch, tag or commit on the Hub.
+        max_seq_len: as in torchtune's configs: what torchtune's own datasets cut conversations to. `packed_dataset`
+            takes the length of packs from it. Encoders and our datasets cut nothing by it; ``overlong`` decides.
 
     Raises:
         ValueError: if there is no tokenizer, or it adds special tokens where they were not asked for.
     """
-
-    # torchtune's datasets read this attribute of a tokenizer; None says that it truncates nothing.
-    max_seq_len: int | None = None
 
     def __init__(
         self,
@@ -50,6 +49,7 @@ class HFTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         date: str | None = None,
         revision: str | None = None,
+        max_seq_len: int | None = None,
     ) -> None:
         if isinstance(path, str | PathLike):
             from transformers import AutoTokenizer
@@ -62,6 +62,8 @@ class HFTokenizer:
         else:
             self.name, self.tokenizer = type(path).__name__, copy.deepcopy(path)
         self._backend = _backend(self.tokenizer)
+        # torchtune's datasets read this attribute of a tokenizer.
+        self.max_seq_len = None if max_seq_len is None else require_positive(max_seq_len, "max_seq_len")
         if chat_template is not None:
             if "{" not in chat_template:
                 chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
@@ -148,7 +150,10 @@ class HFTokenizer:
     def tokenize_messages(
         self, messages: Sequence[Any], *, inference: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """Tokenize torchtune's messages: ids and mask (True: not trained). ``inference`` adds a generation prompt."""
+        """Tokenize torchtune's messages: ids and mask (True: not trained). ``inference`` adds a generation prompt.
+
+        A conversation is cut to ``max_seq_len``, and keeps the EOS that it ended with.
+        """
         converted = [
             {"role": TORCHTUNE_ROLES.get(message.role, message.role), "content": message.text_content}
             for message in messages
@@ -160,7 +165,10 @@ class HFTokenizer:
             ids = self._ids(self.chat.render(converted, prompt=True)[0])
             return ids, [True] * len(ids)
         ids, trained = self.chat(converted, [not message.masked for message in messages])
-        return ids, (~trained).tolist()
+        kept = ids[: self.max_seq_len]
+        if len(kept) < len(ids) and ids[-1] == self.eos_id:
+            kept[-1] = ids[-1]
+        return kept, (~trained[: self.max_seq_len]).tolist()
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """Replace a sample's ``messages`` by ``tokens`` and ``mask``, as torchtune's model tokenizers do."""
