@@ -180,14 +180,18 @@ def nothing_to_pack(ledger: Ledger) -> ValueError:
     >>> print(nothing_to_pack(nothing))  # doctest: +ELLIPSIS
     no row makes a pack: all 1 that were read are dropped (1 broken, and skipped); check what the source reads, and ...
     """
-    counts = [(ledger.dropped_samples[reason], words) for reason, words in WORDS.items()]
-    reasons = "; ".join(f"{count:,} {words}" for count, words in counts if count)
     if not (rows := ledger.samples + ledger.dropped_samples["bad"]):
         return ValueError("the source has no rows at all; check what it reads")
     return ValueError(
-        f"no row makes a pack: all {rows:,} that were read are dropped ({reasons}); check what the source reads, and "
-        "the encoder, max_seq_len, max_media and the settings that drop rows"
+        f"no row makes a pack: all {rows:,} that were read are dropped ({reasons(ledger)}); check what the source "
+        "reads, and the encoder, max_seq_len, max_media and the settings that drop rows"
     )
+
+
+def reasons(ledger: Ledger) -> str:
+    """Return for what reasons how many rows were dropped."""
+    counts = [(ledger.dropped_samples[reason], words) for reason, words in WORDS.items()]
+    return "; ".join(f"{count:,} {words}" for count, words in counts if count)
 
 
 def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:

@@ -166,7 +166,8 @@ class IterableSource(Source):
 
     By default each consumer (ranks x workers) reads one lane of it. Each lane iterates over all rows, and they take
     turns in keeping one. An iterable cannot begin in the middle, so a resume reads it again from its start. Where that
-    takes long, write token shards with `streampack tokenize`.
+    takes long, write token shards with `streampack tokenize`. It may have no end, so 100,000 rows in a row that a lane
+    drops are an error.
 
     The iterable may reuse a row's memory for the next row: rows that must be kept are copied, with the dicts, lists,
     arrays and tensors in them. Objects of other classes are not copied, so they must be new for each row.

@@ -321,8 +321,9 @@ class TokenShardSource(DocumentSource):
 
 def _described(content: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, int, Shard, None]:
     common = {key: content.get(key) for key in ("format", "version", "dtype")}
-    shard = shard_of(str(entry.get("name")), {**common, **entry})
-    return shard.name, shard.size, shard, None
+    name: Any = entry.get("name")  # which the caller checks
+    shard = shard_of(str(name), {**common, **entry})
+    return name, shard.size, shard, None
 
 
 def _layout(file: File, shard: Shard) -> Layout:

@@ -10,10 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from streampack.accounting import Ledger, SourceStats, nothing_to_pack, trained_tokens, trains_nothing
+from streampack.accounting import (
+    Ledger,
+    SourceStats,
+    nothing_to_pack,
+    reasons,
+    trained_tokens,
+    trains_nothing,
+)
 from streampack.packing.groups import lacks_training
 from streampack.packing.media import MediaSample
 from streampack.packing.settings import why_untrained
+from streampack.sources.files import FileSource
 from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, Reading, own_row
 from streampack.storage.read_ahead import ReadAhead
@@ -25,6 +33,8 @@ log = logging.getLogger(__name__)
 
 FIRST_ROWS = 1000
 """If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
+MOST_DROPPED = 100_000
+"""Rows of a lane that may be dropped in a row, where a source may have no end."""
 CHECKED_AT_ONCE = 64  # rows
 HELD_BYTES = 1 << 26
 """Pixels that may wait in a lane. Samples that come when it is full wait as rows, and are encoded once more."""
@@ -63,6 +73,9 @@ class PieceReader:
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.planning_again = False  # whether what is read was read, counted and listed before a resume
         self.epoch_has_rows = False
+        self.dropped_in_row = 0  # rows
+        leaves = config.source.leaves().values()
+        self.may_not_end = any(leaf.size is None and not isinstance(leaf, FileSource) for leaf in leaves)
         self.held_bytes = 0  # of media, in pieces that wait
         # Epochs in a row, the current one included, without a piece. In a stream without an end, a lane ends after
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
@@ -106,7 +119,7 @@ class PieceReader:
                     raise error.unskipped() from None
                 self.epoch_has_rows = True
                 self._skip_record(error.row_id, error.reason)
-                self._warn_if_all_dropped()
+                self._count_dropped()
                 continue
             if row is None:
                 if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
@@ -115,13 +128,14 @@ class PieceReader:
                 self.begin_epoch(self.epoch + 1)
                 continue
             self.epoch_has_rows = True
-            if len(pieces := self._pieces_of(row)) == 1:  # as most rows make
+            if not (pieces := self._pieces_of(row)):
+                self._count_dropped()
+                continue
+            self.dropped_in_row = 0
+            if len(pieces) == 1:  # as most rows make
                 self.epochs_without_pieces = 0
                 return pieces[0]
-            if pieces:
-                self.pending.append(deque(pieces))
-            else:
-                self._warn_if_all_dropped()
+            self.pending.append(deque(pieces))
         self.epochs_without_pieces = 0
         first = self.pending[0]
         piece = first.popleft()
@@ -266,12 +280,23 @@ class PieceReader:
             )
         return waited
 
-    def _warn_if_all_dropped(self) -> None:
-        """Warn early if every row is dropped, because reading the whole corpus may take days."""
+    def _count_dropped(self) -> None:
+        """Warn early if every row is dropped, because reading the whole corpus may take days.
+
+        Raises:
+            ValueError: if `MOST_DROPPED` rows in a row were dropped, of a source that may have no end.
+        """
         ledger = self.ledger
         rows = ledger.samples + ledger.dropped_samples["bad"]
         if rows == FIRST_ROWS and not (ledger.packed or ledger.buffered or self.planning_again):
             log.warning("lane %d, so far: %s; the next rows are read", self.lane, nothing_to_pack(ledger))
+        self.dropped_in_row += 1
+        if self.may_not_end and self.dropped_in_row >= MOST_DROPPED:
+            raise ValueError(
+                f"lane {self.lane}: the last {MOST_DROPPED:,} rows that it read are all dropped (of {rows:,}: "
+                f"{reasons(ledger)}), and the source may have no end; check its rows, the encoder and max_seq_len, or "
+                "leave such rows out of the source"
+            )
 
     def _skip_record(self, row_id: RowId, reason: str) -> None:
         quarantine, source = self.config.quarantine, self.config.source

@@ -197,6 +197,8 @@ REFUSED: dict[str, dict[str, tuple[Change, str]]] = {
             lambda f: ((f / "link.bin").symlink_to("/etc/passwd"), first(name="link.bin")(f)),
             "it is a link that leads out of",
         ),
+        "no name": (first(name=None), r"shard 0: None of \d+ bytes is no shard; an entry has a name and a"),
+        "a number as a name": (first(name=7), r"shard 0: 7 of \d+ bytes is no shard; an entry has a name"),
         "gone": (first(name="gone.bin"), "gone.bin: there is no such file"),
         "more tokens": (first(tokens=10**6), "bytes and its index says"),
         "fewer than none": (first(tokens=-1), "its description is damaged"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,57 @@ def test_a_lane_whose_first_rows_are_all_dropped_says_so(caplog: pytest.LogCaptu
             )
             == said
         )
+
+
+def endless(first: int) -> Iterator[dict[str, int]]:
+    """Yield some rows that can be packed, then none, for ever."""
+    for i in itertools.count():
+        yield {"i": i, "n": 5 if i < first else 30}
+
+
+@pytest.mark.parametrize(
+    ("first", "place", "balance"),
+    [
+        (0, "alone", 0),
+        (300, "alone", 4),
+        (0, "in a mixture", 0),
+        (300, "in a mixture", 4),
+        (300, "held out", 0),
+    ],
+)
+def test_rows_without_an_end_that_are_all_dropped_are_an_error(first: int, place: str, balance: int) -> None:
+    def encode(row: dict[str, int]) -> Sample:
+        ids = np.arange(row["n"])
+        return Sample(ids, ids)
+
+    source: Any = IterableSource(lambda: endless(first))
+    if place == "in a mixture":
+        source = Mix(
+            [
+                {"name": "sound", "source": rows(500), "weight": 9},
+                {"name": "odd", "source": source, "weight": 1},
+            ]
+        )
+    elif place == "held out":
+        source = Holdout(source, fraction=0.1, part="train")
+    data = IterablePackedDataset(
+        source, encoder=encode, max_seq_len=24, num_lanes=1, overlong="drop", balance_window=balance
+    )
+    packs = 0
+    with pytest.raises(
+        ValueError, match="lane 0: the last 100,000 rows that it read are all dropped .*longer than"
+    ):
+        for _ in data:
+            packs += 1
+    assert bool(packs) == (first > 0)
+
+
+def test_as_many_rows_that_are_dropped_are_none_where_the_source_has_an_end(tmp_path: Path) -> None:
+    data = [{"input_ids": [1] * 9}] * 100_001 + [{"input_ids": [7, 8]}]
+    path = write(tmp_path / "a.jsonl", data)
+    for source in (data, path):
+        packs = list(IterablePackedDataset(source, max_seq_len=4, num_lanes=1, overlong="drop"))
+        assert [pack["tokens"].tolist() for pack in packs] == [[7, 8, 0, 0]]
 
 
 @pytest.mark.parametrize("whole", [True, False])
