@@ -53,8 +53,11 @@ class Quarantine:
     folder: str | os.PathLike[str] | None = None
     limit: int | float = BAD_FRACTION
     quiet: bool = False
-    # For each lane, the (path or place, offset) of the records that its file lists.
-    _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, init=False, compare=False)
+    # For each lane, the (path or place, offset) of the records that its file lists, and the file's size with them. A
+    # worker that is started again, and another dataset, have an older set than the file.
+    _known: dict[int, tuple[set[tuple[str, int]], int]] = field(
+        default_factory=dict, init=False, compare=False
+    )
     _logged: set[str] = field(default_factory=set, init=False, compare=False)  # places
     _warned_of: set[str] = field(default_factory=set, init=False, compare=False)  # files
 
@@ -113,7 +116,9 @@ class Quarantine:
         key = (path or source.locate(row_id), row_id[-1])
         # The lane's records are forgotten during the write: if that is interrupted, nobody knows whether the line is
         # there, and the next call reads the file again.
-        known = self._known.pop(lane) if lane in self._known else _begun(file)
+        known, size = self._known.pop(lane, (set(), -1))
+        if not file.exists() or file.stat().st_size != size:
+            known = _begun(file)
         if key not in known:
             entry: dict[str, Any] = {} if path is None else {"path": path}
             entry |= {"place": source.locate(row_id), "offset": row_id[-1], "reason": reason[:LONGEST_REASON]}
@@ -121,7 +126,7 @@ class Quarantine:
             with file.open("ab", buffering=0) as stream:  # a kill can cut off only the newest line
                 stream.write(line.encode() + b"\n")
             known.add(key)
-        self._known[lane] = known
+        self._known[lane] = known, file.stat().st_size
 
     def _log(self, place: str, reason: str) -> None:
         if self.quiet or len(self._logged) > MAX_LOGGED or place in self._logged:

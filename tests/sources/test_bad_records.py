@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -13,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix
+from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
 from streampack.sources import ParquetSource, Reading
 from tests.harness import files
 from tests.harness.conformance import check_resume_everywhere, content
 from tests.harness.corpus import Numbers, rows
 from tests.harness.files import skipping, survivors
+from tests.harness.workers import process_of
 
 KINDS = ("jsonl", "gz", "parquet", "map")
 ROWS = rows(600)
@@ -112,6 +114,31 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str) -> None:
 
     check_resume_everywhere(make, packs=30, whole_every=30)
     list(make())
+    check_listed(folder, bad)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_record_that_another_process_or_dataset_listed_is_not_listed_again(
+    tmp_path: Path, workers: int
+) -> None:
+    """A worker that is started again is a copy of a process that has begun the list before the first worker wrote."""
+    data, _, bad = corpus("jsonl", tmp_path / "data")
+    folder = tmp_path / "bad"
+    first = skipping(data, skip_bad=folder, num_lanes=1)
+    reading = iter(first)
+    while not listed(folder):
+        next(reading)
+    assert len(listed(folder)) < len(bad)
+    if workers:
+        loader = iter(PackedDataLoader(first, num_workers=1))
+        next(loader)
+        while len(listed(folder)) < len(bad):  # by the worker, which makes packs ahead
+            time.sleep(0.01)
+        process_of().kill()
+        list(loader)
+    else:
+        list(skipping(data, skip_bad=folder, num_lanes=1))
+        list(reading)
     check_listed(folder, bad)
 
 
