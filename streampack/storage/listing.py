@@ -38,6 +38,7 @@ from streampack.storage.base import (
 )
 from streampack.storage.compression import COMPRESSED
 from streampack.storage.corpus import Corpus, once
+from streampack.storage.redirects import Check
 from streampack.storage.remote import RemoteStorage, opaque, scheme_of
 from streampack.storage.retries import Storage
 
@@ -89,9 +90,9 @@ def find_files(
 
 
 def storage_of(
-    paths: Sequence[str], storage: Storage | Mapping[str, Any] | None
+    paths: Sequence[str], storage: Storage | Mapping[str, Any] | None, redirect: Check | None = None
 ) -> LocalStorage | RemoteStorage:
-    """Return the storage that holds paths or URLs.
+    """Return the storage that holds paths or URLs. For ``redirect``, see `RemoteStorage`.
 
     Raises:
         ValueError: if there is more than one.
@@ -109,7 +110,7 @@ def storage_of(
             f"the files lie in several places ({', '.join(shown)}); make a source of each (a mixture joins them)"
         )
     [(scheme, _)], settings = places, Storage.of(storage)
-    return RemoteStorage(scheme, settings) if scheme else LocalStorage(settings)
+    return RemoteStorage(scheme, settings, redirect) if scheme else LocalStorage(settings)
 
 
 def corpus_of(found: Sequence[File], storage: FileStorage) -> Corpus:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from streampack.storage.base import FOLDER, STORES, File, FileStorage, changed, redact, resized
 from streampack.storage.hub import http_options, pinned, web_address
+from streampack.storage.redirects import Check, elsewhere, watched, without_secrets
 from streampack.storage.retries import PERMANENT, Busy, Refused, Storage
 
 SCHEMES = ("http", "https", "s3", "hf", *STORES)
@@ -27,13 +28,21 @@ Result = TypeVar("Result")
 
 
 class RemoteStorage(FileStorage):
-    """The files of one scheme. Each process makes its own file systems when it first reads."""
+    """The files of one scheme. Each process makes its own file systems when it first reads.
+
+    Args:
+        scheme: of their URLs.
+        storage: how they are read.
+        redirect: raises `Refused` for a URL to which a web server may not redirect. By default it may to any, but
+            another origin is told nothing of the storage's options that could be a secret.
+    """
 
     block = 1 << 21
 
-    def __init__(self, scheme: str, storage: Storage) -> None:
+    def __init__(self, scheme: str, storage: Storage, redirect: Check | None = None) -> None:
         super().__init__(storage)
         self.scheme = scheme
+        self.redirect = redirect
 
     @property
     @override
@@ -144,7 +153,17 @@ class RemoteStorage(FileStorage):
         fs = self._filesystem(scheme)
         if fs.async_impl:
             settings["timeout"] = timeout or self.storage.timeout
-        return self._safely(path, lambda: getattr(fs, name)(*before, url, **settings))
+
+        def call() -> Any:
+            try:
+                return getattr(fs, name)(*before, url, **settings)
+            except Exception as error:
+                if (found := elsewhere(error)) is None:
+                    raise
+                target = found.url
+            return getattr(self._filesystem(scheme, elsewhere=True), name)(*before, target, **settings)
+
+        return self._safely(path, call)
 
     def _safely(self, path: str, call: Callable[[], Result]) -> Result:
         """Call a library. Its errors hold URLs and headers, with secrets, so they are replaced by errors without."""
@@ -157,15 +176,17 @@ class RemoteStorage(FileStorage):
             # What is no error of the network is a mistake in a library or in its settings: where it was raised helps.
             raise ours.with_traceback(error.__traceback__ if isinstance(ours, Refused) else None) from None
 
-    def _filesystem(self, scheme: str) -> Any:
-        """Return a file system of this process."""
-        made = self.own()[2]
-        if scheme not in made:
+    def _filesystem(self, scheme: str, *, elsewhere: bool = False) -> Any:
+        """Return a file system of this process; ``elsewhere``, that of the origins to which servers redirect."""
+        made, key = self.own()[2], f"{scheme} elsewhere" if elsewhere else scheme
+        if key not in made:
             options = self.storage.options
             if scheme != self.scheme:
                 options = http_options(self._filesystem("hf"))
-            made[scheme] = _make(scheme, options)
-        return made[scheme]
+            if scheme in ("http", "https"):
+                options = without_secrets(options) if elsewhere else watched(options, self.redirect)
+            made[key] = _make(scheme, options)
+        return made[key]
 
 
 class _BehindTheEnd(OSError):
@@ -207,6 +228,8 @@ def _replaced(error: BaseException, shown: str, timeout: float) -> Exception:
     if isinstance(error, FileNotFoundError) and (isinstance(cause, OSError) or _of_aiohttp(cause)):
         assert cause is not None
         error = cause  # fsspec's HTTP says of any failure of a look-up that the file is not there
+    if isinstance(error, Refused):  # of a redirect
+        return Refused(f"{shown}: {error}")
     status, headers = _answer(error)
     name = type(error).__name__
     said = f"{shown}: HTTP {status}, " if status else f"{shown}: "
@@ -267,6 +290,7 @@ _SETTINGS = {
     "ProfileNotFound": "correct AWS_PROFILE, or unset it",
     "ParamValidationError": "correct the name of the bucket or the key",
     "InvalidURL": "correct the URL",
+    "TooManyRedirects": "the server redirects in a circle; correct the URL",
 }
 """Errors of libraries, by name, that another try would not change, each with the way out."""
 

@@ -371,7 +371,7 @@ def test_texts_that_write_tokens_of_media_are_bad_records(family: str) -> None:
 def test_options_of_storage_are_told_to_the_folders_server_only(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
 
-    def storage_of(paths: list[str], storage: Any) -> Any:
+    def storage_of(paths: list[str], storage: Any, redirect: Any) -> Any:
         told[paths[0]] = dict(storage.options)
         raise FileNotFoundError(paths[0])
 

@@ -19,7 +19,7 @@ import numpy as np
 from streampack.storage.base import FileStorage, gone, redact
 from streampack.storage.listing import storage_of
 from streampack.storage.remote import scheme_of
-from streampack.storage.retries import PERMANENT, Storage
+from streampack.storage.retries import PERMANENT, Refused, Storage
 from streampack.validation import require_positive
 
 if TYPE_CHECKING:
@@ -122,17 +122,13 @@ class PictureReader:
         path = _normal(path)
         scheme, shown = scheme_of(path), redact(path)
         inside = scheme not in ("http", "https") if self.home is None else _is_inside(path, self.home)
-        if not (inside or self.anywhere or self.home is None):
-            raise ValueError(
-                f"{shown} leads out of the folder of images; VisionEncoder(anywhere=True) reads it for rows that you "
-                "trust"
-            )
-        # What one server is told, such as a token, is not for others.
-        if (scheme, inside) not in self.storages:
-            told = self.told if inside else replace(self.told, options={})
-            self.storages[scheme, inside] = storage_of([path], told)
-        storage = self.storages[scheme, inside]
         try:
+            self._require_inside(path)
+            # What one server is told, such as a token, is not for others.
+            if (scheme, inside) not in self.storages:
+                told = self.told if inside else replace(self.told, options={})
+                self.storages[scheme, inside] = storage_of([path], told, self._require_inside)
+            storage = self.storages[scheme, inside]
             [path] = storage.pinned([path])
             file = storage.look(path)
             if not 0 <= file.size <= self.max_bytes:
@@ -152,6 +148,14 @@ class PictureReader:
                 f"{shorten(str(error))}; the row is not at fault, so the run ends: resume it when images can be read, "
                 "or leave the row out"
             ) from error
+
+    def _require_inside(self, path: str) -> None:
+        """Refuse a path, or a URL to which a server redirects, that is not in the folder."""
+        if not (self.anywhere or self.home is None or _is_inside(path, self.home)):
+            raise Refused(
+                f"{redact(path)} leads out of the folder of images; VisionEncoder(anywhere=True) reads it for rows "
+                "that you trust"
+            )
 
     def _upright(self, picture: Image) -> Image:
         from PIL import Image, ImageOps
