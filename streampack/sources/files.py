@@ -21,7 +21,6 @@ from streampack.types import RowId
 
 PARTS_PER_LANE = 16
 """Enough parts that a sorted corpus is mixed when they are shuffled, and so few that each is a long read."""
-LONGEST_PART = 1 << 30  # bytes
 
 
 class FileSource(Source):
@@ -242,7 +241,7 @@ def divide(
     """
     sizes = lengths if sizes is None else sizes
     total = sum(length for number, length in enumerate(lengths) if number not in whole)
-    step = min(LONGEST_PART, max(least, -(-total // (num_lanes * PARTS_PER_LANE))))
+    step = max(least, -(-total // (num_lanes * PARTS_PER_LANE)))
     uncut = [(Part(number), float(sizes[number])) for number in sorted(whole)]
     shares: dict[int, list[tuple[Part, float]]] = {number: [] for number in whole}
     for part, size in share(uncut, num_lanes, rest=sum(sizes) - sum(size for _, size in uncut)):

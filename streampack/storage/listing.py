@@ -45,6 +45,8 @@ from streampack.storage.retries import Storage
 Name = str | os.PathLike[str]
 MAGIC = "*?["
 HIDDEN = re.compile(r"(^|/)\.")
+MOST_BYTES = 1 << 48
+"""Bytes of the largest file. Object stores have files of 190 TiB at most, and sums of such sizes fit 64 bits."""
 ESCAPED = re.compile(r"\[([*?[])\]")  # a character that `glob.escape` has escaped
 
 
@@ -117,11 +119,16 @@ def corpus_of(found: Sequence[File], storage: FileStorage) -> Corpus:
     """Return the corpus of files that were listed, in their order.
 
     Raises:
-        ValueError: if no file can be read, or one is listed twice, also if it has two names: a link, or ``./a`` beside
-            ``a``.
+        ValueError: if no file can be read, one is said to be larger than any is, or one is listed twice, also if it has
+            two names: a link, or ``./a`` beside ``a``.
     """
     known: dict[Any, File] = {}
     for file in found:
+        if file.size > MOST_BYTES:
+            raise ValueError(
+                f"{file.shown} is said to have {file.size:,} bytes, and a file has {MOST_BYTES:,} at most; correct the "
+                "server, index or manifest that says so"
+            )
         key: Any = file.inode
         if key is None:
             parts = split_url(file.path)
@@ -170,7 +177,7 @@ def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: s
 def _entry(index: str, line: str) -> File:
     entry: dict[str, Any] = json.loads(line) if line.startswith("{") else {"name": line}
     name, size, tag = entry.get("name"), entry.get("size"), entry.get("tag")
-    sound = size is None or (type(size) is int and 0 <= size < 1 << 62)
+    sound = size is None or (type(size) is int and size >= 0)
     if not isinstance(name, str) or not sound or not isinstance(tag, str | None):
         raise ValueError("an entry has a name (text), and may have a size (bytes) and a tag (text)")
     return placed(index, name, UNKNOWN_SIZE if size is None else size, opaque(tag))

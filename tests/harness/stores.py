@@ -190,7 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, self.web.bend.get(name, str)(value))
-        self.send_header("Content-Length", str(len(data) if promised is None else promised))
+        length = str(len(data) if promised is None else promised)
+        self.send_header("Content-Length", self.web.bend.get("Content-Length", str)(length))
         self.end_headers()
         if self.command != "HEAD":
             with self.web.lock:  # before the client has the body

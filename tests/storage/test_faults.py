@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import traceback
+import tracemalloc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import cycle
@@ -18,8 +20,9 @@ import numpy as np
 import pytest
 from fsspec.asyn import AsyncFileSystem
 
-from streampack import Holdout, JSONLSource, Mix, PackedDataLoader
-from tests.harness.corpus import plain, recorded, rows, write
+from streampack import Holdout, JSONLSource, MDSSource, Mix, PackedDataLoader
+from streampack.sources import Reading
+from tests.harness.corpus import in_memory, plain, recorded, rows, write
 from tests.harness.files import shards, small_pieces, source, stream
 from tests.harness.stores import Reply, Store, Versioned, Web, random_faults, running, short_waits
 from tests.harness.threads import ThreadSync, on_ranks
@@ -269,6 +272,45 @@ def test_what_a_web_server_refuses_is_not_asked_for_again(case: str) -> None:
         assert message in str(error.value)
         assert type(error.value).__name__ == kind
         assert len(web.requests) <= 3, "a look is a HEAD, and a GET if that is refused"
+
+
+# Sizes that lie.
+
+
+@pytest.mark.parametrize("size", [10**16, 10**19])
+@pytest.mark.parametrize("told_by", ["server", "manifest", "index"])
+def test_a_file_of_a_size_that_no_file_has_is_refused(tmp_path: Path, told_by: str, size: int) -> None:
+    with Web(shards("jsonl", 1)) as web:
+        [name] = web.files
+        web.bend["Content-Length"] = lambda length: str(size)
+        with pytest.raises(ValueError, match=rf"{size:,} bytes, and a file has 281,474,976,710,656 at most"):
+            if told_by == "server":
+                JSONLSource(web.url + name)
+            elif told_by == "manifest":
+                (tmp_path / "manifest").write_text(f'{{"name": "{name[1:]}", "size": {size}}}')
+                JSONLSource(web.url, manifest=tmp_path / "manifest")
+            else:
+                columns = {"column_names": ["i"], "column_encodings": ["int"], "column_sizes": [8]}
+                (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [{
+                    "format": "mds", "version": 2, "samples": 3, "compression": None, **columns,
+                    "raw_data": {"basename": "a.mds", "bytes": size, "hashes": {}}}]}))  # fmt: skip
+                MDSSource(in_memory(tmp_path))
+
+
+def test_a_lane_has_few_parts_whatever_size_a_file_has(tmp_path: Path) -> None:
+    """Parts of 1 GiB each would be 262,144 of them, and more take seconds and gigabytes."""
+    with Web(shards("jsonl", 1)) as web:
+        [name] = web.files
+        (tmp_path / "manifest").write_text(f'{{"name": "{name[1:]}", "size": {1 << 48}}}')
+        source = JSONLSource(web.url, manifest=tmp_path / "manifest", storage={"max_outage": 0})
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match=f"{name}.* bytes and had {1 << 48}"):
+                next(source.read(Reading(0, num_lanes=8)))
+            assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        finally:
+            tracemalloc.stop()
+        assert [len(parts) for parts in source.corpus_list(8).lanes] == [16] * 8
 
 
 # Outages.
