@@ -15,7 +15,17 @@ from streampack import (
     TokensEncoder,
     prepare_trainer_for_packing,
 )
-from tests.harness.hf_trainers import MAX_SEQ_LEN, assert_same, losses, model, settings, truth
+from tests.harness.hf_trainers import (
+    MAX_SEQ_LEN,
+    assert_same,
+    held_out,
+    losses,
+    model,
+    settings,
+    stream,
+    trainer_of,
+    truth,
+)
 from tests.oracle.padding import padded
 
 datasets = pytest.importorskip("datasets")
@@ -148,6 +158,33 @@ def test_rows_that_trl_packed_or_flattened_are_refused(tmp_path: Path) -> None:
     trainer.args.eval_packing = None
     with pytest.raises(ValueError, match=r"the row holds \d+ sequences, as seq_lengths says"):
         next(iter(packs_of(trainer)))
+
+
+def test_packs_of_other_rows_need_a_stand_in_for_trl(tmp_path: Path) -> None:
+    """`SFTTrainer` refuses packs; over a `Dataset` of one row it trains and evaluates them as Trainer does."""
+    stand_in = datasets.Dataset.from_dict({"input_ids": [[0]]})
+    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "gradient_checkpointing": False}
+    args = settings(tmp_path / "trl", trl.SFTConfig, bf16=False, lr_scheduler_type="linear", **changes)
+    with pytest.raises(
+        TypeError, match="must be a `Dataset` or `IterableDataset`, got `IterablePackedDataset`"
+    ):
+        trl.SFTTrainer(model(), args, train_dataset=stream(), processing_class=tokenizer())
+    ours = trl.SFTTrainer(
+        model(), args, train_dataset=stand_in, eval_dataset=stand_in, processing_class=tokenizer()
+    )
+    ours.remove_callback(transformers.PrinterCallback)
+    prepare_trainer_for_packing(ours, train_dataset=stream(), eval_dataset=held_out())
+    theirs = trainer_of(tmp_path / "plain", eval_dataset=held_out(), **changes)
+    prepare_trainer_for_packing(theirs, train_dataset=stream())
+    ours.train()
+    theirs.train()
+    assert_same(losses(ours), losses(theirs), within=1e-5, steps=range(1, STEPS + 1))
+    evaluated = [
+        [entry["eval_loss"] for entry in each.state.log_history if "eval_loss" in entry]
+        for each in (ours, theirs)
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+    assert len(evaluated[0]) == 3
 
 
 def test_trainers_of_other_losses_are_refused() -> None:

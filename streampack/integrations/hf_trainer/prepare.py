@@ -56,8 +56,9 @@ def prepare_trainer_for_packing(
 
     Args:
         trainer: not trained yet; its model is prepared as by `prepare_model_for_packing`.
-        train_dataset: packs to train on. Default: the trainer's own. `SFTTrainer` accepts only classes of `datasets`;
-            pack what it has tokenized, with ``encoder=TokensEncoder(tokens="input_ids")``.
+        train_dataset: packs to train on. Default: the trainer's own. `SFTTrainer` accepts only classes of `datasets`:
+            pack what it has tokenized, with ``encoder=TokensEncoder(tokens="input_ids")``, or give it a `Dataset` of
+            one row, and the packs here.
         eval_dataset: packs of one epoch to evaluate on, or a dict of them. Default: the trainer's own. Data of other
             kinds are read by Trainer's own loader.
         attention: see `prepare_model_for_packing`.
