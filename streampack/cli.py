@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Exit status: 0; 1 for a config or files with problems, or leaks; 2 for a wrong command line; 130 if it was
     interrupted. Exceptions that this package does not raise itself are mistakes in code, and go through.
     """
+    # torchao 0.15 has no C++ extensions for torch 2.13, which only quantization would want, and says so.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -121,7 +123,7 @@ def read(options: Options) -> Any:
     if options.config is None:
         raise UsageError("--config is missing: name a config or the path of a YAML file")
     options.path = path = config_file(options.config)
-    require_torchtune()
+    require_installed("omegaconf", "data")
     import yaml
     from omegaconf import DictConfig, OmegaConf
 
@@ -139,12 +141,10 @@ def read(options: Options) -> Any:
         raise UsageError(str(error)) from None
 
 
-def require_torchtune() -> None:
-    """Raise UsageError without torchtune; with it, keep torchao from complaining when it is imported."""
-    if importlib.util.find_spec("torchtune") is None:
-        raise UsageError("this needs torchtune, which is not installed: pip install 'streampack[tune]'")
-    # torchao 0.15 has no C++ extensions for torch 2.13, which only quantization would want, and says so.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+def require_installed(library: str, extra: str) -> None:
+    """Raise UsageError without a library, which an extra brings."""
+    if importlib.util.find_spec(library) is None:
+        raise UsageError(f"this needs {library}, which is not installed: pip install 'streampack[{extra}]'")
 
 
 # Recipes and configs.
@@ -207,6 +207,7 @@ def cp(options: Options) -> None:
     ],
 )
 def validate(options: Options) -> int:
+    require_installed("torchtune", "tune")
     config = read(options)
     from streampack.training.validate import validate
 
@@ -358,6 +359,8 @@ def tokenize(options: Options) -> None:
     ],
 )
 def score(options: Options) -> None:
+    if options.model is None:
+        require_installed("torchtune", "tune")
     config = read(options)
     from streampack.training.score_rows import score_rows
 
@@ -377,6 +380,7 @@ def score(options: Options) -> None:
     ],
 )
 def export(options: Options) -> None:
+    require_installed("torchtune", "tune")
     config = read(options)
     from streampack.training.weights import export
 
@@ -395,5 +399,5 @@ def export(options: Options) -> None:
     ],
 )
 def run(options: Options) -> int:
-    require_torchtune()
+    require_installed("torchtune", "tune")
     return run_recipe(options.words)

@@ -298,7 +298,7 @@ def test_without_torchtune(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "torchtune" else real(name, *more)
     )
-    for words in ("run dpo --config quickstart", "validate quickstart", "trace --config quickstart"):
+    for words in ("run dpo --config quickstart", "validate quickstart", "score quickstart --out s.jsonl"):
         assert error_of(capsys, *words.split()) == (
             "streampack: error: this needs torchtune, which is not installed: pip install 'streampack[tune]'\n"
         )

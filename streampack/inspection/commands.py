@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from streampack.training.config import RunConfig
     from streampack.training.row_losses import RowLoss
 
+DATA_KEYS = ("tokenizer", "data", "validation")
+"""Keys of a config whose components these commands build; those of torchtune's under other keys may be missing."""
 SNIPPET = 160
 """Characters of a row's text that `trace` shows."""
 
@@ -39,7 +41,7 @@ def training_data(config: RunConfig) -> IterablePackedDataset:
     Raises:
         ValueError: for a data or validation section that does not fit.
     """
-    from streampack.training.data import build_datasets  # it needs torchtune
+    from streampack.training.data import build_datasets
 
     vocab_size = config.model.get("vocab_size")
     kept = quarantine_for(config.data.get("skip_bad"))
@@ -57,7 +59,7 @@ def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int |
     """Inspect the data of a run's config; the other arguments are those of `inspect_dataset`."""
     from streampack.training.config import read_config
 
-    cfg = read_config(config)
+    cfg = read_config(config, built=DATA_KEYS)
     shape = RunShape(
         ranks=ranks,
         workers=cfg.num_workers,
@@ -150,7 +152,7 @@ def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
     from streampack.training.row_losses import packs_of_step
     from streampack.training.run_folder import checkpoints_folder
 
-    cfg = read_config(config)
+    cfg = read_config(config, built=DATA_KEYS)
     dataset = training_data(cfg)
     if step is None:
         found = list(islice(dataset.stream(), packs or 2))
@@ -179,7 +181,7 @@ def worst_steps(config: Any, *, top: int) -> list[str]:
     from streampack.training.config import read_config
     from streampack.training.progress import METRICS_FILE, read_metrics
 
-    path = Path(read_config(config).output_dir, METRICS_FILE)
+    path = Path(read_config(config, built=()).output_dir, METRICS_FILE)
     losses = {step: found["loss"] for step, found in read_metrics(path).items() if "loss" in found}
     if not losses:
         raise ValueError(f"{path} has no steps: no run has logged any in this output_dir")
@@ -193,7 +195,7 @@ def rows_of_step(config: Any, step: int, *, top: int) -> list[str]:
     from streampack.training.config import read_config
     from streampack.training.row_losses import ROWS_FOLDER, read_step
 
-    cfg = read_config(config)
+    cfg = read_config(config, built=DATA_KEYS)
     rows = read_step(Path(cfg.output_dir, ROWS_FOLDER), step)
     dataset = training_data(cfg)
     weight = sum(row.weight for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -213,8 +213,12 @@ def require_device(device: str) -> None:
         )
 
 
-def read_config(config: Any) -> RunConfig:
+def read_config(config: Any, *, built: Collection[str] | None = None) -> RunConfig:
     """Check a config, OmegaConf's or a plain mapping, and return it as a `RunConfig`. Nothing is built.
+
+    Args:
+        config: the config.
+        built: keys whose components must exist, because the caller builds them; None: all.
 
     Raises:
         ValueError: with a line for each key that is unknown, or has a value of another type.
@@ -231,8 +235,8 @@ def read_config(config: Any) -> RunConfig:
     data = plain["data"] if isinstance(plain["data"], dict) else {}
     packing = {key: value for key, value in data.items() if key not in ("source", "encoder")}
     problems += [f"data: {problem}" for problem in wrong_arguments(IterablePackedDataset, packing)]
-    for key, node in plain.items():
-        problems += component_problems(node, key)
+    for key in plain if built is None else built:
+        problems += component_problems(plain[key], key)
     if problems:
         raise ValueError("\n".join(problems))
     cfg = OmegaConf.to_object(merged)

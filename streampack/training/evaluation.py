@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from streampack.attention import Inputs
 from streampack.losses import label_weights, summed_cross_entropy
 from streampack.packing.batch import Batch
-from streampack.training.model import evaluating
 from streampack.training.world import World
 
 
@@ -41,6 +42,19 @@ def evaluate(
         return loss, weights.sum()
 
     return mean_losses(model, held_out, measure, device=device, world=world)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout and gradients off within the block; afterwards the model is in training mode."""
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # With reshard_after_forward=False, layers would stay whole until the next backward pass.
+            module.reshard()
 
 
 def mean_losses(

@@ -1,17 +1,15 @@
-"""Build a torchtune model with its weights, whole or sharded over the ranks; gather, evaluate and clip it."""
+"""Build a torchtune model with its weights, whole or sharded over the ranks; gather and clip it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torchtune import modules, training
 from torchtune.modules import peft
 
@@ -158,19 +156,6 @@ def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dic
         weights: dict[str, torch.Tensor] = training.gather_cpu_state_dict(model, world.is_main, device=device)
         return weights
     return {name: value.cpu() for name, value in model.state_dict().items()}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and gradients off within the block; afterwards the model is in training mode."""
-    model.eval()
-    with torch.no_grad():
-        yield
-    model.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # With reshard_after_forward=False, layers would stay whole until the next backward pass.
-            module.reshard()
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torchtune import training
 
 from streampack.attention.prepare import Inputs, prepare_model_for_packing
 from streampack.instantiate import build
@@ -33,8 +32,6 @@ from streampack.storage.folders import settle
 from streampack.streaming.lane_config import LaneConfig
 from streampack.tokenize.tokenize import from_config
 from streampack.training.config import RunConfig, read_config, to_plain
-from streampack.training.model import build_model, find_adapters, seed_step
-from streampack.training.validate import require_isolation
 from streampack.training.world import World, join_world, pick_device
 from streampack.types import Row, Sample
 from streampack.validation import require, require_positive
@@ -101,6 +98,12 @@ def score_rows(
             return ""
         settle(file, unfinished, out)
         return f"{_totals(out, kept)}; {time.perf_counter() - began:.1f} s"
+
+
+HF_DTYPES = {
+    "auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
+}  # fmt: skip
+"""The config's ``dtype`` of a model of Hugging Face; by default that of its file."""
 
 
 class _Row(NamedTuple):
@@ -246,13 +249,20 @@ def _load(
     if run is None:
         from transformers import AutoModelForCausalLM
 
-        dtype = training.get_dtype(values["dtype"], device=device) if "dtype" in values else "auto"
+        assert model is not None
+        require(dtype := str(values.get("dtype", "auto")), "dtype", HF_DTYPES)
+        settings = {"dtype": HF_DTYPES[dtype]}
         with world.main_first():
             loaded: nn.Module = load_pretrained(
-                AutoModelForCausalLM, model or "", what="model", file="config.json", settings={"dtype": dtype}
+                AutoModelForCausalLM, model, what="model", file="config.json", settings=settings
             )
         loaded.to(device).eval()
         return loaded, prepare_model_for_packing(loaded, attention=str(values.get("attention", "auto")))
+    from torchtune import training
+
+    from streampack.training.model import build_model, find_adapters, seed_step
+    from streampack.training.validate import require_isolation
+
     # Packs differ in length, and there is no backward pass.
     run.compile = run.activation_checkpointing = False
     seed_step(run.seed, 0)

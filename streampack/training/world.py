@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from streampack.distributed.rank_sync import RankSync
-from streampack.training.config import require_device
+from streampack.training.config import DEVICES, require_device
 
 T = TypeVar("T")
 
@@ -35,23 +35,30 @@ def pick_device(name: str) -> torch.device:
     """Return this rank's device; ``auto`` is a GPU where there is one.
 
     Raises:
-        ValueError: for a device that this machine does not have. torchtune would silently use the CPU instead.
+        ValueError: for a device that this machine does not have, or another one than this rank's.
     """
-    from torchtune import utils
-
     require_device(name)
-    kind = name.partition(":")[0]
-    found = getattr(torch, kind, None)  # torch.npu is there once torch_npu is imported, as torchtune does
-    if name != "auto" and not (found and found.is_available()):
+    kind, _, index = name.partition(":")
+    # torch.npu is there once torch has loaded torch_npu, which it does by itself.
+    here = {each: found for each in DEVICES if (found := getattr(torch, each, None)) and found.is_available()}
+    if kind == "auto":
+        kind = next((each for each in here if each != "cpu"), "cpu")
+    if kind not in here:
         raise ValueError(
             f"device={name!r}: torch {torch.__version__} finds no {kind} device on this machine; check the driver and "
             "that torch was built for it, or set device=cpu or device=auto"
         )
-    try:
-        device: torch.device = utils.get_device(None if name == "auto" else name)
-    except RuntimeError as error:  # there are more ranks than GPUs, or an index is given for several ranks
-        raise ValueError(f"device={name!r}, local rank {os.environ.get('LOCAL_RANK', 0)}: {error}") from error
-    return device
+    if kind == "cpu":
+        return torch.device("cpu")
+    rank, count = os.environ.get("LOCAL_RANK"), here[kind].device_count()
+    number = int(index or rank or 0)
+    if number >= count or (rank is not None and number != int(rank)):
+        raise ValueError(
+            f"device={name!r}, local rank {rank or 0}: this machine has {count} {kind} device(s), one for each rank; "
+            f"start at most {count} ranks, and leave the number of the device out"
+        )
+    here[kind].set_device(number)
+    return torch.device(kind, number)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,15 @@ from streampack.cli import main
 from streampack.training.row_losses import ROWS_FOLDER, read_step
 from tests.harness.runs import whole_run
 from tests.harness.tiny import tiny_config
+from tests.harness.tiny_hf import write_base
+
+WITHOUT_TORCHTUNE = """
+import json, sys
+sys.modules.update(dict.fromkeys(["torchtune", "torchao", "torchdata"]))  # importing them raises ImportError
+from streampack.cli import main
+for words in json.loads(sys.argv[1]):
+    print("status", main(words), flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +179,45 @@ def test_what_cannot_be_shown_is_said(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert said in captured.err
+
+
+def test_commands_that_build_no_model_of_torchtune_do_without_it(run: Path, tmp_path: Path) -> None:
+    mine, base = str(run / "my.yaml"), str(write_base(tmp_path / "base"))
+    commands = [
+        ["trace", mine],
+        ["trace", mine, "--step", "3"],
+        ["unpack", mine],
+        ["unpack", mine, "--step", "2"],
+        ["inspect", "--config", mine, "--json", str(tmp_path / "report.json")],
+        ["tokenize", mine, "--out", str(tmp_path / "tokens")],
+        ["score", mine, "--model", base, "--out", str(tmp_path / "scores.jsonl")],
+        [
+            "score",
+            mine,
+            "--model",
+            base,
+            "--out",
+            str(tmp_path / "in_bf16.jsonl"),
+            "dtype=bf16",
+            "device=auto",
+        ],
+    ]
+    others = [
+        ["score", mine, "--out", str(tmp_path / "none.jsonl")],
+        ["validate", mine],
+        ["export", str(run / "out" / "checkpoints" / "step_00000004"), mine, "--out", str(tmp_path / "none")],
+        ["run", "full_finetune", "--config", mine],
+    ]
+    words = [sys.executable, "-c", WITHOUT_TORCHTUNE, json.dumps(commands + others)]
+    root = Path(__file__).parents[2]  # of the config's tokenizer
+    ended = subprocess.run(
+        words, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": "."}
+    )
+    assert ended.returncode == 0, ended.stderr
+    statuses = [int(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("status ")]
+    assert statuses == [0] * len(commands) + [2] * len(others), ended.stderr
+    needs = "streampack: error: this needs torchtune, which is not installed: pip install 'streampack[tune]'"
+    assert ended.stderr.count(needs) == len(others)
+    assert json.loads((tmp_path / "report.json").read_text())
+    assert (tmp_path / "tokens" / "index.json").is_file()
+    assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 400

@@ -160,6 +160,22 @@ def test_a_missing_device_is_refused_and_not_replaced_by_the_cpu(name: str, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_each_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert [str(pick_device(name)) for name in ("auto", "cuda", "cuda:1")] == ["cuda:0", "cuda:0", "cuda:1"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert [str(pick_device(name)) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda:1"] * 3 + ["cpu"]
+    assert set_to == [0, 0, 1, 1, 1, 1]
+    for rank, name in (("1", "cuda:0"), ("2", "auto"), ("2", "cuda"), ("0", "cuda:2")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(ValueError, match=rf"^device='{name}', local rank {rank}: .* 2 cuda device"):
+            pick_device(name)
+
+
 # Overrides.
 
 MIXTURE = """
