@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test slow test-eval test-ray test-torchtitan test-kernels test-lowest test-newest test-wheel mutants stress lint format bench paper models gpu wheels docs dist publish clean
+.PHONY: help setup quickstart test slow test-eval test-ray test-torchtitan test-kernels test-lowest test-newest test-wheel try-wheel mutants stress lint format bench paper models gpu wheels docs dist publish clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -56,7 +56,10 @@ test-newest: $(VENV)-newest/.installed  ## `make test` with the newest releases 
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -p no:anyio -n $(JOBS) --dist worksteal \
 		-m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-wheel: dist  ## the README's commands from the built wheel, in a fresh environment far from the clone
+test-wheel: dist  ## build a wheel, and `make try-wheel`
+	$(MAKE) try-wheel
+
+try-wheel:  ## the README's commands from the wheel in dist/, in a fresh environment far from the clone
 	rm -rf $(VENV)-wheel
 	$(PYTHON) -m venv $(VENV)-wheel
 	$(VENV)-wheel/bin/python -m pip install --quiet "$$(ls dist/*.whl)[hf,data,tune]"
@@ -129,8 +132,9 @@ dist: $(VENV)/.installed-release  ## the wheel and the source distribution, chec
 	$(BIN)/python -m build --quiet
 	$(BIN)/python -m twine check --strict dist/*
 
-publish: $(VENV)/.installed-release  ## upload dist/; in the workflow of a release, which the index trusts
-	$(BIN)/python -m twine upload --non-interactive dist/*
+# In an environment with twine alone: what runs here can take the token of the release.
+publish: $(VENV)-publish/.installed  ## upload dist/; in the workflow of a release, which the index trusts
+	$(VENV)-publish/bin/python -m twine upload --non-interactive dist/*
 
 clean:  ## remove .venv, builds, caches, and the quickstart's runs; what you trained in outputs/ stays
 	rm -rf $(VENV) $(VENV)-* .site-gpu .site-kernels wheels build dist *.egg-info outputs/quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -181,6 +185,11 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt --group bench
+	@touch $@
+
+$(VENV)-publish/.installed: constraints.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install -c constraints.txt twine
 	@touch $@
 
 $(VENV)/.installed-release: $(VENV)/.installed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import streampack
 
@@ -173,6 +175,47 @@ def test_workflows_run_make_targets_and_nothing_else() -> None:
     run = re.findall(r"run: (\w+) (\S+)", text)
     assert {command for command, _ in run} == {"make"}
     assert {target for _, target in run} - {'"$TARGET"'} | set(nightly.split(", ")) <= targets
+
+
+def test_a_release_publishes_the_wheel_that_it_tried_and_installs_twine_alone_for_it(tmp_path: Path) -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "streampack-9.9.9-py3-none-any.whl").touch()  # as downloaded
+
+    def commands(job: str) -> list[str]:
+        """What the job's make targets would run in a fresh clone with the artifact in it."""
+        words = [step["run"].split() for step in jobs[job]["steps"] if "run" in step]
+        ran = [subprocess.check_output([*each, "-n"], cwd=tmp_path, text=True) for each in words]
+        return "".join(ran).replace("\\\n", " ").splitlines()
+
+    def steps(kind: str) -> list[str]:
+        """The jobs with a step that uploads or downloads the artifact."""
+        uses = [
+            (job, step)
+            for job, each in jobs.items()
+            for step in each["steps"]
+            if kind in step.get("uses", "")
+        ]
+        assert all(step["with"]["name"] == "dist" for _, step in uses)
+        return [job for job, _ in uses]
+
+    assert (jobs["try"]["needs"], jobs["publish"]["needs"]) == ("build", "try")
+    assert (steps("upload-artifact"), steps("download-artifact")) == (["build"], ["try", "publish"])
+    builds = re.compile(r"rm -rf .*\bdist\b|-m build")
+    assert [job for job in jobs if any(map(builds.search, commands(job)))] == ["build"]
+    assert any("$(ls dist/*.whl)[" in line for line in commands("try"))
+
+    assert [job for job in jobs if "id-token" in jobs[job].get("permissions", {})] == ["publish"]
+    installed = [
+        line.split("pip install", 1)[1].split() for line in commands("publish") if "pip install" in line
+    ]
+    packages = [
+        [word for word in words if word[0] != "-" and word != "constraints.txt"] for words in installed
+    ]
+    assert packages == [["twine"]]
+    assert any("twine upload" in line for line in commands("publish"))
 
 
 def test_the_transformers_that_is_promised_is_the_one_that_is_tested() -> None:
