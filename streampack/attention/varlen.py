@@ -45,9 +45,9 @@ class Boundaries:
         if isinstance(batch, Batch) and batch.longest is not None:
             used = [sum(fragment.length for fragment in fragments) for fragments in batch.fragments]
             longest = max(batch.longest, size - min(used))
-        # The next power of two, of which there are few: compiled code is compiled again for another number. Kernels
-        # start a block of threads for every 128 tokens up to it, in each sequence, and with the length of the pack most
-        # of them would end at once.
+        # The next power of two. Kernels start a block of threads for every 128 tokens up to it, in each sequence; with
+        # the length of the pack, most of them would end at once. torch.compile makes two graphs for all numbers: one
+        # for the first, one for any other.
         bound = min(size, 1 << max(longest - 1, 127).bit_length())
         if shares_prefixes(batch):
             queries, keys, index = prefix_keys(batch)
@@ -134,8 +134,8 @@ def varlen_attention(
         k: ``[tokens, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
         v: as ``k``, or of fewer channels, as multi-head latent attention has them.
         cu_seqlens: ``[sequences + 1]`` int32, from 0 to ``tokens``: where each sequence begins. See `cu_seqlens_of`.
-        max_seqlen: an upper bound for the sequences' lengths, of which there should be few: ``torch.compile`` compiles
-            again for each new number.
+        max_seqlen: an upper bound for the sequences' lengths. ``torch.compile`` makes one graph for the first number and
+            one for all others.
         window: how many tokens a query attends to, its own included; None: all tokens before it.
         scale: factor of the scores; None: ``head_dim ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay as they are. CPU only.

@@ -156,7 +156,7 @@ def test_inputs_are_made_without_reading_a_number_from_the_device(
 
 
 def test_kernels_are_told_how_long_sequences_are_not_packs() -> None:
-    """By powers of two, for which compiled code is compiled again; they start blocks of threads up to the bound."""
+    """They start blocks of threads up to the bound."""
     rows = [{"tokens": [7] * length, "labels": [7] * length} for length in (300, 200, 129, 100, 100, 100)]
     for size, longest in ((1024, 512), (4096, 4096), (400, 400)):
         batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=size, num_lanes=1)))
@@ -244,6 +244,28 @@ def test_other_packs_reuse_the_graph(batches: Any, monkeypatch: pytest.MonkeyPat
         shapes.add(batch.seq_lens.shape)
     assert len(shapes) > 2
     assert counter.frame_count == 1
+
+
+def test_two_graphs_serve_all_bounds_of_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is for the first bound alone."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        varlen, "_attend_sequences", lambda *given: attend(*given[:5], *given[6:]) + 0 * given[5]
+    )
+    model = tiny_torchtune.build("llama3", max_seq_len=1024)
+    inputs = prepare_model_for_packing(model, attention="varlen")
+    counter = CompileCounterWithBackend("eager")
+    compiled: Any = torch.compile(model, backend=counter, fullgraph=True)
+    graphs, bounds = [], []
+    with torch.no_grad():
+        for length in (100, 200, 400, 800, 100, 300, 1000):
+            rows = [{"tokens": [7] * length, "labels": [7] * length}] * (1024 // length)
+            batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=1024, num_lanes=1)))
+            bounds.append(varlen.Boundaries.of(batch).max_seqlen)
+            compiled(**inputs(batch))
+            graphs.append(counter.frame_count)
+    assert bounds == [128, 256, 512, 1024, 128, 512, 1024]
+    assert graphs == [1, 2, 2, 2, 2, 2, 2]
 
 
 def gradient_of(model: nn.Module, logits: torch.Tensor) -> torch.Tensor:
