@@ -134,8 +134,8 @@ def varlen_attention(
         k: ``[tokens, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
         v: as ``k``, or of fewer channels, as multi-head latent attention has them.
         cu_seqlens: ``[sequences + 1]`` int32, from 0 to ``tokens``: where each sequence begins. See `cu_seqlens_of`.
-        max_seqlen: an upper bound for the sequences' lengths. ``torch.compile`` makes one graph for the first number and
-            one for all others.
+        max_seqlen: an upper bound for the sequences' lengths. ``torch.compile`` makes one graph for the first number
+            and one for all others.
         window: how many tokens a query attends to, its own included; None: all tokens before it.
         scale: factor of the scores; None: ``head_dim ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay as they are. CPU only.
