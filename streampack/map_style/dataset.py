@@ -18,9 +18,10 @@ from streampack.map_style import parity as torchtune
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
 from streampack.packing.foreign_loader import refuse_foreign_loader
+from streampack.packing.groups import why_untrained
 from streampack.packing.planner import plan_samples
 from streampack.packing.samples import read_sample, with_eos_of
-from streampack.packing.settings import Packing, trained_if_split, why_untrained
+from streampack.packing.settings import Packing, trained_if_split
 from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import null_safe
 from streampack.streaming.lane_config import UNTRAINED
@@ -148,7 +149,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             log.warning("%s", nothing_to_pack(self._ledger))
         self._ledger.packs = len(self)
         self._ledger.capacity = len(self) * self.max_seq_len
-        if self.untrained is None and self._ledger.untrained:
+        if self.untrained is None and self._ledger.untrained and _is_first_rank():
             warn_of_untrained(self._ledger, max_seq_len=self.max_seq_len)
         log.info("%r", self)
 
@@ -260,13 +261,17 @@ def fragments_of(
     )
 
 
+def _is_first_rank() -> bool:
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0)
+
+
 def _with_progress(count: int) -> Iterable[int]:
     """Return ``range(count)``, with tqdm's bar on rank 0 if it takes more than a second."""
     try:
         from tqdm import tqdm
     except ImportError:
         return range(count)
-    others = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    others = not _is_first_rank()
     bar: Iterable[int] = tqdm(
         range(count), desc="Planning packs", unit=" samples", dynamic_ncols=True, delay=1, disable=others
     )

@@ -187,6 +187,25 @@ def lacks_training(sample: Sample) -> bool:
     return any(map(trains_nothing, sample.answers() if isinstance(sample, Group) else [sample]))
 
 
+def why_untrained(sample: Sample, kept: int, packing: Packing) -> str:
+    """Return why the ``kept`` tokens of a sample train nothing, and the way out, for a message with its place before.
+
+    >>> why_untrained(Sample(np.array([7]), np.array([7])), 1, Packing(8))
+    'trains nothing: nothing predicts its only token; remove it'
+    """
+    length = sample.tokens.size
+    left, way_out = f"its {length} tokens", "look at its labels (the first is never trained)"
+    if kept < length:
+        left = f"the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
+        way_out = "raise max_seq_len, choose another overlong"
+    what = f"trains nothing: none of {left}"
+    if isinstance(sample, Group):
+        what = f"has an answer that trains nothing: of {left}, none of that answer's"
+    elif length == 1:
+        return "trains nothing: nothing predicts its only token; remove it"
+    return f"{what} has a label to train; {way_out}"
+
+
 def pack_groups(sequences: Sequence[Sample], labels: IntArray, *, max_seq_len: int) -> PackGroups:
     """Return what a pack of groups and plain samples says of them, and take what a parent predicts out of ``labels``.
 

@@ -141,22 +141,3 @@ def trained_if_split(
     pack_starts = [0, *cuts] if cuts[0] == packing.max_seq_len else cuts
     not_trained = sum(1 for start in pack_starts if kept.labels[start] != IGNORE_INDEX)
     return int(np.count_nonzero(kept.labels != IGNORE_INDEX)) - not_trained
-
-
-def why_untrained(sample: Sample, kept: int, packing: Packing) -> str:
-    """Return why the ``kept`` tokens of a sample train nothing, and the way out, for a message with its place before.
-
-    >>> why_untrained(Sample(np.array([7]), np.array([7])), 1, Packing(8))
-    'trains nothing: nothing predicts its only token; remove it'
-    """
-    length = sample.tokens.size
-    left, way_out = f"its {length} tokens", "look at its labels (the first is never trained)"
-    if kept < length:
-        left = f"the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
-        way_out = "raise max_seq_len, choose another overlong"
-    what = f"trains nothing: none of {left}"
-    if type(sample) is not Sample:
-        what = f"has an answer that trains nothing: of {left}, none of that answer's"
-    elif length == 1:
-        return "trains nothing: nothing predicts its only token; remove it"
-    return f"{what} has a label to train; {way_out}"

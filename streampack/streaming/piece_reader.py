@@ -18,9 +18,8 @@ from streampack.accounting import (
     trained_tokens,
     trains_nothing,
 )
-from streampack.packing.groups import lacks_training
+from streampack.packing.groups import lacks_training, why_untrained
 from streampack.packing.media import MediaSample
-from streampack.packing.settings import why_untrained
 from streampack.sources.files import FileSource
 from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, Reading, own_row

@@ -23,6 +23,7 @@ from streampack.packing.encoders.answers import PAIR
 from streampack.packing.encoders.chat import is_trained, masked_sample
 from streampack.packing.encoders.conversation import flags_against
 from streampack.packing.encoders.template import ChatTemplate
+from streampack.packing.encoders.tokenizer import encode_text
 from streampack.types import IGNORE_INDEX
 from tests.mutants.registry import replaces
 
@@ -47,6 +48,13 @@ def end_not_trained(good, self, row):
     if not self.add_eos:
         return Sample(tokens, labels)
     return Sample(tokens, np.where(np.arange(tokens.size) < tokens.size - 1, labels, IGNORE_INDEX))
+
+
+@replaces(encode_text)
+def second_end_of_a_text(good, tokenizer, text, *, add_bos, add_eos):
+    """A text that ends with EOS gets another, and both are trained, so the model learns to say it twice."""
+    ids = good(tokenizer, text, add_bos=add_bos, add_eos=add_eos)
+    return ids + [tokenizer.eos_id] * (add_eos and text.endswith("</s>"))
 
 
 @replaces(is_trained)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from streampack import Batch, Group, Ledger
 from streampack.packing.assemble import assemble, positions
-from streampack.packing.groups import ROOT, pack_groups
+from streampack.packing.groups import ROOT, lacks_training, pack_groups
 from streampack.packing.media import stack_media
 from streampack.packing.planner import Planner
 from streampack.packing.settings import Packing
@@ -51,6 +51,12 @@ def third_sequences_begin_at_1(good, packs, max_seq_len, *, starts=None):
     for row, seq_lens in zip(found, packs, strict=True):
         row[sum(seq_lens[:2]) : sum(seq_lens)] += 1
     return found
+
+
+@replaces(lacks_training)
+def groups_judged_as_one(good, sample):
+    """A group lacks training only if none of its answers is trained, so a cut leaves pairs with an empty answer."""
+    return all(map(good, sample.answers())) if isinstance(sample, Group) else good(sample)
 
 
 @replaces(Packing, "pieces_of")

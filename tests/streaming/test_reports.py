@@ -21,6 +21,7 @@ from streampack import (
     IterableSource,
     JSONLSource,
     MapSource,
+    MediaSample,
     Mix,
     PackedDataLoader,
     PackedDataset,
@@ -467,6 +468,10 @@ PAIR = Group([5, 6, 7, 8], [-100, -100, 7, -100], lengths=[2, 1, 1], parents=[-1
             "trains nothing: none of the 16 tokens that overlong='truncate' leaves of its 33 has",
         ),
         (
+            MediaSample([7, 8], [-100, -100], media={"pixels": np.ones((1, 1))}),
+            "trains nothing: none of its 2 tokens has a label to train; look",
+        ),
+        (
             PAIR,
             "has an answer that trains nothing: of its 4 tokens, none of that answer's has a label to train; look",
         ),
@@ -478,7 +483,7 @@ def test_the_warning_speaks_of_what_was_seen(
 ) -> None:
     rows = [*CHATS[::3], row]
     if door == "map-style":
-        if row is PAIR:
+        if isinstance(row, Group | MediaSample):
             return
         PackedDataset(rows, max_seq_len=16, overlong="truncate")
     else:
