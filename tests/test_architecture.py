@@ -166,6 +166,23 @@ def test_every_package_is_installed_in_one_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", streampack.__version__)
 
 
+@pytest.mark.parametrize(
+    ("page", "listing"),
+    [
+        ("CONTRIBUTING.md", r"one folder for each stage: (.*?)\."),
+        ("docs/architecture.md", r"\n## Folders\n(.*?)\n\nThe core needs"),
+    ],
+)
+def test_pages_list_the_folders_in_the_order_of_imports(page: str, listing: str) -> None:
+    [text] = re.findall(listing, (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+    cells = re.findall(r"^\| ([^|]*) \|", text, flags=re.M) or [text]  # of a table, those of the first column
+    names = [name.strip("/") for cell in cells for name in re.findall(r"`(\w+/?)`", cell)]
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    named = [name for name in names if name in folders]
+    assert sorted(named) == sorted(folders)
+    assert [LEVEL[name] for name in named] == sorted(LEVEL[name] for name in named)
+
+
 def test_workflows_run_make_targets_and_nothing_else() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -2,7 +2,7 @@
 
 One side is a prepared model and a batch of the real stream, with samples of one token, fragments and padding. The other
 is an unprepared one, which gets one unpadded sequence at a time, behind its own copy of the prompt if it has one.
-`make test` runs one family for each mechanism in fp32; `make test-slow` and `make models` run all, in fp64 too, and
+`make test` runs one family for each mechanism in fp32; `make slow` and `make models` run all, in fp64 too, and
 compare what they see with the tables of docs/guides/models.md, or write these anew.
 """
 

@@ -91,7 +91,7 @@ def test_smoothed_losses_are_those_of_padded_batches(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_losses_on_cuda(tmp_path: Path, dtype: torch.dtype) -> None:
-    """In 16 bits, by the weights (varlen) or by autocast (flex). On a CPU, losses are 0.004 apart."""
+    """In 16 bits, by the weights or by autocast: varlen both times. On a CPU, losses are 0.004 apart."""
     curves = both_curves(
         tmp_path, lambda: model(hidden_size=64).to(dtype), use_cpu=False, bf16=True, max_steps=20
     )

@@ -362,30 +362,37 @@ def test_a_resume_on_more_ranks_than_lanes_keeps_the_steps(tmp_path: Path, epoch
 def test_the_quickstart_resumes_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(tmp_path, validation=None, output_dir=str(tmp_path / "runs"))
     monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
-    monkeypatch.setattr(OmegaConf, "load", lambda _: config.copy())
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "outputs" / "quickstart"
+    small = [
+        "tokenizer=tests.harness.tiny.WordTokenizer", "~tokenizer.path", "~tokenizer.prompt_template",
+        "~data.source.paths", f"data.source.paths={write_rows(tmp_path / 'rows.jsonl', 400)}",
+        "data.encoder._component_=streampack.TextEncoder", "~data.encoder.message_transform", "data.max_seq_len=32",
+        "model.vocab_size=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.embed_dim=16",
+        "model.intermediate_dim=32", "checkpointer.checkpoint_dir.beside=[]", "~validation", "max_steps=12",
+        "batch_size=2", "checkpoint_every=4", "device=cpu",
+    ]  # fmt: skip
     with monkeypatch.context() as interrupted:
         interrupt_step(6, interrupted)
         with pytest.raises(SystemExit):
-            quickstart.main([])
+            quickstart.main(small)
     assert "run-001: interrupted; resume=True goes on from step 4" in capsys.readouterr().err
     # A run that was killed while it wrote its weights leaves this.
-    (tmp_path / "runs" / "run-001" / "epoch_0").mkdir()
-    assert quickstart.main([]) == 0
+    (runs / "run-001" / "epoch_0").mkdir()
+    assert quickstart.main(small) == 0
     said = capsys.readouterr().out
     assert re.search(r"going on with \S+/run-001.*\n(.*\n)*going on from step 4 of 12", said)
     advice = said.partition("What to try next")[2]
     assert "make " not in advice, "a wheel has no Makefile"
     advised = re.findall(r"python -m streampack_recipes.quickstart ([^\s,]+)", advice)
     assert len(advised) == 2
-    config.max_steps = 1
     for overrides in advised:
-        assert quickstart.main([overrides]) == 0
-    assert sorted(path.name[-3:] for path in (tmp_path / "runs").glob("run-*")) == ["001", "002", "003"]
+        assert quickstart.main([*small, "max_steps=1", overrides]) == 0
+    assert sorted(path.name[-3:] for path in runs.glob("run-*")) == ["001", "002", "003"]
     with pytest.raises(ValueError, match="Did you mean: .max_steps.?"):
-        quickstart.main(["--traceback", "maxsteps=1"])
-    shutil.rmtree(tmp_path / "runs" / "run-001")  # by their number, not by how many there are, runs are named
-    (tmp_path / "runs" / "run-of-mine" / "checkpoints").mkdir(parents=True)
-    assert quickstart.main([]) == 0
-    assert (tmp_path / "runs" / "run-004" / "epoch_0").is_dir()
+        quickstart.main([*small, "--traceback", "maxsteps=1"])
+    shutil.rmtree(runs / "run-001")  # by their number, not by how many there are, runs are named
+    (runs / "run-of-mine" / "checkpoints").mkdir(parents=True)
+    assert quickstart.main([*small, "max_steps=1"]) == 0
+    assert (runs / "run-004" / "epoch_0").is_dir()
