@@ -10,12 +10,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import streampack
+from benchmarks.lengths import DISTRIBUTIONS, lengths, lower_bound
 from docs.drawings import FOLDER, PICTURES
 from docs.tables import DOCS, documented, put, tables
+from streampack import IterablePackedDataset
 from streampack.training.config import RunConfig
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.models_table import BACKENDS, PAGE, read_page
@@ -48,6 +51,68 @@ def test_readme_counts_the_families_of_the_page_of_models() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     told = {what: [int(number) for number in re.findall(rf"(\d+) {what}\b", readme)] for what in counts}
     assert told == {what: [count] for what, count in counts.items()}
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of a page's tables."""
+    return [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
+
+
+def test_readme_has_the_packs_of_the_run_that_the_comparison_names() -> None:
+    comparison = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    [name] = re.findall(r"benchmarks/results/(density-\S+\.md)", comparison)
+    _, *corpora = (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8").split("\n## ")[:4]
+    assert [each.partition("\n")[0] for each in corpora] == ["flan", "orca", "stack"]
+    measured = [{row[0]: row for row in rows_of(each)} for each in corpora]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Packing efficiency")[2]
+    [packers, eight, *told] = [
+        row[:4] for row in rows_of(readme.partition("\n## ")[0]) if "---" not in row[0]
+    ]
+    assert packers == ["packer", "flan", "orca", "stack"]
+
+    def cells(above: int, padding: float) -> tuple[int, float]:
+        return above, round(padding, 2 if padding < 1.5 else 1)
+
+    def read(cell: str) -> tuple[int, float]:
+        above, padding = re.fullmatch(r"([\d,]+)\** \(([\d.]+) %\)", cell).groups()  # type: ignore[union-attr]
+        return int(above.replace(",", "")), float(padding)
+
+    for label, *row in told:
+        packer = "exact_fit" if "exact_fit" in label else label.replace("`", "")
+        runs = [each[packer] for each in measured]
+        assert [read(cell) for cell in row] == [
+            cells(int(run[2].replace(",", "")), float(run[3].rstrip("%"))) for run in runs
+        ], label
+    assert "num_lanes=1" in told[0][0]
+    assert "num_lanes=8" in eight[0]
+    for name, cell in zip(DISTRIBUTIONS, eight[1:], strict=True):
+        samples = lengths(name)
+        rows = [{"input_ids": np.ones(length, np.int32)} for length in samples]
+        packs = sum(1 for _ in IterablePackedDataset(rows, max_seq_len=4096).stream())
+        found = packs - lower_bound(samples, 4096), 100 * (1 - samples.sum() / (packs * 4096))
+        assert read(cell) == cells(*found), "the default is 8 lanes here"
+
+
+def test_readme_has_the_speeds_of_the_runs_that_it_names() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [name] = re.findall(r"\((benchmarks/results/inputs-\S+\.md)\)", readme)
+    _, *inputs = (ROOT / name).read_text(encoding="utf-8").split("\n## ")
+    of_files = [rows_of(each) for each in inputs if each.partition("\n")[0].endswith(("Parquet", "datasets"))]
+    assert len(of_files) == 3
+    for packer, words in (
+        ("torchtune PackedDataset", "torchtune's\npacker"),
+        ("TRL bfd, its collator", "TRL's `bfd` with"),
+    ):
+        ratios = [float(row[2]) for rows in of_files for row in rows if row[0] == packer]
+        assert f"{min(ratios):.1f}x to {max(ratios):.1f}x as fast as {words}" in readme
+    comparison = rows_of((ROOT / "docs" / "comparison.md").read_text(encoding="utf-8"))
+    [ours] = [row for row in comparison if row[0].startswith("streampack `exact_fit`")]
+    [in_memory] = re.findall(r"nothing is read, it is (\S+)x as fast as torchtune's", readme)
+    assert in_memory == ours[3]
 
 
 def test_there_are_pages_with_blocks() -> None:
