@@ -30,7 +30,7 @@ class ChatArguments:
     data: str = field(metadata={"help": "files of JSON lines, such as 'chats/*.jsonl'"})
     max_seq_len: int = field(default=4096, metadata={"help": "tokens in a pack"})
     overlong: str = field(
-        default="truncate", metadata={"help": "chats longer than a pack: truncate, drop, error"}
+        default="error", metadata={"help": "chats longer than a pack: error, truncate, drop, split"}
     )
     strategy: str = field(
         default="exact_fit",

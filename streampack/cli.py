@@ -234,6 +234,9 @@ def validate(options: Options) -> int:
         TRUST,
         Word("--tokenizer", "PATH", "of Hugging Face: a folder, or a name on the Hub"),
         Word("--max-seq-len", "N", "tokens in a pack", positive),
+        Word(
+            "--overlong", "CHOICE", "longer rows: error (the default), truncate, truncate_left, drop, split"
+        ),
         Word("--rows", "N", "rows to read (20,000)", positive),
         Word("--all", None, "read every row: exact figures"),
         Word("--ranks", "N,N", "of the run, then others to compare it with (1,8,64)", ranks, (1, 8, 64)),
@@ -252,9 +255,10 @@ def inspect(options: Options) -> None:
     of_files = options.config is None and not is_config
     if of_files and not files:
         raise UsageError("name files, or a config: --config CONFIG; `streampack inspect --help` shows both")
-    if not of_files and (options.max_seq_len or options.tokenizer):
+    if not of_files and (options.max_seq_len or options.tokenizer or options.overlong):
         raise UsageError(
-            "--max-seq-len and --tokenizer are for files; a config has its own: data.max_seq_len=N replaces one"
+            "--max-seq-len, --overlong and --tokenizer are for files; a config has its own: data.max_seq_len=N "
+            "replaces one"
         )
     if of_files and options.max_seq_len is None:
         raise UsageError("--max-seq-len is missing: give the tokens of a pack, such as --max-seq-len 4096")
@@ -267,7 +271,7 @@ def inspect(options: Options) -> None:
     sizes["rows"] = None if options.all else options.rows or 20_000
     if config is None:
         sizes["max_seq_len"] = options.max_seq_len
-        report = inspect_files(files, tokenizer=options.tokenizer, **sizes)
+        report = inspect_files(files, tokenizer=options.tokenizer, overlong=options.overlong, **sizes)
     else:
         report = inspect_config(config, title=str(options.config), **sizes)
     show(report, html=options.html, json_file=options.json)

@@ -77,6 +77,7 @@ def inspect_files(
     *,
     tokenizer: str | None,
     max_seq_len: int,
+    overlong: str | None,
     ranks: Sequence[int],
     rows: int | None,
     packs: int,
@@ -92,6 +93,7 @@ def inspect_files(
         source,
         encoder=_encoder(examples[0] if examples else {}, built),
         max_seq_len=max_seq_len,
+        overlong=overlong,
         shuffle=True,
         padding_idx=0 if built is None else padding_id(built),
     )

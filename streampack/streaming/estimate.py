@@ -185,38 +185,72 @@ class Estimate(NamedTuple):
     samples: int  # how many rows were encoded for it
     lost: float  # fraction of their tokens that are truncated or dropped
     padding: float  # fraction of the packs' capacity
+    long_samples: int  # of ``samples``, those too long for a pack
+    cut: float  # fraction of the tokens that are truncated or dropped for that reason
 
     @property
     def at_most(self) -> int:
         """The packs and two standard errors more, for schedules: one that ends too late is better than too early."""
         return max(1, math.ceil(self.packs + 2 * self.error))
 
+    def losses(self, packing: Packing) -> str | None:
+        """Return what ``overlong`` loses of the samples looked at; None for nothing."""
+        if not self.cut:
+            return None
+        return (
+            f"{self.long_samples:,} of {self.samples:,} samples looked at are too long for max_seq_len="
+            f"{packing.max_seq_len}: overlong={packing.overlong} loses {self.cut:.1%} of the tokens"
+        )
+
+
+class TooLong(ValueError):
+    """Samples are too long for a pack, and the run would stop at the first of them, by ``overlong="error"``."""
+
 
 def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     """Estimate an epoch from ``rows`` rows of each source; small sources are counted, in the order of epoch 0.
 
     Rows that the run skips are left out; where it skips none, what the encoder raises for a row is raised.
+
+    Raises:
+        TooLong: if samples are too long for a pack, and ``overlong`` is ``"error"``.
     """
     packing, mix = config.packing, config.mix
     seen = replace(tolerant(config), quarantine=_one_epoch(config).quarantine)
-    found = sample_epoch(seen, rows, most_tokens=COUNTED_TOKENS).values()
+    long: list[Seen] = []
+
+    def see(row: Seen) -> None:
+        if row.reason in ("overlong", "truncated"):
+            long.append(row)
+
+    found = sample_epoch(seen, rows, most_tokens=COUNTED_TOKENS, see=see).values()
     sampled = [each for each, _ in found]
     tokens = sum(sum(each.kept) * each.scale * times for each, times in found)
     looked_at, read = sum(len(each.kept) for each in sampled), sum(each.read for each in sampled)
     lost = 1 - sum(sum(each.kept) for each in sampled) / max(1, read)
+    cut = len(long), sum(row.length - row.kept for row in long) / max(1, read)
+    if long and packing.overlong == "error":
+        first = min(long)  # by `row_id`; they were looked at in an order of chance
+        raise TooLong(
+            f"{len(long):,} of {looked_at:,} samples looked at are too long for max_seq_len={packing.max_seq_len}, "
+            f"{cut[1]:.1%} of the tokens, and the run would stop at the first of them: "
+            f"{config.source.locate(first.row_id)} has {first.detail}; set overlong to 'truncate', 'drop' or "
+            "'split', or raise max_seq_len"
+        )
     if mix is None and not config.endless:
         [scale] = [each.scale for each in sampled]
         rows_in_all, tokens_in_all = looked_at * scale, read * scale
         if rows_in_all <= COUNTED_ROWS and tokens_in_all <= COUNTED_TOKENS:
             counted = _count(config, num_lanes)
-            return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding)
+            return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding, *cut)
     sizes = [size for each in sampled for size in zip(each.kept, each.media, strict=True) if size[0]]
     fill = _fill(sizes, packing, tokens / num_lanes)
     full = tokens / (packing.max_seq_len * fill)
     # The last pack of each lane is half empty on average. With ``max_media``, `_fill` counts it.
     packs = full + (0 if config.endless or packing.max_media is not None else num_lanes / 2)
     error = packs * max(each.error for each in sampled)
-    return Estimate(packs, error, looked_at, lost, 1 - fill * full / packs if packs else 0.0)
+    padding = 1 - fill * full / packs if packs else 0.0
+    return Estimate(packs, error, looked_at, lost, padding, *cut)
 
 
 def _fill(sizes: Sequence[tuple[int, int]], packing: Packing, lane: float = math.inf) -> float:

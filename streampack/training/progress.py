@@ -15,6 +15,7 @@ from streampack.attention.prepare import Inputs
 from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.sources.bad_records import Quarantine
+from streampack.streaming.estimate import TooLong
 from streampack.training.config import RunConfig
 from streampack.training.schedule import PROBED_ROWS, lanes_of
 from streampack.training.world import World
@@ -56,15 +57,15 @@ def opening(
     loses = packing.overlong not in ("error", "split")
     with suppress(Exception):
         rows = PROBED_ROWS if loses or config.epochs is not None else FEW_ROWS
-        estimate = dataset.estimate(rows=rows, num_lanes=lanes)
+        try:
+            estimate = dataset.estimate(rows=rows, num_lanes=lanes)
+        except TooLong as stops:
+            return lines | {"overlong": str(stops)}
         error = f" (standard error {estimate.error / estimate.packs:.1%})" if estimate.error else ""
         lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} packs{error}"
         lines["packing"] += f", about {estimate.padding:.1%} padding expected"
-        if estimate.lost and loses:
-            lines["overlong"] = (
-                f"overlong={packing.overlong} with max_seq_len={packing.max_seq_len} loses {estimate.lost:.1%} of the "
-                f"tokens of {estimate.samples:,} samples looked at; streampack inspect says which"
-            )
+        if told := estimate.losses(packing):
+            lines["overlong"] = f"{told}; streampack inspect says which"
     return lines
 
 

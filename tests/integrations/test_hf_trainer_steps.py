@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -137,6 +138,28 @@ def test_data_that_ends_early_is_logged_and_saved(tmp_path: Path, caplog: pytest
     packs = stream([full] * 8 + [overlong], shuffle=False, epochs=1, num_lanes=1, overlong="drop")
     (trainer := packed(tmp_path, packs, max_steps=9)).train()
     assert trainer.train.__self__.ledger.dropped["overlong"] == 90, "behind the last pack"
+
+
+def test_samples_too_long_for_a_pack_are_told_before_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = samples(60)
+    rows[50] = {"tokens": [5] * 90, "labels": [5] * 90}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stops = r"1 of 60 samples looked at are too long for max_seq_len=64, .*% of the tokens, and the run would stop at"
+    with pytest.raises(ValueError, match=stops):
+        packed(tmp_path, stream(str(file), epochs=1), max_steps=-1)
+    endless = packed(tmp_path, stream(str(file), epochs=None, num_lanes=1), max_steps=1)
+    with pytest.raises(ValueError, match="rows.jsonl:51 has 90 tokens, max_seq_len is 64"):
+        endless.train()
+    assert re.search(stops, caplog.text)
+    caplog.clear()
+    packed(tmp_path, stream(rows, epochs=None, overlong="drop"), max_steps=1).train()
+    assert "1 of 60 samples looked at are too long for max_seq_len=64: overlong=drop loses " in caplog.text
+    caplog.clear()
+    packed(tmp_path, stream(rows, epochs=None, overlong="split"), max_steps=1).train()
+    assert "too long" not in caplog.text
 
 
 class Look(transformers.TrainerCallback):  # type: ignore[misc,name-defined]

@@ -234,3 +234,45 @@ def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.Mo
     assert inspect[0] == "streampack"
     assert cli.main(inspect[1:]) == 0
     assert "chats/rows.jsonl" in Path(inspect[inspect.index("--html") + 1]).read_text()
+
+
+def test_chats_longer_than_a_pack_are_told_before_the_first_step_as_by_inspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.chdir(tmp_path)
+    byte_level(pad_token="</s>").save_pretrained("my_model")
+    hf_trainers.model().save_pretrained("my_model")
+    chats = [
+        [{"role": "user", "content": "what is this"}, {"role": "assistant", "content": "a test " * length}]
+        for length in (1, 1, 1, 80, 1, 1, 80, 1)
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in chats))
+    common = ["rows.jsonl", "--tokenizer", "my_model", "--max-seq-len", "128", "--all", "--json"]
+    command = ["--model", "my_model", "--data", "rows.jsonl", "--max_seq_len", "128", "--use_cpu", "True"]
+    main = runpy.run_module("streampack_examples.chat_sft")["main"]
+
+    def told(*options: str) -> tuple[str, bool]:
+        assert cli.main(["inspect", *common, "told.json", *options]) == 0
+        report = json.loads(Path("told.json").read_text())
+        [loss] = [each for each in report["losses"] if each["reason"] in ("overlong", "truncated")]
+        assert loss["rows"] == 2
+        return f"{loss['fraction']:.1%}", loss["stops"]
+
+    tokens, stops = told()
+    message = (
+        rf"2 of 8 samples looked at are too long for max_seq_len=128, {tokens} of the tokens, and the run would stop "
+        r"at the first of them: \S*rows.jsonl:\d has \d+ tokens; set overlong to 'truncate', 'drop' or 'split'"
+    )
+    with pytest.raises(ValueError, match=message):
+        main([*command, "--disable_tqdm", "True"])
+    assert stops
+    assert not list(Path("outputs").rglob("checkpoint-*"))
+    for choice in ("truncate", "drop"):
+        tokens, stops = told("--overlong", choice)
+        caplog.clear()
+        options = ["--disable_tqdm", "True", "--overlong", choice, "--output_dir", choice]
+        assert main([*command, *options]).state.global_step
+        line = f"2 of 8 samples looked at are too long for max_seq_len=128: overlong={choice} loses {tokens} of the tok"
+        assert line in caplog.text
+        assert not stops

@@ -137,6 +137,33 @@ def test_the_opening_expects_the_padding_that_packs_have(
     assert (expected > 5) == (settings.get("strategy") == "next_fit")
 
 
+@pytest.mark.parametrize(
+    ("overlong", "told"),
+    [
+        ("truncate", ": overlong=truncate loses 26.7% of the tokens"),
+        ("drop", ": overlong=drop loses 66.7% of the tokens"),
+        ("split", None),
+        (
+            "error",
+            ", 66.7% of the tokens, and the run would stop at the first of them: sample 0 has 40 tokens; set",
+        ),
+    ],
+)
+def test_the_opening_tells_what_happens_to_samples_too_long_for_a_pack(
+    tmp_path: Path, overlong: str, told: str | None
+) -> None:
+    rows = [{"tokens": [1] * length, "labels": [1] * length} for length in (40, 10, 10)] * 10
+    data = IterablePackedDataset(rows, max_seq_len=24, num_lanes=2, overlong=overlong)
+    config = read_config(tiny_config(tmp_path, validation=None))
+    lines = opening(config, PackedDataLoader(data), inputs=INPUTS, world=World())
+    if told is None:
+        assert "overlong" not in lines
+    else:
+        assert lines["overlong"].startswith(
+            f"10 of 30 samples looked at are too long for max_seq_len=24{told}"
+        )
+
+
 def test_the_opening_of_a_resume_counts_what_was_read_once(tmp_path: Path) -> None:
     """Each rank has loaded the lanes of all: their ledgers were added up, twice the tokens on two ranks."""
     rows = [{"tokens": [1] * 8, "labels": [1] * 8}] * 50

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.estimate import count_packs, packed_lengths
+from streampack.streaming.estimate import TooLong, count_packs, packed_lengths
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 PROBED_ROWS = 4096
 """Rows from whose lengths the packs of an epoch are estimated."""
+FEW_ROWS = 256
+"""Rows that are looked at where each of them may take long."""
 
 
 def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> None:
@@ -31,6 +34,8 @@ def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> Non
     if not packs.lane_config.source.map_style:
         try:
             packs.estimate()
+        except TooLong:
+            raise
         except ValueError as error:
             raise ValueError(
                 f"max_steps is {args.max_steps}, and how many packs this stream makes is known at its end only "
@@ -57,10 +62,31 @@ class Plan:
         return epoch + min(1.0, step / self.steps[min(epoch, len(self.steps) - 1)])
 
 
+def log_overlong(loader: PackedDataLoader) -> None:
+    """Log what happens to samples that are too long for a pack, as far as some rows show."""
+    packs, config = loader.dataset, loader.dataset.lane_config
+    # Behind URLs each row is a request, and images are decoded.
+    rows = FEW_ROWS if config.packing.overlong in ("error", "split") or config.reads_images else PROBED_ROWS
+    with suppress(
+        Exception
+    ):  # of a stream of unknown length, or of a bad row, which training raises where it reads it
+        try:
+            told = packs.estimate(rows=rows, num_lanes=lanes_of(loader)).losses(config.packing)
+        except TooLong as error:
+            told = str(error)
+        if told:
+            log.warning("%s", told)
+
+
+def lanes_of(loader: PackedDataLoader) -> int:
+    """Return the number of lanes that a loader's dataset has on its ranks and workers."""
+    return loader.dataset.lanes_for(loader.rank_sync.world_size * max(1, loader.num_workers))
+
+
 def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     """Collective: find how many steps this loader takes to read its data ``epochs`` times."""
     packs, ranks = loader.dataset, loader.rank_sync
-    num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
+    num_lanes = lanes_of(loader)
     config = packs.lane_config
     # The length of a row with images is known when they are decoded.
     if not config.source.map_style or config.reads_images:
