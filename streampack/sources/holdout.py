@@ -148,6 +148,10 @@ class _Kept(Reader):
     def prepare(self) -> None:
         self.reader.prepare()
 
+    @override
+    def lacks(self, until: Cursor) -> bool:
+        return self.reader.lacks(until)
+
 
 def hold_out(source: Source, *, fraction: float | Mapping[str, float]) -> tuple[Source, Source]:
     """Split a source with `Holdout`, and return (training part, held-out part).

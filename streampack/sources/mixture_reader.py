@@ -210,6 +210,16 @@ class MixtureReader(Reader):
                     self._reader(number).prepare()
 
     @override
+    def lacks(self, until: Cursor) -> bool:
+        changed = [i for i, entry in enumerate(self.entries) if self.reading.earlier.get(entry.name)]
+        states = states_at(until, len(self.entries))
+        return any(
+            self.states[i].restarts != states[i].restarts
+            or (states[i].cursor and self._reader(i).lacks(states[i].cursor))
+            for i in changed
+        )
+
+    @override
     def charge(self, parts: Sequence[Sample]) -> None:
         if self.awaits_charge:  # a record that was skipped is counted already
             self.awaits_charge = False

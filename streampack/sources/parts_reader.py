@@ -112,6 +112,11 @@ class PartsReader(Reader):
         if self.ahead is not None and len(self.window) <= self.reading.shuffle_window // 4:
             self.ahead.prepare(*self.position[:2])
 
+    @override
+    def lacks(self, until: Cursor) -> bool:
+        last = until[0] + len(until[4:])  # the last part of the window that is open there
+        return any(part.file == REMOVED_FILE for part in self.parts[self.cursor[0] : last + 1])
+
     def _windows(self) -> Iterator[Found]:
         """Yield the records of one window after the other, and move the cursor behind each.
 

@@ -126,6 +126,10 @@ class Reader(ABC):
     def prepare(self) -> None:  # noqa: B027  # only a reader of files behind a URL has a use for it
         """Begin to fetch what the next rows need, because they will be asked for soon. It changes no row or error."""
 
+    def lacks(self, until: Cursor) -> bool:
+        """Return whether records were removed before a cursor further on, or in the shuffle window open there."""
+        return False
+
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
         """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""
 

@@ -14,6 +14,7 @@ from streampack.sources.files import FileSource, file_sources
 from streampack.sources.mixture_reader import translated
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
+from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState, Stand
 from streampack.streaming.run_state import RunState
 from streampack.types import RowId
@@ -72,7 +73,7 @@ class CorpusChanges:
         histories = {name: [list(pair) for pair in history] for name, history in self.histories.items()}
         return {"sources": list(self.source.names), "corpus": histories}
 
-    def resume(self, state: Mapping[str, Any], loaded: RunState) -> Resumed:
+    def resume(self, state: Mapping[str, Any], loaded: RunState, config: LaneConfig) -> Resumed:
         """Return what a run needs to go on from a state. Where its changes are not allowed, it names none."""
         names, now = list(state["sources"]), self.source.names
         changed: dict[str, str] = {}
@@ -80,7 +81,7 @@ class CorpusChanges:
             changed = {name: "is new" for name in now if name not in names}
             changed |= {name: "was removed" for name in names if name not in now}
             changed = changed or {", ".join(now): "are in another order"}
-        others = dict(changed)
+        others, gone = dict(changed), False
         sources = file_sources(self.source)
         histories = {name: [(0, source.corpus.digest())] for name, source in sources.items()}
         for name, history in state["corpus"].items():
@@ -96,16 +97,22 @@ class CorpusChanges:
             if loaded.nothing_read:
                 histories[name] = [(0, sources[name].corpus.digest())]
             else:
-                changed[name], loaded = self._of_files(name, sources[name], histories[name], loaded)
+                changed[name], loaded, any_gone = self._of_files(name, sources[name], histories[name], loaded)
+                gone |= any_gone
         earlier = {
             name: self._earlier(name, source, histories[name], loaded) for name, source in sources.items()
         }
+        if gone:
+            loaded = _without_gone(loaded, replace(config, earlier=earlier))
         return Resumed(loaded, changed, earlier, histories)
 
     def _of_files(
         self, name: str, source: FileSource, history: list[tuple[int, str]], loaded: RunState
-    ) -> tuple[str, RunState]:
-        """Describe what changed in a source's files, and return the state with the ids that waiting rows have now."""
+    ) -> tuple[str, RunState, bool]:
+        """Describe what changed in a source's files; return the state with the ids that waiting rows have now.
+
+        Also return whether files are gone.
+        """
         epochs = self._epochs(name, [state.stand for state in loaded.lane_states.values()])
         first = self.source.epochs_read(loaded.epoch)[name]
         # Each consumer would let the new list begin in another epoch: the one after the latest of its own lanes.
@@ -135,11 +142,13 @@ class CorpusChanges:
             number = numbers[found[at]]
             return None if number is None else (*found[:at], number, *found[at + 1 :])
 
-        if None in numbers:
-            loaded = loaded.with_lanes(LaneState.closed)
         paths = [file.shown for file in source.files]
         what = changes(before, now, paths=paths) or "the files are in another order"
-        return what, loaded.with_lanes(lambda state: state.moved(row_id, lambda cursor: cursor))
+        return (
+            what,
+            loaded.with_lanes(lambda state: state.moved(row_id, lambda cursor: cursor)),
+            None in numbers,
+        )
 
     def _earlier(
         self, name: str, source: FileSource, history: list[tuple[int, str]], loaded: RunState
@@ -165,6 +174,25 @@ class CorpusChanges:
     def _epochs(self, name: str, stands: Sequence[Stand]) -> list[int]:
         """Return the epoch of a source that each lane reads where it stands."""
         return [self.source.epochs_read(stand.epoch, stand.cursor)[name] for stand in stands]
+
+
+def _without_gone(loaded: RunState, config: LaneConfig) -> RunState:
+    """Return the state without the packs of open windows for which records of removed files were read.
+
+    The other windows are planned again as they were. Files that an earlier change removed count, too.
+    """
+
+    def of_lane(lane: int, state: LaneState) -> LaneState:
+        if state.window is None:
+            return state
+        begin = state.window.begin
+        reader = config.open(lane, num_lanes=loaded.num_lanes or 1, epoch=begin.epoch, start=begin.cursor)
+        same = begin.epoch == state.epoch and not reader.lacks(state.stand.cursor)
+        return state if same else state.closed()
+
+    return replace(
+        loaded, lane_states={lane: of_lane(lane, each) for lane, each in loaded.lane_states.items()}
+    )
 
 
 def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> RunState:

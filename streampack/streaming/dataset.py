@@ -390,7 +390,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._go_on(loaded.behind(), resumed)
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
-        resumed = self._changes.resume(state, checked_state(state))
+        resumed = self._changes.resume(state, checked_state(state), self.lane_config)
         self._identity.require(state["identity"], names=names, changed=resumed.changed)
         return resumed
 

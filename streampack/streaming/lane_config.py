@@ -16,9 +16,10 @@ from streampack.packing.settings import Packing
 from streampack.sources.arrow_rows import ArrowRow
 from streampack.sources.bad_records import Quarantine, require_sound
 from streampack.sources.mixture import Mix
-from streampack.sources.reading import Division
+from streampack.sources.reading import Division, Reader, Reading
 from streampack.sources.source import Source
-from streampack.types import INT32, Row, RowId, Sample
+from streampack.storage.read_ahead import ReadAhead
+from streampack.types import INT32, Cursor, Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
 DEFAULT_LANES = 8
@@ -79,6 +80,30 @@ class LaneConfig:
         """Whether an encoder says that it is one of images, or packs have a limit of them."""
         return self.packing.max_media is not None or any(
             getattr(each, "reads_images", False) for each in self.encoders
+        )
+
+    def open(
+        self,
+        lane: int,
+        *,
+        num_lanes: int,
+        epoch: int,
+        start: Cursor | None = None,
+        read_ahead: ReadAhead | None = None,
+    ) -> Reader:
+        """Open a lane's rows of an epoch, at a cursor or at its beginning."""
+        return self.source.read(
+            Reading(
+                lane,
+                num_lanes=num_lanes,
+                epoch=epoch,
+                seed=self.seed,
+                shuffle_window=self.shuffle_window,
+                start=start,
+                stagger=self.packing.max_seq_len,
+                read_ahead=read_ahead,
+                earlier=self.earlier,
+            )
         )
 
     def check_shards(self) -> None:

@@ -152,8 +152,11 @@ class LaneState:
     def moved(self, row_id: Moved, cursor: Callable[[Cursor], Cursor]) -> LaneState:
         """Return the state for a corpus in which rows have other ids, and reading goes on at other cursors.
 
-        What waited of rows that are gone, of which ``row_id`` returns None, is dropped and counted.
+        What waited of rows that are gone, of which ``row_id`` returns None, is dropped and counted. So is what is left
+        of an open window that one of them was planned for.
         """
+        if self.window is not None and None in [row_id(each.row_id) for each in self.window.begin.waiting]:
+            return self.closed().moved(row_id, cursor)
         ledger, stand = self.ledger.copy(), self.stand
         kept, offset = [], stand.offset
         for i, each in enumerate(joined(stand.waiting)):
@@ -163,7 +166,7 @@ class LaneState:
             ledger.drop("removed", each.tokens - (0 if i else offset))
             offset = offset if i else 0
         stand = replace(stand, cursor=cursor(stand.cursor), waiting=tuple(kept), offset=offset)
-        if (window := self.window) is not None:  # then no file is gone
+        if (window := self.window) is not None:
             begin = window.begin
             waiting = tuple(each._replace(row_id=row_id(each.row_id) or ()) for each in begin.waiting)
             begin = replace(begin, cursor=cursor(begin.cursor), waiting=waiting)

@@ -22,7 +22,7 @@ from streampack.packing.groups import lacks_training, why_untrained
 from streampack.packing.media import MediaSample
 from streampack.sources.files import FileSource
 from streampack.sources.mixture_reader import passes_by_all
-from streampack.sources.reading import BadRecord, Reader, Reading, own_row
+from streampack.sources.reading import BadRecord, Reader, own_row
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address
@@ -85,20 +85,10 @@ class PieceReader:
 
     def open(self, epoch: int, start: Cursor | None = None) -> None:
         """Begin to read an epoch, at a cursor or at its beginning."""
-        config = self.config
-        reading = Reading(
-            self.lane,
-            num_lanes=self.num_lanes,
-            epoch=epoch,
-            seed=config.seed,
-            shuffle_window=config.shuffle_window,
-            start=start,
-            stagger=config.packing.max_seq_len,
-            read_ahead=self.read_ahead,
-            earlier=config.earlier,
+        self.reader = self.config.open(
+            self.lane, num_lanes=self.num_lanes, epoch=epoch, start=start, read_ahead=self.read_ahead
         )
-        self.reader = config.source.read(reading)
-        config.check_shards()
+        self.config.check_shards()
         self.epoch = epoch
         self.epoch_has_rows = start is not None  # rows of it may lie before the cursor
         self.epochs_without_pieces = 0 if start is not None else self.epochs_without_pieces + 1

@@ -163,6 +163,90 @@ def test_without_shuffling_the_order_is_that_of_a_run_that_never_changed(tmp_pat
     assert found == [(file - (file > number), offset) for file, offset in never_changed if file != number]
 
 
+WINDOWED: dict[str, Any] = {"balance_window": 4, "overlong": "split"}
+
+
+@pytest.mark.parametrize(("num_lanes", "shuffle"), [(1, False), (1, 5), (3, False)])
+def test_what_open_balance_windows_lose_with_a_file_is_counted(
+    num_lanes: int, shuffle: int, tmp_path: Path
+) -> None:
+    """To the token: a row that was read is in a pack, or counted as removed."""
+    rng = random.Random(1)
+    files = {f"f{i}.jsonl": new_rows(rng, i) for i in range(8)}
+    settings = {
+        **WINDOWED,
+        "num_lanes": num_lanes,
+        "shuffle": shuffle,
+        "epochs": 2,
+        **changes_allowed(tmp_path),
+    }
+    lost = []
+    for taken, name in itertools.product(range(5, 13), files):
+        data = make(source_of(tmp_path / "data", files), **settings)
+        packs = list(islice(data, taken * num_lanes))
+        state, read = data.state_dict(), data.ledger().tokens_in
+        left = {each: rows for each, rows in files.items() if each != name}
+        after = resumed(make(source_of(tmp_path / "data", left), **settings), state)
+        gone, stay = everything([{name: files[name]}]), everything([left, left])
+        found = tokens_of(packs) + tokens_of(after)
+        missing, ledger = (stay - found).total(), after.ledger()
+        assert found - gone <= stay, "nothing twice"
+        assert (ledger.packed, ledger.buffered) == (found.total(), 0)
+        assert ledger.tokens_in == ledger.packed + ledger.dropped["removed"]
+        assert ledger.dropped["removed"] >= missing
+        if num_lanes == 1 and not shuffle:  # rows are read in the order of the files
+            ends = itertools.accumulate(row["n"] for rows in files.values() for row in rows)
+            read_of = [name for name, rows in files.items() for _ in rows][: [*ends].index(read) + 1].count(
+                name
+            )
+            read_of_gone = sum(row["n"] for row in files[name][:read_of])
+            assert ledger.dropped["removed"] == missing + read_of_gone - (tokens_of(packs) & gone).total()
+        lost.append(missing > 0)
+    assert any(lost)
+    assert not all(lost)
+
+
+@pytest.mark.parametrize("kind", ["files", "mixture", "hold-out"])
+@pytest.mark.parametrize("shuffle", [False, 5])
+def test_a_balance_window_stays_open_if_nothing_of_a_removed_file_was_read_for_it(
+    kind: str, shuffle: int, tmp_path: Path
+) -> None:
+    rng = random.Random(3)
+    files = {f"f{i:02}.jsonl": new_rows(rng, i) for i in range(12)}
+
+    def new(now: Rows) -> IterablePackedDataset:
+        source = source_of(tmp_path / "data", now)
+        if kind == "mixture":
+            source = Mix(
+                [entry("a", source), entry("b", [{"i": 90_000, "n": 7}] * 40, 0.3)], stop="first_exhausted"
+            )
+        if kind == "hold-out":
+            source = Holdout(source, fraction=0.1, part="train")
+        return make(source, num_lanes=2, shuffle=shuffle, **WINDOWED, **changes_allowed(tmp_path))
+
+    data = new(files)
+    whole = tokens_of(islice(data, 11))  # in each lane a window is open
+    state, ahead = data.state_dict(), list(data)
+    whole += tokens_of(ahead)
+    assert all("window" in lane for lane in state["lanes"].values())
+    # Two lanes have five packs left in their windows, and a row waits for at most eight packs of its lane.
+    late = [name for name, rows in files.items() if not tokens_of(ahead[:24]) & everything([{name: rows}])]
+    if kind == "hold-out":  # a held-out row of a shuffle window is a row of it
+        late = [name for name in late if everything([{name: files[name]}]) <= whole]
+    assert late
+    for name in late:
+        left = {each: rows for each, rows in files.items() if each != name}
+        after = resumed(new(left), state)
+        packs = list(after)
+        assert after.ledger().dropped["removed"] == 0
+        assert [pack["tokens"].tolist() for pack in packs[:5]] == [
+            pack["tokens"].tolist() for pack in ahead[:5]
+        ]
+        if kind != "mixture":
+            assert tokens_of(packs) == tokens_of(ahead) - everything([{name: files[name]}])
+        check_exact(resumed(new(left), state), lambda left=left: new(left))
+
+
 @pytest.mark.parametrize("part", ["train", "validation"])
 def test_a_hold_out_holds_where_files_change(part: str, tmp_path: Path) -> None:
     """The held-out rows of a removed file, which nobody can tell from the others any more, shift no number."""
