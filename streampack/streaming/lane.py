@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from streampack.streaming.lane_state import Address, LaneEvent, LaneState, OpenW
 from streampack.streaming.piece_reader import Piece, PieceReader
 from streampack.types import Fragment, Pack, RowId, Sample
 
+log = logging.getLogger(__name__)
 Rows = Mapping[RowId, Mapping[str, Any]]
 
 
@@ -41,19 +43,23 @@ class Lane:
         self.config = config
         self.lane = lane
         self.first_epoch = first_epoch
-        self.piece_reader = PieceReader(config, lane=lane, num_lanes=num_lanes, read_ahead=read_ahead)
-        self.planner: Planner[Piece] = Planner(config.packing, self.piece_reader.next)
         self.done = False  # whether this epoch is used up
         self.packs = 0  # made in this epoch; with ``endless``, since the beginning
+        self.resumes_from = state  # until `restore`
+        self._open(PieceReader(config, lane=lane, num_lanes=num_lanes, read_ahead=read_ahead), state)
+
+    def _open(self, reader: PieceReader, state: LaneState | None) -> None:
+        """Begin to read at a state, or at the beginning, with nothing that waits."""
+        self.piece_reader = reader
+        self.planner: Planner[Piece] = Planner(self.config.packing, reader.next)
         # With ``balance_window``, the packs that wait to be handed out, and their tokens.
         self.window: OpenWindow | None = None
         self.planned: deque[list[Placed[Piece]]] = deque()
         self.planned_tokens = 0
-        self.resumes_from = state  # until `restore`
         if state is None:
-            self.piece_reader.open(first_epoch)
+            reader.open(self.first_epoch)
         else:
-            self.piece_reader.open(state.begin.epoch, state.begin.cursor)
+            reader.open(state.begin.epoch, state.begin.cursor)
 
     @property
     def epoch(self) -> int:
@@ -230,6 +236,7 @@ class Lane:
             reader.ledger.tokens_in -= reader.ledger.buffered
         if len(state.bad_in_pass) == len(reader.bad_in_pass):
             reader.bad_in_pass = list(state.bad_in_pass)
+        reader.planning_again = state.window is not None
         reader.restore(begin.waiting, waited)
         if state.window is not None:
             self._plan_again(state, state.window)
@@ -237,8 +244,8 @@ class Lane:
     def _plan_again(self, state: LaneState, window: OpenWindow) -> None:
         """Plan the packs of a state's open window again, and leave out those that were handed out."""
         reader, bad = self.piece_reader, [*self.piece_reader.bad_in_pass]
+        lost = bool(reader.skipped)  # of what waited, which was no bad record
         self.packs -= window.handed_out
-        reader.planning_again = True
         self._plan()
         reader.planning_again = False
         for _ in range(window.handed_out):
@@ -246,7 +253,11 @@ class Lane:
                 reader.forget(piece)
         read = state.ledger.tokens_in - window.tokens_in
         same = self.ledger.tokens_in == read and self._held == state.ledger.buffered
-        if not (same and self.planned and _places(self._stand()) == _places(state.stand)):
+        same = same and bool(self.planned) and _places(self._stand()) == _places(state.stand)
+        if self.config.reads_images and (lost or (reader.skipped and not same)):
+            self._close_window(state)
+            return
+        if not same:
             raise ValueError(
                 f"lane {self.lane}: other packs are planned than when the state was made; the data or the encoder "
                 "changed since it was written"
@@ -254,6 +265,24 @@ class Lane:
         self.packs, self.window = state.packs, window
         reader.ledger, reader.bad_in_pass = state.ledger.copy(), bad
         reader.source_stats = [stats.copy() for stats in state.source_stats]
+
+    def _close_window(self, state: LaneState) -> None:
+        """Go on behind an open window, and drop what it had planned: images are gone, so it cannot be planned again."""
+        closed, before, config = state.closed(), self.piece_reader, self.config
+        assert config.quarantine is not None
+        for row_id, reason in before.skipped:  # also those that were bad before, which are listed once
+            config.quarantine.skip(
+                self.lane, source=config.source, row_id=row_id, reason=reason, before=0, rows=0
+            )
+        log.warning(
+            "lane %d: %d tokens are dropped, the rest of a balance window that cannot be planned again: %s: %s",
+            self.lane, closed.ledger.dropped["removed"] - state.ledger.dropped["removed"],
+            config.source.locate(before.skipped[0][0]), before.skipped[0][1],
+        )  # fmt: skip
+        again = PieceReader(config, lane=self.lane, num_lanes=before.num_lanes, read_ahead=before.read_ahead)
+        self._open(again, closed)
+        waiting = [address.row_id for address in closed.begin.waiting]
+        self._restore(closed, config.source.fetch_many(waiting))
 
 
 def _tokens(placed: list[Placed[Piece]]) -> int:

@@ -71,6 +71,7 @@ class PieceReader:
         # Bad records of the newest pass over each source: a record counts once, however often it is read.
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.planning_again = False  # whether what is read was read, counted and listed before a resume
+        self.skipped: list[tuple[RowId, str]] = []  # while it was: rows that are bad now, and why
         self.epoch_has_rows = False
         self.dropped_in_row = 0  # rows
         leaves = config.source.leaves().values()
@@ -254,9 +255,10 @@ class PieceReader:
         )
 
     def _pieces_at(self, address: Address, row: Row) -> list[Piece]:
-        bad = self.ledger.dropped_samples["bad"]
+        before = self.ledger.dropped_samples["bad"] + len(self.skipped)
         pieces = self._pieces_of(row, counted=True)
-        if self.ledger.dropped_samples["bad"] > bad and self.config.reads_images:
+        bad = self.ledger.dropped_samples["bad"] + len(self.skipped) > before
+        if bad and self.config.reads_images:
             # Its image is gone since. It is listed, and no other waits for it.
             self.ledger.drop("removed", address.tokens)
             return []
@@ -291,6 +293,7 @@ class PieceReader:
         quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
         if self.planning_again:
+            self.skipped.append((row_id, reason))
             return
         index = source.source_index(row_id)
         ended = self.bad_in_pass[index] if self.reader.passes_begun else 0

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing as mp
 import pickle
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from streampack import (
 from streampack.packing.two_budgets import choose_within
 from streampack.streaming import estimate, piece_reader
 from streampack.streaming.estimate import _fill
+from tests.harness.files import listed
 from tests.vision.rows import encode, pixels_of, positions_of, row, rows
 
 ROWS = rows(300)
@@ -357,6 +359,60 @@ def test_a_row_that_waited_and_lost_its_image_is_a_bad_record() -> None:
     assert sorted([*seen, *rest]) == sorted(set(range(60)) - gone)
     ledger = resumed.ledger()
     assert (ledger.dropped["removed"], ledger.dropped_samples["bad"]) == (lost, len(gone))
+
+
+@pytest.mark.parametrize("taken", [9, 11])
+@pytest.mark.parametrize("max_media", [40, None])
+def test_an_image_that_is_gone_in_an_open_balance_window_ends_that_window(
+    taken: int, max_media: int | None, tmp_path: Path
+) -> None:
+    """Whichever row of the window lost it: waiting before it, handed out, or planned."""
+    gone: set[int] = set()
+
+    class Losing:
+        reads_images = True
+
+        def __call__(self, given: Any) -> Sample:
+            if given["number"] in gone:
+                raise ValueError("image 0: it is gone")
+            return encode(given)
+
+    def run(name: str, **settings: Any) -> IterablePackedDataset:
+        own = {"num_lanes": 1, "skip_bad": tmp_path / name, "balance_window": 4, "max_media": max_media}
+        return data(rows(60), **{"encoder": Losing(), **own, **settings})
+
+    def numbers(packs: Any) -> list[int]:
+        return [f.row_id[0] for pack in packs for f in pack["fragments"]]
+
+    whole = run("whole")
+    reading = iter(whole)
+    seen = numbers(itertools.islice(reading, taken))
+    state, read = whole.state_dict(), whole.ledger().samples  # the rows come in order
+    planned = set(numbers(itertools.islice(reading, 12 - taken)))  # of the open window, and not handed out
+    closed = 0
+    for victim in range(60):
+        gone.clear()
+        gone.add(victim)
+        resumed = run(str(victim))
+        resumed.load_state_dict(state)
+        rest = numbers(resumed)
+        assert len({*seen, *rest}) == len([*seen, *rest]), "no row twice"
+        lost, ledger = {*range(60)} - {*seen, *rest}, resumed.ledger()
+        if lost - {victim}:
+            closed += 1
+            assert planned <= lost
+        assert lost <= {*planned, victim}
+        reasons = [entry["reason"] for entry in listed(tmp_path / str(victim))]
+        assert reasons == ["ValueError: image 0: it is gone"] * bool(lost)
+        removed = sum(encode(rows(60)[number]).tokens.size for number in lost if number < read)
+        assert ledger.dropped["removed"] == removed
+        assert ledger.tokens_in == ledger.packed + removed
+    assert closed > len(planned), "rows that were handed out of the window, or waited, too"
+    gone.add(min(planned))
+    strict = run("strict", skip_bad=False)
+    strict.load_state_dict(state)
+    with pytest.raises(ValueError, match="image 0: it is gone"):
+        list(strict)
 
 
 def test_packs_of_images_are_not_planned_far_ahead() -> None:
