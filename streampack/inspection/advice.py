@@ -10,6 +10,8 @@ from streampack.packing.strategies import STRATEGIES
 
 WORTH = 0.01
 """A change is recommended from this difference in padding, lost tokens or waiting on: one hundredth."""
+MANY = 0.1
+"""From this fraction of the rows on, it is not recommended to leave them out."""
 ROUND = 1024
 
 
@@ -24,11 +26,19 @@ def _of_rows(report: Report) -> Iterator[Advice]:
     # Groups with a shared prefix cannot be split.
     groups = any(sequence.parent != ROOT for pack in report.packs for sequence in pack.sequences)
     if (bad := losses.get("bad")) and bad.stops:
-        yield Advice(
-            "Mend or skip the rows that cannot be read or encoded",
-            f"the run stops at the first of {bad.rows:,}: {bad.examples[0]}",
-            "data:\n  skip_bad: True  # lists them in output_dir",
-        )
+        stops, lost = f"the run stops at the first of {bad.rows:,}", bad.rows / report.coverage.rows
+        if lost >= MANY:
+            yield Advice(
+                "Mend the rows that cannot be read or encoded",
+                f"{stops}, and without them {lost:.1%} of the rows would be left out: {bad.examples[0]}",
+                "data:\n  encoder: {_component_: my_module.my_encoder}  # a function of a row, which may mend it",
+            )
+        else:
+            yield Advice(
+                "Mend or skip the rows that cannot be read or encoded",
+                f"{stops}: {bad.examples[0]}",
+                "data:\n  skip_bad: True  # lists them in output_dir",
+            )
     overlong = losses.get("overlong")
     if overlong and overlong.stops:
         fits, masked = _enough_for(report, 1.0), report.lengths.tokens > report.lengths.trained

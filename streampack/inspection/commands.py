@@ -19,6 +19,7 @@ from streampack.inspection.survey import inspect_dataset
 from streampack.inspection.terminal import print_report
 from streampack.instantiate import build
 from streampack.packing.encoders import AnswersEncoder, ChatEncoder, HFTokenizer, TextEncoder, padding_id
+from streampack.packing.samples import encoder_for
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.reading import Reading
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 DATA_KEYS = ("tokenizer", "data", "validation")
 """Keys of a config whose components these commands build; those of torchtune's under other keys may be missing."""
+ENCODERS: dict[str, Any] = {each.__name__: each for each in (AnswersEncoder, ChatEncoder, TextEncoder)}
+"""The encoders of files that are inspected without a config."""
+
 SNIPPET = 160
 """Characters of a row's text that `trace` shows."""
 
@@ -105,23 +109,21 @@ def inspect_files(
 
 def _encoder(row: Mapping[str, Any], tokenizer: Any) -> Any:
     """Return the encoder that fits the columns of a row."""
-    columns = set(row)
-    if columns & {"input_ids", "tokens"}:
+    if row.keys() & {"input_ids", "tokens"}:
         return None
-    # Pairs may have their conversation in another column, too.
-    answers = {"chosen", "rejected"} <= columns or {"prompt", "completions"} <= columns
-    chat = columns & {"messages", "conversations"} or {"prompt", "completion"} <= columns
-    if not answers and not chat and not columns & {"text", "content"}:
+    name, settings = encoder_for(row.keys())
+    if name not in ENCODERS:
+        there = ", ".join(sorted(map(str, row))) or "none that can be read"
+        config = "a config with data.encoder: streampack cp quickstart my.yaml"
+        if name:
+            raise ValueError(f"the rows have the columns {there}, which {name} reads; write {config}")
         raise ValueError(
-            f"the rows have the columns {', '.join(sorted(map(str, row))) or 'none that can be read'}, and none of "
-            "messages, prompt with completion, chosen with rejected, text or input_ids; write a config with "
-            "data.encoder: streampack cp quickstart my.yaml"
+            f"the rows have the columns {there}, and none of messages, prompt with completion, chosen with rejected, "
+            f"text or input_ids; write {config}"
         )
     if tokenizer is None:
         raise ValueError("the rows are text: name the tokenizer of the model, --tokenizer PATH")
-    if answers or chat:
-        return AnswersEncoder(tokenizer) if answers else ChatEncoder(tokenizer)
-    return TextEncoder(tokenizer, column="text" if "text" in columns else "content")
+    return ENCODERS[name](tokenizer, **settings)
 
 
 def _count(rows: int) -> None:

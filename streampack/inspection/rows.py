@@ -63,7 +63,8 @@ class Tally:
         self.source, self.progress = config.source, progress
         self.columns = len(Rows._fields) - (config.packing.max_media is None)
         self.numbers = array("i")
-        self.examples: dict[str, dict[object, str]] = {}  # by the reason; of bad rows, one of each kind
+        # By the reason the first rows of the corpus; of bad rows, one of each kind.
+        self.firsts: dict[str, dict[object, tuple[RowId, str]]] = {}
         self.longest: list[tuple[int, int, RowId]] = []  # a heap of (length, trained, row_id)
 
     def __len__(self) -> int:
@@ -86,10 +87,19 @@ class Tally:
             self._exemplify("untrained", seen, "no token is trained")
 
     def _exemplify(self, reason: str, seen: Seen, detail: str) -> None:
-        examples = self.examples.setdefault(reason, {})
+        firsts = self.firsts.setdefault(reason, {})
         kind = kind_of(detail) if reason == "bad" else seen.row_id
-        if kind not in examples and len(examples) < EXAMPLES_OF_A_LOSS:
-            examples[kind] = f"{self.source.locate(seen.row_id)}: {detail}"
+        if kind not in firsts or seen.row_id < firsts[kind][0]:
+            firsts[kind] = seen.row_id, detail
+            if len(firsts) > EXAMPLES_OF_A_LOSS:
+                del firsts[max(firsts, key=lambda each: firsts[each][0])]
+
+    def examples(self, reason: str) -> list[str]:
+        """Return the first rows of the corpus that were lost by this reason, one of each kind, with their places."""
+        return [
+            f"{self.source.locate(row_id)}: {detail}"
+            for row_id, detail in sorted(self.firsts[reason].values())
+        ]
 
     @property
     def rows(self) -> Rows:

@@ -157,7 +157,7 @@ def _losses(tally: Tally, config: LaneConfig, epoch: Epoch) -> list[Loss]:
             differs = weights * (lost - fraction * rows.length)
             error = 0.0 if epoch.exact else float(np.std(differs)) * math.sqrt(len(lost)) / whole
             stop = bool(by.any()) and stops.get(reason, False)
-            examples = list(tally.examples[reason].values())
+            examples = tally.examples(reason)
             found.append(Loss(reason, count, int(lost.sum()), fraction, error, stop, examples))
     return found
 

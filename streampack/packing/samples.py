@@ -35,6 +35,22 @@ REFUSED_COLUMNS = {
     "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
     "pixel_values": "an encoder must make a streampack.MediaSample of it, as VisionEncoder does of images and messages",
 }
+ALPACA = "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages(train_on_input=False))"
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chosen_messages rejected_messages": (
+        "AnswersEncoder", {"answers": ["chosen_messages", "rejected_messages"]},
+    ),
+    "chosen rejected": ("AnswersEncoder", {}),
+    "prompt completions": ("AnswersEncoder", {}),
+    "messages": ("ChatEncoder", {}),
+    "conversations": ("ChatEncoder", {}),
+    "prompt completion": ("ChatEncoder", {}),
+    "text": ("TextEncoder", {}),
+    "content": ("TextEncoder", {"column": "content"}),
+    "question answer": ("ChatEncoder", {"prompt": "question", "completion": "answer"}),
+    "instruction output": (ALPACA, {}),
+}  # fmt: skip
+"""The encoder of rows that have these columns, and its settings. The first that fits: pairs may have messages, too."""
 AS_UNSIGNED: dict[np.dtype[Any], tuple[np.dtype[Any], int]] = {
     INT32: (UINT32, 2**31),
     INT64: (np.dtype(np.uint64), 2**63),
@@ -64,12 +80,15 @@ def columns_of(names: tuple[str, ...], tokens: str | None = None, labels: str | 
                 "there are both 'tokens' and 'input_ids'; remove the one that is not to be trained on"
             )
     if tokens not in names:
+        fits = encoder_in_words(names)
+        need = f"such rows need an encoder: encoder={fits or 'AnswersEncoder(tokenizer)'}, or data.encoder in a config"
         if pair := [name for name in names if str(name).startswith(("chosen", "rejected"))]:
             raise ValueError(
                 f"the row is a preference pair ({', '.join(map(repr, pair))}), whose answers must stay in one pack; "
-                "such rows need an encoder: encoder=AnswersEncoder(tokenizer), or data.encoder in a config; leave "
-                "TRL's own trainers of pairs their collator"
+                f"{need}; leave TRL's own trainers of pairs their collator"
             )
+        if fits:
+            raise ValueError(f"{missing_column(dict.fromkeys(names), tokens)}; {need}")
         raise ValueError(
             f"{missing_column(dict.fromkeys(names), tokens)}; rows of text or messages need an encoder: "
             "encoder=TextEncoder(tokenizer) or ChatEncoder(tokenizer), data.encoder in a config; ids under another "
@@ -244,7 +263,27 @@ def missing_column(row: Any, column: str, *, option: str | None = None) -> Value
         return ValueError(f"the row is {shown(row)}; it must be a dict with a column {column!r}")
     there = ", ".join(repr(name) for name in row) or "none"
     hint = f"; the encoder's option {option}= names the one to read" if option else ""
+    if option and (fits := encoder_in_words(row)):
+        hint = f"; such rows need an encoder: {fits}"
     return ValueError(f"column {column!r} is missing; the row's columns are {there}{hint}")
+
+
+def encoder_for(columns: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """Return the name of the encoder of rows that have these columns, empty if none fits, and its settings."""
+    fitting = (found for needed, found in ENCODERS.items() if set(needed.split()).issubset(columns))
+    return next(fitting, ("", {}))
+
+
+def encoder_in_words(columns: Collection[str]) -> str:
+    """Return how to write the encoder of rows of messages, answers or questions; empty for any others.
+
+    >>> encoder_in_words(["question", "answer"])
+    "ChatEncoder(tokenizer, prompt='question', completion='answer')"
+    """
+    name, settings = encoder_for(columns)
+    if name in ("", "TextEncoder", ALPACA):
+        return name if name == ALPACA else ""
+    return f"{name}({', '.join(['tokenizer', *(f'{key}={value!r}' for key, value in settings.items())])})"
 
 
 def _is_scalar(value: Any) -> bool:

@@ -13,12 +13,14 @@ import pytest
 
 from streampack import (
     IGNORE_INDEX,
+    ChatEncoder,
     IterablePackedDataset,
     Mix,
     PackedDataLoader,
 )
 from streampack.inspection.report import RunShape
 from streampack.inspection.survey import inspect_dataset
+from tests.harness.hf_tokenizers import byte_level
 from tests.harness.inspection import CORPORA, dataset, log_normal, token_rows
 from tests.harness.mixtures import entry
 from tests.harness.threads import Topology, run
@@ -123,6 +125,38 @@ def test_rows_that_stop_a_run_are_counted_and_named() -> None:
     said = r"none of the 2 rows looked at can be packed \(2 overlong\): sample 0: 90"
     with pytest.raises(ValueError, match=said):
         inspected(token_rows([90, 80]), max_seq_len=16)
+
+
+@pytest.mark.parametrize(("shuffle", "lanes"), [(True, 1), (True, 3), (False, 3)])
+def test_the_first_of_the_rows_that_stop_a_run_is_the_first_of_the_corpus(shuffle: bool, lanes: int) -> None:
+    """In whatever order they are read: nobody finds the rest of them from one in the middle."""
+    kinds = [{"tokens": "a" * (i % 6), "labels": []} if i % 6 else {"tokens": [i]} for i in range(60)]
+    report = inspected([*token_rows([5] * 90), *kinds, *token_rows([5] * 90)], max_seq_len=16, num_lanes=lanes,
+                       shuffle=shuffle)  # fmt: skip
+    [bad] = [loss for loss in report.losses if loss.reason == "bad"]
+    assert bad.rows == 60
+    assert [each.split(":")[0] for each in bad.examples] == ["sample 90", "sample 91"]
+    [mend] = [each for each in report.advice if "cannot be read" in each.title]
+    assert "sample 90" in mend.why
+    long = inspected(
+        token_rows([*[5] * 50, 80, 5, 90, 70, 60]), max_seq_len=16, num_lanes=lanes, shuffle=shuffle
+    )
+    assert [each.split(":")[0] for each in long.losses[0].examples] == ["sample 50", "sample 52", "sample 53"]
+
+
+def test_rows_are_not_left_out_where_they_are_many() -> None:
+    """More than `skip_bad` passes: the run would end there, or be trained on what is left."""
+    calls = [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{}"}]
+    talk = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+    encoder = ChatEncoder(byte_level())
+    for bad, skips in ((1, True), (60, False)):
+        rows = [{"conversations": calls}] * bad + [{"conversations": talk}] * (120 - bad)
+        report = inspected(rows, max_seq_len=64, num_lanes=1, encoder=encoder)
+        [advice] = [each for each in report.advice if "cannot be read" in each.title]
+        assert ("skip_bad: True" in advice.yaml) == skips
+        assert "function_call" in advice.why
+        assert "skip" in advice.title.lower() if skips else "50.0%" in advice.why
+        assert "'observation' to 'tool'" in advice.why
 
 
 def mixture(stop: str) -> Mix:

@@ -143,6 +143,8 @@ MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content
         ({"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": MESSAGES[1:]}, "42"),
         ({"prompt": "hello", "messages": MESSAGES[:1], "chosen": MESSAGES, "rejected": MESSAGES}, "42"),
         ({"prompt": "hello", "completions": ["42", "hi"], "rewards": [1, 0]}, "hello"),
+        ({"chosen_messages": MESSAGES, "rejected_messages": MESSAGES}, "42"),
+        ({"question": "hello", "answer": "42"}, "hello"),
         ({"text": "hello"}, "hello"),
         ({"content": "hello", "id": 1}, "hello"),
         ({"input_ids": [1, 2]}, ""),
@@ -195,6 +197,11 @@ REFUSED: dict[tuple[str, ...], tuple[int, str]] = {
     ("a.jsonl", "--max-seq-len", "9"): (1, "name the tokenizer of the model, --tokenizer PATH"),
     ("none.jsonl", "--max-seq-len", "9"): (1, "none.jsonl"),
     ("odd.jsonl", "--max-seq-len", "9"): (1, "the rows have the columns x, and none of messages"),
+    ("alpaca.jsonl", "--max-seq-len", "9"): (
+        1,
+        "the rows have the columns instruction, output, which MessagesEncoder(tokenizer, message_transform="
+        "AlpacaToMessages(train_on_input=False)) reads; write a config with data.encoder: streampack cp quickstart",
+    ),
     ("a.jsonl", "--max-seq-len", "9", "--ranks", "two"): (2, "argument --ranks: 'two' is no whole number"),
     ("a.jsonl", "--max-seq-len", "9", "--rows", "0"): (
         2,
@@ -217,6 +224,7 @@ def test_what_cannot_be_inspected(
     monkeypatch.chdir(tmp_path)
     chats(Path("a.jsonl"), 3)
     Path("odd.jsonl").write_text('{"x": 1}\n')
+    Path("alpaca.jsonl").write_text('{"instruction": "add", "output": "2"}\n')
     status, message = REFUSED[words]
     assert cli.main(["inspect", *words]) == status
     assert message in capsys.readouterr().err

@@ -260,6 +260,39 @@ def test_rows_of_another_task_are_refused_unless_the_column_is_ignored(
             made({**row, column: value})
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "add", "input": "two", "output": "three"},
+        {"instruction": "add", "output": "three"},
+        {"question": "a", "answer": "b"},
+        {"chosen_messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "completions": ["b", "c"]},
+        {"messages": [USER, GOOD]},
+        {"conversations": [USER, GOOD]},
+        {"prompt": "a", "completion": " b"},
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("encoder", [None, ChatEncoder, AnswersEncoder, TextEncoder])
+def test_the_encoder_that_an_error_names_takes_the_row(tok: Any, encoder: Any, row: dict[str, Any]) -> None:
+    made = encoder and encoder(tok)
+    try:
+        next(iter(IterablePackedDataset([row], encoder=made, max_seq_len=400)))
+    except ValueError as error:
+        said = str(error)
+        names = {"tokenizer": tok, "AlpacaToMessages": tune_data.AlpacaToMessages} | {
+            kind.__name__: kind for kind in (AnswersEncoder, ChatEncoder, MessagesEncoder)
+        }
+        [named] = re.findall(r"need an encoder: (?:encoder=)?(\w+\(.*\))", said)
+        there = eval(named, names)
+        next(iter(IterablePackedDataset([row], encoder=there, max_seq_len=400)))
+    else:
+        assert "answer" not in row
+        assert encoder in (ChatEncoder, AnswersEncoder)
+
+
 def test_answers_without_their_prompt_are_refused_by_a_transform_that_reads_none(tok: Any) -> None:
     for row in (
         {"prompt": "hello", "chosen": [GOOD], "rejected": [BAD]},

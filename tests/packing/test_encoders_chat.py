@@ -110,6 +110,7 @@ def test_all_forms_of_a_conversation_give_the_same_tokens(tokenizers: dict[str, 
         np.array(TALK, dtype=object),
         [{"from": names[m["role"]], "value": m["content"]} for m in TALK],
         [{**m, "content": [{"type": "text", "text": m["content"]}], "tool_calls": None} for m in TALK],
+        [{**m, "content": [{"type": "text", "value": m["content"]}]} for m in TALK],  # LLaMA-Factory's
         [{**m, "tool_calls": [], "name": None, "content": np.str_(m["content"])} for m in TALK],
     ]
     for form in forms:
@@ -167,6 +168,7 @@ THINKING = [USER, {"role": "assistant", "content": "<think>hm</think>yes"}, USER
         (MARKED, [USER, {**ANSWER, "tool_calls": [{"function": {}}]}], "tool call 0 names no function"),
         (MARKED, [USER, {**ANSWER, "weight": 0.5}], "weight=0.5; it must be 0"),
         (MARKED, [{"from": "alien", "value": "x"}], "message 0 is from 'alien'; the known ones are human, gpt, system"),
+        (MARKED, [{"from": "observation", "value": "x"}], "in an encoder of your own.*'observation' to 'tool'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_rendered_or_masked_is_refused(template: str, messages: Any, message: str) -> None:

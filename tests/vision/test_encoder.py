@@ -80,6 +80,12 @@ def test_images_come_from_anywhere_and_are_the_same(
             {"messages": ask({"type": "image"}, "x"), "images": [each]},
             {"messages": json.dumps(ask({"type": "image", "text": None}, "x")), "images": [each]},
             {"messages": talk, "images": np.array([each, None], object)[:1]},
+            {
+                "messages": [
+                    talk[0] | {"content": [{"type": "image", "value": each}, {"type": "text", "value": "x"}]},
+                    ANSWER,
+                ]
+            },
             {"messages": talk, "image": each, "images": []},
             {"prompt": talk[:1], "completion": [ANSWER], "images": [each]},
             {"prompt": json.dumps(talk[:1]), "completion": ANSWER, "image": each},

@@ -106,8 +106,8 @@ class AnswersEncoder(Encoder):
         if isinstance(columns, str):
             columns = (columns,)
             if self.prompt not in row:
-                raise missing_column(row, self.prompt)
-        entries = _entries(row, columns, listed=len(columns) == 1)
+                raise missing_column(row, self.prompt, option="prompt")
+        entries = _entries(row, columns, listed=len(columns) == 1, option="answers")
         if not entries:
             raise ValueError(f"column {columns[0]!r} holds no answer; leave the row out (skip_bad: True)")
         answers = {name: _read(value, name) for name, value in entries}
@@ -283,7 +283,12 @@ def numbers_of(row: Mapping[str, Any], fields: Mapping[str, Columns], answers: i
 
 
 def _entries(
-    row: Mapping[str, Any], columns: Columns, answers: int | None = None, *, listed: bool = True
+    row: Mapping[str, Any],
+    columns: Columns,
+    answers: int | None = None,
+    *,
+    listed: bool = True,
+    option: str | None = None,
 ) -> list[tuple[str, Any]]:
     """Return for each answer of a row the name of its place, for errors, and what is there.
 
@@ -291,7 +296,7 @@ def _entries(
     """
     for column in columns:
         if column not in row:
-            raise missing_column(row, column)
+            raise missing_column(row, column, option=option)
     entries = [(column, row[column]) for column in columns]
     if listed and len(columns) == 1:
         [(column, given)] = entries

@@ -153,7 +153,8 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
         role = message.pop("from")
         if role not in SHAREGPT_ROLES:
             raise ValueError(
-                f"{place} is from {role!r}; the known ones are {', '.join(SHAREGPT_ROLES)}; give it a 'role' instead"
+                f"{place} is from {role!r}; the known ones are {', '.join(SHAREGPT_ROLES)}. Map roles in an encoder "
+                "of your own: 'observation' to 'tool', 'function_call' to an answer with tool_calls"
             )
         message = {"role": SHAREGPT_ROLES[role], "content": message.pop("value", None), **message}
     role = message.get("role")
@@ -217,9 +218,7 @@ def _join_text(content: Any, place: str) -> str:
         raise ValueError(f"{place} has content of type {type(content).__name__}; it must be text")
     texts = []
     for part in content:
-        kind, text = "text", part
-        if isinstance(part, Mapping):
-            kind, text = part.get("type", "text"), part.get("text", part.get("content"))
+        kind, text = read_part(part)
         if kind != "text" or not isinstance(text, str):
             what = repr(kind) if kind != "text" else f"text of type {type(text).__name__}"
             raise ValueError(
@@ -227,6 +226,18 @@ def _join_text(content: Any, place: str) -> str:
             )
         texts.append(text)
     return "".join(texts)
+
+
+def read_part(part: Any) -> tuple[Any, Any]:
+    """Return the type of a part of a content, and its text: OpenAI's, torchtune's or LLaMA-Factory's.
+
+    >>> read_part("Hi"), read_part({"type": "text", "value": "Hi"})
+    (('text', 'Hi'), ('text', 'Hi'))
+    """
+    if not isinstance(part, Mapping):
+        return "text", part
+    texts = (part[key] for key in ("text", "content", "value") if part.get(key) is not None)
+    return part.get("type", "text"), next(texts, None)
 
 
 def _parse_call(call: Any, place: str) -> dict[str, Any]:

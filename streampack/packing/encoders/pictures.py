@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Formats that are read: all of them by code that only decodes, in memory that the header's size bounds. EPS, for one,
 would run a program, and a tile of a TIFF may be larger than its picture."""
-KEYS = ("bytes", "image", "image_url", "url", "path")
-"""Under which a mapping holds an image: a part of a content, OpenAI's ``image_url``, or datasets' feature Image."""
+KEYS = ("bytes", "image", "image_url", "url", "path", "value")
+"""Under which a mapping holds an image: a part of a content, OpenAI's ``image_url``, datasets' feature Image, or
+LLaMA-Factory's parts."""
 MAX_PIXELS = 1 << 25
 MAX_BYTES = 1 << 26
 MOST_SCANS = 100

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.packing.encoders.conversation import read_part
 from streampack.packing.encoders.pictures import KEYS
 from streampack.packing.encoders.template import ChatTemplate, Messages
 from streampack.packing.encoders.tokenizer import HFTokenizer
@@ -32,9 +33,7 @@ class Content(str):
         """Read the parts."""
         made, images, text = list[dict[str, Any]](), list[Any](), ""
         for part in parts:
-            kind, text = "text", part
-            if isinstance(part, Mapping):
-                kind, text = part.get("type", "text"), part.get("text", part.get("content"))
+            kind, text = read_part(part)
             if is_image(part):
                 own = any(part.get(key) is not None for key in KEYS)
                 images.append(part if own else next(left, None))
@@ -122,7 +121,7 @@ def split_at_images(parts: Sequence[Any]) -> list[Any]:
     """
     made = []
     for part in parts:
-        text = part.get("text", part.get("content")) if isinstance(part, Mapping) else part
+        _, text = read_part(part)
         if isinstance(text, str) and MARK in text:
             pieces = [[{"type": "image"}, piece] for piece in text.split(MARK)]
             made += [each for each in chain(*pieces) if each][1:]
