@@ -183,13 +183,20 @@ def nothing_to_pack(ledger: Ledger) -> ValueError:
     if not (rows := ledger.samples + ledger.dropped_samples["bad"]):
         return ValueError("the source has no rows at all; check what it reads")
     return ValueError(
-        f"no row makes a pack: all {rows:,} that were read are dropped ({reasons(ledger)}); check what the source "
+        f"no row makes a pack: all {rows:,} that were read are dropped ({_reasons(ledger)}); check what the source "
         "reads, and the encoder, max_seq_len, max_media and the settings that drop rows"
     )
 
 
-def reasons(ledger: Ledger) -> str:
-    """Return for what reasons how many rows were dropped."""
+def endless_drop(ledger: Ledger, *, lane: int, rows: int) -> ValueError:
+    """Make the error for a lane that dropped its last ``rows`` rows, of a source that may have no end."""
+    return ValueError(
+        f"lane {lane}: the last {rows:,} rows that it read are all dropped (so far {_reasons(ledger)}), and the source "
+        "may have no end; check its rows, the encoder and max_seq_len, or leave such rows out of the source"
+    )
+
+
+def _reasons(ledger: Ledger) -> str:
     counts = [(ledger.dropped_samples[reason], words) for reason, words in WORDS.items()]
     return "; ".join(f"{count:,} {words}" for count, words in counts if count)
 

@@ -126,10 +126,11 @@ class Lane:
         packed = taken = 0
         for piece, start, stop in placed:
             sequence, (row_id, first, *_), length = piece.sample, piece.address, stop - start
-            packed += length
             if piece.media:
-                taken += piece.media
-                sequence = reader.with_media(piece)
+                if (found := reader.with_media(piece)) is None:
+                    continue
+                sequence, taken = found, taken + piece.media
+            packed += length
             if length < piece.length:
                 if piece.trained is None:
                     # `label_weights` divides by the trained tokens of the whole sample, so that a split sample weighs

@@ -15,6 +15,7 @@ from streampack.packing.samples import check_ids, sample_from_row, with_eos_of
 from streampack.packing.settings import Packing
 from streampack.sources.arrow_rows import ArrowRow
 from streampack.sources.bad_records import Quarantine, require_sound
+from streampack.sources.files import FileSource
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import Division, Reader, Reading
 from streampack.sources.source import Source
@@ -63,6 +64,13 @@ class LaneConfig:
     def longest_read(self) -> float:
         """The most seconds that one read may take: in requests, and in waits for storage that does not answer."""
         return max(leaf.patience for leaf in self.source.leaves().values())
+
+    @property
+    def may_not_end(self) -> bool:
+        """Whether a source may have no end, as an iterable or a stream may."""
+        return any(
+            leaf.size is None and not isinstance(leaf, FileSource) for leaf in self.source.leaves().values()
+        )
 
     @property
     def mix(self) -> Mix | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,13 @@ import numpy as np
 from streampack.accounting import (
     Ledger,
     SourceStats,
+    endless_drop,
     nothing_to_pack,
-    reasons,
     trained_tokens,
     trains_nothing,
 )
 from streampack.packing.groups import lacks_training, why_untrained
 from streampack.packing.media import MediaSample
-from streampack.sources.files import FileSource
 from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, own_row
 from streampack.storage.read_ahead import ReadAhead
@@ -74,8 +74,7 @@ class PieceReader:
         self.skipped: list[tuple[RowId, str]] = []  # while it was: rows that are bad now, and why
         self.epoch_has_rows = False
         self.dropped_in_row = 0  # rows
-        leaves = config.source.leaves().values()
-        self.may_not_end = any(leaf.size is None and not isinstance(leaf, FileSource) for leaf in leaves)
+        self.most_dropped = MOST_DROPPED if config.may_not_end else math.inf
         self.held_bytes = 0  # of media, in pieces that wait
         # Epochs in a row, the current one included, without a piece. In a stream without an end, a lane ends after
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
@@ -237,21 +236,28 @@ class PieceReader:
         if isinstance(piece.sample, MediaSample):
             self.held_bytes -= piece.sample.nbytes
 
-    def with_media(self, piece: Piece) -> Sample:
-        """Return the sample of a piece that leaves; one that waited without its media is made again."""
+    def with_media(self, piece: Piece) -> Sample | None:
+        """Return the sample of a piece that leaves; one that waited without its media is made again.
+
+        None if that is a bad record now: its pack is made without it.
+        """
         self.forget(piece)
         if isinstance(piece.sample, MediaSample):
             return piece.sample
         row_id = piece.address.row_id
         [data] = self.config.source.fetch_many([row_id]) if piece.row is None else [piece.row]
         again = self.config.sample(Row(data, row_id))
+        if isinstance(again, str):
+            self._skip_record(row_id, again)
+            self.ledger.drop("removed", piece.length)
+            return None
         same = isinstance(again, MediaSample) and again.cost == piece.media
         if isinstance(again, MediaSample) and same and all(map(np.array_equal, again, piece.sample)):
             return again
         raise ValueError(
             f"{self.config.source.locate(row_id)} made another sample when it was encoded once more "
-            f"({again if isinstance(again, str) else f'{again.tokens.size} tokens'}): its images changed while it "
-            "waited, or the encoder changes rows; resume from the newest checkpoint"
+            f"({again.tokens.size} tokens): its images changed while it waited, or the encoder changes rows; resume "
+            "from the newest checkpoint"
         )
 
     def _pieces_at(self, address: Address, row: Row) -> list[Piece]:
@@ -282,12 +288,8 @@ class PieceReader:
         if rows == FIRST_ROWS and not (ledger.packed or ledger.buffered or self.planning_again):
             log.warning("lane %d, so far: %s; the next rows are read", self.lane, nothing_to_pack(ledger))
         self.dropped_in_row += 1
-        if self.may_not_end and self.dropped_in_row >= MOST_DROPPED:
-            raise ValueError(
-                f"lane {self.lane}: the last {MOST_DROPPED:,} rows that it read are all dropped (of {rows:,}: "
-                f"{reasons(ledger)}), and the source may have no end; check its rows, the encoder and max_seq_len, or "
-                "leave such rows out of the source"
-            )
+        if self.dropped_in_row >= self.most_dropped:
+            raise endless_drop(ledger, lane=self.lane, rows=self.dropped_in_row)
 
     def _skip_record(self, row_id: RowId, reason: str) -> None:
         quarantine, source = self.config.quarantine, self.config.source

@@ -247,6 +247,41 @@ def test_pixels_that_wait_are_bounded_and_decoded_again(monkeypatch: pytest.Monk
         list(data(encoder=changed))
 
 
+@pytest.mark.parametrize("balance", [0, 4])
+def test_an_image_that_is_gone_while_its_row_waits_without_it_is_a_bad_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, balance: int
+) -> None:
+    """Its pack is made without it; one that has no other sample is of padding."""
+    monkeypatch.setattr(piece_reader, "HELD_BYTES", 0)
+    seen: set[int] = set()
+    gone = {*range(3, 60, 7)}
+
+    def losing(given: Any) -> Sample:
+        if given["number"] in gone & seen:
+            raise ValueError("image 0: it is gone")
+        seen.add(given["number"])
+        return encode(given)
+
+    given = [row(number, text=4, grids=[(5, 6)]) for number in range(60)]  # some fill a pack
+    kept = {"num_lanes": 1, "balance_window": balance}
+    whole = list(data(given, **kept))
+    dataset = data(given, encoder=losing, skip_bad=tmp_path / "bad", **kept)
+    packs = list(dataset)
+    assert len(packs) == len(whole)
+    for ours, theirs in zip(packs, whole, strict=True):
+        assert ours["fragments"] == tuple(f for f in theirs["fragments"] if f.row_id[0] not in gone)
+    assert sum(not pack["fragments"] for pack in packs) > 0
+    assert all((pack["labels"] == -100).all() for pack in packs if not pack["fragments"])
+    ledger = dataset.ledger()
+    assert (ledger.dropped["removed"], ledger.dropped_samples["bad"]) == (34 * len(gone), len(gone))
+    assert [entry["reason"] for entry in listed(tmp_path / "bad")] == [
+        "ValueError: image 0: it is gone"
+    ] * len(gone)
+    seen.clear()
+    with pytest.raises(ValueError, match="image 0: it is gone"):
+        list(data(given, encoder=losing, **kept))
+
+
 def test_samples_too_large_for_a_pack() -> None:
     long = row(3, text=70, grids=[(2, 3)])
     for given, tokens, media in ((BIG, 54, 49), (long, 76, 6)):
