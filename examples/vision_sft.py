@@ -1,10 +1,11 @@
 """Fine-tune a vision-language model folder on chats with images with transformers' Trainer, streamed and packed.
 
     pip install "streampack[vision]" torchvision
-    python -m streampack_examples.vision_sft --model my_model --data "chats/*.jsonl" --folder chats
+    python -m streampack_examples.vision_sft --model my_model --data "chats/*.jsonl"
 
 A line is {"messages": [{"role": "user", "content": [{"type": "image", "path": "cat.jpg"}, {"type": "text", "text":
 "..."}]}, {"role": "assistant", "content": "..."}]}, or has its images in a list "images"; the answers are trained.
+Images lie beside the file of their line, or below --folder, and lines cannot name others.
 Lines without images may stand among them. Broken and huge images are left out, counted and listed. Kill it and run it
 again: it continues with the packs not trained yet, and decodes again only what waited. All of TrainingArguments are
 options.
@@ -34,7 +35,8 @@ class VisionArguments:
     )
     data: str = field(metadata={"help": "files of JSON lines, such as 'chats/*.jsonl'"})
     folder: str | None = field(
-        default=None, metadata={"help": "what paths of images are relative to; a URL, too"}
+        default=None,
+        metadata={"help": "the folder of the images, if they are not beside the data; a URL, too"},
     )
     max_seq_len: int = field(default=8192, metadata={"help": "tokens in a pack"})
     max_media: int | None = field(

@@ -119,8 +119,8 @@ class LaneConfig:
         require_sound(self.source, self.quarantine)
 
     def encoder(self, row_id: RowId) -> Encode:
-        """Return the encoder of a row's source."""
-        return self.source.encoder(row_id) or self.encode
+        """Return the encoder of a row's source, for the rows of the file that the row is in."""
+        return encoder_beside(self.source.encoder(row_id) or self.encode, self.source, row_id)
 
     def sample(self, row: Row, *, unchecked: list[tuple[RowId, Sample]] | None = None) -> Sample | str:
         """Encode and check a row. If bad records are skipped, return the reason instead of raising.
@@ -214,6 +214,12 @@ class LaneConfig:
         if bounds and bounds[-1][1] < length:  # cut on the right
             pieces = [(start, with_eos_of(sample, piece, self.eos_ids)) for start, piece in pieces]
         return pieces
+
+
+def encoder_beside(encode: Encode, source: Source, row_id: RowId) -> Encode:
+    """Return an encoder for the rows of the file that a row is in; most are the same for all files."""
+    beside: Callable[[str | None], Encode] | None = getattr(encode, "beside", None)
+    return encode if beside is None else beside(source.path_of(row_id))
 
 
 def default_lanes(source: Source, consumers: int) -> int:

@@ -14,7 +14,7 @@ from streampack.packing.media import MediaSample
 from streampack.sources.corpus_identity import difference, plain_identity
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, mark, marks
 from streampack.sources.source import Source
-from streampack.streaming.lane_config import Encode, LaneConfig
+from streampack.streaming.lane_config import Encode, LaneConfig, encoder_beside
 from streampack.validation import warn_user
 
 OF_READING = ("corpus", "shuffle", "seed")
@@ -101,7 +101,7 @@ def encoder_identity(encode: Encode, source: Source) -> dict[str, Any]:
     own = getattr(encode, "fingerprint", None)
     # If rows are tokens already, the encoder is known by its columns' names, which its fingerprint holds.
     rows = [] if type(encode) is TokensEncoder else source.examples(EXAMPLES)
-    samples, again = (marks(rows, partial(_mark, encode)) for _ in range(2))
+    samples, again = (marks(rows, partial(_mark, encode, source)) for _ in range(2))
     if varying := [name for name in samples if samples[name] != again[name]]:
         warn_user(
             f"the encoder {qualified_name(encode)} makes other tokens of the same row each time (row {varying[0]}): a "
@@ -113,10 +113,10 @@ def encoder_identity(encode: Encode, source: Source) -> dict[str, Any]:
     }
 
 
-def _mark(encode: Encode, row: Example) -> str:
+def _mark(encode: Encode, source: Source, row: Example) -> str:
     """Return a digest of the sample that an encoder makes of a copy of a row; encoders may change rows in place."""
     try:
-        made = encode(copy.deepcopy(row.data))
+        made = encoder_beside(encode, source, row.row_id)(copy.deepcopy(row.data))
         if isinstance(made, Group):  # as a tuple, it is its tokens and labels only
             return mark((made, made.lengths, made.parents, made.fields, made.token_fields))
         if isinstance(made, MediaSample):  # not its pixels, whose last bits differ between machines

@@ -182,7 +182,7 @@ def test_the_example_trains_a_folder(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = vision_sft.main([
-            "--model", str(tmp_path / "model"), "--data", str(tmp_path / "a.jsonl"), "--folder", str(tmp_path),
+            "--model", str(tmp_path / "model"), "--data", str(tmp_path / "a.jsonl"),
             "--max_seq_len", "256", "--output_dir", str(tmp_path / "out"), "--dataloader_num_workers", "0",
             "--disable_tqdm", "True", "--max_media", "8", "--logging_steps", "1",
         ])  # fmt: skip

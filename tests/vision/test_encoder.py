@@ -71,7 +71,7 @@ def test_images_come_from_anywhere_and_are_the_same(
         f"file://{tmp_path}/a.png", "memory://vision/a.png", uri, {"bytes": png(1), "path": None},
         {"bytes": None, "path": "a.png"},
     ]  # fmt: skip
-    make = encoder(model=build("qwen2_vl"), ignore=["chosen"])
+    make = encoder(model=build("qwen2_vl"), ignore=["chosen"], anywhere=True)
     first = make({"messages": ask({"type": "image", "image": given[0]}, "x")})
     talk = [{"role": "user", "content": "x"}, ANSWER]
     for each in given:
@@ -207,7 +207,7 @@ def test_an_outage_ends_the_run_and_makes_no_row_bad(monkeypatch: pytest.MonkeyP
             raise {"a": ConnectionError, "b": PermissionError}[path[-5]]("no answer")
 
     fsspec.register_implementation("downtest", Down, clobber=True)
-    made = encoder(storage={"max_outage": 0})
+    made = encoder(anywhere=True, storage={"max_outage": 0})
     for name, kind, why in (
         ("a", ConnectionError, "a.png: Conn.*the row is not at fault"),
         ("b", ValueError, "1 broken, and skipped"),
@@ -218,7 +218,7 @@ def test_an_outage_ends_the_run_and_makes_no_row_bad(monkeypatch: pytest.MonkeyP
             list(packs)
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ConnectionError, match="needs fsspec"):
-        encoder()({"messages": ask("x"), "images": ["memory://host/a.png"]})
+        encoder(anywhere=True)({"messages": ask("x"), "images": ["memory://host/a.png"]})
 
 
 def test_padding_of_small_images_to_a_large_one_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,6 +443,62 @@ def test_rows_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
                 encoder(folder=given)({"messages": ask("x"), "images": [image]})
     for image in outside:
         encoder(folder=ours, anywhere=True)({"messages": ask("x"), "images": [image]})
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "url"])
+def test_without_a_folder_images_lie_in_the_folder_of_their_data_file(tmp_path: Path, remote: bool) -> None:
+    """Each file of a corpus has its own; a row cannot name what lies elsewhere on this machine, or on a server."""
+    fsspec = pytest.importorskip("fsspec")
+    ours, theirs = tmp_path / "a" / tmp_path.name, tmp_path / "theirs"
+    for number, folder in enumerate((ours / "one", ours / "two" / "images", theirs)):
+        folder.mkdir(parents=True)
+        (folder / "x.png").write_bytes(png(number))
+    asked = {"one": "x.png", "two": "images/x.png"}
+    for name, path in asked.items():
+        (ours / name / "rows.jsonl").write_text(json.dumps({"messages": ask("x"), "images": [path]}))
+    if remote:
+        for path in (path for path in ours.rglob("*") if path.is_file()):
+            fsspec.filesystem("memory").pipe(f"/{ours.name}/{path.relative_to(ours)}", path.read_bytes())
+    place = f"memory://{ours.name}" if remote else str(ours)
+    places = [f"{place}/{name}/rows.jsonl" for name in asked]
+    data = IterablePackedDataset(JSONLSource(places), max_seq_len=256, encoder=encoder(), num_lanes=1)
+    [batch] = PackedDataLoader(data, batch_size=1)
+    expected = [encoder()({"messages": ask("x"), "images": [png(number)]}) for number in range(2)]
+    assert np.array_equal(
+        batch.media.tensors["pixel_values"],
+        np.concatenate([media(each)["pixel_values"] for each in expected]),
+    )
+    traced = [data.trace(fragment) for fragment in batch.fragments[0]]
+    assert [each["row"]["images"] for each in traced] == [[path] for path in asked.values()]
+    assert [each["tokens"] for each in traced] == [sample.tokens.tolist() for sample in expected]
+
+    away = {str(theirs / "x.png"), f"file://{theirs}/x.png", "../two/images/x.png", "memory://theirs/x.png"}
+    for image in (*away, "http://127.0.0.1:9/x.png"):
+        rows = json.dumps({"messages": ask("x"), "images": [image]})
+        with fsspec.open(f"{place}/one/rows.jsonl", "w") as file:
+            file.write(rows)
+        source = JSONLSource(f"{place}/one/rows.jsonl")
+        with pytest.raises(
+            ValueError, match="image 0: .* leads out of the folder of images, .*one; add its folder"
+        ):
+            list(IterablePackedDataset(source, max_seq_len=256, encoder=encoder(), num_lanes=1))
+
+
+def test_a_row_of_no_file_names_no_image_unless_a_folder_is_given(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(png(1))
+    row = {"messages": ask("x"), "images": [str(tmp_path / "x.png")]}
+    with pytest.raises(ValueError, match="image 0: .*x.png: the row is of no file .*folder="):
+        list(IterablePackedDataset([row], max_seq_len=256, encoder=encoder(), num_lanes=1))
+    (tmp_path / "none").mkdir()
+    for folder in ("/", tmp_path, [tmp_path / "none", tmp_path], [str(tmp_path / "none"), "/"]):
+        assert list(
+            IterablePackedDataset([row], max_seq_len=256, encoder=encoder(folder=folder), num_lanes=1)
+        )
+    several = encoder(folder=[tmp_path, tmp_path / "none"])
+    assert several({"messages": ask("x"), "images": ["x.png"]}), "relative to the first"
+    with pytest.raises(ValueError, match=r"folder=\[\] names no folder"):
+        encoder(folder=[])
+    assert encoder(anywhere=True)(row)
 
 
 def test_thumbnails_are_of_the_first_images_and_decoded_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,9 @@ MOST_SCANS = 100
 MOST_SAID = 400  # characters of an error; the path in it may be a file in base64, by mistake
 
 
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+
+
 @dataclass
 class PictureReader:
     """Reads one picture after another, as RGB on white and turned upright; of an animation the first frame.
@@ -46,7 +49,7 @@ class PictureReader:
     The arguments are those of `VisionEncoder`.
     """
 
-    folder: str | os.PathLike[str] | None
+    folder: Folders
     anywhere: bool
     storage: Storage | Mapping[str, Any] | None
     max_pixels: int = MAX_PIXELS
@@ -57,9 +60,17 @@ class PictureReader:
             import PIL.Image  # noqa: F401
         except ImportError as error:
             raise ImportError("images need Pillow: pip install pillow") from error
-        self.home = None if self.folder is None else _normal(os.fspath(self.folder)).rstrip("/")
-        if self.home is not None and scheme_of(self.home) is None and not Path(self.home).is_dir():
-            raise ValueError(f"folder={self.folder!r} is no folder; every image of a row would be missing")
+        given = (
+            self.folder
+            if isinstance(self.folder, Sequence) and not isinstance(self.folder, str)
+            else [self.folder]
+        )
+        self.homes = [_normal(os.fspath(each)) for each in given if each is not None]
+        if not given:
+            raise ValueError("folder=[] names no folder; give one, or leave it out")
+        for each in self.homes:
+            if scheme_of(each) is None and not Path(each).is_dir():
+                raise ValueError(f"folder={each!r} is no folder; every image of a row would be missing")
         self.told = Storage.of(self.storage)
         require_positive(self.max_pixels, "max_pixels")
         require_positive(self.max_bytes, "max_bytes")
@@ -118,14 +129,17 @@ class PictureReader:
                 raise ValueError("its data: URL is not base64")
             return base64.b64decode(body, validate=True)
         path = path.removeprefix("file://")
-        if self.home is not None and scheme_of(path) is None and not Path(path).is_absolute():
-            path = f"{self.home}/{path}"
+        if self.homes and scheme_of(path) is None and not Path(path).is_absolute():
+            path = f"{self.homes[0].rstrip('/')}/{path}"
         path = _normal(path)
         scheme, shown = scheme_of(path), redact(path)
-        inside = scheme not in ("http", "https") if self.home is None else _is_inside(path, self.home)
+        # What one web server is told, such as a token, is not for others.
+        homes = self.homes[:1] if scheme in ("http", "https") else self.homes
+        inside = any(_is_inside(path, each) for each in homes) or not (
+            self.homes or scheme in ("http", "https")
+        )
         try:
             self._require_inside(path)
-            # What one server is told, such as a token, is not for others.
             if (scheme, inside) not in self.storages:
                 told = self.told if inside else replace(self.told, options={})
                 self.storages[scheme, inside] = storage_of([path], told, self._require_inside)
@@ -151,12 +165,19 @@ class PictureReader:
             ) from error
 
     def _require_inside(self, path: str) -> None:
-        """Refuse a path, or a URL to which a server redirects, that is not in the folder."""
-        if not (self.anywhere or self.home is None or _is_inside(path, self.home)):
+        """Refuse a path, or a URL to which a server redirects, that is in none of the folders."""
+        if self.anywhere or any(_is_inside(path, each) for each in self.homes):
+            return
+        way_out = "or let rows that you trust name any (VisionEncoder(anywhere=True))"
+        if not self.homes:
             raise Refused(
-                f"{redact(path)} leads out of the folder of images; VisionEncoder(anywhere=True) reads it for rows "
-                "that you trust"
+                f"{redact(path)}: the row is of no file that images could lie beside; name their folder (folder=...), "
+                f"{way_out}"
             )
+        homes = " and ".join(map(redact, self.homes))
+        raise Refused(
+            f"{redact(path)} leads out of the folder of images, {homes}; add its folder (folder=[...]), {way_out}"
+        )
 
     def _upright(self, picture: Image) -> Image:
         from PIL import Image, ImageOps
@@ -195,4 +216,4 @@ def _is_inside(path: str, folder: str) -> bool:
     if scheme_of(folder) is None:
         return scheme_of(path) is None and Path(path).resolve().is_relative_to(Path(folder).resolve())
     # A server may read the path after it has decoded it.
-    return path.startswith(f"{folder}/") and ".." not in re.split(r"[/\\]", unquote(path))
+    return path.startswith(f"{folder.rstrip('/')}/") and ".." not in re.split(r"[/\\]", unquote(path))

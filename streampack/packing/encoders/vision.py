@@ -7,8 +7,10 @@ import copy
 import io
 import json
 import os
+import posixpath
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from streampack.fingerprint import digest
 from streampack.packing.encoders.chat import ChatEncoder
 from streampack.packing.encoders.conversation import ReadColumns, is_empty
-from streampack.packing.encoders.pictures import MAX_BYTES, MAX_PIXELS, PictureReader, shorten
+from streampack.packing.encoders.pictures import MAX_BYTES, MAX_PIXELS, Folders, PictureReader, shorten
 from streampack.packing.encoders.tokenizer import HFTokenizer
 from streampack.packing.encoders.vision_template import (
     Content,
@@ -29,6 +31,7 @@ from streampack.packing.encoders.vision_template import (
 from streampack.packing.media import MediaSample
 from streampack.packing.model_positions import position_rule
 from streampack.packing.pretrained import load_pretrained
+from streampack.storage.base import with_path
 from streampack.storage.retries import Storage
 from streampack.types import IGNORE_INDEX, Array, IntArray, Sample
 
@@ -39,6 +42,8 @@ OF_TEXT = frozenset((
 ONE_TEXT = ("Idefics3", "SmolVLM")
 """Processors whose arrays have a first axis for texts, of which there is one here."""
 
+MOST_FOLDERS = 64
+"""Folders of data files whose readers of images are kept."""
 MOST_OF_A_ROW = 4
 """All images of a row have so many times ``max_pixels`` at most, for they are in memory together."""
 
@@ -59,10 +64,11 @@ class VisionEncoder(ChatEncoder):
         model: the model, its config, or their folder, for its own rule of positions. Models with positions of several
             axes (those of Qwen) need it, others do not.
         images: the column of the images. Default: ``"images"``, or ``"image"`` in rows without.
-        folder: what relative paths are relative to; a URL, too. With it, an image outside it is an error.
+        folder: the folder of the images, or several; URLs, too. Relative paths are relative to the first. An image
+            outside is an error. Default: the folder of the file that the row is in.
         anywhere: let rows name images outside the folder: any file that this process may read, any server.
-        storage: how image files are read, as for sources. With a folder, its ``options`` are for what lies in it;
-            without one, for all but web servers.
+        storage: how image files are read, as for sources. Its ``options`` are for what lies in the folders, and of web
+            servers for the first of them.
         max_pixels: the most pixels of an image, by its header: a larger one is not decoded, and none of more than twice
             ``PIL.Image.MAX_IMAGE_PIXELS``. The processor makes smaller ones of what is left, by its own settings.
         max_bytes: the most bytes of an image's file.
@@ -81,7 +87,7 @@ class VisionEncoder(ChatEncoder):
         *,
         model: Any = None,
         images: str | None = None,
-        folder: str | os.PathLike[str] | None = None,
+        folder: Folders = None,
         anywhere: bool = False,
         storage: Storage | Mapping[str, Any] | None = None,
         max_pixels: int = MAX_PIXELS,
@@ -120,11 +126,24 @@ class VisionEncoder(ChatEncoder):
         self.images = images
         self.columns = ReadColumns("VisionEncoder", ignore=self.ignore)
         self.read_picture = PictureReader(folder, anywhere, storage, max_pixels, max_bytes)
+        self._beside: dict[str, VisionEncoder] = {}
         self.rule = None if model is None else position_rule(model)
         named = [getattr(processor, f"{kind}_token", None) for kind in ("video", "audio")]
         ids = tokenizer.tokenizer.convert_tokens_to_ids([each for each in named if isinstance(each, str)])
         self.media_ids = {*processor.image_token_ids, *ids} - {None, tokenizer.tokenizer.unk_token_id}
         self.template = VisionTemplate(tokenizer, processor.image_token)
+
+    def beside(self, path: str | None, /) -> VisionEncoder:
+        """Return the encoder for the rows of a file, whose images are in the file's folder if no other was given."""
+        if path is None or self.read_picture.homes:
+            return self
+        folder = with_path(path, posixpath.dirname)
+        if folder not in self._beside:
+            if len(self._beside) >= MOST_FOLDERS:
+                self._beside.clear()
+            own = self._beside[folder] = copy.copy(self)
+            own.read_picture = replace(self.read_picture, folder=folder)
+        return self._beside[folder]
 
     def fingerprint(self) -> str:
         """Return what decides pixels and not tokens: of the processor, its means and sizes."""
