@@ -55,9 +55,9 @@ def way_out(path: str, head: bytes) -> str:
     if (found := _by_content(path, head)) is not None:
         return found
     if _is_array(head, 0):
-        jq = f" (jq -c '.[]' {path} > {path.removesuffix('.json')}.jsonl)"
-        plain = not path.endswith(COMPRESSED) and "://" not in path
-        return f"write each row on a line{jq if plain else ''}, or {_by_datasets('json', path)}"
+        return f"write each row on a line{_by_jq('.[]', path)}, or {_by_datasets('json', path)}"
+    if head.lstrip().startswith(b"{"):
+        return f"write each object on one line{_by_jq('.', path)}, and not a list of rows in one object"
     ending = path[path.rfind(".") :]
     if ending == ".tsv":
         load = f"datasets.load_dataset('csv', data_files={path!r}, sep='\\t', split='train', streaming=True)"
@@ -97,3 +97,10 @@ def _is_array(head: bytes, rows: int) -> bool:
 
 def _by_datasets(builder: str, path: str) -> str:
     return f"let datasets read it: HFSource({builder!r}, data_files={path!r}, split='train')"
+
+
+def _by_jq(which: str, path: str) -> str:
+    """Return how jq writes JSON lines, if it can read the file."""
+    if path.endswith(COMPRESSED) or "://" in path:
+        return ""
+    return f" (jq -c '{which}' {path} > {path.removesuffix('.json')}.jsonl)"

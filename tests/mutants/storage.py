@@ -64,6 +64,16 @@ def end_of_a_cut_off_archive_taken_for_its_end(good, raw, *, name):
     return io.BufferedReader(_Lenient(raw)) if name.endswith(".gz") else good(raw, name=name)
 
 
+@replaces(content)
+def rows_before_a_tear_lost(good, raw, *, name):
+    """A ``.gz`` file that was cut off loses up to 256 KiB of rows before that."""
+    return (
+        io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 18)
+        if name.endswith(".gz")
+        else good(raw, name=name)
+    )
+
+
 @replaces(find_files)
 def files_in_the_order_given(good, paths, **settings):
     """Files are numbered in the order in which they are named, so a list in another order is another corpus."""

@@ -323,6 +323,10 @@ NOT_JSON = {
         ('{"i": 1}\n'.encode("utf-16"), "it is UTF-16: convert it to UTF-8"),
         (b"Once upon a time\n" * 3, "; if it is of another kind, let datasets read it: HFSource('text', data_files="),
     ],
+    "objects.json": [
+        (json.dumps(each, indent=1).encode() * 3, "lines is a JSON object; write each object on one line (jq -c")
+        for each in ({"data": ROWS}, ROWS[0])
+    ],
     "c.jsonl.gz": [(gzip.compress(bytes(3000)), "its first 3,000 bytes are zeros: it was not written to its end, so")],
 }  # fmt: skip
 
