@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import logging
 import shutil
 import sys
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # torchao 0.15 has no C++ extensions for torch 2.13, which only quantization would want, and says so.
     logging.getLogger("torchao").setLevel(logging.ERROR)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no UTF-8
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -125,12 +128,12 @@ def read(options: Options) -> Any:
     options.path = path = config_file(options.config)
     require_installed("omegaconf", "data")
     import yaml
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
 
-    from streampack.training.entry import with_overrides
+    from streampack.training.entry import load_config, with_overrides
 
     try:
-        content = OmegaConf.load(path)
+        content = load_config(path)
     except (yaml.YAMLError, OSError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(content, DictConfig):

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,29 @@ def test_wrong_words_are_refused(here: Path, capsys: Capture, words: str, error:
     for name, text in (("mine", CONFIG), ("torn", "a: [1\n"), ("list", "- 1\n")):
         Path(f"{name}.yaml").write_text(text)
     assert error_of(capsys, *words.split()).startswith(f"streampack: error: {error}")
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"a: \xff\xfe\n", "odd.yaml is not UTF-8 (at byte 3)"),
+        *(
+            (b"model: " + b"[" * depth + b"]" * depth, "odd.yaml is nested deeper than 50 levels")
+            for depth in (50, 1000, 30_000)
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["validate", "inspect", "score --out a.jsonl", "run dpo --config"])
+def test_a_config_that_cannot_be_read_is_one_line_with_its_name(
+    here: Path, capsys: Capture, command: str, content: bytes, error: str
+) -> None:
+    """A recipe, too; it reads its config by itself."""
+    Path("odd.yaml").write_bytes(content)
+    with pytest.raises(SystemExit) if command[:3] == "run" else nullcontext():
+        assert cli.main([*command.split(), "odd.yaml"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert error in said
 
 
 LOAD = "omegaconf.OmegaConf.load"

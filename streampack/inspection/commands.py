@@ -23,6 +23,7 @@ from streampack.packing.samples import encoder_for
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.reading import Reading
+from streampack.storage.folders import write_text
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.world import World
 
@@ -136,12 +137,12 @@ def show(report: Report, *, html: Path | None, json_file: str | None) -> None:
     """Print a report and write its page and its JSON, as ``--html`` and ``--json`` say; ``-`` prints JSON only."""
     text = f"{json.dumps(report.as_dict(), ensure_ascii=False, indent=1)}\n"
     if html:
-        html.write_text(report_page(report), encoding="utf-8")
+        write_text(html, report_page(report))
     if json_file == "-":
         sys.stdout.write(text)
         return
     if json_file:
-        Path(json_file).write_text(text, encoding="utf-8")
+        write_text(Path(json_file), text)
     print_report(report)
     if html:
         sys.stdout.write(f"\nthe page: {html}\n")

@@ -12,6 +12,7 @@ from streampack.accounting import DROP_REASONS
 from streampack.inspection.packs import PackView
 from streampack.inspection.page import Chart, Line, page
 from streampack.inspection.tables import Table, percent
+from streampack.storage.folders import write_text
 from streampack.types import FloatArray
 
 MOST_CONFIG = 40_000
@@ -106,9 +107,7 @@ def write_run_page(
         packs=[(f"step {step:,}", pack) for step, pack in packs],
         settings=config[:MOST_CONFIG] + "\n[...]" * (len(config) > MOST_CONFIG),
     )
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_text(path, text)
 
 
 def draw(metric: Metric, points: Mapping[str, FloatArray]) -> Chart | None:

@@ -100,9 +100,25 @@ class HFSource(WrappedSource):
                 "reading Hugging Face datasets needs datasets: pip install 'streampack[hf]'"
             ) from error
         if isinstance(dataset, str):
-            dataset = datasets.load_dataset(
-                dataset, name=name, split=split, data_files=data_files, revision=revision, streaming=streaming
-            )
+            named = dataset
+            try:
+                dataset = datasets.load_dataset(
+                    named,
+                    name=name,
+                    split=split,
+                    data_files=data_files,
+                    revision=revision,
+                    streaming=streaming,
+                )
+            except (
+                RuntimeError,
+                ValueError,
+                FileNotFoundError,
+            ) as error:  # such as of a folder with a script
+                raise ValueError(
+                    f"datasets cannot load {named!r}: {' '.join(str(error).split())}; name files, or a dataset of "
+                    "files, or load it yourself and give the dataset"
+                ) from error
         elif any(given is not None for given in (name, split, data_files, revision)):
             raise ValueError(
                 "name, split, data_files and revision are for a dataset by name; this one is loaded already"

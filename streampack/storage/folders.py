@@ -148,6 +148,11 @@ def write_whole(path: Path, content: bytes) -> None:
     write_file(Folder(str(path.parent)), path.name, content)
 
 
+def write_text(path: Path, text: str) -> None:
+    r"""Write a page or a report, see `write_whole`, in UTF-8; of a file's name that is not, each byte as ``\udcff``."""
+    write_whole(path, text.encode("utf-8", "backslashreplace"))
+
+
 def settle(file: Any, unfinished: Path, path: Path) -> None:
     """Flush a written file to the disk, rename it to ``path``, and flush the folder."""
     file.flush()

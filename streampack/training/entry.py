@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import os
 import sys
 import traceback
@@ -27,6 +28,8 @@ from streampack.validation import did_you_mean, raised_here
 
 MISTAKES = (OmegaConfBaseException, yaml.YAMLError, CheckpointError)
 """Errors shown by their message only, as those are that `raised_here` finds."""
+MOST_NESTED = 50
+"""Levels of the deepest config."""
 TEXT_KEY = "max_filename"
 """A key of torchtune's checkpointers whose value stays text, because its leading zeros count."""
 
@@ -48,13 +51,37 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         )
         parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
         options, rest = parser.parse_known_args()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no UTF-8
         with shown_errors(tracebacks=options.traceback):
             trust(options.trust)
-            with Path(options.config).open(encoding="utf-8") as file:
-                written = OmegaConf.load(file)
+            written = load_config(options.config)
             sys.exit(recipe_main(with_overrides(written, [*options.overrides, *rest])))
 
     return entry
+
+
+def load_config(path: str | Path) -> Any:
+    """Read a YAML file with OmegaConf.
+
+    Raises:
+        yaml.YAMLError: for a file that is no YAML, is not UTF-8, or is nested deeper than any config: a parser in C
+            would end the process on it, without an error.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            depth = 0
+            for event in yaml.parse(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                    event, yaml.CollectionEndEvent
+                )
+                if depth > MOST_NESTED:
+                    raise yaml.YAMLError(
+                        f"{path} is nested deeper than {MOST_NESTED} levels; a config needs few"
+                    )
+    except UnicodeDecodeError as error:
+        raise yaml.YAMLError(f"{path} is not UTF-8 (at byte {error.start}); save it as UTF-8") from None
+    return OmegaConf.load(path)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import contextlib
 import glob
 import io
 import json
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from streampack.sources import Reading
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.html import EVIL, Parsed, parsed
 from tests.harness.inspection import chats
+from tests.harness.raising import fail
 from tests.harness.tiny import mixed_config
 
 
@@ -272,6 +275,34 @@ def test_without_rich_it_writes_json(
     assert "pip install 'streampack[data]'; or --json -" in capsys.readouterr().err
     assert cli.main([*words, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 3
+
+
+def test_a_name_that_is_not_utf_8_is_shown_escaped_and_a_failure_keeps_the_old_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    name = os.fsdecode(b"a\xff.jsonl")
+    (tmp_path / "data" / name).write_text('{"input_ids": [1, 2]}\n' * 20)
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    page, json_file = tmp_path / "page.html", tmp_path / "report.json"
+    words = ["inspect", str(tmp_path / "data"), "--max-seq-len", "4"]
+    assert cli.main([*words, "--html", str(page), "--json", str(json_file)]) == 0
+    places = [
+        each["place"] for pack in json.loads(json_file.read_text())["packs"] for each in pack["sequences"]
+    ]
+    assert all(name in place for place in places)
+    assert places
+    assert "a\\udcff.jsonl" in page.read_text()
+    stdout.flush()
+    assert b"a\\udcff.jsonl" in stdout.buffer.getvalue()
+    before = sorted(tmp_path.iterdir()), page.read_text()
+    # private: the write breaks off, as on a full disk
+    monkeypatch.setattr(
+        "streampack.storage.folders.settle", lambda *_: fail(OSError(28, "No space left on device"))
+    )
+    assert cli.main([*words, "--html", str(page), "--json", str(json_file)]) == 1
+    assert (sorted(tmp_path.iterdir()), page.read_text()) == before
 
 
 def test_a_config_is_inspected_as_its_run_would_read_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from datasets import Array2D, Dataset, DatasetDict, Features, IterableDataset, V
 from streampack import AnswersEncoder, ChatEncoder, HFSource, IterablePackedDataset, MapSource, ParquetSource
 from streampack.sources import Reading
 from streampack.sources.source import shared_by_lanes
+from streampack.validation import raised_here
 from tests.harness.conformance import lists
 from tests.harness.files import small_pieces
 from tests.harness.hf_tokenizers import byte_level
@@ -157,8 +158,11 @@ def test_no_code_of_a_dataset_is_run(tmp_path: Path) -> None:
     """Neither a dataset's own script, nor one to be trusted, nor pickles."""
     (folder := tmp_path / "scripted").mkdir()
     (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(Exception, match=r"(?i)script|data files"):
+    with pytest.raises(
+        ValueError, match=r"(?i)^datasets cannot load '.*/scripted': .*(script|data files)"
+    ) as refused:
         HFSource(str(folder), split="train")
+    assert raised_here(refused.value), "one line, and no traceback"
     with pytest.raises(TypeError, match="trust_remote_code"):
         HFSource(str(folder), split="train", trust_remote_code=True)  # type: ignore[call-arg]
     (folder / "rows.pkl").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
