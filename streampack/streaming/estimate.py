@@ -220,7 +220,10 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     long: list[Seen] = []
 
     def see(row: Seen) -> None:
-        if row.reason in ("overlong", "truncated"):
+        # What ``max_document_tokens`` leaves out is no matter of ``overlong``; giant texts have a length of 0.
+        if row.reason in ("overlong", "truncated") and 0 < row.length <= (
+            config.max_document_tokens or math.inf
+        ):
             long.append(row)
 
     found = sample_epoch(seen, rows, most_tokens=COUNTED_TOKENS, see=see).values()

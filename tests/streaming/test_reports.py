@@ -79,13 +79,17 @@ def test_an_estimate_counts_lost_tokens_and_leaves_dropped_samples_out() -> None
         known = data.estimate(rows=300)
         assert (known.samples, known.lost) == (300, pytest.approx(wanted))
         assert known.packs == len(list(data))
+        assert known.padding == pytest.approx(data.ledger().padding)
         long = 0 if settings.get("overlong") == "split" else 100 - 50 * ("untrained" in settings)
         assert (known.long_samples, known.cut > 0) == (long, long > 0)
     with pytest.raises(
         ValueError, match="100 of 300 .*, 66.7% of the tokens, .* sample 4 has 40 tokens; set ov"
     ):
         estimated(rows, max_seq_len=20, overlong="error").estimate(rows=300)
-        assert known.padding == pytest.approx(data.ledger().padding)
+    limited = estimated(rows, max_seq_len=20, overlong="error", max_document_tokens=30).estimate(rows=300)
+    assert (limited.long_samples, limited.cut) == (0, 0), (
+        "the limit leaves them out, and the run does not stop"
+    )
 
 
 def test_an_estimate_needs_a_length() -> None:

@@ -67,9 +67,8 @@ def log_overlong(loader: PackedDataLoader) -> None:
     packs, config = loader.dataset, loader.dataset.lane_config
     # Behind URLs each row is a request, and images are decoded.
     rows = FEW_ROWS if config.packing.overlong in ("error", "split") or config.reads_images else PROBED_ROWS
-    with suppress(
-        Exception
-    ):  # of a stream of unknown length, or of a bad row, which training raises where it reads it
+    # Of a stream of unknown length, or of a bad row, which training raises where it reads it.
+    with suppress(Exception):
         try:
             told = packs.estimate(rows=rows, num_lanes=lanes_of(loader)).losses(config.packing)
         except TooLong as error:
