@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pickle
 import re
@@ -22,6 +23,7 @@ from streampack import (
     JSONLSource,
     MapSource,
     MDSSource,
+    Mix,
     Sample,
 )
 from streampack.sources import Reading, Source
@@ -194,6 +196,56 @@ def test_map_style_data_are_compared_by_more_than_ten_rows() -> None:
     for number in range(11):
         changed = [{**row, "n": 20} if row["i"] == number else row for row in few]
         assert refusal(dataset(few), dataset(changed))
+
+
+def in_columns(data: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in data] for name in data[0]}
+
+
+FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "dicts": lambda data: data,
+    "columns": in_columns,
+    "a frame": lambda data: pytest.importorskip("pandas").DataFrame(data),
+    "arrays": lambda data: [{name: np.array(value) for name, value in row.items()} for row in data],
+    "bare lists": lambda data: [row["tokens"] for row in data],
+    "pairs": lambda data: [(row["tokens"], row["labels"]) for row in data],
+    "a mixture": lambda data: Mix([{"name": "a", "source": data, "weight": 1}]),
+    "a hold-out": lambda data: Holdout(MapSource(data), fraction=0.1, part="train"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_in_memory_are_compared_by_the_lengths_of_all(form: str) -> None:
+    """One other row of 400 was taken for the same data."""
+
+    def packs(lengths: list[int]) -> IterablePackedDataset:
+        data = [{"tokens": [i] * n, "labels": [i] * n, "id": i} for i, n in enumerate(lengths)]
+        return IterablePackedDataset(FORMS[form](data), max_seq_len=64, encoder=lambda row: [1, 2])
+
+    lengths = [5 + i % 7 for i in range(400)]
+    assert refusal(packs(lengths), packs(lengths)) is None
+    for number in (1, 17, 200, 398):
+        changed = [n + (i == number) for i, n in enumerate(lengths)]
+        assert "content" in (refusal(packs(lengths), packs(changed)) or "")
+
+
+def test_lengths_that_are_not_known_are_equal_to_any() -> None:
+    """The same rows may come as a list, or from an object that reads each when it is asked for."""
+
+    class Lazy:
+        def __init__(self, data: list[Any]) -> None:
+            self.data = data
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.data[index]
+
+    data = [{"tokens": [i] * 5, "labels": [i] * 5} for i in range(40)]
+    forms = (data, Lazy(data), in_columns(data), FORMS["arrays"](data))
+    for first, second in itertools.permutations(forms, 2):
+        assert refusal(*(IterablePackedDataset(each, max_seq_len=64) for each in (first, second))) is None
 
 
 def test_iterables_are_compared_by_their_first_rows() -> None:
