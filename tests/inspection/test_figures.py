@@ -130,7 +130,7 @@ def test_rows_that_stop_a_run_are_counted_and_named() -> None:
 @pytest.mark.parametrize(("shuffle", "lanes"), [(True, 1), (True, 3), (False, 3)])
 def test_the_first_of_the_rows_that_stop_a_run_is_the_first_of_the_corpus(shuffle: bool, lanes: int) -> None:
     """In whatever order they are read: nobody finds the rest of them from one in the middle."""
-    kinds = [{"tokens": "a" * (i % 6), "labels": []} if i % 6 else {"tokens": [i]} for i in range(60)]
+    kinds = [{"tokens": "none", "labels": []} if i % 6 else {"tokens": [i]} for i in range(60)]
     report = inspected([*token_rows([5] * 90), *kinds, *token_rows([5] * 90)], max_seq_len=16, num_lanes=lanes,
                        shuffle=shuffle)  # fmt: skip
     [bad] = [loss for loss in report.losses if loss.reason == "bad"]
