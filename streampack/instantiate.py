@@ -127,7 +127,7 @@ def resolve(path: str) -> Any:
             f"_component_ {path!r} is no public dotted name; write one such as torch.optim.AdamW or my_package.Rows"
         )
     package = module.split(".")[0]
-    if any(f"{path}.".startswith(f"{trusted}.") for trusted in trusted_by_user()):
+    if trusted := any(f"{path}.".startswith(f"{name}.") for name in trusted_by_user()):
         _find_in_working_directory(package)
     elif not any(re.fullmatch(m, module) and re.fullmatch(n, name) for m, n in COMPONENTS.items()):
         close = difflib.get_close_matches(name, import_module("streampack").__all__, n=1, cutoff=0.8)
@@ -144,8 +144,9 @@ def resolve(path: str) -> Any:
     try:
         holder = import_module(module)
     except ModuleNotFoundError as error:
-        if error.name and not f"{module}.".startswith(f"{error.name}."):
-            raise ImportError(f"_component_ {path!r} needs {error.name}, which is not installed") from error
+        missing = error.name or module
+        if not f"{module}.".startswith(f"{missing}.") or (missing == package and not trusted):
+            raise ImportError(f"_component_ {path!r} needs {missing}, which is not installed") from error
     else:
         found = getattr(holder, name, None)
         hint = "" if found is not None else did_you_mean(name, getattr(holder, "__all__", dir(holder)))

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from streampack.training.row_losses import RowLoss
 
 DATA_KEYS = ("tokenizer", "data", "validation")
-"""Keys of a config whose components these commands build; those of torchtune's under other keys may be missing."""
+"""Keys of a config that these commands use: it may have no others, or torchtune's components without torchtune."""
+RUN_KEYS = ("output_dir", *DATA_KEYS)
 ENCODERS: dict[str, Any] = {each.__name__: each for each in (AnswersEncoder, ChatEncoder, TextEncoder)}
 """The encoders of files that are inspected without a config."""
 
@@ -157,7 +158,7 @@ def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
     from streampack.training.row_losses import packs_of_step
     from streampack.training.run_folder import checkpoints_folder
 
-    cfg = read_config(config, built=DATA_KEYS)
+    cfg = read_config(config, built=DATA_KEYS if step is None else RUN_KEYS)
     dataset = training_data(cfg)
     if step is None:
         found = list(islice(dataset.stream(), packs or 2))
@@ -186,7 +187,7 @@ def worst_steps(config: Any, *, top: int) -> list[str]:
     from streampack.training.config import read_config
     from streampack.training.progress import METRICS_FILE, read_metrics
 
-    path = Path(read_config(config, built=()).output_dir, METRICS_FILE)
+    path = Path(read_config(config, built=["output_dir"]).output_dir, METRICS_FILE)
     losses = {step: found["loss"] for step, found in read_metrics(path).items() if "loss" in found}
     if not losses:
         raise ValueError(f"{path} has no steps: no run has logged any in this output_dir")
@@ -200,7 +201,7 @@ def rows_of_step(config: Any, step: int, *, top: int) -> list[str]:
     from streampack.training.config import read_config
     from streampack.training.row_losses import ROWS_FOLDER, read_step
 
-    cfg = read_config(config, built=DATA_KEYS)
+    cfg = read_config(config, built=RUN_KEYS)
     rows = read_step(Path(cfg.output_dir, ROWS_FOLDER), step)
     dataset = training_data(cfg)
     weight = sum(row.weight for row in rows)

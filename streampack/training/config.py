@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
@@ -19,7 +18,6 @@ Node = dict[str, Any]
 REFERENCES = ("model", "data")
 DEVICES = ("auto", "cpu", "cuda", "npu", "xpu")
 DTYPES = ("bf16", "fp32", "fp64")
-OPTIONS = ("options", "storage_options")  # keys of what a storage is given, which may hold secrets
 
 
 @dataclass(kw_only=True)
@@ -218,7 +216,8 @@ def read_config(config: Any, *, built: Collection[str] | None = None) -> RunConf
 
     Args:
         config: the config.
-        built: keys whose components must exist, because the caller builds them; None: all.
+        built: keys that the caller uses and whose components it builds; the others may be missing, or need libraries
+            that are not installed. None: all.
 
     Raises:
         ValueError: with a line for each key that is unknown, or has a value of another type.
@@ -228,7 +227,7 @@ def read_config(config: Any, *, built: Collection[str] | None = None) -> RunConf
 
     problems: list[str] = []
     try:
-        merged, problems = _merged(config)
+        merged, problems = _merged(config if built is None else _with_stand_ins(config, built))
         plain: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:  # because of a key that was removed, if one was
         raise ValueError("\n".join(problems or [_named(error)])) from None
@@ -247,6 +246,19 @@ def read_config(config: Any, *, built: Collection[str] | None = None) -> RunConf
     except (TypeError, ValueError) as error:
         raise ValueError(f"data: {error}") from None
     return cfg
+
+
+def _with_stand_ins(config: Any, built: Collection[str]) -> Any:
+    """Return a copy of a config with a value for each required key that is missing, but for those that are built."""
+    from omegaconf import OmegaConf
+
+    given = OmegaConf.create(config).copy()
+    for each in fields(RunConfig):
+        if each.default is MISSING and each.default_factory is MISSING and each.name not in {*built, *given}:
+            given[each.name] = "" if each.type == "str" else {COMPONENT: ""}
+    if given.get("epochs") is None and given.get("max_steps") is None:
+        given["epochs"] = 1
+    return given
 
 
 def _merged(config: Any) -> tuple[Any, list[str]]:
@@ -292,34 +304,3 @@ def to_plain(config: Any) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ValueError(f"a config is a mapping of keys to values, this is a {type(plain).__name__}")
     return {str(key): value for key, value in plain.items()}
-
-
-def shown(config: Any) -> Any:
-    """Return a config, OmegaConf's, for pages and loggers: without what may be secret.
-
-    Values of the environment stay references. The ``options`` of a storage are left out, and so are the
-    ``storage_options`` that other libraries' components take, such as `datasets.load_dataset`.
-
-    >>> config = {"data": {"storage": {"options": {"key": "abc"}}, "paths": "${oc.env:HOME}/a"}, "output_dir": "out"}
-    >>> to_plain(shown(config))["data"]
-    {'storage': {'options': {'key': '(not shown)'}}, 'paths': '${oc.env:HOME}/a'}
-    >>> to_plain(shown({"data": {"storage_options": {"key": "abc"}}, "output_dir": "out"}))["data"]
-    {'storage_options': {'key': '(not shown)'}}
-    """
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.create(config)
-    found = OmegaConf.create(without_secrets(OmegaConf.to_container(config, resolve=False)))
-    found.output_dir = config.output_dir  # where loggers write
-    return found
-
-
-def without_secrets(node: Any, *, hide: bool = False) -> Any:
-    """Return plain values with those of `OPTIONS` replaced, and of the environment escaped for OmegaConf."""
-    if isinstance(node, Mapping):
-        return {key: without_secrets(value, hide=hide or key in OPTIONS) for key, value in node.items()}
-    if isinstance(node, list):
-        return [without_secrets(value, hide=hide) for value in node]
-    if isinstance(node, str) and "${" in node and ":" in node:  # of a resolver, such as oc.env
-        node = re.sub(r"\\*\$\{", r"\\${", node)
-    return "(not shown)" if hide else node

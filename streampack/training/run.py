@@ -16,7 +16,7 @@ from streampack.attention import Inputs
 from streampack.instantiate import build
 from streampack.packing.batch import Batch
 from streampack.training.checkpoint import Checkpoints
-from streampack.training.config import read_config, shown
+from streampack.training.config import read_config
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
 from streampack.training.meters import CountMeter, SourceMeter, memory_metrics, run_ledger, stream_metrics
@@ -42,6 +42,7 @@ from streampack.training.run_folder import (
     warn_of_unheeded,
 )
 from streampack.training.schedule import asked_of, build_schedule, step_schedule, total_steps
+from streampack.training.secrets import shown
 from streampack.training.validate import require_isolation, require_recipe, training_problems
 from streampack.training.weights import write_weights
 from streampack.training.world import World, join_world, pick_device

@@ -20,7 +20,13 @@ from tests.harness.tiny_hf import write_base
 
 WITHOUT_TORCHTUNE = """
 import json, sys
-sys.modules.update(dict.fromkeys(["torchtune", "torchao", "torchdata"]))  # importing them raises ImportError
+from importlib.machinery import PathFinder
+class Without(PathFinder):  # as where these are not installed
+    @classmethod
+    def find_spec(cls, name, *more):
+        missing = name.split(".")[0] in ("torchtune", "torchao", "torchdata")
+        return None if missing else super().find_spec(name, *more)
+sys.meta_path = [Without if each is PathFinder else each for each in sys.meta_path]
 from streampack.cli import main
 for words in json.loads(sys.argv[1]):
     print("status", main(words), flush=True)
@@ -208,16 +214,35 @@ def test_commands_that_build_no_model_of_torchtune_do_without_it(run: Path, tmp_
         ["export", str(run / "out" / "checkpoints" / "step_00000004"), mine, "--out", str(tmp_path / "none")],
         ["run", "full_finetune", "--config", mine],
     ]
-    words = [sys.executable, "-c", WITHOUT_TORCHTUNE, json.dumps(commands + others)]
+    theirs = "data.encoder={_component_: torchtune.data.AlpacaToMessages}"
+    with_theirs = ["tokenize", mine, "--out", str(tmp_path / "none"), theirs]
+    words = [sys.executable, "-c", WITHOUT_TORCHTUNE, json.dumps([*commands, *others, with_theirs])]
     root = Path(__file__).parents[2]  # of the config's tokenizer
     ended = subprocess.run(
         words, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": "."}
     )
     assert ended.returncode == 0, ended.stderr
     statuses = [int(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("status ")]
-    assert statuses == [0] * len(commands) + [2] * len(others), ended.stderr
+    assert statuses == [0] * len(commands) + [2] * len(others) + [1], ended.stderr
+    assert "AlpacaToMessages' needs torchtune, which is not installed\n" in ended.stderr
     needs = "streampack: error: this needs torchtune, which is not installed: pip install 'streampack[tune]'"
     assert ended.stderr.count(needs) == len(others)
     assert json.loads((tmp_path / "report.json").read_text())
     assert (tmp_path / "tokens" / "index.json").is_file()
     assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 400
+
+
+def test_a_config_of_data_alone_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path, rows=40)
+    OmegaConf.save({"tokenizer": config.tokenizer, "data": config.data}, tmp_path / "data.yaml")
+    mine = str(tmp_path / "data.yaml")
+    assert "pack 1: " in out_of(capsys, "unpack", mine)
+    assert json.loads(out_of(capsys, "inspect", mine, "--json", "-"))
+    assert main(["trace", mine]) == 1
+    assert "error: missing: output_dir; the keys without a default" in capsys.readouterr().err
+    assert main(["unpack", mine, "--step", "1"]) == 1
+    assert "error: missing: output_dir; the keys without a default" in capsys.readouterr().err
+    assert main(["unpack", mine, "~tokenizer", "optimiser=x"]) == 1
+    said = capsys.readouterr().err
+    assert "missing: tokenizer; the keys" in said
+    assert "optimiser: Key 'optimiser' not in" in said
