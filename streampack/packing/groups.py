@@ -194,7 +194,8 @@ def why_untrained(sample: Sample, kept: int, packing: Packing) -> str:
     'trains nothing: nothing predicts its only token; remove it'
     """
     length = sample.tokens.size
-    left, way_out = f"its {length} tokens", "look at its labels (the first is never trained)"
+    left = f"its {length} tokens"
+    way_out = "look at its labels (the first never counts, of messages only the assistant's are trained)"
     if kept < length:
         left = f"the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
         way_out = "raise max_seq_len, choose another overlong"
