@@ -41,8 +41,8 @@ def ids_from_column(values: Any, column: str, *, frozen: bool = False) -> IntArr
         for value in values if isinstance(values, list | tuple) else ():
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"column {column!r} holds {value}, which is no int64")
-        kind = f"type {found.dtype}" if found.ndim else f"holds {shown(values)}"
-        raise ValueError(f"column {column!r} has shape {list(found.shape)} and {kind}; {FLAT}")
+        kind = f" and type {found.dtype}" if found.ndim else f" ({shown(values)})"
+        raise ValueError(f"column {column!r} has shape {list(found.shape)}{kind}; {FLAT}")
     if isinstance(values, list | tuple):
         _refuse_booleans(values, found, column)
     if found.dtype.kind == "u" and found.itemsize == 8 and found.max() >= 2**63:

@@ -188,7 +188,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"input_ids": [5, 6], "labels": [-100, -1]}, "label -1 is neither -100 nor in the vocabulary of ids from 0"),
     ({"input_ids": [5, 6], "completion_mask": [1]}, "'completion_mask' has shape [1] for 2 tokens"),
     ({"input_ids": [5, 6], "labels": 1}, "'labels' is one number for the whole row: rows to be classified or scored"),
-    *(({"input_ids": [5, 6], "labels": labels}, f"column 'labels' has shape [] and holds a {kind}, {labels!r}; {FLAT}")
+    *(({"input_ids": [5, 6], "labels": labels}, f"column 'labels' has shape [] (a {kind}, {labels!r}); {FLAT}")
       for kind, labels in (("NoneType", None), ("str", "ab"), ("bytes", b"ab"), ("set", {5}))),
     ([10**30], "column 'input_ids' holds 1" + 30 * "0" + ", which is no int64"),
     ({"input_ids": [5, 6], "labels": [-100, -(10**30)]}, "column 'labels' holds -1" + 30 * "0" + ", which is no"),
