@@ -253,9 +253,10 @@ def _with_stand_ins(config: Any, built: Collection[str]) -> Any:
     from omegaconf import OmegaConf
 
     given = OmegaConf.create(config).copy()
+    stand_ins = {"output_dir": "", "data": {"source": "", "max_seq_len": 1}}
     for each in fields(RunConfig):
         if each.default is MISSING and each.default_factory is MISSING and each.name not in {*built, *given}:
-            given[each.name] = "" if each.type == "str" else {COMPONENT: ""}
+            given[each.name] = stand_ins.get(each.name, {COMPONENT: ""})
     if given.get("epochs") is None and given.get("max_steps") is None:
         given["epochs"] = 1
     return given
