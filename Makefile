@@ -81,7 +81,7 @@ format: setup  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-BENCHMARKS := density images inputs text scale straggling even_steps groups scoring mixers prefill
+BENCHMARKS := density lanes images inputs text scale straggling even_steps groups scoring mixers prefill
 
 bench: $(VENV)/.installed-bench  ## density and speed beside the peers', and the other figures of README and docs; ARGS="--smoke" shows that all run
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS); done

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> Trainer:
         Holdout(MapSource(rows), fraction=0.05, part=part) for part in ("train", "validation")
     )
     train = IterablePackedDataset(training, shuffle=True, epochs=None, **packing)
-    held_out = IterablePackedDataset(validation, num_lanes=args.world_size, **packing)
+    held_out = IterablePackedDataset(validation, **packing)
 
     set_seed(args.seed)
     trainer = Trainer(random_llama(tokenizer), args, train_dataset=train, eval_dataset=held_out)

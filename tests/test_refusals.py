@@ -190,8 +190,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "a list is no stream of packs; give PackedDataLoader an IterablePackedDataset(rows, max_seq_len=...)",
     ),
     "lanes": (
-        lambda: next(iter(PackedDataLoader(packs(ROWS, num_lanes=1), num_workers=2))),
-        "1 lane cannot feed 2 consumers (ranks x workers): some would get nothing; use fewer workers",
+        lambda: packs(ROWS).lanes_for(2),
+        "the default of 1 lane for this data gives 1 of 2 ranks nothing to read; in a new run, set num_lanes=2 or a",
     ),
     "no state": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({}),

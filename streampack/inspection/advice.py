@@ -72,7 +72,8 @@ def _enough_for(report: Report, quantile: float) -> int:
 
 def _of_packs(report: Report) -> Iterator[Advice]:
     chosen, settings = report.chosen, report.settings
-    consumers = settings.shape.ranks[0] * max(1, settings.shape.workers)
+    ranks = settings.shape.ranks[0]
+    consumers = ranks * max(1, settings.shape.workers)
     # Of strategies that differ in less than a tenth of a per cent, exact_fit, which is the default.
     best = min(
         (outcome for outcome in report.outcomes if outcome.name in STRATEGIES),
@@ -85,10 +86,10 @@ def _of_packs(report: Report) -> Iterator[Advice]:
             f"{chosen.tokens / best.tokens:.2f} times as many tokens would be computed",
             f"data:\n  strategy: {best.name}",
         )
-    if settings.lanes < consumers:
+    if settings.lanes < ranks:
         yield Advice(
-            "Give every consumer a lane",
-            f"num_lanes={settings.lanes} is less than {consumers} (ranks x workers), and a new run is refused",
+            "Give every rank and worker a lane",
+            f"num_lanes={settings.lanes} is less than {ranks} ranks, and a new run is refused",
             f"data:\n  num_lanes: {consumers}",
         )
     elif chosen.last_packs >= WORTH and settings.lanes > consumers:

@@ -27,7 +27,7 @@ from streampack.inspection.rows import Epoch, Progress, Tally, read_epoch
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.estimate import tolerant
-from streampack.streaming.lane_config import LaneConfig, default_lanes
+from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IntArray
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
@@ -67,7 +67,7 @@ def inspect_dataset(
         packing=config.packing,
         shape=shape,
         shuffle=config.shuffle_window > 0,
-        lanes=_lanes(dataset, shape, ranks),
+        lanes=dataset.lanes_for(1),
         packs_per_step=shape.batching(ranks).packs_per_step,
         balance_window=dataset.window_for(ranks),
     )
@@ -104,10 +104,6 @@ def inspect_dataset(
         assumed=_assumed(dataset, epoch, settings),
     )
     return replace(report, advice=advise(report))
-
-
-def _lanes(dataset: IterablePackedDataset, shape: RunShape, ranks: int) -> int:
-    return dataset.num_lanes or default_lanes(dataset.lane_config.source, ranks * max(1, shape.workers))
 
 
 def _lengths(tally: Tally, *, limit: int) -> Lengths:
@@ -170,7 +166,7 @@ def _imbalance(
         slowest_over_mean(
             pairs,
             ranks=ranks,
-            lanes=_lanes(dataset, shape, ranks),
+            lanes=dataset.lanes_for(1),
             packs_per_rank=batching.packs_per_rank,
             epoch_packs=chosen.packs,
             window=window,

@@ -56,8 +56,7 @@ def _write(trainer: Trainer, hooks: Hooks, path: Path) -> None:
     assert hooks.ledger is not None
     args, loader, config = trainer.args, hooks.steps.loader, hooks.packs.lane_config
     window = hooks.packs.window_for(args.world_size)
-    consumers = args.world_size * max(1, args.dataloader_num_workers)
-    num_lanes = hooks.packs.lanes_for(consumers)
+    num_lanes = hooks.packs.lanes_for(args.world_size)
     metrics: dict[int, dict[str, float]] = {}
     packed = capacity = 0.0  # as of the log before
     for entry in trainer.state.log_history:
@@ -73,7 +72,7 @@ def _write(trainer: Trainer, hooks: Hooks, path: Path) -> None:
         path,
         ended=f"finished after {trainer.state.global_step:,} steps",
         in_effect={
-            "data": f"{num_lanes} lane(s) for {consumers} consumer(s), {loader.packs_per_step} pack(s) a step",
+            "data": f"{num_lanes} lane(s) for {args.world_size} rank(s), {loader.packs_per_step} pack(s) a step",
             "packing": f"{config.packing.filled_by}, max_seq_len={config.packing.max_seq_len}, "
             f"balance_window={window}",
             "attention": hooks.inputs.attention,

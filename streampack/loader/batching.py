@@ -83,14 +83,18 @@ class Batching:
 
         return slots_below(begin + self.packs_per_step) - slots_below(begin)
 
+    def workers(self, num_workers: int) -> int:
+        """Return how many of ``num_workers`` processes the rank with the most lanes has a lane for."""
+        return min(num_workers, -(-self.num_lanes // self.world_size))
+
     def warn(self, *, num_workers: int, rank: int) -> None:
         """Warn of workers without lanes, of ranks with fewer lanes than others, and of steps with null packs."""
         ranks, num_lanes = self.world_size, self.num_lanes
-        workers = -(-num_lanes // ranks)
-        if workers < num_workers and rank == 0:
+        if (workers := self.workers(num_workers)) < num_workers and rank == 0:
             log.warning(
-                "num_workers=%d: %d of them has work, for there %s; a new run may set num_lanes",
-                num_workers, workers, "is 1 lane" if num_lanes == 1 else f"are {num_lanes} lanes",
+                "num_workers=%d: %d started on each rank, one for each of its lanes, for the run has %d in all; to use "
+                "more, set num_lanes in a new run",
+                num_workers, workers, num_lanes,
             )  # fmt: skip
         if num_lanes % ranks:
             idle = (
@@ -134,7 +138,7 @@ class RankPacks:
 
     def __init__(self, streams: Sequence[Generator[LaneEvent]]) -> None:
         self.streams = streams
-        self._merged = heapq.merge(*streams, key=_order_of) if len(streams) > 1 else streams[0]
+        self._merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_order_of)
         self._next: LaneEvent | None = None  # looked at, and not taken
 
     def share(self, room: int, epoch: int) -> Share:

@@ -35,8 +35,8 @@ class PackedDataLoader:
     ends before the others' fills up with null packs, which train nothing; an error on one rank is raised on all.
 
     An optimizer step takes ``packs_per_step`` packs over all ranks, the next ones of the stream: the same ones on every
-    number of ranks that divides the lanes, whatever ``num_workers`` is. A worker that dies is started again and nothing
-    is lost; if it dies four times without a pack between, that is an error.
+    number of ranks that divides the lanes, whatever ``num_workers`` is, with the same ``balance_window``. A worker
+    that dies is started again and nothing is lost; if it dies four times without a pack between, that is an error.
 
     Iterating again goes on behind what an iteration gave that was left before its end, and else is the next epoch;
     after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it was. ``dataset.set_epoch`` chooses
@@ -49,8 +49,8 @@ class PackedDataLoader:
     Args:
         dataset: where packs come from; its settings decide all but the batching.
         batch_size: the most packs in a batch. A rank's part of a step is cut into equal batches, which may be smaller.
-        num_workers: processes that read, encode and pack, for each rank. 0 does it in this one. The one with the
-            most of the rank's lanes sets the pace.
+        num_workers: processes that read, encode and pack, for each rank: at most one for each lane of the rank. 0
+            does it in this one. The one with the most of the rank's lanes sets the pace.
         packs_per_step: packs in an optimizer step, over all ranks; default: that of the run whose state was loaded, or
             one batch of each rank. A step is `batches_per_step` batches on every rank, and none mixes two epochs.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
@@ -194,13 +194,13 @@ class PackedDataLoader:
     @property
     def batches_per_step(self) -> int:
         """Batches that every rank contributes to an optimizer step: what gradients accumulate over."""
-        return self._batching.batches_per_step
+        lanes = self.dataset.lanes_for(self.rank_sync.data_world_size)
+        return replace(self._batching, num_lanes=lanes).batches_per_step
 
     @property
     def _batching(self) -> Batching:
         ranks = self.rank_sync.data_world_size
-        # By default the ranks divide the lanes.
-        return Batching(self.batch_size, self.packs_per_step, ranks, self.dataset.num_lanes or ranks)
+        return Batching(self.batch_size, self.packs_per_step, ranks, num_lanes=ranks)  # until the ranks agree
 
 
 def _digest_of(state: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator
 from dataclasses import replace
@@ -18,10 +19,13 @@ from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import start_worker
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.dataset import IterablePackedDataset
+from streampack.streaming.lane_config import lanes_text
 from streampack.streaming.lane_state import LaneEvent
 from streampack.streaming.readers import ANEW
 from streampack.streaming.run_state import RunState, as_dicts
 from streampack.types import Pack
+
+log = logging.getLogger(__name__)
 
 
 class Iteration:
@@ -68,16 +72,18 @@ class Iteration:
         self.batching.warn(num_workers=self.num_workers, rank=rank_sync.rank)
         if rank_sync.rank == 0:
             self.dataset._log_shared()
+            if not begin.lane_states:
+                log.info("%s", lanes_text(num_lanes))
         first: int | None = None
         if epochs is not None:
             # The same on all ranks: also on one whose lanes have made no pack of this epoch yet.
             first = max((state.epoch for state in begin.lane_states.values()), default=begin.epoch)
         own = {lane: state for lane, state in begin.lane_states.items() if lane % size == rank}
         self.handed = self.begun = replace(begin, lane_states=own, partial=size > 1)
-        workers = min(self.num_workers, -(-num_lanes // size))
+        workers = self.batching.workers(self.num_workers)
         consumers = size * max(1, workers)
         streams: list[Generator[LaneEvent]] = []
-        for consumer in range(rank, consumers, size):
+        for consumer in range(rank, min(consumers, num_lanes), size):
             stream = partial(read.events, consumer, consumers, epoch=begin.epoch, first_epoch=first)
             states = {lane: state for lane, state in own.items() if lane % consumers == consumer}
             name = f"worker {consumer} of {consumers}"
@@ -100,7 +106,7 @@ class Iteration:
         require_same_run(dataset, rank_sync, doing="iterate", settings=self._settings)
         if begin.partial:  # then it has the lanes of this rank
             begin = replace(begin, lane_states=rank_sync.merge_lanes(begin.lane_states))
-        dataset.num_lanes = num_lanes = dataset.lanes_for(ranks * max(1, self.num_workers))
+        dataset.num_lanes = num_lanes = dataset.lanes_for(ranks)
         dataset.balance_window = dataset.window_for(ranks)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
         dataset.lane_config.check_shards()
@@ -111,7 +117,7 @@ class Iteration:
     def _settings(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
         dataset, rank_sync, mix, begin = self.dataset, self.rank_sync, self.dataset.mix, self.begin
-        num_lanes = dataset.lanes_for(rank_sync.data_world_size * max(1, self.num_workers))
+        num_lanes = dataset.lanes_for(rank_sync.data_world_size)
         budget = dataset.lane_config.longest_read
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
             raise ValueError(

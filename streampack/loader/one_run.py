@@ -21,7 +21,6 @@ ADVICE = {
     "corpus": "give every rank the whole dataset: streampack shares it out among the ranks itself, so leave out slices "
     "such as rows[rank::world_size], split_dataset_by_node and DistributedSampler",
     "encoder": "give all ranks the same encoder: the same code, and the same files of its tokenizer",
-    "num_lanes": "give num_lanes, or the same num_workers on all ranks",
 }
 """Ends of the error for a value that differs between ranks, by the first part of its name: how to mend it."""
 

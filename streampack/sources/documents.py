@@ -28,7 +28,7 @@ from streampack.storage.corpus import Corpus
 from streampack.storage.ranges import Block, Fetcher
 from streampack.types import IGNORE_INDEX, IntArray
 
-UNITS_PER_LANE = 1 << 18
+UNITS_PER_LANE = 1 << 16
 """Tokens for each lane by default, which are 64 packs of 4,096; of records that are no tokens, bytes."""
 
 Stored = npt.NDArray[np.integer[Any]]
@@ -200,7 +200,7 @@ class NumberedRecords(FileSource):
 
     @override
     def natural_lanes(self) -> int:
-        """Return one lane for 262,144 tokens or bytes, and one for each file that cannot be cut."""
+        """Return one lane for 65,536 tokens or bytes, and one for each file that cannot be cut."""
         units = sum(layout.units for i, layout in enumerate(self.layouts) if i not in self.uncut)
         return max(1, min(sum(self.counts), units // UNITS_PER_LANE + len(self.uncut)))
 

@@ -77,6 +77,11 @@ class Holdout(WrappedSource):
         return _Kept(self.source.read(reading), self)
 
     @override
+    def natural_lanes(self) -> int:
+        fraction = self.fraction if self.part == "validation" else 1 - self.fraction
+        return max(1, round(fraction * self.source.natural_lanes()))
+
+    @override
     def sample(self, count: int) -> tuple[list[Example], float]:
         rows, scale = self.source.sample(count)  # of which as large a fraction is kept as of the source
         return [row for row in rows if row.data is None or self._keeps_if_sound(row)], scale

@@ -148,9 +148,9 @@ class JSONLSource(FileSource):
 
     @override
     def natural_lanes(self) -> int:
-        """Return one lane per 256 KiB of plain files, and one per compressed file."""
+        """Return one lane per 64 KiB of plain files, and one per compressed file."""
         plain = sum(self.files[number].size for number in self._plain)
-        return max(1, (plain >> 18) + len(self._compressed))
+        return max(1, (plain >> 16) + len(self._compressed))
 
     @override
     def sample(self, count: int) -> tuple[list[Example], float]:

@@ -20,7 +20,7 @@ from streampack.sources.source import Source
 from streampack.sources.torchtune_rows import null_safe
 from streampack.types import Cursor, Row, RowId
 
-ROWS_PER_LANE = 512
+ROWS_PER_LANE = 100
 
 
 class Columns:

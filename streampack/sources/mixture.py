@@ -36,7 +36,7 @@ class Mix(Source):
     >>> short = [{"tokens": [1] * 3, "labels": [1] * 3}] * 1000
     >>> long = [{"tokens": [2] * 9, "labels": [2] * 9}] * 500
     >>> mix = Mix([{"name": "short", "source": short, "weight": 1}, {"name": "long", "source": long, "weight": 3}])
-    >>> data = IterablePackedDataset(mix, max_seq_len=36)
+    >>> data = IterablePackedDataset(mix, max_seq_len=36, num_lanes=1)
     >>> packs = list(data)
     >>> {name: (stats.trained, stats.epochs) for name, stats in data.source_stats().items()}
     {'short': (2000, 1), 'long': (6016, 2)}

@@ -101,13 +101,13 @@ class ParquetSource(FileSource):
         return group_of(footer, row_id[1]) == group_of(footer, later[1])
 
     def natural_lanes(self) -> int:
-        """Return one lane per 256 KiB, but no more than there are parts to divide.
+        """Return one lane per 64 KiB, but no more than there are parts to divide.
 
         Those are row groups. For eight files or more, files are counted instead, so that no footers need be read.
         """
         few = len(self.files) < 8
         parts = sum(len(self._runs(i, step=0)[0]) for i in range(len(self.files))) if few else len(self.files)
-        return max(1, min(parts, sum(file.size for file in self.files) >> 18))
+        return max(1, min(parts, sum(file.size for file in self.files) >> 16))
 
     def sample(self, count: int) -> tuple[list[Example], float]:
         """See `Source.sample`: the first rows of row groups of up to 16 files."""

@@ -115,7 +115,7 @@ class Source(ABC):
         return None
 
     def natural_lanes(self) -> int:
-        """Return a sensible number of lanes: about one per 100 packs, as each lane's last pack is not full."""
+        """Return the most lanes that a new run has by default: about one per 100 rows or 64 KiB."""
         return 1
 
     def shared(self, num_lanes: int) -> list[str]:

@@ -104,9 +104,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
-            number of ranks that divides it. Default: the smallest multiple of the consumers (ranks x workers) that is
-            at least 8, or 4, 2 or 1 on data so small that part-empty last packs would be more than about 2 % padding.
-            With fewer lanes than ranks only a `PackedDataLoader` can go on: it hands out null packs.
+            number of ranks that divides it. The default follows from the data alone: 8, or 4, 2 or 1 with fewer than
+            100 rows or 64 KiB a lane, or 24 or 48 with 2,000 rows or 1.25 MiB a lane; 1 for an iterable, and at most
+            one for each compressed file. A new run needs one for each rank; one that resumes on more ranks hands out
+            null packs.
         balance_window: packs that each lane plans ahead and hands out by attention cost, so that the ranks of a step
             have about the same work; 0 is off. A sample then waits for at most ``buffer_size + 2 * balance_window``
             packs. Default: 64 for several ranks and ``max_seq_len`` from 8,192 on, otherwise, and with images, 0.
@@ -226,7 +227,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def stream(self, consumer: int = 0, consumers: int = 1) -> Iterator[Pack]:
         """Return the packs of one of several consumers (ranks x workers); this fixes num_lanes and balance_window.
 
-        Consumer c owns lanes c, c + consumers, and so on.
+        Consumer c owns lanes c, c + consumers, and so on. Where it owns none, it makes no pack.
         """
         return (event.pack for event in self.events(consumer, consumers) if event.pack is not None)
 
@@ -246,7 +247,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
-        self.num_lanes = num_lanes = self.lanes_for(consumers)
+        self.num_lanes = num_lanes = self.lanes_for(1)
         self.balance_window = self.window_for(consumers)
         config = replace(self.lane_config, balance_window=self.balance_window)
         begin = self.readers.following()
@@ -290,13 +291,19 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """The epoch, from 0, with which whoever has not read yet begins."""
         return self.readers.following().epoch
 
-    def lanes_for(self, consumers: int) -> int:
-        """Return how many lanes this many consumers (ranks x workers) would read; a run that goes on may have fewer."""
-        lanes = self.num_lanes or default_lanes(self.lane_config.source, consumers)
-        if lanes < consumers and self._asked_for["num_lanes"]:
+    def lanes_for(self, ranks: int) -> int:
+        """Return the number of lanes, the same for any number of ranks; a new run needs one for each of them.
+
+        Raises:
+            ValueError: if a new run has fewer lanes than ranks. One that resumes hands out null packs there.
+        """
+        lanes = self.num_lanes or default_lanes(self.lane_config.source)
+        if lanes < ranks and "num_lanes" in self._asked_for:
+            default = f"the default of {lanes} lane{'s' * (lanes > 1)} for this data"
             raise ValueError(
-                f"{lanes} lane{'s' * (lanes > 1)} cannot feed {consumers} consumers (ranks x workers): some would get "
-                "nothing; use fewer workers, or start a new run with more num_lanes"
+                f"{f'num_lanes={lanes}' if self._asked_for['num_lanes'] else default} gives {ranks - lanes} of {ranks} "
+                f"ranks nothing to read; in a new run, set num_lanes={ranks} or a multiple of every number of ranks "
+                "that you may resume on, or use fewer ranks"
             )
         return lanes
 
@@ -405,15 +412,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         self.lane_config = replace(self.lane_config, earlier=resumed.earlier)
         self._changes.histories = resumed.histories
-        for name, asked in self._asked_for.items():
-            before = getattr(loaded, name)
+        for name in ("num_lanes", "balance_window"):
+            before, asked = getattr(loaded, name), self._asked_for.get(name)
             if None not in (before, asked) and before != asked:
                 warn_user(
                     f"{name}={asked} is not heeded: the state was made with {name}={before}, which a run keeps; start "
                     "a new run for another number"
                 )
             if before is not None:
-                self._asked_for = {**self._asked_for, name: None}
+                self._asked_for = {key: value for key, value in self._asked_for.items() if key != name}
             setattr(self, name, asked if before is None else before)
         if loaded.ledger.untrained:
             self.readers.first_untrained()  # which the run before has said
@@ -469,7 +476,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
         """Estimate the packs of an epoch from so many rows, all over the corpus.
 
-        Each of ``num_lanes``, by default as many as one process reads, has a part-empty last pack.
+        Each of ``num_lanes``, by default the run's, has a part-empty last pack.
 
         Raises:
             ValueError: if the source cannot tell its size.

@@ -16,8 +16,9 @@ from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.sources.bad_records import Quarantine
 from streampack.streaming.estimate import TooLong
+from streampack.streaming.lane_config import lanes_text
 from streampack.training.config import RunConfig
-from streampack.training.schedule import PROBED_ROWS, lanes_of
+from streampack.training.schedule import PROBED_ROWS
 from streampack.training.world import World
 
 METRICS_FILE = "metrics.jsonl"
@@ -40,16 +41,18 @@ def opening(
     """
     if not world.is_main:
         return {}
-    dataset, consumers = loader.dataset, world.size * max(1, config.num_workers)
-    packing, lanes = dataset.lane_config.packing, lanes_of(config, loader, world)
+    dataset = loader.dataset
+    packing, lanes = dataset.lane_config.packing, dataset.lanes_for(1)
     name = "split_across_pack" if packing.split_across_pack else f"strategy={packing.strategy}"
     refused = [f"{backend} will not do: {why}" for backend, why in inputs.refused.items()]
     lines = {
-        "data": f"{lanes} lane{'s' * (lanes > 1)} for {consumers} consumer{'s' * (consumers > 1)}",
+        "data": f"{lanes} lane{'s' * (lanes > 1)} for {world.size} rank{'s' * (world.size > 1)}",
         "packing": f"{name}, max_seq_len={packing.max_seq_len}, balance_window={dataset.window_for(world.size)}",
         "attention": "; ".join([f"{inputs.attention}, by attention={config.attention}", *refused]),
     }
-    if done:
+    if not done:
+        lines["lanes"] = lanes_text(lanes)
+    else:
         ledger = loader.ledger()  # of all lanes, as it was loaded
         lines["so far"] = f"{ledger.tokens_in:,} tokens read, {dropped_tokens(ledger)}"
     # Streams of unknown length and endless mixtures have no estimate. The error of a bad row is not raised here, but

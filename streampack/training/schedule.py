@@ -36,7 +36,7 @@ def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, ru
     steps = math.inf if config.max_steps is None else config.max_steps
     if config.epochs is not None:
         # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
-        packs = world.run_on_main(lambda: _packs_of_epoch(config, loader, world), of="an estimate")
+        packs = world.run_on_main(lambda: _packs_of_epoch(config, loader), of="an estimate")
         left = max(0, config.epochs * packs - loader.ledger().packs)
         if left < math.inf:
             steps = min(steps, run["step"] + math.ceil(left / loader.packs_per_step))
@@ -56,19 +56,14 @@ def asked_of(config: RunConfig, loader: PackedDataLoader) -> list[int | None]:
     return [config.epochs, config.max_steps, loader.packs_per_step]
 
 
-def _packs_of_epoch(config: RunConfig, loader: PackedDataLoader, world: World) -> float:
+def _packs_of_epoch(config: RunConfig, loader: PackedDataLoader) -> float:
     """Return how many packs an epoch has; infinity if the source cannot tell, and ``max_steps`` ends the run."""
     try:
-        return loader.dataset.estimate(rows=PROBED_ROWS, num_lanes=lanes_of(config, loader, world)).at_most
+        return loader.dataset.estimate(rows=PROBED_ROWS).at_most
     except ValueError:
         if config.max_steps is None:
             raise
         return math.inf
-
-
-def lanes_of(config: RunConfig, loader: PackedDataLoader, world: World) -> int:
-    """Return the number of lanes of a run on these ranks."""
-    return loader.dataset.lanes_for(world.size * max(1, config.num_workers))
 
 
 def build_schedule(

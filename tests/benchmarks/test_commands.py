@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A pattern of the rows that a command's smallest run must have, and their number.
 COMMANDS = {
     "density --smoke --distributions flan": (r"exact_fit +\| +32 \| +0 \|", 1),
+    "lanes --smoke": (r"100 +\| +1 \|", 3),
     "images --smoke": (r"exact_fit ", 9),
     "inputs --smoke": (r"streampack +\|", 4),
     "text --smoke": (r"BPE, `tokenizers` \| +(?:exact_fit|split_across_pack) ", 2),

@@ -29,6 +29,7 @@ from tests.harness.threads import (
     Topology,
     check_steps,
     check_whole,
+    in_process,
     make,
     on_ranks,
     packs_of,
@@ -114,6 +115,62 @@ def test_a_resume_at_every_batch_keeps_the_order(ranks: int, workers: int, batch
 
 
 # Steps on other topologies.
+
+
+@pytest.mark.parametrize(("count", "lanes"), [(150, 1), (300, 2), (2000, 8)])
+def test_what_a_new_run_packs_follows_from_the_data_alone(count: int, lanes: int) -> None:
+    """200 rows made 1, 1, 2 and 3 lanes with 0 to 3 workers, 2,000 rows 2, 2, 2 and 3."""
+    built, packs_per_step = make(rows(count), num_lanes=None, epochs=1), 8
+    for topology in (
+        Topology(workers=0),
+        Topology(workers=3),
+        Topology(ranks=2, workers=2),
+        Topology(ranks=4),
+    ):
+        if topology.ranks > lanes:
+            continue
+        found = run(built, topology, packs_per_step=packs_per_step)
+        assert {state["num_lanes"] for state in found.states} == {lanes}
+        steps = steps_of([list(map(packs_of, each)) for each in found.batches], found.batches_per_step)
+        assert check_steps(steps, built, lanes, packs_per_step) > 5
+
+
+@pytest.mark.parametrize("given", [None, 2])
+def test_a_new_run_on_more_ranks_than_lanes_is_refused_with_the_way_out(given: int | None) -> None:
+    built = make(rows(300), num_lanes=given)
+    found = on_ranks(4, lambda rank_sync: next(iter(_on(rank_sync, built()))))
+    assert {str(error) for error in found} == {
+        f"{'num_lanes=2' if given else 'the default of 2 lanes for this data'} gives 2 of 4 ranks nothing to read; in "
+        "a new run, set num_lanes=4 or a multiple of every number of ranks that you may resume on, or use fewer ranks"
+    }
+
+
+@pytest.mark.filterwarnings("ignore:. ranks do not divide")
+@pytest.mark.parametrize(("ranks", "lanes", "workers"), [(1, 1, 2), (2, 3, 2), (3, 4, 2), (2, 8, 3)])
+def test_no_worker_is_started_without_a_lane(
+    ranks: int, lanes: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One lane and two workers were refused; a rank with fewer lanes than another had idle workers."""
+    started: list[str] = []
+
+    def start(stream: Any, lane_states: Any, name: str) -> Any:
+        started.append(name)
+        return in_process(stream, lane_states, name)
+
+    monkeypatch.setattr("tests.harness.threads.in_process", start)
+    built = make(rows(200), num_lanes=lanes, epochs=1)
+    found = run(built, Topology(ranks=ranks, workers=workers), packs_per_step=4)
+    assert len(set(started)) == len(started) == min(lanes, ranks * workers)
+    whole = run(built, Topology(), packs_per_step=4)
+    assert sorted(key for each in found.batches for batch in each for key in packs_of(batch)) == sorted(
+        key for each in whole.batches for batch in each for key in packs_of(batch)
+    )
+
+
+def _on(rank_sync: ThreadSync, data: IterablePackedDataset) -> PackedDataLoader:
+    loader = PackedDataLoader(data)
+    loader.rank_sync = rank_sync
+    return loader
 
 
 def test_lanes_that_do_not_divide_evenly_warn() -> None:

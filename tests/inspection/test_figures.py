@@ -297,7 +297,7 @@ FITTING = token_rows(log_normal(3000, 60, 0.6))
 ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     "Pack by exact_fit": ({"strategy": "next_fit"}, "strategy: exact_fit"),
     "Use fewer lanes": ({"num_lanes": 40}, "num_lanes: 1"),
-    "Give every consumer a lane": ({"shape": RunShape(ranks=(2,), workers=2)}, "num_lanes: 4"),
+    "Give every rank and worker a lane": ({"shape": RunShape(ranks=(2,), workers=2)}, "num_lanes: 4"),
     "Say what to do with samples longer than max_seq_len": (
         {"rows": [*FITTING, *token_rows([900])], "overlong": "error"},
         "# or keep them whole: max_seq_len: 1024",

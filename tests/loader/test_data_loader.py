@@ -136,7 +136,7 @@ def test_workers_take_turns_with_an_iterable_and_one_log_line_says_so(caplog):
 
     for workers, said in ((0, []), (1, []), (2, [SHARED])):
         caplog.clear()
-        data = IterablePackedDataset(IterableSource(rows), max_seq_len=16)
+        data = IterablePackedDataset(IterableSource(rows), max_seq_len=16, num_lanes=max(1, workers))
         loader = PackedDataLoader(data, num_workers=workers)
         assert samples(loader) == list(range(1, 301))
         assert samples(loader) == list(range(1, 301)), "a second epoch"

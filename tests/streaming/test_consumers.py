@@ -228,7 +228,10 @@ def test_a_run_of_one_lane_resumes_with_several_workers(
     with caplog.at_level(logging.WARNING):
         assert rows_in(loader) == rest
     said = [each.getMessage() for each in caplog.records if each.name == "streampack.loader.batching"]
-    wanted = f"num_workers={workers}: 1 of them has work, for there is 1 lane; a new run may set num_lanes"
+    wanted = (
+        f"num_workers={workers}: 1 started on each rank, one for each of its lanes, for the run has 1 in all; to use "
+        "more, set num_lanes in a new run"
+    )
     assert said == ([wanted] if workers > 1 else [])
 
 

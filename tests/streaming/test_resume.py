@@ -228,12 +228,14 @@ def test_a_state_from_before_the_first_pack_leaves_the_number_of_lanes_open() ->
     assert other.num_lanes is None, "what an iteration of this process began with is not of the state"
 
 
-@pytest.mark.parametrize(("count", "ranks", "lanes"), [
-    (40, 1, 1), (40, 3, 3), (2600, 1, 4), (2600, 3, 3), (3600, 2, 4), (5000, 1, 8), (10_000, 3, 9), (10_000, 5, 10)
+@pytest.mark.parametrize(("count", "lanes"), [
+    (1, 1), (199, 1), (200, 2), (399, 2), (400, 4), (799, 4), (800, 8), (47_999, 8), (48_000, 24), (10**6, 48)
 ])  # fmt: skip
-def test_the_default_number_of_lanes_divides_evenly(count: int, ranks: int, lanes: int) -> None:
+def test_the_default_number_of_lanes_follows_from_the_rows(count: int, lanes: int) -> None:
     """2,600 rows made 5 lanes, which 2 ranks do not divide."""
-    assert make([{"i": 0, "n": 4}] * count).lanes_for(ranks) == lanes
+    data = make([{"i": 0, "n": 4}] * count)
+    assert {data.lanes_for(ranks) for ranks in range(1, lanes + 1)} == {lanes}
+    assert all(lanes % ranks == 0 for ranks in (1, 2, 4, 8) if ranks <= lanes)
 
 
 # What is refused.

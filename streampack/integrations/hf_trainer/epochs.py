@@ -70,22 +70,17 @@ def log_overlong(loader: PackedDataLoader) -> None:
     # Of a stream of unknown length, or of a bad row, which training raises where it reads it.
     with suppress(Exception):
         try:
-            told = packs.estimate(rows=rows, num_lanes=lanes_of(loader)).losses(config.packing)
+            told = packs.estimate(rows=rows).losses(config.packing)
         except TooLong as error:
             told = str(error)
         if told:
             log.warning("%s", told)
 
 
-def lanes_of(loader: PackedDataLoader) -> int:
-    """Return the number of lanes that a loader's dataset has on its ranks and workers."""
-    return loader.dataset.lanes_for(loader.rank_sync.world_size * max(1, loader.num_workers))
-
-
 def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     """Collective: find how many steps this loader takes to read its data ``epochs`` times."""
     packs, ranks = loader.dataset, loader.rank_sync
-    num_lanes = lanes_of(loader)
+    num_lanes = packs.lanes_for(ranks.world_size)
     config = packs.lane_config
     # The length of a row with images is known when they are decoded.
     if not config.source.map_style or config.reads_images:

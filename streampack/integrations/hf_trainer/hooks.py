@@ -201,10 +201,10 @@ class Hooks:
             steps_before = read_trainer(self.checkpoint)["global_step"]
         if loader.batches_per_step != accumulation:
             raise ValueError(
-                f"num_lanes={self.packs.num_lanes} cannot be shared evenly by {loader.rank_sync.world_size} ranks: a "
-                f"step would have {loader.batches_per_step} batches on each, and Trainer takes {accumulation} "
-                "(gradient_accumulation_steps); use a number of ranks that divides the lanes, or in a new run leave "
-                "num_lanes out"
+                f"num_lanes={self.packs.lanes_for(1)} cannot be shared evenly by {self.trainer.args.world_size} ranks: "
+                f"a step would have {loader.batches_per_step} batches on each, and Trainer takes {accumulation} "
+                "(gradient_accumulation_steps); use a number of ranks that divides the lanes, or in a new run set "
+                "num_lanes to a multiple of the ranks"
             )
         args = self.trainer.args
         # With auto_find_batch_size, Trainer calls this again for another batch size, which needs another plan.
@@ -230,14 +230,18 @@ class Hooks:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return packed batches for packs, and the trainer's own loader for other data."""
-        data = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
+        data, args = self.trainer.eval_dataset if eval_dataset is None else eval_dataset, self.trainer.args
         if isinstance(data, str):
             data = self.trainer.eval_dataset[data]
         if not isinstance(data, IterablePackedDataset):
             return self.originals["get_eval_dataloader"](eval_dataset)
         if data not in self.evaluations:
             require_end(data, "eval_dataset")
-            loader = self._loader(data, self.trainer.args.per_device_eval_batch_size)
+            if (
+                data.num_lanes is None
+            ):  # no state is kept, and no step compared: each rank and worker has a lane
+                data.num_lanes = args.world_size * max(1, args.dataloader_num_workers)
+            loader = self._loader(data, args.per_device_eval_batch_size)
             self.evaluations[data] = Evaluation(loader, self.as_inputs)
         return self.evaluations[data]
 

@@ -209,8 +209,9 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         if self.loader.batches_per_step > 1:
             raise ValueError(
                 f"{self.loader.rank_sync.data_world_size} data-parallel ranks do not divide the "
-                f"num_lanes={self.loader.dataset.num_lanes} of the run: batches would have fewer packs, and so would "
-                "torchtitan's steps; use a number of ranks that divides the lanes, or in a new run another num_lanes"
+                f"num_lanes={self.loader.dataset.lanes_for(1)} of the run: batches would have fewer packs, and so "
+                "would torchtitan's steps; use a number of ranks that divides the lanes, or in a new run another "
+                "num_lanes"
             )
         for batch in self.loader:
             yield trainer_batch(batch)
