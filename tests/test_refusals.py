@@ -29,6 +29,7 @@ from streampack import (
     prepare_model_for_packing,
 )
 from streampack.cli import main
+from streampack.tokenize import tokenize
 from tests.harness import hf_trainers
 from tests.harness.hf_tokenizers import byte_level
 
@@ -188,6 +189,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rows to the loader": (
         lambda: PackedDataLoader(ROWS),  # type: ignore[arg-type]
         "a list is no stream of packs; give PackedDataLoader an IterablePackedDataset(rows, max_seq_len=...)",
+    ),
+    "a million lanes": (
+        lambda: packs(ROWS, num_lanes=10**6),
+        "num_lanes=1000000 is above the limit of 65,536; give a small multiple of the ranks that you may use",
+    ),
+    "more lanes than rows": (
+        lambda: packs(ROWS * 1500, num_lanes=60_000),
+        "num_lanes=60000 is more than the 13,500 rows of the data, so most lanes would be empty; give 13,500 or fewer",
+    ),
+    "a million lanes of token shards": (
+        lambda: tokenize(ROWS, out="nowhere", lanes=10**6),
+        "lanes=1000000 is above the limit of 65,536; give a small multiple of the",
     ),
     "lanes": (
         lambda: packs(ROWS).lanes_for(2),

@@ -28,7 +28,7 @@ from streampack.streaming.balance import default_window, require_window
 from streampack.streaming.corpus_changes import CorpusChanges, Resumed
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check
+from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check, require_lanes
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.readers import PackDicts, Readers
 from streampack.streaming.round_robin import in_turn
@@ -107,7 +107,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             number of ranks that divides it. The default follows from the data alone: 8, or 4, 2 or 1 with fewer than
             100 rows or 64 KiB a lane, or 24 or 48 with 2,000 rows or 1.25 MiB a lane; 1 for an iterable, and at most
             one for each compressed file. A new run needs one for each rank; one that resumes on more ranks hands out
-            null packs.
+            null packs. At most 65,536, and above 1,024 no more than there are rows in memory.
         balance_window: packs that each lane plans ahead and hands out by attention cost, so that the ranks of a step
             have about the same work; 0 is off. A sample then waits for at most ``buffer_size + 2 * balance_window``
             packs. Default: 64 for several ranks and ``max_seq_len`` from 8,192 on, otherwise, and with images, 0.
@@ -187,7 +187,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.lane_config.check_shards()
         self.epochs = epochs
         # As the user set them, as a state has them, or as the run began with them; None until then.
-        self.num_lanes = None if num_lanes is None else require_positive(num_lanes, "num_lanes")
+        self.num_lanes = None if num_lanes is None else require_lanes(num_lanes, "num_lanes", source)
         self.balance_window = None if balance_window is None else require_window(balance_window)
         # What the user set, and no state has replaced.
         self._asked_for = {"num_lanes": self.num_lanes, "balance_window": self.balance_window}

@@ -21,8 +21,11 @@ from streampack.sources.reading import Division, Reader, Reading
 from streampack.sources.source import Source
 from streampack.storage.read_ahead import ReadAhead
 from streampack.types import INT32, Cursor, Row, RowId, Sample
+from streampack.validation import require_positive
 
 UNTRAINED = ("keep", "drop", "error")
+MOST_LANES = 1 << 16  # 100,000 take 7 s and 726 MB before the first pack
+SOME_LANES = 1024
 DEFAULT_LANES = (1, 2, 4, 8, 24, 48)
 CHARACTERS_OF_A_TOKEN = 16
 """A text with more characters for each of ``max_document_tokens`` is left out unencoded: 3 MB take seconds to encode. A
@@ -230,6 +233,25 @@ def default_lanes(source: Source) -> int:
     """
     filled = source.natural_lanes()
     return max(lanes for lanes in DEFAULT_LANES if lanes * (1 if lanes <= 8 else 20) <= max(1, filled))
+
+
+def require_lanes(value: object, name: str, source: Source) -> int:
+    """Return a number of lanes; raise if it is above `MOST_LANES`, or far above the rows of data whose length is known.
+
+    A few lanes more than rows are allowed: many ranks may evaluate on five rows.
+    """
+    lanes = require_positive(value, name)
+    if lanes > MOST_LANES:
+        raise ValueError(
+            f"{name}={lanes} is above the limit of {MOST_LANES:,}; give a small multiple of the ranks that you may use"
+        )
+    rows = source.size if source.map_style and lanes > SOME_LANES else None
+    if rows is not None and lanes > rows:
+        raise ValueError(
+            f"{name}={lanes} is more than the {rows:,} rows of the data, so most lanes would be empty; give {rows:,} "
+            "or fewer"
+        )
+    return lanes
 
 
 def lanes_text(lanes: int) -> str:

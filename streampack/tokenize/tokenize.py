@@ -27,7 +27,7 @@ from streampack.storage.base import map_in_threads
 from streampack.storage.folders import Folder, RemoteFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.storage.retries import Storage
-from streampack.streaming.lane_config import Encode, LaneConfig
+from streampack.streaming.lane_config import Encode, LaneConfig, require_lanes
 from streampack.streaming.run_identity import encoder_identity
 from streampack.tokenize.engines import write_here, write_on_ray
 from streampack.tokenize.lane_shards import Job, Progress, read_progress
@@ -122,13 +122,14 @@ def tokenize(
     if engine != "ray" and address is not None:
         raise ValueError(f"address={address!r} is that of a Ray cluster; set engine='ray', or leave it out")
     require(dtype, "dtype", ("auto", *DTYPES))
+    default = min(source.natural_lanes(), MAX_DEFAULT_LANES) if lanes is None else lanes
+    lanes = require_lanes(default, "lanes", source)
     config = LaneConfig(source, encode, Packing(1, split_across_pack=True), quarantine=quarantine)
     config.check_shards()
-    lanes = min(source.natural_lanes(), MAX_DEFAULT_LANES) if lanes is None else lanes
     plan = {
         "corpus": fingerprint_of(source),
         "encoder": encoder_identity(encode, source),
-        "lanes": require_positive(lanes, "lanes"),
+        "lanes": lanes,
         "shard_tokens": require_positive(shard_tokens, "shard_tokens"),
         "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
     }
