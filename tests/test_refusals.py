@@ -190,6 +190,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: PackedDataLoader(ROWS),  # type: ignore[arg-type]
         "a list is no stream of packs; give PackedDataLoader an IterablePackedDataset(rows, max_seq_len=...)",
     ),
+    "a strategy that would mean nothing": (
+        lambda: packs(ROWS, split_across_pack=True, strategy="exact_fit"),
+        "strategy='exact_fit' has no effect with split_across_pack=True, which fills packs in the order of arrival;",
+    ),
     "a million lanes": (
         lambda: packs(ROWS, num_lanes=10**6),
         "num_lanes=1000000 is above the limit of 65,536; give a small multiple of the ranks that you may use",

@@ -45,7 +45,7 @@ def plan_outcomes(
     """Return the outcome of every way to make batches, and the plan of the run's own."""
     ways = {name: replace(packing, split_across_pack=False, strategy=name) for name in STRATEGIES}
     if packing.max_media is None:  # samples with images are never split
-        ways["split_across_pack"] = replace(packing, split_across_pack=True)
+        ways["split_across_pack"] = replace(packing, split_across_pack=True, strategy=None)
     planned = {name: _packed(name, epoch, way, shape) for name, way in ways.items()}
     plan, _ = planned[packing.filled_by]
     padding = _padded(epoch, ways["next_fit"], shape, seed=seed)

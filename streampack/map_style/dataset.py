@@ -75,7 +75,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         padding_idx: int = 0,
         max_packs: int | None = None,
         split_across_pack: bool = False,
-        strategy: str = "exact_fit",
+        strategy: str | None = None,
         buffer_size: int = 128,
         overlong: str | None = None,
         max_seqs_per_pack: int | None = None,
@@ -99,6 +99,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             require(parity, "parity", ("torchtune",))
             strategy = torchtune.strategy_of(
                 strategy,
+                split_across_pack=split_across_pack,
                 pad_seqs_to=pad_seqs_to,
                 overlong=overlong,
                 max_seqs_per_pack=max_seqs_per_pack,

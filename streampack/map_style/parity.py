@@ -17,15 +17,17 @@ import numpy as np
 from streampack.types import IGNORE_INDEX, IntArray, Sample
 
 
-def strategy_of(strategy: str, *, pad_seqs_to: int, **others: object) -> str:
+def strategy_of(
+    strategy: str | None, *, split_across_pack: bool, pad_seqs_to: int, **others: object
+) -> str | None:
     """Return torchtune's strategy, and refuse settings that would change the packs, or that it does not heed."""
     changed = pad_seqs_to != 1 or any(value is not None for value in others.values())
-    if strategy not in ("exact_fit", "next_fit") or changed:
+    if strategy not in (None, "exact_fit", "next_fit") or changed:
         raise ValueError(
             "parity='torchtune' packs as torchtune does, in order, all samples and without padding in between; leave "
             f"strategy, pad_seqs_to, {', '.join(others)} out, or leave parity out"
         )
-    return "next_fit"
+    return strategy if split_across_pack else "next_fit"
 
 
 def assemble(

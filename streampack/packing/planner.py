@@ -84,10 +84,10 @@ class Planner(Generic[PieceT]):
         """Plan one pack and return its pieces; an empty list when there are no more pieces and none waits."""
         self.placed, self.room = [], self.packing.max_seq_len
         self.media_room = self.packing.max_media
-        if self.packing.split_across_pack:
+        if (strategy := self.packing.strategy) is None:
             self._fill_by_cutting()
             return self.placed
-        choose = STRATEGIES[self.packing.strategy]
+        choose = STRATEGIES[strategy]
         if self.lengths or self._pull():
             self._take([0])
         # The strategy decided against the pieces that it leaves waiting, so the pack is closed. If it took all of them,
@@ -97,7 +97,7 @@ class Planner(Generic[PieceT]):
                 self._take(choose(self.lengths, self.room, limit, self._pull))
             else:
                 room, media = (self.room, self.media_room), self.media
-                self._take(choose_within(self.packing.strategy, self.lengths, media, room, limit, self._pull))
+                self._take(choose_within(strategy, self.lengths, media, room, limit, self._pull))
             if self.lengths:
                 break
         return self.placed
@@ -144,7 +144,7 @@ def plan_packs(
     lengths: Iterable[int],
     max_seq_len: int,
     *,
-    strategy: str = "exact_fit",
+    strategy: str | None = None,
     buffer_size: int = 128,
     split_across_pack: bool = False,
     overlong: str | None = None,

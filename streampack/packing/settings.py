@@ -19,11 +19,11 @@ SPLIT_HINT = "; for documents that continue in the next pack set split_across_pa
 class Packing:
     """The settings that decide which tokens share a pack. They are checked here, for every caller.
 
-    ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-    ``"truncate"`` (its end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"`` into several pieces. By
-    default it is ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it
-    is ``"split"`` by default, and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences in a pack; None
-    sets no limit.
+    ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"``
+    (its end is cut off), ``"truncate_left"`` (its beginning is) or ``"split"`` into several pieces. By default it is
+    ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it is ``"split"``
+    by default, and a ``strategy`` is refused; otherwise that is ``"exact_fit"`` by default. ``max_seqs_per_pack``
+    limits the sequences in a pack; None sets no limit.
 
     ``pad_seqs_to`` pads every sequence to a multiple of so many tokens, inside the sequence: context parallelism over n
     ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``max_seq_len`` must be a multiple of it, so that the
@@ -37,7 +37,7 @@ class Packing:
     """
 
     max_seq_len: int
-    strategy: str = "exact_fit"
+    strategy: str | None = None
     buffer_size: int = 128
     split_across_pack: bool = False
     overlong: str | None = None
@@ -50,8 +50,16 @@ class Packing:
             if getattr(self, name) is not None or name not in ("max_seqs_per_pack", "max_media"):
                 object.__setattr__(self, name, require_positive(getattr(self, name), name))
         require_multiple(self.max_seq_len, "max_seq_len", self.pad_seqs_to, "pad_seqs_to")
-        require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
         refuse_text(self.split_across_pack, "split_across_pack", "True or False")
+        if self.strategy is None and not self.split_across_pack:
+            object.__setattr__(self, "strategy", "exact_fit")
+        if self.strategy is not None:
+            require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
+            if self.split_across_pack:
+                raise ValueError(
+                    f"strategy={self.strategy!r} has no effect with split_across_pack=True, which fills packs in the "
+                    "order of arrival; leave one of the two out"
+                )
         if self.overlong is None:
             object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
         require(self.overlong, "overlong", OVERLONG)
@@ -108,7 +116,7 @@ class Packing:
     @property
     def filled_by(self) -> str:
         """How packs are filled, for messages: the strategy, or ``split_across_pack``."""
-        return "split_across_pack" if self.split_across_pack else self.strategy
+        return self.strategy or "split_across_pack"
 
     @property
     def max_segments(self) -> int | None:

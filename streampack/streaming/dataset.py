@@ -73,7 +73,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_seq_len: tokens in a pack.
         strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
         split_across_pack: for pretraining: packs are always full, and the sample that crosses a pack's end continues
-            in the next; no strategy is used.
+            in the next; a ``strategy`` is refused.
         buffer_size: how many samples may wait, per lane; none waits for more packs than that.
         max_seqs_per_pack: the most sequences in a pack, well above the typical number; a pack that reaches it is
             padded. It gives `cu_seqlens` a fixed length, for static shapes.
@@ -126,7 +126,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         *,
         max_seq_len: int,
         encoder: Callable[[Mapping[str, Any]], Sample] | None = None,
-        strategy: str = "exact_fit",
+        strategy: str | None = None,
         split_across_pack: bool = False,
         buffer_size: int = 128,
         overlong: str | None = None,

@@ -45,7 +45,7 @@ class RunIdentity:
             "encoder": encoder,
             "max_seq_len": packing.max_seq_len,
             "split_across_pack": bool(packing.split_across_pack),
-            "strategy": None if packing.split_across_pack else packing.strategy,  # without effect there
+            "strategy": packing.strategy,
             "buffer_size": packing.buffer_size,
             "overlong": packing.overlong,
             "max_seqs_per_pack": packing.max_seqs_per_pack,

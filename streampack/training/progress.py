@@ -43,7 +43,7 @@ def opening(
         return {}
     dataset = loader.dataset
     packing, lanes = dataset.lane_config.packing, dataset.lanes_for(1)
-    name = "split_across_pack" if packing.split_across_pack else f"strategy={packing.strategy}"
+    name = f"strategy={packing.strategy}" if packing.strategy else packing.filled_by
     refused = [f"{backend} will not do: {why}" for backend, why in inputs.refused.items()]
     lines = {
         "data": f"{lanes} lane{'s' * (lanes > 1)} for {world.size} rank{'s' * (world.size > 1)}",

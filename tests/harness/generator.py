@@ -74,7 +74,7 @@ class Case:
         strategy = rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", None])
         self.settings: dict[str, Any] = {
             "max_seq_len": limit,
-            "strategy": strategy or "exact_fit",
+            "strategy": strategy,
             "split_across_pack": rng.random() < 0.15 or strategy is None,
             "buffer_size": rng.choice([1, 2, 5, 16, 128]),
             "overlong": rng.choice(TOO_LONG + [None, "error"] * (not gentle)),
@@ -86,6 +86,8 @@ class Case:
             "padding_idx": rng.choice([0, 0, EOS + 1]),
             "skip_bad": 10**6 if gentle else rng.choice([10**6, False]),
         }
+        if self.settings["split_across_pack"]:
+            self.settings["strategy"] = None  # refused there
         # From a generator of its own, so that a case is otherwise the one that it is without.
         balance = random.Random(str(self.settings))
         self.settings["balance_window"] = balance.choice([None, None, 1, 2, 5, 64])

@@ -58,7 +58,7 @@ settings_of_all_kinds = st.fixed_dictionaries(
         "split_across_pack": st.booleans(),
         "overlong": st.sampled_from(["drop", "truncate", "truncate_left", "split"]),
     }
-)
+).map(lambda settings: settings | ({"strategy": None} if settings["split_across_pack"] else {}))
 KEYS = ("tokens", "labels", "input_pos", "seq_lens")
 some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 

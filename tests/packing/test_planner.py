@@ -191,7 +191,7 @@ WRAP = "; for documents that continue in the next pack set split_across_pack=Tru
                                  (4.0, "{name}=4.0 is not a whole number; give one of at least 1"))),
         ({"strategy": "wrap"},
          f"strategy='wrap' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'{WRAP}"),
-        ({"strategy": None}, "strategy=None is unknown; choose one of 'next_fit'"),
+        ({"strategy": 3}, "strategy=3 is unknown; choose one of 'next_fit'"),
         ({"strategy": ["exact_fit"]}, "strategy=['exact_fit'] is unknown"),
         ({"overlong": "cut"},
          "overlong='cut' is unknown; choose one of 'error', 'drop', 'truncate', 'truncate_left', 'split'"),
@@ -212,7 +212,7 @@ def test_settings_that_cannot_be_are_refused_at_the_call(options: dict[str, Any]
     ("lengths", "options", "message"),
     [
         ([3, 9], {}, "sample 1 has 9 tokens, max_seq_len is 8; set overlong to 'split', 'truncate' or 'drop', or"),
-        ([9], {"split_across_pack": True, "overlong": "error"}, "sample 0 has 9 tokens"),
+        ([9], {"strategy": "wrap", "overlong": "error"}, "sample 0 has 9 tokens"),
         *(([3, 0], {"overlong": overlong}, "sample 1 has 0 tokens; remove it") for overlong in POLICIES),
         ([3, 2.5, 4], {}, "sample 1 has 2.5 tokens; give a whole number"),
     ],
@@ -224,7 +224,11 @@ def test_lengths_that_cannot_be_are_refused(lengths: Any, options: dict[str, Any
 
 
 def test_overlong_is_split_by_default_with_split_across_pack_only() -> None:
-    for strategy in oracle.CHOOSE:  # no strategy is used
-        packs = plan_packs([9], 8, split_across_pack=True, strategy=strategy)
-        assert [[tuple(span) for span in pack] for pack in packs] == [[(0, 0, 8)], [(0, 8, 9)]]
+    packs = plan_packs([9], 8, split_across_pack=True)
+    assert [[tuple(span) for span in pack] for pack in packs] == [[(0, 0, 8)], [(0, 8, 9)]]
+    for strategy in oracle.CHOOSE:
+        with pytest.raises(
+            ValueError, match=f"^strategy='{strategy}' has no effect with split_across_pack=True, .* out$"
+        ):
+            plan_packs([9], 8, split_across_pack=True, strategy=strategy)
     assert not list(plan_packs([9], 8, split_across_pack=True, overlong="drop"))

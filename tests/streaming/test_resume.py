@@ -183,10 +183,6 @@ def test_a_state_of_another_config_is_refused(
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (
-            {"split_across_pack": True},
-            {"split_across_pack": True, "strategy": "best_fit"},
-        ),  # which is not used
         ({}, {"padding_idx": 5, "vocab_size": 10**6}),
         ({"untrained": "error"}, {"untrained": "keep"}),
     ],
