@@ -118,7 +118,8 @@ class Ledger:
 class SourceStats:
     """Counts of one source of a mixture, in one lane or in several added up."""
 
-    epochs: int = 0  # passes over the source that were begun, those without rows for the lane included
+    # Passes over the source that were begun, those without rows for the lane included; of several lanes the most of any.
+    epochs: int = 0
     samples: int = 0  # rows encoded
     tokens_in: int = 0  # tokens that the encoder made
     packed: int = 0  # tokens in packs, without padding
@@ -134,9 +135,9 @@ class SourceStats:
 
     @classmethod
     def total(cls, source_stats: Iterable[SourceStats]) -> SourceStats:
-        """Return the sum over lanes."""
-        columns = zip(*(stats.numbers() for stats in source_stats), strict=True)
-        return cls(*(sum(column) for column in columns))
+        """Return the counts of several lanes together."""
+        epochs, *counts = zip(*(stats.numbers() for stats in source_stats), strict=True)
+        return cls(max(epochs), *map(sum, counts))
 
 
 _COUNTS = tuple(

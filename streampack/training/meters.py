@@ -144,8 +144,8 @@ class SourceMeter:
         """Collective: return the metrics of every source, named ``source_<name>_<metric>``.
 
         ``loss`` covers the time since the last call, and is missing if no token was trained in it. The others cover all
-        lanes since the beginning: ``epochs`` (mean over the lanes), ``tokens_in``, ``packed``, ``trained``, and
-        ``fraction``, the source's fraction of the trained tokens.
+        lanes since the beginning: ``epochs`` (passes begun), ``tokens_in``, ``packed``, ``trained``, and ``fraction``,
+        the source's fraction of the trained tokens.
         """
         if self.mix is None:
             return {}
@@ -159,7 +159,7 @@ class SourceMeter:
         for (name, stats), loss, weight in zip(totals.items(), losses, weights, strict=True):
             if weight:
                 metrics[f"source_{name}_loss"] = loss / weight
-            metrics[f"source_{name}_epochs"] = stats.epochs / (self.loader.dataset.num_lanes or 1)
+            metrics[f"source_{name}_epochs"] = stats.epochs
             metrics[f"source_{name}_tokens_in"] = stats.tokens_in
             metrics[f"source_{name}_packed"] = stats.packed
             metrics[f"source_{name}_trained"] = stats.trained

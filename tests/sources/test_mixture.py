@@ -51,7 +51,7 @@ def test_first_exhausted_repeats_no_row(num_lanes: int) -> None:
         assert num_lanes > 1 or 60 in sizes.values(), "one source was read to its end"
         assert num_lanes == 1 or max(sizes.values()) >= 60 / num_lanes
     begun = {stats.epochs for stats in data.source_stats().values()}
-    assert max(begun) == 3 * num_lanes, "a source that is rarely read may not have begun when another ends"
+    assert max(begun) == 3, "a source that is rarely read may not have begun when another ends"
     assert data.ledger().buffered == 0
 
 
@@ -399,7 +399,7 @@ def test_a_source_of_few_rows_keeps_its_weight_and_each_comes_as_often(count: in
     assert set(came) == set(range(count))
     if stop == "never":
         assert max(came.values()) - min(came.values()) <= 0.2 * max(came.values())
-        passes = stats["small"].epochs / LANES
+        passes = stats["small"].epochs
         assert abs(passes * count - stats["small"].samples) < 0.1 * stats["small"].samples, (
             "a lane counts the passes in which it has no rows as well"
         )
