@@ -118,7 +118,7 @@ class Ledger:
 class SourceStats:
     """Counts of one source of a mixture, in one lane or in several added up."""
 
-    # Passes over the source that were begun, those without rows for the lane included; of several lanes the most of any.
+    # Passes over the source that were begun, those without rows for the lane included; of several lanes, the most.
     epochs: int = 0
     samples: int = 0  # rows encoded
     tokens_in: int = 0  # tokens that the encoder made

@@ -121,9 +121,21 @@ class Batch:
         return self.seq_lens - stacked.to(self.seq_lens.device, non_blocking=True)
 
     @property
+    def sample_lens(self) -> list[list[int]]:
+        """Tokens of each sample in each pack, without padding; parts of a sample, or segments of a group, count singly.
+
+        >>> from streampack import IterablePackedDataset
+        >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
+        >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=6)))
+        >>> batch.sample_lens, batch.seq_lens.tolist()
+        ([[3, 2]], [[3, 2, 1]])
+        """
+        return [[fragment.stop - fragment.start for fragment in pack] for pack in self.fragments]
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens without padding."""
-        return sum(f.stop - f.start for pack in self.fragments for f in pack)
+        return sum(map(sum, self.sample_lens))
 
     @property
     def num_seqs(self) -> int:

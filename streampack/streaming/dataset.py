@@ -53,10 +53,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3, 4])]
     >>> for pack in IterablePackedDataset(rows, max_seq_len=8):
-    ...     print(pack["tokens"].tolist(), pack["seq_lens"].tolist())
-    [0, 0, 0, 0, 0, 3, 3, 3] [5, 3]
-    [1, 1, 1, 1, 4, 4, 4, 4] [4, 4]
-    [2, 2, 0, 0, 0, 0, 0, 0] [2, 6]
+    ...     print(pack["tokens"].tolist(), pack["seq_lens"].tolist(), pack["num_seqs"])
+    [0, 0, 0, 0, 0, 3, 3, 3] [5, 3] 2
+    [1, 1, 1, 1, 4, 4, 4, 4] [4, 4] 2
+    [2, 2, 0, 0, 0, 0, 0, 0] [2, 6] 1
 
     Yields dicts in torchtune's format: ``tokens``, ``labels``, ``input_pos`` (int64, ``[max_seq_len]``) and
     ``seq_lens``, whose last entry is the padding where there is any; ``num_seqs`` counts the real

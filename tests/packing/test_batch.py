@@ -113,6 +113,7 @@ def test_a_batch_stacks_its_packs(lengths: list[int], frozen: bool, multiple: in
         assert lens == real + [0] * (len(lens) - len(real)), "zeros only at the end"
         parts = [each.stop - each.start for each in row["fragments"]]
         assert unpadded == parts + lens[len(parts) :], "the padding at the pack's end is a sequence"
+    assert sorted(length for pack in batch.sample_lens for length in pack) == sorted(lengths), "no padding"
     assert batch.num_seqs == len(lengths)
     assert batch.num_tokens == sum(lengths)
     assert batch.num_trained == sum(length - 1 for length in lengths)
@@ -130,6 +131,7 @@ def test_a_null_pack_trains_nothing() -> None:
     assert (row["seq_lens"].tolist(), row["num_seqs"]) == ([4], 0)
     batch = collate_packed([row, row])
     assert (batch.num_tokens, batch.num_seqs, batch.num_trained.item()) == (0, 0, 0)
+    assert batch.sample_lens == [[], []]
 
 
 def test_all_tensors_of_a_batch_move_together() -> None:
