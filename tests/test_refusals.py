@@ -207,8 +207,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "lanes=1000000 is above the limit of 65,536; give a small multiple of the",
     ),
     "lanes": (
-        lambda: packs(ROWS).lanes_for(2),
-        "the default of 1 lane for this data gives 1 of 2 ranks nothing to read; in a new run, set num_lanes=2 or a",
+        lambda: packs(ROWS, num_lanes=1).lanes_for(2),
+        "num_lanes=1 gives 1 of 2 ranks nothing to read; in a new run, set num_lanes=2 or a",
     ),
     "no state": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({}),

@@ -67,7 +67,7 @@ def inspect_dataset(
         packing=config.packing,
         shape=shape,
         shuffle=config.shuffle_window > 0,
-        lanes=dataset.lanes_for(1),
+        lanes=dataset.num_lanes or dataset.lanes_for(ranks),
         packs_per_step=shape.batching(ranks).packs_per_step,
         balance_window=dataset.window_for(ranks),
     )
@@ -166,7 +166,7 @@ def _imbalance(
         slowest_over_mean(
             pairs,
             ranks=ranks,
-            lanes=dataset.lanes_for(1),
+            lanes=dataset.num_lanes or dataset.lanes_for(ranks),
             packs_per_rank=batching.packs_per_rank,
             epoch_packs=chosen.packs,
             window=window,

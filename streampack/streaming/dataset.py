@@ -104,9 +104,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
-            number of ranks that divides it. The default follows from the data alone: 8, or 4, 2 or 1 with fewer than
+            number of ranks that divides it. The default follows from the data: 8, or 4, 2 or 1 with fewer than
             100 rows or 64 KiB a lane, or 24 or 48 with 2,000 rows or 1.25 MiB a lane; 1 for an iterable, and at most
-            one for each compressed file. A new run needs one for each rank; one that resumes on more ranks hands out
+            one for each compressed file. Ranks that do not divide it get the next multiple of theirs. A number of
+            your own must give each rank of a new run a lane; a run that resumes on more ranks hands out
             null packs. At most 65,536, and above 1,024 no more than there are rows in memory.
         balance_window: packs that each lane plans ahead and hands out by attention cost, so that the ranks of a step
             have about the same work; 0 is off. A sample then waits for at most ``buffer_size + 2 * balance_window``
@@ -292,18 +293,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return self.readers.following().epoch
 
     def lanes_for(self, ranks: int) -> int:
-        """Return the number of lanes, the same for any number of ranks; a new run needs one for each of them.
+        """Return the number of lanes: that of the state or of the user, or the default for the data on these ranks.
 
         Raises:
             ValueError: if a new run has fewer lanes than ranks. One that resumes hands out null packs there.
         """
-        lanes = self.num_lanes or default_lanes(self.lane_config.source)
+        lanes = self.num_lanes or default_lanes(self.lane_config.source, ranks)
         if lanes < ranks and "num_lanes" in self._asked_for:
-            default = f"the default of {lanes} lane{'s' * (lanes > 1)} for this data"
             raise ValueError(
-                f"{f'num_lanes={lanes}' if self._asked_for['num_lanes'] else default} gives {ranks - lanes} of {ranks} "
-                f"ranks nothing to read; in a new run, set num_lanes={ranks} or a multiple of every number of ranks "
-                "that you may resume on, or use fewer ranks"
+                f"num_lanes={lanes} gives {ranks - lanes} of {ranks} ranks nothing to read; in a new run, set "
+                f"num_lanes={ranks} or a multiple of every number of ranks that you may resume on, or use fewer ranks"
             )
         return lanes
 

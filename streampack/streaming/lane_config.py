@@ -225,14 +225,16 @@ def encoder_beside(encode: Encode, source: Source, row_id: RowId) -> Encode:
     return encode if beside is None else beside(source.path_of(row_id))
 
 
-def default_lanes(source: Source) -> int:
-    """Return the number of lanes of a new run, which follows from the data alone, so that its packs do.
+def default_lanes(source: Source, ranks: int) -> int:
+    """Return the number of lanes of a new run. It follows from the data, so that packs are the same on all machines.
 
-    Each number is a multiple of those before it, so that many numbers of ranks divide it. Up to 8 lanes have 100 rows
-    or more, with which their last packs are 2 to 5 % padding in packs of 4,096; more lanes have 2,000, about 0.2 %.
+    Each number is a multiple of those before it, so many numbers of ranks divide it; others get the next multiple of
+    theirs. Up to 8 lanes have 100 rows or more each, with which their last packs are 2 to 5 % padding in packs of
+    4,096; more lanes have 2,000, about 0.2 %.
     """
     filled = source.natural_lanes()
-    return max(lanes for lanes in DEFAULT_LANES if lanes * (1 if lanes <= 8 else 20) <= max(1, filled))
+    lanes = max(lanes for lanes in DEFAULT_LANES if lanes * (1 if lanes <= 8 else 20) <= max(1, filled))
+    return -(-lanes // ranks) * ranks
 
 
 def require_lanes(value: object, name: str, source: Source) -> int:

@@ -42,7 +42,7 @@ def opening(
     if not world.is_main:
         return {}
     dataset = loader.dataset
-    packing, lanes = dataset.lane_config.packing, dataset.lanes_for(1)
+    packing, lanes = dataset.lane_config.packing, dataset.lanes_for(world.size)
     name = f"strategy={packing.strategy}" if packing.strategy else packing.filled_by
     refused = [f"{backend} will not do: {why}" for backend, why in inputs.refused.items()]
     lines = {

@@ -59,7 +59,8 @@ def asked_of(config: RunConfig, loader: PackedDataLoader) -> list[int | None]:
 def _packs_of_epoch(config: RunConfig, loader: PackedDataLoader) -> float:
     """Return how many packs an epoch has; infinity if the source cannot tell, and ``max_steps`` ends the run."""
     try:
-        return loader.dataset.estimate(rows=PROBED_ROWS).at_most
+        lanes = loader.dataset.lanes_for(loader.rank_sync.data_world_size)
+        return loader.dataset.estimate(rows=PROBED_ROWS, num_lanes=lanes).at_most
     except ValueError:
         if config.max_steps is None:
             raise

@@ -118,7 +118,9 @@ def test_a_resume_at_every_batch_keeps_the_order(ranks: int, workers: int, batch
 
 
 @pytest.mark.parametrize(("count", "lanes"), [(150, 1), (300, 2), (2000, 8)])
-def test_what_a_new_run_packs_follows_from_the_data_alone(count: int, lanes: int) -> None:
+def test_what_a_new_run_packs_follows_from_the_data_on_ranks_that_divide_its_lanes(
+    count: int, lanes: int
+) -> None:
     """200 rows made 1, 1, 2 and 3 lanes with 0 to 3 workers, 2,000 rows 2, 2, 2 and 3."""
     built, packs_per_step = make(rows(count), num_lanes=None, epochs=1), 8
     for topology in (
@@ -127,21 +129,35 @@ def test_what_a_new_run_packs_follows_from_the_data_alone(count: int, lanes: int
         Topology(ranks=2, workers=2),
         Topology(ranks=4),
     ):
-        if topology.ranks > lanes:
-            continue
         found = run(built, topology, packs_per_step=packs_per_step)
-        assert {state["num_lanes"] for state in found.states} == {lanes}
+        own = lanes if lanes % topology.ranks == 0 else topology.ranks
+        assert {state["num_lanes"] for state in found.states} == {own}
+        if own > lanes:
+            continue
         steps = steps_of([list(map(packs_of, each)) for each in found.batches], found.batches_per_step)
         assert check_steps(steps, built, lanes, packs_per_step) > 5
 
 
-@pytest.mark.parametrize("given", [None, 2])
-def test_a_new_run_on_more_ranks_than_lanes_is_refused_with_the_way_out(given: int | None) -> None:
-    built = make(rows(300), num_lanes=given)
+@pytest.mark.parametrize(("count", "ranks", "lanes"), [(2000, 3, 9), (300, 4, 4), (150, 3, 3), (2000, 2, 8)])
+def test_ranks_that_do_not_divide_the_default_lanes_get_the_next_multiple(
+    count: int, ranks: int, lanes: int
+) -> None:
+    built = make(rows(count), num_lanes=None)
+    assert on_ranks(ranks, lambda rank_sync: _lanes_of(rank_sync, built)) == [lanes] * ranks
+
+
+def _lanes_of(rank_sync: ThreadSync, built: Callable[[], IterablePackedDataset]) -> int | None:
+    loader = _on(rank_sync, built())
+    next(iter(loader))
+    return loader.dataset.num_lanes
+
+
+def test_a_new_run_with_fewer_lanes_given_than_ranks_is_refused_with_the_way_out() -> None:
+    built = make(rows(300), num_lanes=2)
     found = on_ranks(4, lambda rank_sync: next(iter(_on(rank_sync, built()))))
     assert {str(error) for error in found} == {
-        f"{'num_lanes=2' if given else 'the default of 2 lanes for this data'} gives 2 of 4 ranks nothing to read; in "
-        "a new run, set num_lanes=4 or a multiple of every number of ranks that you may resume on, or use fewer ranks"
+        "num_lanes=2 gives 2 of 4 ranks nothing to read; in a new run, set num_lanes=4 or a multiple of every number "
+        "of ranks that you may resume on, or use fewer ranks"
     }
 
 

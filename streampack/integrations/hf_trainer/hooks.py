@@ -230,18 +230,14 @@ class Hooks:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return packed batches for packs, and the trainer's own loader for other data."""
-        data, args = self.trainer.eval_dataset if eval_dataset is None else eval_dataset, self.trainer.args
+        data = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
             data = self.trainer.eval_dataset[data]
         if not isinstance(data, IterablePackedDataset):
             return self.originals["get_eval_dataloader"](eval_dataset)
         if data not in self.evaluations:
             require_end(data, "eval_dataset")
-            if (
-                data.num_lanes is None
-            ):  # no state is kept, and no step compared: each rank and worker has a lane
-                data.num_lanes = args.world_size * max(1, args.dataloader_num_workers)
-            loader = self._loader(data, args.per_device_eval_batch_size)
+            loader = self._loader(data, self.trainer.args.per_device_eval_batch_size)
             self.evaluations[data] = Evaluation(loader, self.as_inputs)
         return self.evaluations[data]
 
