@@ -1,4 +1,4 @@
-"""Padding of an epoch by the number of lanes, each of which ends with a part-empty pack.
+"""Padding of an epoch by the number of lanes. Each lane ends with a part-empty pack.
 
 Run ``python -m benchmarks.lanes``; README.md in this folder explains the table.
 """

@@ -11,7 +11,7 @@ from streampack.packing.strategies import STRATEGIES
 WORTH = 0.01
 """A change is recommended from this difference in padding, lost tokens or waiting on: one hundredth."""
 MANY = 0.1
-"""From this fraction of the rows on, it is not recommended to leave them out."""
+"""Fraction of bad rows from which skipping them is no longer recommended."""
 ROUND = 1024
 
 

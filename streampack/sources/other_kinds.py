@@ -1,4 +1,4 @@
-"""What a file is that holds no JSON lines, by its first bytes and its name, and what reads it."""
+"""Messages for files that hold no JSON lines: their kind, by first bytes and name, and the source that reads it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ HEADER_BYTES = 4096  # a page of memory, so that the mapped tokens begin with a 
 DTYPES = ("uint16", "uint32")
 COUNTS = ("documents", "tokens", "crc32")
 ENTRY = np.dtype([("start", "<i8"), ("crc32", "<u4")])
-"""What a shard says of each document."""
+"""A document's entry in a shard: its first token, and its checksum."""
 
 
 @dataclass(frozen=True, slots=True)

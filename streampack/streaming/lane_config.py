@@ -31,7 +31,7 @@ CHARACTERS_OF_A_TOKEN = 16
 """A text with more characters for each of ``max_document_tokens`` is left out unencoded: 3 MB take seconds to encode. A
 text of so few tokens is hardly more than blanks or one repeated sign."""
 GIANT = Sample(np.zeros(0, INT32), np.zeros(0, INT32))
-"""What such a text becomes; no other sample is empty."""
+"""Sample that stands for such a text; no other sample is empty."""
 Encode = Callable[[Mapping[str, Any]], Sample]
 
 

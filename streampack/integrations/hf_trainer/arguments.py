@@ -1,4 +1,4 @@
-"""What a trainer's arguments mean for packs: some are refused, and some are not used, which is logged."""
+"""Checks of a trainer's arguments: those that would train packs wrongly are refused, unused ones are logged."""
 
 from __future__ import annotations
 
