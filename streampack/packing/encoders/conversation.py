@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,8 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
 
 
 def _check_flags(message: Mapping[str, Any], role: str, place: str) -> None:
+    if FLAGS.keys().isdisjoint(message):  # as most are
+        return
     given = [key for key in FLAGS if key in message]
     for key in given:
         if not _is_flag(message[key]):
@@ -203,12 +206,17 @@ def _is_flag(value: Any) -> bool:
 
 def flags_against(message: Mapping[str, Any]) -> set[str]:
     """Return the keys of a message that say that it is not trained."""
-    return {key for key, trained in FLAGS.items() if key in message and bool(message[key]) != trained}
+    return {key for key in FLAGS.keys() & message.keys() if bool(message[key]) != FLAGS[key]}
 
 
 def unread_flags(message: Mapping[str, Any]) -> set[str]:
     """Return the keys of a message that speak of training, and may mean anything."""
-    return {key for key in message.keys() - FLAGS.keys() if LIKE_FLAGS.search(key)}
+    return {key for key in message.keys() - FLAGS.keys() if _is_like_flag(key)}
+
+
+@lru_cache(1024)  # messages have the same few keys
+def _is_like_flag(key: str) -> bool:
+    return LIKE_FLAGS.search(key) is not None
 
 
 def _join_text(content: Any, place: str) -> str:
