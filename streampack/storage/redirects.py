@@ -22,10 +22,15 @@ class Elsewhere(Exception):
         self.url = url
 
 
-def watched(options: Mapping[str, Any], check: Check | None) -> dict[str, Any]:
-    """Return options with which a redirect to another origin raises `Elsewhere`.
+def guarded(options: Mapping[str, Any], check: Check | None, *, elsewhere: bool) -> dict[str, Any]:
+    """Return options with which redirects are checked, and one to another origin raises `Elsewhere`.
 
-    aiohttp would follow it with all headers but ``Authorization``, and with what its session has for every host.
+    aiohttp would follow it with all headers but ``Authorization``, and with what its session has for every host. The
+    options for ``elsewhere`` are without what could be a secret, so its redirects are only checked.
+
+    >>> options = {"headers": {"X-Token": "secret"}, "client_kwargs": {"auth": "me", "trust_env": True}}
+    >>> list(guarded(options, None, elsewhere=True)["client_kwargs"])
+    ['trust_env', 'trace_configs']
     """
     from aiohttp import TraceConfig
 
@@ -33,29 +38,19 @@ def watched(options: Mapping[str, Any], check: Check | None) -> dict[str, Any]:
         url = str(target := _target(params))
         if check is not None:
             check(url)
-        if target.origin() != params.url.origin():
+        if not elsewhere and target.origin() != params.url.origin():
             params.response.release()
             raise Elsewhere(url)
 
     trace = TraceConfig()
     trace.on_request_redirect.append(look)
-    client = dict(options.get("client_kwargs") or {})
-    return {
-        **options,
-        "client_kwargs": {**client, "trace_configs": [*client.get("trace_configs", ()), trace]},
-    }
 
+    def told(found: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in found.items() if not (elsewhere and name in PRIVATE)}
 
-def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for other origins, such as those of a proxy.
-
-    >>> without_secrets({"headers": {"X-Token": "secret"}, "client_kwargs": {"auth": "me", "trust_env": True}})
-    {'client_kwargs': {'trust_env': True}}
-    """
-    kept = {name: value for name, value in options.items() if name not in PRIVATE}
-    if client := kept.get("client_kwargs"):
-        kept["client_kwargs"] = {name: value for name, value in client.items() if name not in PRIVATE}
-    return kept
+    client = told(options.get("client_kwargs") or {})
+    traces = [*client.get("trace_configs", ()), trace]
+    return {**told(options), "client_kwargs": {**client, "trace_configs": traces}}
 
 
 def elsewhere(error: BaseException) -> Elsewhere | None:

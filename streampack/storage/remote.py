@@ -12,7 +12,7 @@ from typing_extensions import override
 from streampack.storage.base import FOLDER, STORES, File, FileStorage, changed, redact, resized
 from streampack.storage.hub import http_options, pinned, web_address
 from streampack.storage.library_errors import BehindTheEnd, replaced
-from streampack.storage.redirects import Check, elsewhere, watched, without_secrets
+from streampack.storage.redirects import Check, elsewhere, guarded
 from streampack.storage.retries import Refused, Storage
 
 SCHEMES = ("http", "https", "s3", "hf", *STORES)
@@ -158,8 +158,7 @@ class RemoteStorage(FileStorage):
             except Exception as error:
                 if (found := elsewhere(error)) is None:
                     raise
-                target = found.url
-            return getattr(self._filesystem(scheme, elsewhere=True), name)(*before, target, **settings)
+            return getattr(self._filesystem(scheme, elsewhere=True), name)(*before, found.url, **settings)
 
         return self._safely(path, call)
 
@@ -182,7 +181,7 @@ class RemoteStorage(FileStorage):
             if scheme != self.scheme:
                 options = http_options(self._filesystem("hf"))
             if scheme in ("http", "https"):
-                options = without_secrets(options) if elsewhere else watched(options, self.redirect)
+                options = guarded(options, self.redirect, elsewhere=elsewhere)
             made[key] = _make(scheme, options)
         return made[key]
 

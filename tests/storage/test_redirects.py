@@ -121,11 +121,14 @@ def test_a_redirect_does_not_lead_out_of_a_folder_of_images(servers: tuple[Web, 
     }
     one.route = lambda path, *_: Reply(302, headers={"Location": moved[path]}) if path in moved else path
 
-    def read(path: str, **settings: Any) -> Any:
+    two.route = lambda path, *_: (
+        Reply(302, headers={"Location": "/other/real.png"}) if path.startswith("/images") else path
+    )
+
+    def read(path: str, *more: str, **settings: Any) -> Any:
         storage = {"options": {"headers": {"X-Token": SECRET}}, "max_outage": 0}
-        made = VisionEncoder(
-            processor_of("qwen2_vl"), folder=f"{one.url}/images", storage=storage, **settings
-        )
+        folders = [f"{one.url}/images", *more]
+        made = VisionEncoder(processor_of("qwen2_vl"), folder=folders, storage=storage, **settings)
         return made({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
                      "images": [path]})  # fmt: skip
 
@@ -136,6 +139,10 @@ def test_a_redirect_does_not_lead_out_of_a_folder_of_images(servers: tuple[Web, 
                 read(path.removeprefix("/images/"))
     assert not two.requests
     assert set(told(one)) == {True}
+    for path in ("far.png", f"{two.url}/images/real.png"):  # the second folder's server redirects, too
+        with pytest.raises(ValueError, match="other/real.png leads out of the folder of images"):
+            read(path, f"{two.url}/images")
+    two.route = lambda path, *_: path
     assert read("far.png", anywhere=True)
     assert read("twice.png", anywhere=True)
     assert set(told(two)) == {False}
