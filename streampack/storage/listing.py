@@ -272,8 +272,7 @@ def names_in(folder: str) -> list[str] | None:
     def names() -> list[str] | None:
         [pinned] = held.pinned([folder])
         [file] = _looked_up([File(pinned)], held)
-        found = _in_folder(held, pinned, [""]) if file.problem == FOLDER else None
-        return None if found is None else sorted(each.name for each in found)
+        return sorted(each.name for each in _below(held, pinned)) if file.problem == FOLDER else None
 
     return once(names, of=f"the folder {redact(folder)}", local=False)
 
@@ -293,15 +292,15 @@ def _there(storage: RemoteStorage, pattern: str) -> list[File]:
 
 
 def _in_folder(storage: RemoteStorage, folder: str, endings: Sequence[str]) -> list[File]:
-    """Return what `in_folder` does, of a folder behind a URL."""
-    found = [
-        file
-        for file in _named(storage.find(folder, folder=True), _parts_of(folder))
-        if file.name.endswith(tuple(endings)) and not HIDDEN.search(file.name)
-    ]
-    if found:
+    """Return what `in_folder` does, of a folder behind a URL; raise if there is none."""
+    if found := [file for file in _below(storage, folder) if file.name.endswith(tuple(endings))]:
         return found
     raise _no_file(redact(folder), endings)
+
+
+def _below(storage: RemoteStorage, folder: str) -> list[File]:
+    found = _named(storage.find(folder, folder=True), _parts_of(folder))
+    return [file for file in found if not HIDDEN.search(file.name)]
 
 
 def _named(found: Sequence[File], folder: Sequence[str]) -> list[File]:

@@ -114,6 +114,7 @@ def test_a_folder_behind_a_url_lists_what_a_local_one_does(place: str, web: Web,
         (("a.jsonl", "b/c.jsonl.gz"), JSONLSource),
         (("folder.parquet/a.parquet",), ParquetSource),
         (("index.json",), TokenShardSource),
+        ((".hidden.jsonl",), "holds no .jsonl or .ndjson file; name the files, or a glob of them"),
         (("a.parquet", "b.jsonl"), "holds Parquet and JSON lines; name those to read, such as {}/*.parquet"),
     ],
 )
