@@ -24,8 +24,8 @@ def load_pretrained(
     Args:
         kind: a class of transformers, such as ``AutoTokenizer``.
         path: a folder, or a name on the Hub. Without the Hub, its cache is used.
-        what: what it is, for the error.
-        file: a file that its folder must have, for the error.
+        what: for the error, what it is.
+        file: for the error, a file that its folder must have.
         settings: more arguments of ``from_pretrained``.
 
     Raises:
@@ -55,10 +55,7 @@ def _only_cached(name: str) -> bool:
     try:
         HfApi().repo_info(name, timeout=HUB_SECONDS, expand=["sha"])
     except (
-        HfHubHTTPError,
-        HFValidationError,
-    ):  # it answers, or the name cannot be one: from_pretrained says so
-        return False
-    except Exception:  # of one of several HTTP libraries
-        return True
+        Exception
+    ) as error:  # of one of several HTTP libraries, unless it answers or the name cannot be one
+        return not isinstance(error, HfHubHTTPError | HFValidationError)
     return False

@@ -32,20 +32,19 @@ _OF_ROWS = (
 
 def require_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
     """Refuse settings of the trainer that would make the loss or the order of packs wrong, all at once."""
-    if faults := [*_loss_faults(trainer), *_order_faults(trainer, packs)]:
+    if faults := list(_faults(trainer, packs)):
         raise ValueError("\n".join(faults))
     if trainer.args.max_steps <= 0:
         require_epochs(packs, trainer.args)
 
 
-def _loss_faults(trainer: Trainer) -> Iterator[str]:
-    """Yield why settings would make the loss wrong."""
-    args = trainer.args
+def _faults(trainer: Trainer, packs: IterablePackedDataset) -> Iterator[str]:
+    args, config = trainer.args, packs.lane_config
     for name in ("packing", "padding_free", "eval_packing"):
         if getattr(args, name, False):
             yield (
-                f"{type(args).__name__} has {name}=True, and rows that TRL has packed or flattened cannot be packed "
-                "again: their samples would see one another; leave it out, packing is done here"
+                f"{type(args).__name__} has {name}=True, and in rows that TRL has packed or flattened, samples would "
+                "see one another; leave it out, packing is done here"
             )
     if args.include_num_input_tokens_seen == "non_padding":
         yield (
@@ -54,24 +53,19 @@ def _loss_faults(trainer: Trainer) -> Iterator[str]:
         )
     if trainer.neftune_noise_alpha is not None:
         yield (
-            f"neftune_noise_alpha={trainer.neftune_noise_alpha} divides its noise by the root of a row's length, "
-            "and a row here is a pack: each sample would get less noise than alone; leave it out"
+            f"neftune_noise_alpha={trainer.neftune_noise_alpha} divides its noise by the root of a row's length, a "
+            "pack's here: each sample would get less noise than alone; leave it out"
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
         yield (
-            "average_tokens_across_devices=False weighs each rank's tokens by how many that rank has, and a rank may "
-            "have none; leave it at True"
+            "average_tokens_across_devices=False weighs each rank's tokens by their number, and a rank may have none; "
+            "leave it at True"
         )
     if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
         yield (
             f"{type(trainer.model).__name__} does not take num_items_in_batch, so each batch would weigh the same, "
             "however few tokens it trains; give Trainer a compute_loss_func"
         )
-
-
-def _order_faults(trainer: Trainer, packs: IterablePackedDataset) -> Iterator[str]:
-    """Yield why ranks would train other packs, or packs come in another order, than the settings say."""
-    args, config = trainer.args, packs.lane_config
     if args.n_gpu > 1:
         yield (
             f"this process has {args.n_gpu} GPUs and DataParallel would cut packs' boundaries apart; start one process "
@@ -80,23 +74,23 @@ def _order_faults(trainer: Trainer, packs: IterablePackedDataset) -> Iterator[st
     order = args.train_sampling_strategy
     if order in ("group_by_length", "batch_rebalance"):
         yield (
-            f"train_sampling_strategy={order!r} orders rows of Trainer's own loader by length, and packs have an order "
-            "of their own; leave it out: full packs need no padding, and balance_window evens out the work of ranks"
+            f"train_sampling_strategy={order!r} orders rows of Trainer's own loader by length; leave it out: full "
+            "packs need no padding, and balance_window evens out the work of ranks"
         )
     elif order == "sequential" and config.shuffle_window:
         yield (
-            "train_sampling_strategy='sequential' reads rows in their order, and the packs shuffle them; leave it "
-            "out, or give IterablePackedDataset shuffle=False"
+            "train_sampling_strategy='sequential' keeps the order of rows, and the packs shuffle; leave it out, or "
+            "give IterablePackedDataset shuffle=False"
         )
     if args.data_seed not in (None, config.seed):
         yield (
-            f"data_seed={args.data_seed} seeds the order of Trainer's own loader, and the packs have "
-            f"seed={config.seed}; give IterablePackedDataset seed={args.data_seed}, or leave it out"
+            f"data_seed={args.data_seed} seeds Trainer's own loader, and the packs have seed={config.seed}; give "
+            f"IterablePackedDataset seed={args.data_seed}, or leave it out"
         )
     if args.world_size > 1 and args.accelerator_config.split_batches:
         yield (
-            "split_batches=True shares the rows of per_device_train_batch_size among the ranks, and here each rank "
-            "gets so many packs; leave it out, and divide per_device_train_batch_size by the number of ranks"
+            "split_batches=True shares per_device_train_batch_size rows among the ranks, and each gets so many packs; "
+            "leave it out, and divide per_device_train_batch_size by the number of ranks"
         )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
@@ -116,12 +110,8 @@ def log_unused(trainer: Trainer, packs: IterablePackedDataset) -> None:
     args, config = trainer.args, packs.lane_config
     if args.process_index:
         return
-    unused = {
-        **_changed(args, _UNUSED),
-        **_changed(args.accelerator_config, _UNUSED_BY_LOADER, "accelerator_config."),
-    }
-    found = [f"{name}={value!r}" for name, value in unused.items()] + _collator_of(trainer)
-    if found:
+    loader = [f"accelerator_config.{each}" for each in _changed(args.accelerator_config, _UNUSED_BY_LOADER)]
+    if found := [*_changed(args, _UNUSED), *loader, *_collator_of(trainer)]:
         log.warning(
             "packs do not use %s; Trainer's own loader does, for data of other kinds", ", ".join(found)
         )
@@ -135,7 +125,7 @@ def log_unused(trainer: Trainer, packs: IterablePackedDataset) -> None:
         if of_rows := _changed(args, _OF_ROWS):
             log.warning(
                 "the packs are not the rows of trainer.train_dataset, which alone TRL prepares by %s",
-                ", ".join(f"{name}={value!r}" for name, value in of_rows.items()),
+                ", ".join(of_rows),
             )
     elif args.max_length is not None and args.max_length < config.packing.max_seq_len:
         log.warning(
@@ -145,13 +135,13 @@ def log_unused(trainer: Trainer, packs: IterablePackedDataset) -> None:
         )  # fmt: skip
 
 
-def _changed(args: Any, names: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
-    """Return the named fields of a dataclass whose values are not their defaults; TRL turns ``"auto"`` into None."""
-    return {
-        prefix + each.name: value
+def _changed(args: Any, names: tuple[str, ...]) -> list[str]:
+    """Return the named fields of a dataclass that are not their defaults, as text; TRL turns ``"auto"`` into None."""
+    return [
+        f"{each.name}={value!r}"
         for each in fields(args)
         if each.name in names and (value := getattr(args, each.name)) not in (None, each.default)
-    }
+    ]
 
 
 def _collator_of(trainer: Trainer) -> list[str]:
