@@ -145,13 +145,11 @@ def longest_sample(config: Any, attention: str) -> tuple[int, str] | None:
 def why_not_auto(model: nn.Module, config: Any, attention: str) -> str | None:
     """Return why a backend takes only shorter samples than the model's packs may hold; None if it takes all."""
     limit, pack = longest_sample(config, attention), longest_pack(model, config)
-    if (
-        limit is None
-        or limit == longest_sample(config, "dense")
-        or (pack is not None and pack[0] <= limit[0])
-    ):
+    if limit in (None, longest_sample(config, "dense")) or (pack and limit and pack[0] <= limit[0]):
         return None
-    return f"{config.model_type} with this config takes samples of up to {limit[0]} tokens: {limit[1]}"
+    return (
+        limit and f"{config.model_type} with this config takes samples of up to {limit[0]} tokens: {limit[1]}"
+    )
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -116,12 +116,10 @@ def _encoder(row: Mapping[str, Any], tokenizer: Any) -> Any:
     name, settings = encoder_for(row.keys())
     if name not in ENCODERS:
         there = ", ".join(sorted(map(str, row))) or "none that can be read"
-        config = "a config with data.encoder: streampack cp quickstart my.yaml"
-        if name:
-            raise ValueError(f"the rows have the columns {there}, which {name} reads; write {config}")
+        known = "and none of messages, prompt with completion, chosen with rejected, text or input_ids"
         raise ValueError(
-            f"the rows have the columns {there}, and none of messages, prompt with completion, chosen with rejected, "
-            f"text or input_ids; write {config}"
+            f"the rows have the columns {there}, {f'which {name} reads' if name else known}; write a config with "
+            "data.encoder: streampack cp quickstart my.yaml"
         )
     if tokenizer is None:
         raise ValueError("the rows are text: name the tokenizer of the model, --tokenizer PATH")

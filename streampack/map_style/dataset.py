@@ -162,6 +162,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             length = sample.tokens.size
             try:
                 bounds = self.packing.pieces_of(length)
+                kept = sum(stop - start for start, stop in bounds)
                 # With parity, the first label of a sequence is trained, too.
                 untrained = (
                     not self.parity
@@ -169,7 +170,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
                     and all(trains_nothing(sample.cut(start, stop)) for start, stop in bounds)
                 )
                 if untrained and not ledger.example:
-                    why = why_untrained(sample, sum(stop - start for start, stop in bounds), self.packing)
+                    why = why_untrained(sample, kept, self.packing)
                     if self.untrained == "error":
                         raise ValueError(f"{why}, or set untrained to 'drop' or 'keep'")
                     ledger.example = f"sample {index} {why}"
@@ -179,7 +180,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
             ledger.samples += 1
             ledger.untrained += untrained
             ledger.tokens_in += length
-            kept = sum(stop - start for start, stop in bounds)
             if untrained and self.untrained == "drop":
                 ledger.drop("untrained", length)
                 continue

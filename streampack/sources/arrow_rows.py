@@ -89,8 +89,7 @@ class ArrowBatch:
         if self.unread:
             self.unread -= 1
         values = {name: column[index].as_py() for name, column in self.others.items()}
-        if self.cleans:
-            values = cleaned(values, self.cleans)
+        values = cleaned(values, self.cleans)
         return ArrowRow(self, index, values) if self.ids else values
 
 

@@ -100,23 +100,12 @@ class HFSource(WrappedSource):
                 "reading Hugging Face datasets needs datasets: pip install 'streampack[hf]'"
             ) from error
         if isinstance(dataset, str):
-            named = dataset
-            try:
-                dataset = datasets.load_dataset(
-                    named,
-                    name=name,
-                    split=split,
-                    data_files=data_files,
-                    revision=revision,
-                    streaming=streaming,
-                )
-            except (
-                RuntimeError,
-                ValueError,
-                FileNotFoundError,
-            ) as error:  # such as of a folder with a script
+            asked: dict[str, Any] = {"split": split, "data_files": data_files, "revision": revision}
+            try:  # it may be a folder with a script
+                dataset = datasets.load_dataset(dataset, name=name, streaming=streaming, **asked)
+            except (RuntimeError, ValueError, FileNotFoundError) as error:
                 raise ValueError(
-                    f"datasets cannot load {named!r}: {' '.join(str(error).split())}; name files, or a dataset of "
+                    f"datasets cannot load {dataset!r}: {' '.join(str(error).split())}; name files, or a dataset of "
                     "files, or load it yourself and give the dataset"
                 ) from error
         elif any(given is not None for given in (name, split, data_files, revision)):

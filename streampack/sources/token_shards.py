@@ -202,7 +202,10 @@ class ShardWriter:
         self._write(bytes(-(HEADER_BYTES + self.tokens * self.dtype.itemsize) % 8))
         table = np.zeros(len(self.offsets), ENTRY)
         table["start"] = self.offsets
-        table["crc32"][:-1] = self._checksums()
+        table["crc32"][:-1] = self.checksums
+        if self.masked:  # which is known only now
+            marked = zip(self.trained, self.checksums, strict=True)
+            table["crc32"][:-1] = [zlib.crc32(own.tobytes(), found) for own, found in marked]
         self._write(table.tobytes())
         if self.masked:
             self._write(np.packbits(np.concatenate(self.trained), bitorder="little").tobytes())
@@ -226,14 +229,6 @@ class ShardWriter:
             if read_header(self.folder, self.name) is None:
                 raise
         return shard_of(self.name, header)
-
-    def _checksums(self) -> list[int]:
-        """Return the checksums of the documents; only now it is known whether the shard has a mask."""
-        if not self.masked:
-            return self.checksums
-        return [
-            zlib.crc32(own.tobytes(), found) for own, found in zip(self.trained, self.checksums, strict=True)
-        ]
 
     def abandon(self) -> None:
         """Remove the unfinished file."""

@@ -88,6 +88,8 @@ def null_safe(dataset: Any) -> Any:
     """
     if type(dataset).__module__ == ARROW:
         return ArrowDataset(dataset)
+    if isinstance(dataset, ArrowDataset):
+        return dataset
     of_torch = type(dataset).__module__ == "torch.utils.data.dataset"
     changed: dict[str, Any] = {}
     prepare = getattr(dataset, "_prepare_sample", None)
@@ -102,9 +104,7 @@ def null_safe(dataset: Any) -> Any:
     # A class of the user's may use more of a `Dataset` than its rows.
     if hasattr(within, "__getitem__") and (of_torch or type(within).__module__ != ARROW):
         changed["dataset"] = null_safe(within)
-    if isinstance(dataset, ArrowDataset) or all(
-        value is getattr(dataset, name) for name, value in changed.items()
-    ):
+    if all(value is getattr(dataset, name) for name, value in changed.items()):
         return dataset
     made = copy.copy(dataset)
     vars(made).update(changed)

@@ -12,7 +12,6 @@ from typing import Any
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4")
 BUFFER_BYTES = 1 << 18
-FILLER = b"\xff" * BUFFER_BYTES
 WINDOW_BYTES = 1 << 28  # most memory of an xz stream; zstd's own limit is half of that
 READ_BYTES = 1 << 16  # compressed bytes that are decompressed at a time
 
@@ -56,9 +55,8 @@ class _Gzip(_Readable):
         self.stream = gzip.GzipFile(fileobj=raw)
 
     def readinto(self, buffer: Any) -> int:
-        data = self.stream.read1(
-            len(buffer)
-        )  # `readinto` fills the buffer, or raises without what came before
+        # Its own `readinto` fills the buffer, or raises without what came before.
+        data = self.stream.read1(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
@@ -115,7 +113,7 @@ class _Arrow(_Readable):
             raise self.damage
         # Where the stream is damaged, pyarrow raises, and does not say how many bytes it wrote before. No text holds
         # the byte 0xff.
-        buffer[:] = FILLER[: len(buffer)].ljust(len(buffer), FILLER[:1])
+        buffer[:] = b"\xff" * len(buffer)
         try:
             count: int = self.stream.readinto(buffer)
         except OSError as error:

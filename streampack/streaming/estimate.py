@@ -218,12 +218,11 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     packing, mix = config.packing, config.mix
     seen = replace(tolerant(config), quarantine=_one_epoch(config).quarantine)
     long: list[Seen] = []
+    # What ``max_document_tokens`` leaves out is no matter of ``overlong``; giant texts have a length of 0.
+    most = config.max_document_tokens or math.inf
 
     def see(row: Seen) -> None:
-        # What ``max_document_tokens`` leaves out is no matter of ``overlong``; giant texts have a length of 0.
-        if row.reason in ("overlong", "truncated") and 0 < row.length <= (
-            config.max_document_tokens or math.inf
-        ):
+        if row.reason in ("overlong", "truncated") and 0 < row.length <= most:
             long.append(row)
 
     found = sample_epoch(seen, rows, most_tokens=COUNTED_TOKENS, see=see).values()

@@ -154,10 +154,9 @@ def unsealed(found: Any, *, of: str) -> dict[str, Any]:
 def _numbered(lanes: Any, num_lanes: int | None) -> dict[int, Any]:
     """Return the lanes by number, which is text after a way through JSON."""
     numbers = {name: lane for lane in range(num_lanes or 0) for name in (lane, str(lane))}
-    found = (
-        {numbers.get(lane, -1): each for lane, each in lanes.items()} if isinstance(lanes, Mapping) else None
-    )
-    if found is None or -1 in found or len(found) != len(lanes):
+    given: Mapping[Any, Any] = lanes if isinstance(lanes, Mapping) else {None: lanes}
+    found = {numbers.get(lane, -1): each for lane, each in given.items()}
+    if -1 in found or len(found) != len(given):
         raise _damaged(f"lanes does not map numbers below {num_lanes} to the states of lanes")
     return found
 

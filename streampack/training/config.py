@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
@@ -227,7 +227,7 @@ def read_config(config: Any, *, built: Collection[str] | None = None) -> RunConf
 
     problems: list[str] = []
     try:
-        merged, problems = _merged(config if built is None else _with_stand_ins(config, built))
+        merged, problems = _merged(config, built)
         plain: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:  # because of a key that was removed, if one was
         raise ValueError("\n".join(problems or [_named(error)])) from None
@@ -248,22 +248,11 @@ def read_config(config: Any, *, built: Collection[str] | None = None) -> RunConf
     return cfg
 
 
-def _with_stand_ins(config: Any, built: Collection[str]) -> Any:
-    """Return a copy of a config with a value for each required key that is missing, but for those that are built."""
-    from omegaconf import OmegaConf
+def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, list[str]]:
+    """Return a config merged into `RunConfig` without the keys that do not fit, and a message for each of these.
 
-    given = OmegaConf.create(config).copy()
-    stand_ins = {"output_dir": "", "data": {"source": "", "max_seq_len": 1}}
-    for each in fields(RunConfig):
-        if each.default is MISSING and each.default_factory is MISSING and each.name not in {*built, *given}:
-            given[each.name] = stand_ins.get(each.name, {COMPONENT: ""})
-    if given.get("epochs") is None and given.get("max_steps") is None:
-        given["epochs"] = 1
-    return given
-
-
-def _merged(config: Any) -> tuple[Any, list[str]]:
-    """Return a config merged into `RunConfig` without the keys that do not fit, and a message for each of these."""
+    Keys that are not ``built`` and missing get a value that nobody uses.
+    """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -272,7 +261,7 @@ def _merged(config: Any) -> tuple[Any, list[str]]:
         raise ValueError(f"a config is a mapping of keys to values, this is a {type(config).__name__}")
     while True:
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(RunConfig), given)
+            merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), given)
             break
         except OmegaConfBaseException as error:  # it raises at the first
             key = error.full_key or ""
@@ -283,8 +272,19 @@ def _merged(config: Any) -> tuple[Any, list[str]]:
                 raise ValueError("\n".join(problems)) from None
             refused.add(key)
             del node[last]
-    if missing := sorted(OmegaConf.missing_keys(merged) - refused):
-        problems.append(f"missing: {', '.join(missing)}; the keys without a default must be in a config")
+    missing = OmegaConf.missing_keys(merged) - refused
+    if built is not None:
+        for name in missing.difference(built):
+            merged[name] = {"output_dir": "", "data": {"source": "", "max_seq_len": 1}}.get(
+                name, {COMPONENT: ""}
+            )
+        if merged.epochs is None and merged.max_steps is None:
+            merged.epochs = 1
+        missing &= {*built}
+    if missing:
+        problems.append(
+            f"missing: {', '.join(sorted(missing))}; the keys without a default must be in a config"
+        )
     return merged, problems
 
 

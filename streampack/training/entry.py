@@ -72,9 +72,8 @@ def load_config(path: str | Path) -> Any:
         with Path(path).open(encoding="utf-8") as file:
             depth = 0
             for event in yaml.parse(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                    event, yaml.CollectionEndEvent
-                )
+                depth += isinstance(event, yaml.CollectionStartEvent)
+                depth -= isinstance(event, yaml.CollectionEndEvent)
                 if depth > MOST_NESTED:
                     raise yaml.YAMLError(
                         f"{path} is nested deeper than {MOST_NESTED} levels; a config needs few"

@@ -251,11 +251,11 @@ def _load(
 
         assert model is not None
         require(dtype := str(values.get("dtype", "auto")), "dtype", HF_DTYPES)
-        settings = {"dtype": HF_DTYPES[dtype]}
         with world.main_first():
             loaded: nn.Module = load_pretrained(
-                AutoModelForCausalLM, model, what="model", file="config.json", settings=settings
-            )
+                AutoModelForCausalLM, model, what="model", file="config.json",
+                settings={"dtype": HF_DTYPES[dtype]},
+            )  # fmt: skip
         loaded.to(device).eval()
         return loaded, prepare_model_for_packing(loaded, attention=str(values.get("attention", "auto")))
     from torchtune import training

@@ -127,19 +127,14 @@ class ReadColumns:
             )
 
     def _check_special(self, name: str, value: Any) -> None:
-        if name in COMPANIONS:
+        if name in COMPANIONS | MEDIA:
+            what, way_out = "without it", "make it part of the messages, remove it"
+            if name in MEDIA:
+                what, way_out = "on the words about it", "VisionEncoder takes images"
             raise ValueError(
-                f"column {name!r} would be left out, and the model trained without it; make it part of the messages, "
-                f"remove it, or say ignore: [{name}]"
+                f"column {name!r} would be left out, and the model trained {what}; {way_out}, or say ignore: [{name}]"
             )
-        if name in MEDIA:
-            raise ValueError(
-                f"column {name!r} would be left out, and the model trained on the words about it; VisionEncoder takes "
-                f"images, or say ignore: [{name}]"
-            )
-        if all(
-            _is_flag(each) for each in (value if isinstance(value, list | tuple | np.ndarray) else [value])
-        ):
+        if all(map(_is_flag, value if isinstance(value, list | tuple | np.ndarray) else [value])):
             raise ValueError(
                 f"column {name!r} holds {value!r}: the row's answer is judged, as for KTO, and {self.what} would train "
                 f"it good or bad; leave the bad ones out and say ignore: [{name}], or give pairs to AnswersEncoder"

@@ -60,11 +60,7 @@ class PictureReader:
             import PIL.Image  # noqa: F401
         except ImportError as error:
             raise ImportError("images need Pillow: pip install pillow") from error
-        given = (
-            self.folder
-            if isinstance(self.folder, Sequence) and not isinstance(self.folder, str)
-            else [self.folder]
-        )
+        given = [self.folder] if isinstance(self.folder, str | os.PathLike | None) else self.folder
         self.homes = [_normal(os.fspath(each)) for each in given if each is not None]
         if not given:
             raise ValueError("folder=[] names no folder; give one, or leave it out")
