@@ -7,7 +7,7 @@ is not listed here is tried with the leak probe when its first inputs are made.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -185,10 +185,8 @@ def position_table(model: nn.Module) -> int | None:
 
     Tables of another modality, such as the patches of an image, do not count.
     """
-    counts = []
-    for name, module in _text_modules(model):
-        if _is_table(module, name):
-            counts.append(module.num_embeddings - getattr(module, "offset", 0))
+    counts = [table.num_embeddings - getattr(table, "offset", 0) for table in _learned_tables(model)]
+    for _, module in _text_modules(model):
         tables = [getattr(module, "embed_positions", None)]  # as GPT-J calls it
         if hasattr(module, "rope_init"):  # a rotary embedding of torchtune
             tables.append(getattr(module, "cache", None))
@@ -198,17 +196,18 @@ def position_table(model: nn.Module) -> int | None:
 
 def why_not_positions(model: nn.Module, config: Any) -> str | None:
     """Return why a model's positions cannot restart at 0 where a sample begins; None if no reason is known."""
-    for name, module in _text_modules(model):
-        if _is_table(module, name) and module.padding_idx is not None:
-            first = f"{module.padding_idx + 1} (pad_token_id + 1)"
+    for table in _learned_tables(model):
+        if table.padding_idx is not None:
+            first = f"{table.padding_idx + 1} (pad_token_id + 1)"
             return f"{config.model_type} counts positions from {first}, and a pack's positions begin at 0; {_NO_PACK}"
     return None
 
 
-def _is_table(module: nn.Module, name: str) -> TypeGuard[nn.Embedding]:
-    """Return whether a module is a table of positions."""
-    named = name == "wpe" or ("position" in name and "relative" not in name)
-    return named and isinstance(module, nn.Embedding)
+def _learned_tables(model: nn.Module) -> Iterator[nn.Embedding]:
+    for name, module in _text_modules(model):
+        named = name == "wpe" or ("position" in name and "relative" not in name)
+        if named and isinstance(module, nn.Embedding):
+            yield module
 
 
 def _text_modules(

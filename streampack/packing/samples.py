@@ -87,13 +87,13 @@ def columns_of(names: tuple[str, ...], tokens: str | None = None, labels: str | 
                 f"the row is a preference pair ({', '.join(map(repr, pair))}), whose answers must stay in one pack; "
                 f"{need}; leave TRL's own trainers of pairs their collator"
             )
-        if fits:
-            raise ValueError(f"{missing_column(dict.fromkeys(names), tokens)}; {need}")
-        raise ValueError(
-            f"{missing_column(dict.fromkeys(names), tokens)}; rows of text or messages need an encoder: "
-            "encoder=TextEncoder(tokenizer) or ChatEncoder(tokenizer), data.encoder in a config; ids under another "
-            "name need TokensEncoder(tokens=COLUMN, labels=COLUMN or None)"
-        )
+        if not fits:
+            need = (
+                "rows of text or messages need an encoder: encoder=TextEncoder(tokenizer) or ChatEncoder(tokenizer), "
+                "data.encoder in a config; ids under another name need TokensEncoder(tokens=COLUMN, labels=COLUMN or "
+                "None)"
+            )
+        raise ValueError(f"{missing_column(dict.fromkeys(names), tokens)}; {need}")
     masks: tuple[str, ...] = ()
     if labels is not None and labels not in names:
         if (tokens, labels) != ("input_ids", "labels"):

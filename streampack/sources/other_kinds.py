@@ -26,12 +26,7 @@ def like_row(line: object) -> bool:
 
 
 def other_kind(path: str, head: bytes) -> str | None:
-    """Return why a file is no JSON lines, and what reads it; None if it is, or may be.
-
-    Args:
-        path: for the message, without secrets.
-        head: the beginning of its content.
-    """
+    """Return why a file with this beginning is no JSON lines, and what reads it; None if it is, or may be."""
     lines = [line for line in BytesIO(head) if line.endswith(b"\n") and not line.isspace()]
     rows = sum(map(like_row, lines))
     if _is_array(head, rows):

@@ -164,15 +164,12 @@ class PictureReader:
         """Refuse a path, or a URL to which a server redirects, that is in none of the folders."""
         if self.anywhere or any(_is_inside(path, each) for each in self.homes):
             return
-        way_out = "or let rows that you trust name any (VisionEncoder(anywhere=True))"
-        if not self.homes:
-            raise Refused(
-                f"{redact(path)}: the row is of no file that images could lie beside; name their folder (folder=...), "
-                f"{way_out}"
-            )
-        homes = " and ".join(map(redact, self.homes))
+        why = ": the row is of no file that images could lie beside; name their folder (folder=...)"
+        if self.homes:
+            homes = " and ".join(map(redact, self.homes))
+            why = f" leads out of the folder of images, {homes}; add its folder (folder=[...])"
         raise Refused(
-            f"{redact(path)} leads out of the folder of images, {homes}; add its folder (folder=[...]), {way_out}"
+            f"{redact(path)}{why}, or let rows that you trust name any (VisionEncoder(anywhere=True))"
         )
 
     def _upright(self, picture: Image) -> Image:
