@@ -204,10 +204,13 @@ class RunConfig:
 
 def require_device(device: str) -> None:
     """Check that recipes know the kind of a device, given as ``cuda`` or ``cuda:1``."""
-    if (kind := device.partition(":")[0]) not in DEVICES:  # no near word: that of "gpu" would be "xpu"
+    kind, colon, number = device.partition(":")
+    if kind not in DEVICES or (
+        colon and not number.isdecimal()
+    ):  # no near word: that of "gpu" would be "xpu"
         raise ValueError(
-            f"device={kind!r} is unknown; choose one of {', '.join(map(repr, DEVICES))}; a GPU is 'cuda', and mps has "
-            "no float64, in which metrics are summed"
+            f"device={device!r} is unknown; choose one of {', '.join(map(repr, DEVICES))}; a GPU is 'cuda', and mps "
+            "has no float64, in which metrics are summed"
         )
 
 

@@ -140,7 +140,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_is_picked_or_refused() -> None:
     assert pick_device("cpu").type == "cpu"
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("gpu", "meta", "mps"):
+    for name in ("gpu", "meta", "mps", "cuda:x", "cuda:-1", "cpu:"):
         with pytest.raises(
             ValueError, match=rf"^device={name!r} is unknown; choose one of 'auto', 'cpu', 'cuda'"
         ):
