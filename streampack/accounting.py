@@ -118,8 +118,8 @@ class Ledger:
 class SourceStats:
     """Counts of one source of a mixture, in one lane or in several added up."""
 
-    # Passes over the source that were begun, those without rows for the lane included; of several lanes, the most.
-    epochs: int = 0
+    # Passes over the source that were begun, those without rows for the lane included; of several lanes, their mean.
+    epochs: float = 0
     samples: int = 0  # rows encoded
     tokens_in: int = 0  # tokens that the encoder made
     packed: int = 0  # tokens in packs, without padding
@@ -137,7 +137,7 @@ class SourceStats:
     def total(cls, source_stats: Iterable[SourceStats]) -> SourceStats:
         """Return the counts of several lanes together."""
         epochs, *counts = zip(*(stats.numbers() for stats in source_stats), strict=True)
-        return cls(max(epochs), *map(sum, counts))
+        return cls(sum(epochs) / len(epochs), *map(sum, counts))
 
 
 _COUNTS = tuple(

@@ -174,6 +174,8 @@ class FileSource(Source):
                 if (at := (file, offset)) in left:
                     found[at] = self.decode(part, offset, raw)
                     left.remove(at)
+                    if not left:  # a compressed file may be damaged further on
+                        break
             if left:
                 at = min(left)
                 raise ValueError(f"the file has no such {self.unit}; it is another one")

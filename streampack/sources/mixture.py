@@ -39,7 +39,7 @@ class Mix(Source):
     >>> data = IterablePackedDataset(mix, max_seq_len=36, num_lanes=1)
     >>> packs = list(data)
     >>> {name: (stats.trained, stats.epochs) for name, stats in data.source_stats().items()}
-    {'short': (2000, 1), 'long': (6016, 2)}
+    {'short': (2000, 1.0), 'long': (6016, 2.0)}
 
     Weights are fractions of trained tokens: those with a label in the packs, not padding, prompts or what is cut off.
     In each lane, the next row comes from the source that is furthest behind its weight (see `MixtureReader`). A

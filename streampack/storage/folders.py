@@ -149,8 +149,15 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    r"""Write a page or a report, see `write_whole`, in UTF-8; of a file's name that is not, each byte as ``\udcff``."""
-    write_whole(path, text.encode("utf-8", "backslashreplace"))
+    r"""Write a page or a report, see `write_whole`, in UTF-8; of a file's name that is not, each byte as ``\udcff``.
+
+    Links, devices and pipes, such as ``/dev/stdout``, are written through: a rename would replace them.
+    """
+    content = text.encode("utf-8", "backslashreplace")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(content)
+    else:
+        write_whole(path, content)
 
 
 def settle(file: Any, unfinished: Path, path: Path) -> None:

@@ -275,7 +275,10 @@ def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, list[str]]
                 raise ValueError("\n".join(problems)) from None
             refused.add(key)
             del node[last]
-    missing = OmegaConf.missing_keys(merged) - refused
+    try:
+        missing = OmegaConf.missing_keys(merged) - refused
+    except OmegaConfBaseException as error:  # perhaps of a variable that was no key, and is removed
+        raise ValueError("\n".join(problems or [_named(error)])) from None
     if built is not None:
         for name in missing.difference(built):
             merged[name] = {"output_dir": "", "data": {"source": "", "max_seq_len": 1}}.get(

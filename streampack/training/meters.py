@@ -144,8 +144,8 @@ class SourceMeter:
         """Collective: return the metrics of every source, named ``source_<name>_<metric>``.
 
         ``loss`` covers the time since the last call, and is missing if no token was trained in it. The others cover all
-        lanes since the beginning: ``epochs`` (passes begun), ``tokens_in``, ``packed``, ``trained``, and ``fraction``,
-        the source's fraction of the trained tokens.
+        lanes since the beginning: ``epochs`` (passes begun, mean of the lanes), ``tokens_in``, ``packed``, ``trained``,
+        and ``fraction``, the source's fraction of the trained tokens.
         """
         if self.mix is None:
             return {}

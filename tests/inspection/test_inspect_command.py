@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,30 @@ def test_a_name_that_is_not_utf_8_is_shown_escaped_and_a_failure_keeps_the_old_p
     )
     assert cli.main([*words, "--html", str(page), "--json", str(json_file)]) == 1
     assert (sorted(tmp_path.iterdir()), page.read_text()) == before
+
+
+def test_a_page_is_written_through_links_and_pipes_and_not_in_their_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--html /dev/stdout` replaced the device."""
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n' * 20)
+    words = ["inspect", str(tmp_path / "a.jsonl"), "--max-seq-len", "4", "--html"]
+    link, page, pipe = (tmp_path / name for name in ("link.html", "page.html", "pipe"))
+    link.symlink_to(page)
+    assert cli.main([*words, str(link)]) == 0
+    assert link.is_symlink()
+    assert "</html>" in page.read_text()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
+    found: list[str] = []
+    reader.start()
+    assert cli.main([*words, str(pipe)]) == 0
+    reader.join(10)
+    assert pipe.is_fifo()
+    assert "</html>" in found[0]
+    capsys.readouterr()
+    assert cli.main([*words, str(tmp_path)]) == 1
+    assert f"Is a directory: '{tmp_path}'" in capsys.readouterr().err
 
 
 def test_a_config_is_inspected_as_its_run_would_read_it(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ SEES = r"column 'images' would be left out, and the model trained on the words .
 @pytest.mark.parametrize(
     ("encoder", "row", "column", "values", "message"),
     [
-        (ChatEncoder, {"messages": [USER, GOOD]}, "label", (False, True, 0, 1, np.bool_(True), 1.0), KTO),
+        (ChatEncoder, {"messages": [USER, GOOD]}, "label", (False, True, 0, 1, np.bool_(True), 1.0, 2, -1), KTO),
         (ChatEncoder, {"conversations": [USER, GOOD]}, "kto_tag", (False,), KTO.replace("label", "kto_tag")),
         (ChatEncoder, {"prompt": "a", "completion": "b"}, "label", (False,), KTO),
         (ChatEncoder, {"prompt": [USER], "completion": [GOOD]}, "label", (True,), KTO),
@@ -258,6 +258,37 @@ def test_rows_of_another_task_are_refused_unless_the_column_is_ignored(
         made({**row, "another": "x", **({column: "math"} if "label" in column else {})})
         with pytest.raises(ValueError, match=message):  # not only in the first row
             made({**row, column: value})
+
+
+@pytest.mark.parametrize(
+    "empty", [None, [], "", [None], [[]], {"bytes": None, "path": None}, [{"bytes": None}]]
+)
+def test_columns_of_images_without_any_are_no_images(tok: Any, empty: Any) -> None:
+    """A table has such values in its rows of text alone."""
+    row, encoder = {"messages": [USER, GOOD]}, ChatEncoder(tok)
+    assert encoder({**row, "images": empty}).tokens.tolist() == encoder(row).tokens.tolist()
+
+
+def test_a_text_with_a_mark_of_an_image_is_refused_beside_its_images(tok: Any) -> None:
+    encoder = TextEncoder(tok)
+    with pytest.raises(ValueError, match=r"column 'images' would be left out.*'<image>'.*VisionEncoder"):
+        encoder({"text": "<image> hello", "images": ["a.png"]})
+    for row in ({"text": "<image> hello"}, {"text": "<image> hello", "images": [None]}):
+        assert encoder(row).tokens.tolist() == encoder({"text": "<image> hello"}).tokens.tolist()
+    assert encoder({"text": "hello", "image": b"GIF"}).tokens.size > 0, "a caption is a text, too"
+
+
+@pytest.mark.parametrize("kind", [np.array, np.float32, np.str_, np.bool_])
+def test_arrays_and_scalars_of_numpy_in_tool_calls_are_trained_as_what_they_hold(tok: Any, kind: Any) -> None:
+    """transformers writes an array as the text "<ndarray>"."""
+
+    def row(value: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": [{"y": value}]}}}
+        return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+    value = kind([1, 2]) if kind is np.array else kind(1)
+    encoder = ChatEncoder(tok)
+    assert encoder(row(value)).tokens.tolist() == encoder(row(value.tolist())).tokens.tolist()
 
 
 @pytest.mark.parametrize(

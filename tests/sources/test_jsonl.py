@@ -376,6 +376,34 @@ def test_the_rows_before_a_tear_are_packed_and_the_rest_is_one_bad_record(
     assert errors[0].startswith(f"{path}:{len(found) + 1}: the file is damaged after byte ")
 
 
+@pytest.mark.parametrize("suffix", [suffix for suffix in PACK if suffix])
+def test_a_run_over_a_torn_file_is_resumed_at_every_step(tmp_path: Path, suffix: str) -> None:
+    """Rows that waited were fetched by reading on to the tear, which raised for all of them."""
+    path, pack = tmp_path / f"a.jsonl{suffix}", PACK[suffix]
+    lines = [json.dumps({"input_ids": [i] * (i % 17 + 3)}).encode() + b"\n" for i in range(200)]
+    frames = [pack(b"".join(lines[i : i + 20])) for i in range(0, 200, 20)]
+    path.write_bytes(b"".join(frames[:-1]) + frames[-1][:-9])
+
+    def make() -> IterablePackedDataset:
+        return IterablePackedDataset(
+            JSONLSource(path), max_seq_len=64, skip_bad=True, shuffle=30, num_lanes=2
+        )
+
+    packs, states = [], []
+    for each in (data := make()):
+        packs.append(each["tokens"].tolist())
+        states.append(data.state_dict())
+    assert len({token for each in packs for token in each}) >= 180
+    waited = 0
+    for step, state in enumerate(states, 1):
+        again = make()
+        again.load_state_dict(state)
+        assert [each["tokens"].tolist() for each in again] == packs[step:]
+        waited += state["lanes"][0]["stand"][2] != []
+    assert waited > 10
+    assert data.trace(next(iter(make()))["fragments"][0])["tokens"] == packs[0][: packs[0].count(packs[0][0])]
+
+
 def xz_of_4_gib() -> bytes:
     """An xz stream whose header names a dictionary of 4 GiB."""
     packed = bytearray(lzma.compress(b"x" * 1000))

@@ -83,6 +83,12 @@ def test_configs_that_cannot_be_are_refused(
     assert problem in str(raised.value), "`streampack validate` says the same"
 
 
+def test_a_variable_of_ones_own_is_named_as_the_unknown_key_that_it_is() -> None:
+    """Not as a key that is missing where it is used."""
+    with pytest.raises(ValueError, match="^my_lr: Key 'my_lr' not in"):
+        read_config(written({"my_lr": 1e-3, "optimizer.lr": "${my_lr}"}))
+
+
 def test_all_that_a_config_must_not_have_is_named_at_once() -> None:
     changes = {
         "zzz": 1,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.packing.encoders.conversation import refuse_marks
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, encode_text
 from streampack.packing.samples import columns_of, missing_column, sample_from_pair, sample_from_row
 from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
@@ -133,6 +134,7 @@ class TextEncoder(Encoder):
                 f"column {self.column!r} holds {'no text (null)' if text is None else f'a {type(text).__name__}'}; "
                 "mend the row, or set skip_bad=True, which counts and lists such rows"
             )
+        refuse_marks(text, row)
         tokens = encode_text(self.tokenizer, text, add_bos=self.add_bos, add_eos=self.add_eos)
         return sample_from_pair(tokens, tokens)
 

@@ -34,7 +34,7 @@ COMPANIONS = {"system", "tools", "functions", "history"}
 """Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
 MEDIA = {"images", "image", "videos", "video", "audios", "audio"}
 JUDGEMENTS = {"label", "labels", "kto_tag"}
-"""Columns that say whether an answer is a good one, if they hold booleans or 0 and 1: TRL's and LLaMA-Factory's."""
+"""Columns that may say whether an answer is a good one, TRL's and LLaMA-Factory's: a number, or flags."""
 
 Messages = list[dict[str, Any]]
 """A conversation in OpenAI's form."""
@@ -114,7 +114,7 @@ class ReadColumns:
         """Refuse or name columns of a row that are not empty, and neither read nor left out on purpose."""
         unread = row.keys() - self.known - {*read}
         for name in sorted(unread & (COMPANIONS | MEDIA | JUDGEMENTS)):
-            if not is_empty(row[name]):
+            if not (_holds_nothing if name in MEDIA else is_empty)(row[name]):
                 self._check_special(name, row[name])
         fresh = {name for name in unread - self.named if not is_empty(row[name])}
         self.named |= fresh
@@ -134,7 +134,9 @@ class ReadColumns:
             raise ValueError(
                 f"column {name!r} would be left out, and the model trained {what}; {way_out}, or say ignore: [{name}]"
             )
-        if all(map(_is_flag, value if isinstance(value, list | tuple | np.ndarray) else [value])):
+        # Each number: classes that are refused where they are 0 or 1 alone would be missing, with ``skip_bad``.
+        several = isinstance(value, list | tuple | np.ndarray)
+        if all(map(_is_flag, value)) if several else _is_number(value):
             raise ValueError(
                 f"column {name!r} holds {value!r}: the row's answer is judged, as for KTO, and {self.what} would train "
                 f"it good or bad; leave the bad ones out and say ignore: [{name}], or give pairs to AnswersEncoder"
@@ -195,8 +197,12 @@ def _check_flags(message: Mapping[str, Any], role: str, place: str) -> None:
         raise ValueError(f"{place} has {said}, which contradict one another; keep one of them")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.bool_ | np.number)
+
+
 def _is_flag(value: Any) -> bool:
-    return isinstance(value, int | float | np.bool_ | np.number) and value in (0, 1)
+    return _is_number(value) and value in (0, 1)
 
 
 def flags_against(message: Mapping[str, Any]) -> set[str]:
@@ -251,12 +257,40 @@ def _parse_call(call: Any, place: str) -> dict[str, Any]:
             f"{place} names no function; it must be {{'function': {{'name': ..., 'arguments': ...}}}}"
         )
     arguments = function.get("arguments")
-    arguments = {} if arguments in (None, "") else parse_json(arguments, f"{place}, arguments")
+    arguments = (
+        {} if arguments in (None, "") else _without_arrays(parse_json(arguments, f"{place}, arguments"))
+    )
     rest = {key: value for key, value in call.items() if key != "function" and value is not None}
     outer = rest if function is not call else {}
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
+def _without_arrays(value: Any) -> Any:
+    """Return plain values; transformers writes an array as the text ``<ndarray>``."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(each) for key, each in value.items()}
+    return [*map(_without_arrays, value)] if isinstance(value, list | tuple) else value
+
+
 def is_empty(value: Any) -> bool:
     """Return whether a value is None or empty; a table holds such values in rows that lack the column."""
     return value is None or (isinstance(value, str | Sequence | Mapping | np.ndarray) and len(value) == 0)
+
+
+def _holds_nothing(value: Any) -> bool:
+    """Return whether a value is empty, or holds nothing but empty ones, as a table does in rows without images."""
+    if isinstance(value, Mapping):
+        return all(map(_holds_nothing, value.values()))
+    return all(map(_holds_nothing, value)) if isinstance(value, list) else is_empty(value)
+
+
+def refuse_marks(text: str, row: Mapping[str, Any]) -> None:
+    """Refuse a text with the mark of an image, a video or audio beside a column of such."""
+    for name in sorted(MEDIA & row.keys()):
+        if (mark := f"<{name.removesuffix('s')}>") in text and not _holds_nothing(row[name]):
+            raise ValueError(
+                f"column {name!r} would be left out, and the model trained on the words about it, such as {mark!r}; "
+                "VisionEncoder takes messages with images; or remove the column"
+            )
