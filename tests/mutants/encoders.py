@@ -159,10 +159,10 @@ def texts_cut_at_the_models_length(good, self, text, add_bos=True, add_eos=True)
 
 @replaces(HFTokenizer, "__init__")
 def template_settings_left_out(
-    good, self, path, *, chat_template=None, template_kwargs=None, date=None, revision=None
+    good, self, path, *, chat_template=None, template_kwargs=None, date=None, **others
 ):
     """The chat template is rendered without the user's ``template_kwargs``."""
-    good(self, path, chat_template=chat_template, date=date, revision=revision)
+    good(self, path, chat_template=chat_template, date=date, **others)
 
 
 @replaces(VisionEncoder, "__call__")

@@ -450,7 +450,9 @@ def test_a_damaged_record_is_an_error_with_its_place_and_the_others_are_read(
     assert len(all_rows - packed_rows) <= lost
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["local", "url"])
+@pytest.mark.parametrize(
+    "remote", [pytest.param(False, id="local"), pytest.param(True, id="url", marks=pytest.mark.slow)]
+)
 def test_no_byte_of_a_token_shard_changes_unnoticed(tmp_path: Path, remote: bool) -> None:
     """Each byte after the header is changed once: every document is the one that was written, or a bad record."""
     rows = [{"tokens": [i, *range(i)], "labels": [-100, *range(i)]} for i in range(2, 12)]

@@ -181,7 +181,7 @@ def test_what_open_balance_windows_lose_with_a_file_is_counted(
         **changes_allowed(tmp_path),
     }
     lost = []
-    for taken, name in itertools.product(range(5, 13), files):
+    for taken, name in itertools.product((5, 8, 11), files):
         data = make(source_of(tmp_path / "data", files), **settings)
         packs = list(islice(data, taken * num_lanes))
         state, read = data.state_dict(), data.ledger().tokens_in
