@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from streampack.storage.base import FOLDER, STORES, File, FileStorage, changed, redact, resized
+from streampack.storage.error_texts import BehindTheEnd, replaced
 from streampack.storage.hub import http_options, pinned, web_address
-from streampack.storage.library_errors import BehindTheEnd, replaced
 from streampack.storage.redirects import Check, elsewhere, guarded
 from streampack.storage.retries import Refused, Storage
 

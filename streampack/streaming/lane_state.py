@@ -152,7 +152,7 @@ class LaneState:
     def moved(self, row_id: Moved, cursor: Callable[[Cursor], Cursor]) -> LaneState:
         """Return the state for a corpus in which rows have other ids, and reading goes on at other cursors.
 
-        What waited of rows that are gone, of which ``row_id`` returns None, is dropped and counted. So is what is left
+        What waited of rows that are gone (``row_id`` returns None) is dropped and counted. So is what is left
         of an open window that one of them was planned for.
         """
         if self.window is not None and None in [row_id(each.row_id) for each in self.window.begin.waiting]:
