@@ -54,6 +54,7 @@ class LaneConfig:
     balance_window: int = 0  # packs that are planned ahead and handed out by cost; 0: as they are planned
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
     eos_ids: frozenset[int | None] = field(init=False)  # of the encoders
+    reads_beside: bool = field(init=False)  # whether an encoder reads images beside the data
 
     def __post_init__(self) -> None:
         for encoder in self.encoders:
@@ -62,6 +63,7 @@ class LaneConfig:
                 require_whole_groups(self.packing, what="the encoder makes groups")
         ids = frozenset(eos_of(getattr(encoder, "tokenizer", encoder)) for encoder in self.encoders)
         object.__setattr__(self, "eos_ids", ids)
+        object.__setattr__(self, "reads_beside", any(hasattr(each, "beside") for each in self.encoders))
 
     @property
     def longest_read(self) -> float:
@@ -123,7 +125,8 @@ class LaneConfig:
 
     def encoder(self, row_id: RowId) -> Encode:
         """Return the encoder of a row's source, for the rows of the file that the row is in."""
-        return encoder_beside(self.source.encoder(row_id) or self.encode, self.source, row_id)
+        found = self.source.encoder(row_id) or self.encode
+        return encoder_beside(found, self.source, row_id) if self.reads_beside else found
 
     def sample(self, row: Row, *, unchecked: list[tuple[RowId, Sample]] | None = None) -> Sample | str:
         """Encode and check a row. If bad records are skipped, return the reason instead of raising.
