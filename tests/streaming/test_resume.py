@@ -361,7 +361,7 @@ def merged(*states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_states_of_single_consumers_are_merged_and_checked() -> None:
-    """Of torch's workers, each of which has its own lanes."""
+    """States of the workers of torch's DataLoader. Each worker has its own lanes."""
     given = list(DataLoader(States(num_lanes=6), batch_size=None, num_workers=2))
     states = [state for _, state in given[8:10]]  # behind five packs of each worker
     assert [len(state["lanes"]) for state in states] == [3, 3]
