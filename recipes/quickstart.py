@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         written = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
         config = with_overrides(written, overrides)
         if not any(word.startswith("output_dir=") for word in overrides):
-            config.output_dir, config.resume = _run_folder(Path(config.output_dir))
+            config.output_dir, config.resume_from_checkpoint = _run_folder(Path(config.output_dir))
         print(packed_and_padded(config, steps=train(config)["step"]))
     print(NEXT.format(report=Path(config.output_dir, "report.html")))
     return 0
@@ -73,7 +73,7 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     from streampack.inspection.packs import LEGEND, draw_packs, view
     from streampack.instantiate import build
     from streampack.packing.batch import unstack_packs
-    from streampack.training.config import read_config
+    from streampack.training.checks import read_config
     from streampack.training.data import build_datasets, build_loader
     from streampack.training.world import World
 

@@ -342,7 +342,7 @@ def trace(options: Options) -> None:
 def tokenize(options: Options) -> None:
     config = read(options)
     from streampack.tokenize.tokenize import from_config, tokenize
-    from streampack.training.config import to_plain
+    from streampack.training.checks import to_plain
 
     names = ("out", "workers", "lanes", "dtype", "engine", "address", "shard", "finish")
     settings = {name: getattr(options, name) for name in names}

@@ -72,7 +72,7 @@ def write_config(folder: Path, **settings: Any) -> None:
     """Write the config of a run for `start`."""
     from omegaconf import OmegaConf
 
-    OmegaConf.save(config_of(folder, resume=True, **settings), folder / "run.yaml")
+    OmegaConf.save(config_of(folder, resume_from_checkpoint=True, **settings), folder / "run.yaml")
 
 
 def compare_losses(expected: dict[int, float], folder: Path, most: float = 1e-6) -> float:
@@ -95,13 +95,15 @@ def kill_training(run: Run) -> str:
     steps = kills * 6 + 10
     with tempfile.TemporaryDirectory() as name:
         whole, broken = Path(name) / "whole", Path(name) / "broken"
-        settings = {"max_steps": steps, "checkpoint_every": 2, "lr_scheduler": None}
+        settings = {"max_steps": steps, "save_every_n_steps": 2, "lr_scheduler": None}
         expected = train_whole(whole, 2, **settings)
         repeated = done = 0
         while done < kills:
             before = newest_checkpoint(broken)
             assert before < steps - 4, "the run is too short for so many kills"
-            config = config_of(broken, resume=True, async_checkpoint=bool(done % 2), **settings)
+            config = config_of(
+                broken, resume_from_checkpoint=True, enable_async_checkpointing=bool(done % 2), **settings
+            )
             with Ranks(2, join=False) as ranks:
                 ranks.start(train, config)
                 target = before + rng.randint(2, 6)
@@ -111,7 +113,10 @@ def kill_training(run: Run) -> str:
             assert newest_checkpoint(broken) >= before
             done += newest_checkpoint(broken) > before
             repeated += last_logged_step(broken) - newest_checkpoint(broken)
-        assert run_apart(train, config_of(broken, resume=True, **settings), size=2) == [steps, steps]
+        assert run_apart(train, config_of(broken, resume_from_checkpoint=True, **settings), size=2) == [
+            steps,
+            steps,
+        ]
         worst = compare_losses(expected, broken)
     return (
         f"{kills} kills in {steps} steps, {repeated} steps repeated; largest relative difference {worst:.1e}"
@@ -134,7 +139,7 @@ def sigterm(run: Run) -> str:
         with tempfile.TemporaryDirectory() as name:
             whole, broken = Path(name) / "whole", Path(name) / "broken"
             steps = 60 * (signals + 1)
-            settings = {"max_steps": steps, "checkpoint_every": steps, "lr_scheduler": None}
+            settings = {"max_steps": steps, "save_every_n_steps": steps, "lr_scheduler": None}
             expected = train_whole(whole, size, **settings)
             write_config(broken, **settings)
             for number in range(signals + 1):
@@ -309,7 +314,7 @@ def elastic_training(run: Run) -> str:
     steps = run.count(400, 150)
     with tempfile.TemporaryDirectory() as name:
         whole, broken = Path(name) / "whole", Path(name) / "broken"
-        settings = {"max_steps": steps, "checkpoint_every": 5, "lr_scheduler": None, "num_workers": 1}
+        settings = {"max_steps": steps, "save_every_n_steps": 5, "lr_scheduler": None, "num_workers": 1}
         expected = train_whole(whole, 1, **settings)
         write_config(broken, **settings)
         endpoint = f"localhost:{free_port()}"

@@ -203,7 +203,7 @@ def test_yaml_blocks_have_keys_that_a_run_knows(page: Path) -> None:
     pytest.importorskip("torchtune")
     from omegaconf import OmegaConf
 
-    from streampack.training.config import read_config, to_plain
+    from streampack.training.checks import read_config, to_plain
 
     encoder = "{_component_: streampack.TextEncoder}"  # where a page shows three dots
     for block in whole_configs(page):

@@ -299,7 +299,7 @@ def test_a_mistake_is_named_with_its_way_out(
 def test_a_config_is_refused_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, fragment: str
 ) -> None:
-    from streampack.training.config import to_plain
+    from streampack.training.checks import to_plain
     from streampack.training.validate import validate  # private: the command prints what this returns
     from tests.harness.tiny import tiny_config
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from streampack.training.config import RunConfig
     from streampack.training.row_losses import RowLoss
 
-DATA_KEYS = ("tokenizer", "data", "validation")
+DATA_KEYS = ("tokenizer", "dataset", "dataset_val", "data", "validation")
 """Keys of a config that these commands use: it may have no others, or torchtune's components without torchtune."""
 RUN_KEYS = ("output_dir", *DATA_KEYS)
 ENCODERS: dict[str, Any] = {each.__name__: each for each in (AnswersEncoder, ChatEncoder, TextEncoder)}
@@ -50,8 +50,10 @@ def training_data(config: RunConfig) -> IterablePackedDataset:
     from streampack.training.data import build_datasets
 
     vocab_size = config.model.get("vocab_size")
-    kept = quarantine_for(config.data.get("skip_bad"))
-    data = {**config.data, "skip_bad": kept and replace(kept, folder=None)}
+    data = config.data
+    if data is not None:
+        kept = quarantine_for(data.get("skip_bad"))
+        data = {**data, "skip_bad": kept and replace(kept, folder=None)}
     with tempfile.TemporaryDirectory() as scratch:
         return build_datasets(
             replace(config, output_dir=scratch, data=data),
@@ -63,14 +65,14 @@ def training_data(config: RunConfig) -> IterablePackedDataset:
 
 def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int | None, packs: int) -> Report:
     """Inspect the data of a run's config; the other arguments are those of `inspect_dataset`."""
-    from streampack.training.config import read_config
+    from streampack.training.checks import read_config
 
     cfg = read_config(config, built=DATA_KEYS)
     shape = RunShape(
         ranks=ranks,
         workers=cfg.num_workers,
         batch_size=cfg.batch_size,
-        packs_per_step=cfg.packs_per_step,
+        accumulation=cfg.gradient_accumulation_steps,
         max_steps=cfg.max_steps,
     )
     return inspect_dataset(
@@ -152,11 +154,13 @@ def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from streampack.training.config import read_config
+    from streampack.training.checks import read_config
     from streampack.training.row_losses import packs_of_step
-    from streampack.training.run_folder import checkpoints_folder
+    from streampack.training.run_folder import checkpoints_folder, saved_seed
 
     cfg = read_config(config, built=DATA_KEYS if step is None else RUN_KEYS)
+    if step is not None:
+        cfg.seed = saved_seed(cfg)
     dataset = training_data(cfg)
     if step is None:
         found = list(islice(dataset.stream(), packs or 2))
@@ -182,7 +186,7 @@ def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
 
 def worst_steps(config: Any, *, top: int) -> list[str]:
     """Return lines of the steps with the highest loss, those first whose loss is not finite."""
-    from streampack.training.config import read_config
+    from streampack.training.checks import read_config
     from streampack.training.progress import METRICS_FILE, read_metrics
 
     path = Path(read_config(config, built=["output_dir"]).output_dir, METRICS_FILE)
@@ -196,7 +200,7 @@ def worst_steps(config: Any, *, top: int) -> list[str]:
 
 def rows_of_step(config: Any, step: int, *, top: int) -> list[str]:
     """Return lines of the rows of a step, those first that add most to its loss for their length."""
-    from streampack.training.config import read_config
+    from streampack.training.checks import read_config
     from streampack.training.row_losses import ROWS_FOLDER, read_step
 
     cfg = read_config(config, built=RUN_KEYS)

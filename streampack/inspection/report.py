@@ -25,7 +25,8 @@ class RunShape:
         ranks: of the run; numbers of ranks after the first are compared with it.
         workers: processes of each rank that make packs.
         batch_size: packs in a batch.
-        packs_per_step: packs in an optimizer step over all ranks; None is one batch of each rank.
+        packs_per_step: packs in an optimizer step over all ranks; None: ``accumulation`` batches of each rank.
+        accumulation: see ``packs_per_step``.
         max_steps: of the run, for the passes over a mixture's sources.
     """
 
@@ -33,11 +34,13 @@ class RunShape:
     workers: int = 0
     batch_size: int = 1
     packs_per_step: int | None = None
+    accumulation: int = 1
     max_steps: int | None = None
 
     def batching(self, ranks: int) -> Batching:
         """Return how the packs of a step are divided among so many ranks, of a lane each."""
-        return Batching(self.batch_size, self.packs_per_step or ranks * self.batch_size, ranks, ranks)
+        packs = self.packs_per_step or ranks * self.batch_size * self.accumulation
+        return Batching(self.batch_size, packs, ranks, ranks)
 
     @property
     def padded_batch(self) -> int:

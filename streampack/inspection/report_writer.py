@@ -13,7 +13,8 @@ from streampack.inspection.packs import view
 from streampack.inspection.run_page import write_run_page
 from streampack.packing.batch import Batch, unstack_packs
 from streampack.streaming.lane_config import LaneConfig
-from streampack.training.config import RunConfig, to_plain
+from streampack.training.checks import to_plain
+from streampack.training.config import RunConfig
 from streampack.training.progress import METRICS_FILE, read_metrics
 from streampack.training.world import World
 from streampack.types import Pack

@@ -67,7 +67,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     """Build the datasets of `build_data`, and do not read rows from them yet."""
     tokenizer = check_tokenizer(tokenizer)
     inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
-    settings = dict(config.data)
+    settings = dict(config.data or {})
     with listed_by(world.run_on_main):
         source = as_source(build(settings.pop("source"), inject=inject))
     encoder = build(settings.pop("encoder", None), inject=inject)
@@ -76,7 +76,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     common: dict[str, Any] = {
         "padding_idx": padding_id(tokenizer),
         "vocab_size": vocab_size,
-        "seed": config.seed,
+        "seed": config.seed or 0,
         **settings,
     }
     held_out = None
@@ -86,7 +86,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     elif config.validation is not None:
         source, held_out = hold_out(source, fraction=config.validation.fraction)
     train = IterablePackedDataset(source, encoder=encoder, epochs=config.epochs, **common)
-    if config.data.get("corpus_lists") is None:
+    if settings.get("corpus_lists") is None:
         train.keep_corpus_lists(Path(config.output_dir, "corpus_lists"))
     if held_out is None:
         return Datasets(train, {}, {}, common)
@@ -189,14 +189,18 @@ def trains(pack: Pack) -> bool:
 
 
 def build_loader(
-    config: RunConfig, dataset: IterablePackedDataset, *, device: torch.device
+    config: RunConfig,
+    dataset: IterablePackedDataset,
+    *,
+    device: torch.device,
+    packs_per_step: int | None = None,
 ) -> PackedDataLoader:
-    """Build the loader of this rank's batches."""
+    """Build the loader of this rank's batches. Without ``packs_per_step``, a step takes those of the loaded state."""
     return PackedDataLoader(
         dataset,
         batch_size=config.batch_size,
         num_workers=config.num_workers,
-        packs_per_step=config.packs_per_step,
+        packs_per_step=packs_per_step,
         pin_memory=device.type == "cuda",
         timeout=config.collective_timeout,
     )

@@ -41,10 +41,10 @@ def build_model(
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
     if adapters_only:
-        weights = {**weights, **start_adapters(model, seed=config.seed)}
+        weights = {**weights, **start_adapters(model, seed=config.seed or 0)}
     if config.compile:
         training.compile_model(model, verbose=False)
-    if config.activation_checkpointing:
+    if config.enable_activation_checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     if world.size > 1:
         try:

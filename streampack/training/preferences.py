@@ -41,23 +41,6 @@ class Compared(NamedTuple):
     rejected_logps: torch.Tensor
 
 
-def require_preferences(config: RunConfig) -> None:
-    """Check that a config fits a recipe that compares pairs."""
-    if config.loss is None:
-        raise ValueError(
-            "loss is missing; name one that compares pairs, such as loss: {_component_: torchtune.rlhf.loss.DPOLoss, "
-            "beta: 0.1}"
-        )
-    if config.loss["_component_"].startswith("torchtune.modules.loss."):
-        raise ValueError(
-            f"loss: {config.loss['_component_']} compares no pairs, and the loss of other recipes is cross-entropy in "
-            "any case; name torchtune.rlhf.loss.DPOLoss, or run full_finetune without the key"
-        )
-    for key, plain in (("loss_norm", "token"), ("z_loss", 0), ("document_masking", True)):
-        if (value := getattr(config, key)) != plain:
-            raise ValueError(f"{key}={value} is for cross-entropy, and dpo compares pairs; remove the key")
-
-
 def shares_prefixes(lanes: LaneConfig) -> bool:
     """Return whether an encoder of a run keeps prompts once. Of a user's own encoder it is not known, and assumed."""
     mix = lanes.mix
@@ -66,18 +49,6 @@ def shares_prefixes(lanes: LaneConfig) -> bool:
         encode.share_prefix if isinstance(encode, AnswersEncoder | MessagesEncoder) else True
         for encode in encoders
     )
-
-
-def refuse_preferences(config: RunConfig) -> None:
-    """Check that a config for a recipe with cross-entropy names no loss of its own."""
-    if config.loss is not None:
-        raise ValueError(
-            "loss: this recipe's is cross-entropy over the trained tokens, divided once (see loss_norm); remove the "
-            "key, or run dpo for a loss that compares pairs"
-        )
-    for key in ("ref_checkpointer", "reference"):
-        if (value := getattr(config, key)) not in (None, "model"):
-            raise ValueError(f"{key}={value}: this recipe has no reference; remove the key, or run dpo")
 
 
 class Reference:

@@ -129,7 +129,7 @@ def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) 
     if not (steps := kept.steps()):
         raise ValueError(
             f"{checkpoints} holds no checkpoint of a run, by which its steps could be made again; set "
-            "checkpoint_every, or look at the first packs of the config (without a step)"
+            "save_every_n_steps, or look at the first packs of the config (without a step)"
         )
     if step < 1:
         raise ValueError(f"step {step} cannot be: steps are counted from 1")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
+from random import SystemRandom
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torchtune import training
 from streampack.attention import Inputs
 from streampack.instantiate import build
 from streampack.packing.batch import Batch
-from streampack.training.checkpoint import Checkpoints
-from streampack.training.config import read_config
+from streampack.training.checkpoint import Checkpoints, read_run
+from streampack.training.checks import read_config
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
 from streampack.training.meters import CountMeter, SourceMeter, memory_metrics, run_ledger, stream_metrics
@@ -38,6 +39,7 @@ from streampack.training.run_folder import (
     hold_output,
     open_checkpoints,
     record_end,
+    saved_seed,
     stop_on_signals,
     warn_of_unheeded,
 )
@@ -132,6 +134,7 @@ class Run:
 
     world: World
     checkpoints: Checkpoints
+    seed: int
     _closing: ExitStack
 
     def __init__(self, raw: Any, *, report: Callable[..., Any], adapters: bool | None, pairs: bool) -> None:
@@ -177,7 +180,11 @@ class Run:
                 run.over = {"step": end}
             else:
                 run.checkpoints, run.saved_step = open_checkpoints(cfg, world=run.world)
-                seed_step(cfg.seed, 0)
+                seed = run.world.run_on_main(lambda: saved_seed(cfg), of="a seed")
+                if seed is None:
+                    seed = run.world.broadcast(SystemRandom().randrange(2**31))
+                cfg.seed = run.seed = seed
+                seed_step(seed, 0)
             yield run
 
     def read_weights(self) -> Weights:
@@ -218,10 +225,16 @@ class Run:
         self.dataset, self.held_out_packs = build_data(
             cfg, tokenizer=self.tokenizer, vocab_size=vocab_size, world=world
         )
-        self.loader = build_loader(cfg, self.dataset, device=self.device)
+        packs = cfg.batch_size * cfg.gradient_accumulation_steps  # of one rank in a step
+        before = None if self.saved_step is None else read_run(self.checkpoints.path(self.saved_step))
+        # The same step as before, on whatever number of ranks, unless the config asks for another one.
+        same = before is not None and before["packs_of_rank"] == packs
+        self.loader = build_loader(
+            cfg, self.dataset, device=self.device, packs_per_step=None if same else packs * world.size
+        )
         lanes = self.dataset.lane_config
         if cfg.verify_isolation and cfg.document_masking:
-            size, shared = cfg.data["max_seq_len"], self._pairs and shares_prefixes(lanes)
+            size, shared = lanes.packing.max_seq_len, self._pairs and shares_prefixes(lanes)
             with world.raise_on_all():
                 require_isolation(model, inputs, max_seq_len=size, groups=shared)
 
@@ -260,7 +273,7 @@ class Run:
             Interrupted: after a signal, behind the checkpoint of the step that was running.
         """
         cfg, world, loader = self.cfg, self.world, self.loader
-        every = cfg.validation and cfg.validation.every
+        every = cfg.run_val_every_n_steps if self.held_out_packs else None
         # After a resume too, where a signal ended the run before it did.
         if self.saved_step is None or (every and self.step % every == 0):
             self._validate()
@@ -268,12 +281,13 @@ class Run:
         self.profiler.start()
         loop = self._closing.enter_context(ExitStack())
         loop.enter_context(self.report.on_error())
-        total = min(self.num_steps, cfg.max_steps or self.num_steps)
+        most = cfg.most_steps
+        total = min(self.num_steps, int(min(most, self.num_steps)))
         progress = loop.enter_context(bar(total, done=self.step, enabled=world.is_main))
         agreed_signal = loop.enter_context(stop_on_signals(world))
-        while cfg.max_steps is None or self.step < cfg.max_steps:
+        while self.step < most:
             self.meter.start()
-            seed_step(cfg.seed, self.step, world.rank)  # so that dropout is the same after a resume
+            seed_step(self.seed, self.step, world.rank)  # so that dropout is the same after a resume
             first = next(batches, None)
             if first is None:
                 break  # the last epoch is over, on every rank
@@ -285,12 +299,12 @@ class Run:
             self.step += 1
             self.profiler.step()
             progress.update()
-            if self.step % cfg.log_every == 0:
+            if self.step % (cfg.log_every_n_steps or 1) == 0:
                 progress.set_postfix_str(postfix(self._log({"lr": rate} | step.metrics)))
             stopped = agreed_signal()
             if every and self.step % every == 0 and not stopped:
                 self._validate()
-            if cfg.checkpoint_every and (stopped or self.step % cfg.checkpoint_every == 0):
+            if cfg.save_every_n_steps and (stopped or self.step % cfg.save_every_n_steps == 0):
                 self._save()
             if stopped:
                 self.checkpoints.wait()
@@ -304,7 +318,7 @@ class Run:
         self.by_row.write()
         self.loader.require_trained()
         self._validate()
-        if cfg.checkpoint_every and self.saved_step != self.step:
+        if cfg.save_every_n_steps and self.saved_step != self.step:
             self._save()  # a longer run can continue from here
         self.checkpoints.wait()
         result = self._totals() | {"ledger": run_ledger(self.loader, self.world)}
@@ -351,14 +365,17 @@ class Run:
 
     def _save(self) -> None:
         self.by_row.write()  # a run that goes on from here has no other rows of the steps since the last log
+        cfg = self.cfg
         state = self._totals() | {
             "begun": self.before["begun"],
             "steps": self.num_steps,
-            "asked": asked_of(self.cfg, self.loader),
+            "asked": asked_of(cfg, self.loader),
+            "seed": self.seed,
+            "packs_of_rank": cfg.batch_size * cfg.gradient_accumulation_steps,
             "packs_per_step": self.loader.packs_per_step,
             "stream": self.loader.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "optimizer_settings": self.cfg.optimizer,
+            "optimizer_settings": cfg.optimizer,
         }
         self.checkpoints.save(self.step, model=self.model, optimizer=self.optimizer, run=state)
         self.saved_step = self.step

@@ -18,7 +18,7 @@ from torch import nn
 
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.storage.folders import lock_folder, write_whole
-from streampack.training.checkpoint import Checkpoints, step_of
+from streampack.training.checkpoint import Checkpoints, read_run, step_of
 from streampack.training.config import RunConfig
 from streampack.training.world import World
 from streampack.validation import warn_user
@@ -108,9 +108,9 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
 def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
     newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
     message = (
-        f"there is no checkpoint yet (checkpoint_every={config.checkpoint_every}), and the same command begins anew"
+        f"there is no checkpoint yet (save_every_n_steps={config.save_every_n_steps}), and the same command begins anew"
         if newest is None
-        else f"resume=True goes on from step {newest}, its newest checkpoint"
+        else f"resume_from_checkpoint=True goes on from step {newest}, its newest checkpoint"
     )
     return Interrupted(f"{config.output_dir}: interrupted; {message}", step=newest, number=number)
 
@@ -128,15 +128,15 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
     """
     checkpoints = Checkpoints(
         checkpoints_folder(config),
-        keep=config.keep_checkpoints,
+        keep=config.keep_last_n_checkpoints,
         world=world,
-        in_background=config.async_checkpoint,
+        in_background=config.enable_async_checkpointing,
     )
     newest = checkpoints.newest()
-    if newest is not None and not config.resume:
+    if newest is not None and not config.resume_from_checkpoint:
         raise ValueError(
             f"{checkpoints.folder} holds checkpoints up to step {newest} of an earlier run; "
-            "set resume=True to go on from there, or choose another output_dir"
+            "set resume_from_checkpoint=True to go on from there, or choose another output_dir"
         )
     if newest is not None:
         return checkpoints, newest
@@ -145,10 +145,19 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
             f"{' and '.join(weights)} holds weights of an earlier run, and {checkpoints.folder} no checkpoint: this "
             "run would begin at step 0 and overwrite them; choose another output_dir, or remove the weights"
         )
-    if config.resume and world.is_main:
+    if config.resume_from_checkpoint and world.is_main:
         begin = "at step 0" if config.resume_from is None else f"from {config.resume_from}"
         print(f"no checkpoint in {checkpoints.folder}: the run begins {begin}", flush=True)  # noqa: T201
     return checkpoints, None
+
+
+def saved_seed(config: RunConfig) -> int | None:
+    """Return the seed of a run, that of its newest checkpoint where the config has none."""
+    checkpoints = Checkpoints(checkpoints_folder(config))
+    if config.seed is not None or not (steps := checkpoints.steps()):
+        return config.seed
+    seed: int = read_run(checkpoints.path(steps[-1]))["seed"]
+    return seed
 
 
 def begin_phase(
@@ -168,9 +177,9 @@ def begin_phase(
     path = Path(config.resume_from)
     with world.raise_on_all():
         step = step_of(path)
-    if config.max_steps is not None and config.max_steps <= step:
+    if config.most_steps <= step:
         raise ValueError(
-            f"max_steps={config.max_steps} is over: the steps of resume_from={config.resume_from} count, which are "
+            f"max_steps={config.most_steps} is over: the steps of resume_from={config.resume_from} count, which are "
             f"{step}; give more"
         )
     settings = [
@@ -217,7 +226,7 @@ def finished(config: RunConfig, *, world: World) -> int | None:
 
     A run is over when its weights are written and it has made the steps, or read the epochs, that the config asks for.
     """
-    step = world.broadcast(_finished(config) if config.resume and world.is_main else None)
+    step = world.broadcast(_finished(config) if config.resume_from_checkpoint and world.is_main else None)
     if step is not None and world.is_main:
         print(  # noqa: T201
             f"{config.output_dir} holds a run that is over: step {step}, weights in "
@@ -232,14 +241,14 @@ def _finished(config: RunConfig) -> int | None:
         return None
     end = json.loads(end_file(config).read_text())
     step: int = end["step"]
-    by_steps = config.max_steps is not None and step >= config.max_steps
+    by_steps = step >= config.most_steps
     by_epochs = end["epochs"] is not None and config.epochs is not None and config.epochs <= end["epochs"]
     return step if by_steps or by_epochs else None
 
 
 def record_end(config: RunConfig, *, step: int) -> None:
     """Mark a run as over; rank 0 calls this when the weights are written."""
-    by_steps = config.max_steps is not None and step >= config.max_steps
+    by_steps = step >= config.most_steps
     end = {"step": step, "epochs": None if by_steps else config.epochs}
     write_whole(end_file(config), json.dumps(end).encode())
 

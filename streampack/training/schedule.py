@@ -33,7 +33,7 @@ def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, ru
     asked = asked_of(config, loader)
     if before and run["asked"] == asked:
         return before
-    steps = math.inf if config.max_steps is None else config.max_steps
+    steps = config.most_steps
     if config.epochs is not None:
         # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
         packs = world.run_on_main(lambda: _packs_of_epoch(config, loader), of="an estimate")
@@ -53,7 +53,7 @@ def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, ru
 
 def asked_of(config: RunConfig, loader: PackedDataLoader) -> list[int | None]:
     """Return what decides how many steps a run has."""
-    return [config.epochs, config.max_steps, loader.packs_per_step]
+    return [config.epochs, config.max_steps, config.max_steps_per_epoch, loader.packs_per_step]
 
 
 def _packs_of_epoch(config: RunConfig, loader: PackedDataLoader) -> float:
@@ -62,7 +62,7 @@ def _packs_of_epoch(config: RunConfig, loader: PackedDataLoader) -> float:
         lanes = loader.dataset.lanes_for(loader.rank_sync.data_world_size)
         return loader.dataset.estimate(rows=PROBED_ROWS, num_lanes=lanes).at_most
     except ValueError:
-        if config.max_steps is None:
+        if config.most_steps == math.inf:
             raise
         return math.inf
 

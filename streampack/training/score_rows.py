@@ -31,7 +31,8 @@ from streampack.sources.reading import BadRecord, Reading
 from streampack.storage.folders import settle
 from streampack.streaming.lane_config import LaneConfig
 from streampack.tokenize.tokenize import from_config
-from streampack.training.config import RunConfig, read_config, to_plain
+from streampack.training.checks import read_config, to_plain
+from streampack.training.config import RunConfig
 from streampack.training.world import World, join_world, pick_device
 from streampack.types import Row, Sample
 from streampack.validation import require, require_positive
@@ -264,14 +265,14 @@ def _load(
     from streampack.training.validate import require_isolation
 
     # Packs differ in length, and there is no backward pass.
-    run.compile = run.activation_checkpointing = False
-    seed_step(run.seed, 0)
+    run.compile = run.enable_activation_checkpointing = False
+    seed_step(run.seed or 0, 0)
     with world.main_first():
         weights = build(run.checkpointer).load_checkpoint()[training.MODEL_KEY]
     built = build_model(run, weights=weights, device=device, world=world, adapters_only=find_adapters(run))
     inputs = prepare_model_for_packing(built, attention=run.attention)
     if run.verify_isolation:
-        size = run.data["max_seq_len"]
+        size = (run.data or {})["max_seq_len"]
         shared = inputs.why_not_shared(size) is None
         with world.raise_on_all():
             require_isolation(built, inputs, max_seq_len=size, groups=shared)

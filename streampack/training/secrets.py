@@ -15,7 +15,7 @@ def shown(config: Any) -> Any:
     Values of the environment stay references. The ``options`` of a storage are left out, and so are the
     ``storage_options`` that other libraries' components take, such as `datasets.load_dataset`.
 
-    >>> from streampack.training.config import to_plain
+    >>> from streampack.training.checks import to_plain
     >>> config = {"data": {"storage": {"options": {"key": "abc"}}, "paths": "${oc.env:HOME}/a"}, "output_dir": "out"}
     >>> to_plain(shown(config))["data"]
     {'storage': {'options': {'key': '(not shown)'}}, 'paths': '${oc.env:HOME}/a'}

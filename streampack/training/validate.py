@@ -22,10 +22,11 @@ from streampack.attention.probe import find_leaks, probe_length
 from streampack.instantiate import build
 from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.training.config import RunConfig, read_config
+from streampack.training.checks import loss_problems, read_config
+from streampack.training.config import RunConfig
 from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs, trains
 from streampack.training.model import find_adapters
-from streampack.training.preferences import refuse_preferences, require_preferences, shares_prefixes
+from streampack.training.preferences import shares_prefixes
 from streampack.training.world import World
 from streampack.validation import did_you_mean
 
@@ -91,7 +92,8 @@ def require_recipe(cfg: RunConfig, *, adapters: bool | None, pairs: bool) -> boo
 
     ``adapters`` and ``pairs`` are what the recipe trains, see `streampack.training.run.Run.open`.
     """
-    (require_preferences if pairs else refuse_preferences)(cfg)
+    if problems := list(loss_problems(cfg, pairs=pairs)):
+        raise ValueError("\n".join(problems))
     found = find_adapters(cfg, wanted=adapters)
     if cfg.save_adapter_weights_only and not found:
         raise ValueError(
@@ -111,8 +113,8 @@ def _file_problems(cfg: RunConfig) -> list[str]:
         return problems  # no row can be encoded without it
     # Lists of skipped records are written to a temporary folder, so that nothing is left of the check.
     with tempfile.TemporaryDirectory() as scratch, _collect_errors(problems, "data"):
-        kept = quarantine_for(cfg.data.get("skip_bad"))
-        data = {**cfg.data, "skip_bad": kept and replace(kept, folder=None)}
+        kept = quarantine_for((cfg.data or {}).get("skip_bad"))
+        data = {**(cfg.data or {}), "skip_bad": kept and replace(kept, folder=None)}
         cfg = replace(cfg, output_dir=scratch, data=data)
         vocab_size = cfg.model.get("vocab_size")
         datasets = build_datasets(
@@ -140,7 +142,7 @@ def _probe(cfg: RunConfig, *, groups: bool) -> None:
     A builder that cannot build without weights is left to the run, which probes its whole model.
     """
     dtype = training.get_dtype(cfg.dtype, device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(cfg.seed)
+    generator = torch.Generator().manual_seed(cfg.seed or 0)
     try:
         with training.set_default_dtype(dtype), torch.device("meta"):
             model: Any = build(cfg.model)
@@ -156,7 +158,7 @@ def _probe(cfg: RunConfig, *, groups: bool) -> None:
         return
     # The kernel of "flash" needs a GPU.
     inputs = prepare_model_for_packing(model, attention="auto" if cfg.attention == "flash" else cfg.attention)
-    size = min(cfg.data["max_seq_len"], PROBED_TOKENS)
+    size = min((cfg.data or {})["max_seq_len"], PROBED_TOKENS)
     require_isolation(model, inputs, max_seq_len=size, groups=groups)
 
 

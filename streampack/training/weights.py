@@ -21,8 +21,9 @@ from torchtune import training
 from torchtune.modules import peft
 
 from streampack.instantiate import build
-from streampack.training.checkpoint import load_weights, step_of
-from streampack.training.config import RunConfig, read_config
+from streampack.training.checkpoint import load_weights, read_run, step_of
+from streampack.training.checks import read_config
+from streampack.training.config import RunConfig
 from streampack.training.model import build_model, find_adapters, full_weights, seed_step
 from streampack.training.run_folder import weights_folders
 from streampack.training.world import World
@@ -105,6 +106,7 @@ def export(checkpoint: Path, *, config: Any, out: Path) -> dict[str, Path]:
     cfg.output_dir = cfg.checkpointer["output_dir"] = str(out)
     if held := weights_folders(cfg):
         raise ValueError(f"{' and '.join(held)} holds weights; choose another folder, or remove them")
+    cfg.seed = read_run(checkpoint)["seed"]
     seed_step(cfg.seed, 0)  # as a recipe does, for a base of random weights
     device = torch.device("cpu")
     checkpointer = build(cfg.checkpointer)

@@ -58,7 +58,7 @@ def whole_run(factory: pytest.TempPathFactory) -> Run:
     from streampack_recipes.full_finetune import train
 
     return run_once(
-        factory, "whole", train, lambda folder: tiny_config(folder, log_rows=True, keep_checkpoints=9)
+        factory, "whole", train, lambda folder: tiny_config(folder, log_rows=True, keep_last_n_checkpoints=9)
     )
 
 

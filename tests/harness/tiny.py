@@ -61,11 +61,12 @@ def tiny_config(folder: Path, *, rows: int = 400, **changes):
     config.checkpointer.checkpoint_dir = str(init)
     config.optimizer = {"_component_": "torch.optim.AdamW", "lr": 0.02}
     config.lr_scheduler.num_warmup_steps = 2
-    config.validation = {"fraction": 0.1, "max_packs": 4, "every": 5}
+    config.validation = {"fraction": 0.1, "max_packs": 4}
+    config.run_val_every_n_steps = 5
     config.metric_logger.filename = "log.txt"
     plain = {
-        "max_steps": 12, "epochs": None, "batch_size": 2, "packs_per_step": 4,
-        "checkpoint_every": 4, "num_workers": 0, "device": "cpu",
+        "max_steps": 12, "epochs": None, "batch_size": 2, "gradient_accumulation_steps": 2,
+        "save_every_n_steps": 4, "num_workers": 0, "device": "cpu",
     }  # fmt: skip
     for key, value in (plain | changes).items():
         OmegaConf.update(config, key, value, force_add=True, merge=False)
@@ -85,7 +86,7 @@ def numbers(folder: Path, name: str = "loss") -> dict[int, float]:
 
 def mixed_config(folder: Path, **changes):
     """`tiny_config` on a mixture of two sources."""
-    config = tiny_config(folder, log_every=1, **changes)
+    config = tiny_config(folder, log_every_n_steps=1, **changes)
     sources = []
     for i, (name, weight) in enumerate((("counting", 3), ("words", 1))):
         path = folder / f"{name}.jsonl"

@@ -16,7 +16,7 @@ from streampack_recipes.full_finetune import train
 from streampack import IterablePackedDataset, Mix, collate_packed, prepare_trainer_for_packing
 from streampack.inspection.report_writer import PACKS, REPORT_FILE, ReportWriter
 from streampack.inspection.trainer_report import write_trainer_report
-from streampack.training.config import read_config
+from streampack.training.checks import read_config
 from streampack.training.progress import METRICS_FILE, read_metrics, write_metrics
 from streampack.training.world import World
 from tests.harness import hf_trainers
@@ -73,7 +73,7 @@ def test_an_interrupted_run_has_a_page_which_its_resume_replaces(
     text = page_of(tmp_path).text
     assert "interrupted by a signal" in text
     assert "samples read" in text, "the ledger that was logged last"
-    train(tiny_config(tmp_path, validation=None, resume=True))
+    train(tiny_config(tmp_path, validation=None, resume_from_checkpoint=True))
     text = page_of(tmp_path).text
     assert "finished after 12 steps" in text
     assert "so far" in text

@@ -37,7 +37,7 @@ for words in json.loads(sys.argv[1]):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that is over, and its config beside it."""
     folder = whole_run(tmp_path_factory).copy_to(tmp_path_factory.mktemp("copy"))
-    OmegaConf.save(tiny_config(folder, log_rows=True, keep_checkpoints=9), folder / "my.yaml")
+    OmegaConf.save(tiny_config(folder, log_rows=True, keep_last_n_checkpoints=9), folder / "my.yaml")
     return folder
 
 

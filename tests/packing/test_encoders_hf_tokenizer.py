@@ -220,7 +220,7 @@ def test_torchtunes_own_class_for_tokenizer_json(folder: Path) -> None:
 
 def test_tokenizers_work_in_the_config_of_a_recipe(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchtune")
-    from streampack.training.config import read_config
+    from streampack.training.checks import read_config
     from streampack.training.data import build_data
     from tests.harness.tiny import tiny_config
 

@@ -20,7 +20,7 @@ from torchtune.models.llama3 import llama3
 from torchtune.rlhf.loss import DPOLoss
 
 from streampack.instantiate import build
-from streampack.training.config import read_config
+from streampack.training.checks import read_config
 from streampack.training.data import build_data, build_loader
 from streampack.training.preferences import Reference
 from tests.harness.preferences import dpo_config, whole_pairs
@@ -159,7 +159,12 @@ def test_an_interrupted_run_resumes_with_the_same_numbers(
 ) -> None:
     """With adapters, pairs are compared with the adapters' base."""
     folders = [tmp_path / "whole", tmp_path / "resumed"]
-    settings: dict[str, Any] = {"adapters": adapters, "num_workers": 1, "max_steps": 9, "resume": True}
+    settings: dict[str, Any] = {
+        "adapters": adapters,
+        "num_workers": 1,
+        "max_steps": 9,
+        "resume_from_checkpoint": True,
+    }
     expected = train(dpo_config(folders[0], **settings))
     with monkeypatch.context() as interrupted:
         interrupt_step(7, interrupted)
@@ -186,9 +191,9 @@ def test_an_interrupted_run_resumes_with_the_same_numbers(
 )
 def test_two_ranks_train_as_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     one, more = tmp_path / "one", tmp_path / "more"
-    settings = {"data.num_lanes": 6, "packs_per_step": 6, "batch_size": 1, "max_steps": 5}
-    alone = train(dpo_config(one, **settings, **changes))
-    results = run_ranks(train, 2, dpo_config(more, **settings, **changes))
+    settings = {"data.num_lanes": 6, "batch_size": 1, "max_steps": 5}
+    alone = train(dpo_config(one, **settings, **changes, gradient_accumulation_steps=6))
+    results = run_ranks(train, 2, dpo_config(more, **settings, **changes, gradient_accumulation_steps=3))
     for name in ("loss", "rewards/chosen", "rewards/margins", "rewards/accuracies", "log_probs/rejected"):
         assert numbers(more, name) == pytest.approx(numbers(one, name), rel=1e-4, abs=1e-6)
     assert results[0]["held_out"] == results[1]["held_out"]

@@ -59,7 +59,8 @@ def test_a_run_learns_and_accounts_for_every_token(whole: Run) -> None:
 
 
 SAME_LOSSES = {
-    "num_workers": 2, "activation_checkpointing": True, "batch_size": 1, "log_every": 3, "attention": "dense"
+    "num_workers": 2, "enable_activation_checkpointing": True, "batch_size": 1, "gradient_accumulation_steps": 4,
+    "log_every_n_steps": 3, "attention": "dense"
 }  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path: Path, whole: Run) -
     with pytest.raises(ValueError, match="holds checkpoints up to step"):
         train(config)
     log.unlink()
-    config.resume = True
+    config.resume_from_checkpoint = True
     train(config)
     resumed = losses(tmp_path)
     assert min(resumed) in (5, 9)  # checkpoints are at 4 and 8
@@ -104,7 +105,7 @@ def test_dropout_is_that_of_the_step_after_a_resume_and_after_a_validation(tmp_p
     train(tiny_config(tmp_path / "parts", max_steps=4, **changes))
     source = {"_component_": "streampack.JSONLSource", "paths": str(tmp_path / "whole" / "rows.jsonl")}
     changes["validation"] = {"source": source, "max_packs": 2, "every": 2}
-    train(tiny_config(tmp_path / "parts", max_steps=8, resume=True, **changes))
+    train(tiny_config(tmp_path / "parts", max_steps=8, resume_from_checkpoint=True, **changes))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
@@ -127,21 +128,23 @@ def test_a_checkpoint_of_another_run_is_refused(
         with (tmp_path / "rows.jsonl").open("a") as file:
             file.write('{"text": "cat"}\n')
     with pytest.raises(ValueError, match=message):
-        train(tiny_config(tmp_path, resume=True, **changes))
+        train(tiny_config(tmp_path, resume_from_checkpoint=True, **changes))
     if not changes:  # the lists of files were kept all the same
         lists = {"data.corpus_lists": str(tmp_path / "out" / "corpus_lists")}
         with pytest.warns(UserWarning, match=r"1 changed \(.*rows\.jsonl\)"):
-            assert train(tiny_config(tmp_path, resume=True, **lists, max_steps=6))["step"] == 6
+            assert (
+                train(tiny_config(tmp_path, resume_from_checkpoint=True, **lists, max_steps=6))["step"] == 6
+            )
 
 
 @pytest.mark.filterwarnings("always::UserWarning")
 def test_settings_that_a_resume_cannot_heed_are_named(tmp_path: Path, whole: Run, recwarn: Any) -> None:
     whole.copy_to(tmp_path, newest=8)
-    assert train(tiny_config(tmp_path, resume=True, max_steps=9))["step"] == 9
+    assert train(tiny_config(tmp_path, resume_from_checkpoint=True, max_steps=9))["step"] == 9
     assert not [warning for warning in recwarn if "not heeded" in str(warning.message)]
     changes = {"data.num_lanes": 4, "optimizer.lr": 0.5, "optimizer.eps": 1e-3, "max_steps": 11}
     changes["optimizer._component_"] = "torch.optim.Adam"
-    train(tiny_config(tmp_path, resume=True, **changes))
+    train(tiny_config(tmp_path, resume_from_checkpoint=True, **changes))
     said = " ".join(str(warning.message) for warning in recwarn)
     assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
     for changed in (
@@ -181,7 +184,7 @@ def test_secrets_reach_no_file_and_no_screen(
     written = tmp_path / "mine.yaml"
     OmegaConf.save(config, written)
     train(config)
-    train(OmegaConf.merge(config, {"resume": True}))
+    train(OmegaConf.merge(config, {"resume_from_checkpoint": True}))
     page, figures, scores = (str(tmp_path / name) for name in ("page.html", "figures.json", "scores.jsonl"))
     for words in (
         ["validate"], ["inspect", "--html", page, "--json", figures], ["unpack"], ["trace"],
@@ -199,7 +202,7 @@ def test_secrets_reach_no_file_and_no_screen(
     report = found[tmp_path / "out" / "report.html"]
     assert "api_key: ${oc.env:KEY}" in report
     assert "31415926" not in report
-    assert "log_every: 1" in report, "what the config leaves out"
+    assert "log_every_n_steps: 1" in report, "what the config leaves out"
     assert "'api_key': '${oc.env:KEY}'" in found[tmp_path / "uploaded.txt"]
     with pytest.raises(ValueError, match=r"^storage is a str; give a Storage") as raised:
         train(
@@ -291,8 +294,8 @@ def test_without_document_masking_a_pack_is_one_sequence(tmp_path: Path) -> None
 
 PEAK = 0.02  # of torchtune's cosine, which rises again behind its last step
 SMALL: dict[str, Any] = {
-    "rows": 120, "validation": None, "epochs": 1, "max_steps": None, "packs_per_step": 2, "data.num_lanes": 1,
-    "checkpoint_every": 8, "keep_checkpoints": 9,
+    "rows": 120, "validation": None, "epochs": 1, "max_steps": None, "data.num_lanes": 1,
+    "gradient_accumulation_steps": 1,     "save_every_n_steps": 8, "keep_last_n_checkpoints": 9,
 }  # fmt: skip
 
 
@@ -325,7 +328,7 @@ def test_a_run_by_epochs_ends_with_the_data(
     assert_falls(whole)
     assert whole[0] == 0, "the rate of the step, not that of the next one"
 
-    config = tiny_config(epoch.copy_to(tmp_path), **SMALL | {"epochs": 2}, resume=True)
+    config = tiny_config(epoch.copy_to(tmp_path), **SMALL | {"epochs": 2}, resume_from_checkpoint=True)
     longer = train(config)
     assert longer["ledger"].samples == 240
     assert f"going on from step {epoch.result['step']} of " in capsys.readouterr().out
@@ -341,16 +344,16 @@ def test_a_run_that_had_max_steps_goes_on_to_the_end_of_its_epochs(tmp_path: Pat
     """The smoke test's few steps stayed those of the schedule, which rose to its peak again."""
     train(tiny_config(tmp_path, **SMALL | {"max_steps": 8}))
     assert len(rates(tmp_path)) == 8
-    train(tiny_config(tmp_path, **SMALL, resume=True))
+    train(tiny_config(tmp_path, **SMALL, resume_from_checkpoint=True))
     assert rates(tmp_path)[9:] == pytest.approx(rates(epoch.folder)[9:]), "as if it had never had them"
 
 
 @pytest.mark.filterwarnings("ignore:.*evenly:UserWarning")
 def test_a_resume_on_more_ranks_than_lanes_keeps_the_steps(tmp_path: Path, epoch: Run) -> None:
     """Each rank took its share of a step, those without lanes too: there were twice as many steps."""
-    settings = SMALL | {"packs_per_step": None, "batch_size": 2}
+    settings = SMALL | {"batch_size": 2}
     train(tiny_config(tmp_path, **settings | {"max_steps": 8}))
-    run_ranks(train, 2, tiny_config(tmp_path, **settings, resume=True))
+    run_ranks(train, 2, tiny_config(tmp_path, **settings, resume_from_checkpoint=True))
     found = rates(tmp_path)
     assert found[9:] == pytest.approx(rates(epoch.folder)[9:])
     assert_falls(found[9:])
@@ -371,13 +374,13 @@ def test_the_quickstart_resumes_by_itself(
         "data.encoder._component_=streampack.TextEncoder", "~data.encoder.message_transform", "data.max_seq_len=32",
         "model.vocab_size=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.embed_dim=16",
         "model.intermediate_dim=32", "checkpointer.checkpoint_dir.beside=[]", "~validation", "max_steps=12",
-        "batch_size=2", "checkpoint_every=4", "device=cpu",
+        "batch_size=2", "save_every_n_steps=4", "device=cpu",
     ]  # fmt: skip
     with monkeypatch.context() as interrupted:
         interrupt_step(6, interrupted)
         with pytest.raises(SystemExit):
             quickstart.main(small)
-    assert "run-001: interrupted; resume=True goes on from step 4" in capsys.readouterr().err
+    assert "run-001: interrupted; resume_from_checkpoint=True goes on from step 4" in capsys.readouterr().err
     # A run that was killed while it wrote its weights leaves this.
     (runs / "run-001" / "epoch_0").mkdir()
     assert quickstart.main(small) == 0

@@ -51,7 +51,7 @@ def test_a_run_trains_the_adapters_only(lora: Run) -> None:
 
 
 def test_a_resumed_run_has_the_same_losses_and_weights(tmp_path: Path, lora: Run) -> None:
-    config = lora_config(tmp_path, max_steps=7, resume=True, async_checkpoint=True)
+    config = lora_config(tmp_path, max_steps=7, resume_from_checkpoint=True, enable_async_checkpointing=True)
     train(config)
     config.max_steps = 20
     train(config)
@@ -86,8 +86,9 @@ KINDS = {
 def test_two_ranks_train_as_one(tmp_path, kind):
     base, adapters = KINDS[kind]
     folders = [tmp_path / "one", tmp_path / "two"]
-    changes = {"max_steps": 6, "optimizer.lr": 0.005, "resume": True}
+    changes = {"max_steps": 6, "optimizer.lr": 0.005, "resume_from_checkpoint": True}
     configs = [lora_config(f, base=base, adapters=adapters, **changes) for f in folders]
+    configs[1].gradient_accumulation_steps = 1  # of two ranks, and 2 of one
     result = train(configs[0])
     assert result["held_out"][-1][1] < result["held_out"][0][1] - 0.05
     both = run_ranks(train, 2, configs[1])

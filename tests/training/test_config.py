@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from streampack_recipes.full_finetune import train
 
 from streampack.cli import main
-from streampack.training.config import read_config
+from streampack.training.checks import read_config
 from streampack.training.entry import parse, with_overrides
 from streampack.training.world import pick_device
 from tests.harness.tiny import tiny_config

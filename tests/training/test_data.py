@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, PackedDataLoader, collate_packed
 from streampack.packing.batch import Batch, null_pack, to_torchtune
-from streampack.training.config import read_config
+from streampack.training.checks import read_config
 from streampack.training.data import build_data, join_documents
 from streampack.training.progress import opening
 from streampack.training.world import World
@@ -124,7 +124,9 @@ def test_the_opening_expects_the_padding_that_packs_have(
     rows = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
     data = IterablePackedDataset(rows, max_seq_len=24, num_lanes=2, epochs=epochs, **settings)
     changes = {"max_steps": None} if epochs else {}
-    config = read_config(tiny_config(tmp_path, epochs=epochs, packs_per_step=2, validation=None, **changes))
+    config = read_config(
+        tiny_config(tmp_path, epochs=epochs, gradient_accumulation_steps=1, validation=None, **changes)
+    )
     loader = PackedDataLoader(data, packs_per_step=2)
     line = opening(config, loader, inputs=INPUTS, world=World())["packing"]
     assert line.startswith(

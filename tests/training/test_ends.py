@@ -181,7 +181,7 @@ def steps_of(folder):
 
 
 @pytest.mark.parametrize(("number", "step", "changes"), [
-    (signal.SIGINT, 2, {"async_checkpoint": True}),  # before its first checkpoint
+    (signal.SIGINT, 2, {"enable_async_checkpointing": True}),  # before its first checkpoint
     (signal.SIGTERM, 5, {"num_workers": 1}),  # a validation is due after it
     pytest.param(signal.SIGTERM, 8, {}, marks=pytest.mark.slow),  # a checkpoint is due after it
 ])  # fmt: skip
@@ -196,14 +196,16 @@ def test_a_signal_in_a_step_checkpoints_that_step(
     config = tiny_config(tmp_path, **changes)
     with monkeypatch.context() as patched:
         interrupt_step(step, patched, lambda: os.kill(os.getpid(), number))
-        with pytest.raises(Interrupted, match=f"resume=True goes on from step {step}, its newest") as raised:
+        with pytest.raises(
+            Interrupted, match=f"resume_from_checkpoint=True goes on from step {step}, its newest"
+        ) as raised:
             train(config)
     assert (raised.value.step, raised.value.status) == (step, 128 + number)
     assert max(losses(tmp_path)) == step
     assert max(losses(tmp_path, "validation_loss")) < step, "a scheduler kills what takes long to end"
     assert steps_of(tmp_path)[-1] == step
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    config.resume = True
+    config.resume_from_checkpoint = True
     train(config)
     for name in ("loss", "validation_loss"):
         assert losses(tmp_path, name) == losses(whole.folder, name)
@@ -221,10 +223,10 @@ def train_with_a_signal(config, rank, step):
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, whole: Run, rank: int) -> None:
-    config = tiny_config(tmp_path)
+    config = tiny_config(tmp_path, gradient_accumulation_steps=1)
     assert run_ranks(train_with_a_signal, 2, config, rank, 7) == [(7, 143), (7, 143)]
     assert steps_of(tmp_path) == [4, 7]
-    config.resume = True
+    config.resume_from_checkpoint = True
     assert run_ranks(train_with_a_signal, 2, config, None, 0) == [12, 12]
     for name in ("loss", "validation_loss"):
         assert numbers(tmp_path, name) == pytest.approx(numbers(whole.folder, name), rel=1e-5)

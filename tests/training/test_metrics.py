@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
-from streampack.training.config import read_config
+from streampack.training.checks import read_config
 from streampack.training.meters import CountMeter, SourceMeter, run_ledger, stream_metrics
 
 # private: the record of the metrics is written by recipes and read by the report; its file is what a run keeps.

@@ -18,7 +18,7 @@ from streampack_recipes.full_finetune import train
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.instantiate import build
 from streampack.losses import label_weights
-from streampack.training.config import read_config
+from streampack.training.checks import read_config
 from streampack.training.data import build_datasets, join_documents
 
 # private: `streampack unpack --step` prints these packs, cut to the width of a screen.
@@ -149,7 +149,7 @@ def found_first(folder: Path, planted: set[int], steps: range) -> list[bool]:
 
 def test_a_run_keeps_the_rows_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose words are out of order are found in the steps that train on them, also after an interrupt."""
-    settings = {"log_rows": True, "log_every": 3, "checkpoint_every": 20, "validation": None}
+    settings = {"log_rows": True, "log_every_n_steps": 3, "save_every_n_steps": 20, "validation": None}
     config, steps, scale = tiny_config(tmp_path, max_steps=60, **settings), count(1), Step.scale_gradients
     planted = plant(tmp_path / "rows.jsonl", list(range(0, 400, 40)))
 
@@ -159,7 +159,7 @@ def test_a_run_keeps_the_rows_of_its_steps(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patched, pytest.raises(Interrupted, match="goes on from step 40"):
         patched.setattr(Step, "scale_gradients", interrupted)
         train(config)
-    config.resume = True
+    config.resume_from_checkpoint = True
     train(config)
     folder = tmp_path / "out" / ROWS_FOLDER
     logged = {step: float(loss) for step, loss in losses(tmp_path).items()}
@@ -195,8 +195,14 @@ def made_again(config: Any, folder: Path, step: int) -> Counter[Any]:
 
 def test_the_packs_of_each_step_of_a_run_are_made_again(whole: Run, tmp_path: Path) -> None:
     """A resume may have changed how many packs a step has."""
-    settings = {"log_rows": True, "keep_checkpoints": 9}  # as the run has them
-    config = tiny_config(whole.copy_to(tmp_path), max_steps=18, resume=True, packs_per_step=8, **settings)
+    settings = {"log_rows": True, "keep_last_n_checkpoints": 9}  # as the run has them
+    config = tiny_config(
+        whole.copy_to(tmp_path),
+        max_steps=18,
+        resume_from_checkpoint=True,
+        gradient_accumulation_steps=4,
+        **settings,
+    )
     assert train(config)["step"] == 18
     for step in range(1, 19):
         assert made_again(config, tmp_path, step) == logged(tmp_path, step), step
@@ -208,7 +214,12 @@ def test_the_packs_of_each_step_of_a_run_are_made_again(whole: Run, tmp_path: Pa
 ])  # fmt: skip
 def test_the_packs_of_other_runs_are_made_again(tmp_path: Path, make: Any, changes: dict[str, Any]) -> None:
     """Also of steps between checkpoints, of which some are gone, and behind the last one."""
-    settings = {"rows": 120, "packs_per_step": 6, "checkpoint_every": 5, "keep_checkpoints": 2}
+    settings = {
+        "rows": 120,
+        "gradient_accumulation_steps": 3,
+        "save_every_n_steps": 5,
+        "keep_last_n_checkpoints": 2,
+    }
     config = make(tmp_path, log_rows=True, validation=None, **settings, **changes)
     last = train(config)["step"]
     assert last > 10
@@ -230,7 +241,7 @@ def test_what_cannot_be_made_again_is_refused(tmp_path: Path, whole: Run) -> Non
     config.data.buffer_size = 17
     with pytest.raises(ValueError, match="buffer_size"):
         made_again(config, whole.folder, 3)
-    second = tiny_config(tmp_path, max_steps=13, checkpoint_every=1, resume_from=str(whole.checkpoint(12)))
+    second = tiny_config(tmp_path, max_steps=13, save_every_n_steps=1, resume_from=str(whole.checkpoint(12)))
     train(second)
     with pytest.raises(
         ValueError, match=r"^the run began at step 12 behind another run, .* no checkpoint before step"

@@ -53,7 +53,7 @@ def other_run(tmp_path: Path) -> Iterator[int]:
 def test_a_second_run_in_one_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_run: int, shared: str
 ) -> None:
-    config = tiny_config(tmp_path, resume=True, **{shared: str(tmp_path / "shared")})
+    config = tiny_config(tmp_path, resume_from_checkpoint=True, **{shared: str(tmp_path / "shared")})
     monkeypatch.setattr(run_folder, "lock_folder", partial(run_folder.lock_folder, patience=0))
     expected = rf"/shared is in use by process {other_run} on \S+, since .*; wait until it has ended, or choose another"
     with pytest.raises(ValueError, match=expected):
@@ -72,7 +72,9 @@ def written(folder):
 
 def config_of_copy(run: Run, folder: Path) -> Any:
     """Copy a run; return the config that resumes it on the same data."""
-    config = tiny_config(run.copy_to(folder), resume=True, log_rows=True, keep_checkpoints=9)
+    config = tiny_config(
+        run.copy_to(folder), resume_from_checkpoint=True, log_rows=True, keep_last_n_checkpoints=9
+    )
     config.data.source.paths = str(run.folder / "rows.jsonl")
     return config
 
@@ -112,7 +114,7 @@ def test_missing_weights_are_written_again(tmp_path: Path, whole: Run, lost: str
 
 
 def test_weights_without_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, max_steps=4, checkpoint_every=None, validation=None)
+    config = tiny_config(tmp_path, max_steps=4, save_every_n_steps=None, validation=None)
     train(config)
     before = written(tmp_path)
     message = (
@@ -120,7 +122,7 @@ def test_weights_without_checkpoints_are_not_overwritten(tmp_path: Path) -> None
         "would begin at step 0 and overwrite them; choose another output_dir, or remove the weights"
     )
     with pytest.raises(ValueError, match=message):
-        train(OmegaConf.merge(config, {"resume": True, "max_steps": 5}))
+        train(OmegaConf.merge(config, {"resume_from_checkpoint": True, "max_steps": 5}))
     assert written(tmp_path) == before
 
 
@@ -150,15 +152,15 @@ def test_a_run_of_another_release_is_refused(tmp_path: Path, whole: Run) -> None
 
 
 @pytest.mark.parametrize(("step", "every", "message"), [
-    (6, 4, "/out: interrupted; resume=True goes on from step 4, its newest checkpoint"),
-    (3, 4, r"interrupted; there is no checkpoint yet \(checkpoint_every=4\), and the same command begins anew"),
+    (6, 4, "/out: interrupted; resume_from_checkpoint=True goes on from step 4, its newest checkpoint"),
+    (3, 4, r"interrupted; there is no checkpoint yet \(save_every_n_steps=4\), and the same command begins anew"),
 ])  # fmt: skip
 def test_ctrl_c_prints_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, every: int, message: str
 ) -> None:
     interrupt_step(step, monkeypatch)
     with pytest.raises(Interrupted, match=message):
-        train(tiny_config(tmp_path, checkpoint_every=every, validation=None))
+        train(tiny_config(tmp_path, save_every_n_steps=every, validation=None))
 
 
 # Weights, exported while a run goes on.
@@ -218,7 +220,7 @@ def test_the_export_command(tmp_path: Path, whole: Run, capsys: pytest.CaptureFi
 
 # Phases: a run that goes on from another run's checkpoint with other data.
 
-FIRST = {"max_steps": 6, "checkpoint_every": 6, "data.max_seq_len": 16, "data.overlong": "split"}
+FIRST = {"max_steps": 6, "save_every_n_steps": 6, "data.max_seq_len": 16, "data.overlong": "split"}
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +244,7 @@ def optimizer_steps(path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_second_phase_goes_on_with_model_optimizer_and_step(tmp_path, first):
-    config = mixed_config(tmp_path, max_steps=10, checkpoint_every=2, resume_from=str(first))
+    config = mixed_config(tmp_path, max_steps=10, save_every_n_steps=2, resume_from=str(first))
     result = train(config)
     assert result["step"] == 10
     assert list(losses(tmp_path)) == [7, 8, 9, 10]
@@ -260,11 +262,23 @@ def test_a_second_phase_goes_on_with_model_optimizer_and_step(tmp_path, first):
 @pytest.mark.slow
 def test_a_second_phase_on_two_ranks_resumes_from_its_own_checkpoints(tmp_path: Path, first: Path) -> None:
     """The settings of its optimizer are its own."""
-    settings = {"validation": None, "resume": True, "resume_from": str(first), "optimizer.lr": 0.003}
-    settings |= {"lr_scheduler": None, "checkpoint_every": 2}
+    settings = {
+        "validation": None,
+        "resume_from_checkpoint": True,
+        "resume_from": str(first),
+        "optimizer.lr": 0.003,
+    }
+    settings |= {"lr_scheduler": None, "save_every_n_steps": 2}
     assert train(tiny_config(tmp_path / "one", max_steps=9, **settings))["step"] == 9
     for steps in (8, 9):
-        assert run_ranks(phase, 2, tiny_config(tmp_path / "two", max_steps=steps, **settings)) == [steps] * 2
+        assert (
+            run_ranks(
+                phase,
+                2,
+                tiny_config(tmp_path / "two", max_steps=steps, gradient_accumulation_steps=1, **settings),
+            )
+            == [steps] * 2
+        )
     assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
     assert numbers(tmp_path / "two", "lr") == dict.fromkeys((7, 8, 9), 0.003)
 
@@ -279,7 +293,7 @@ def stream_of(path):
 
 def test_a_second_phase_reads_on_behind_the_first_if_asked(tmp_path: Path, first: Path) -> None:
     before, places = stream_of(first), {}
-    settings = {"checkpoint_every": 1, "resume_from": str(first), "lr_scheduler": None}
+    settings = {"save_every_n_steps": 1, "resume_from": str(first), "lr_scheduler": None}
     for continued in (False, True):
         folder = tmp_path / str(continued)
         train(tiny_config(folder, max_steps=9, continue_data=continued, **settings))
@@ -290,7 +304,15 @@ def test_a_second_phase_reads_on_behind_the_first_if_asked(tmp_path: Path, first
     assert places[True] != places[False]
     # It is resumed from its own checkpoints, with the same losses.
     for steps in (8, 9):
-        train(tiny_config(tmp_path / "again", max_steps=steps, resume=True, continue_data=True, **settings))
+        train(
+            tiny_config(
+                tmp_path / "again",
+                max_steps=steps,
+                resume_from_checkpoint=True,
+                continue_data=True,
+                **settings,
+            )
+        )
     assert losses(tmp_path / "again") == losses(tmp_path / "True")
 
 

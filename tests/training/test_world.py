@@ -104,7 +104,7 @@ def fail_in_training(config):
 
 def test_when_a_rank_fails_the_others_do_not_wait(tmp_path):
     (_, there, joined), (name, here, joined_too) = run_ranks(
-        fail_in_training, 2, tiny_config(tmp_path, checkpoint_every=None)
+        fail_in_training, 2, tiny_config(tmp_path, save_every_n_steps=None)
     )
     assert name == "ValueError"
     assert there - here < 10, "the timeout is 600 s"
@@ -282,7 +282,9 @@ def ranks_of(folder):
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="finds processes through /proc")
 def test_the_guides_kill_and_resume(tmp_path, shell):
     text = Path("docs/guides/several_devices.md").read_text()
-    kill, resume = re.search(r"\n(timeout -s KILL .*)\n(tune run .* resume=True)\n", text).groups()
+    kill, resume = re.search(
+        r"\n(timeout -s KILL .*)\n(tune run .* resume_from_checkpoint=True)\n", text
+    ).groups()
     assert "KILL 60 tune run --nproc_per_node 2" in kill
     # So long that it is not over when it is killed, and with a rate that depends on no last step.
     settings = {"max_steps": 100_000, "lr_scheduler": None, "validation": None, "num_workers": 1}

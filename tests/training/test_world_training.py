@@ -171,7 +171,11 @@ def test_a_step_of_null_packs_is_no_step():
 # Whole runs.
 
 # Without a scheduler, whose end would move with max_steps.
-RUN = {"data.num_lanes": 4, "max_steps": 10, "clip_grad_norm": 1.0, "lr_scheduler": None, "z_loss": 0.01}
+RUN = {
+    "data.num_lanes": 4, "max_steps": 10, "clip_grad_norm": 1.0, "lr_scheduler": None, "z_loss": 0.01,
+    "gradient_accumulation_steps": 1,
+}  # fmt: skip
+"""Of two ranks; one accumulates two batches for the same step."""
 
 
 def run(config):
@@ -183,7 +187,7 @@ def run(config):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    result = train(tiny_config(folder, **RUN))
+    result = train(tiny_config(folder, **RUN | {"gradient_accumulation_steps": 2}))
     return {
         name: numbers(folder, name) for name in ("loss", "z_loss", "validation_loss", "grad_norm")
     }, result
@@ -210,27 +214,33 @@ def test_two_ranks_have_the_losses_of_one(tmp_path, alone):
 
 
 SHARDED = {
-    "activation_checkpointing": True,
+    "enable_activation_checkpointing": True,
     "custom_sharded_layers": ["tok_embeddings", "output"],
     "fsdp_reshard_after_forward": False,
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{**SHARDED, "batch_size": 1, "log_every": 2}, {"compile": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**SHARDED, "batch_size": 1, "gradient_accumulation_steps": 2, "log_every_n_steps": 2},
+        {"compile": True},
+    ],
+)
 def test_settings_that_must_not_change_the_losses(tmp_path, alone, changes):
     run_ranks(
-        run, 2, tiny_config(tmp_path, **RUN, **changes), timeout=400
+        run, 2, tiny_config(tmp_path, **RUN | changes), timeout=400
     )  # compiling takes minutes on a busy machine
     ours = numbers(tmp_path)
-    assert len(ours) == 10 // changes.get("log_every", 1)
+    assert len(ours) == 10 // changes.get("log_every_n_steps", 1)
     assert ours == pytest.approx({step: alone[0]["loss"][step] for step in ours}, rel=1e-4)
 
 
 def test_by_epochs_with_more_workers_than_rows_for_them(tmp_path):
     """Ends, on all ranks, with every sample seen, though packs and steps do not come out even."""
     config = tiny_config(
-        tmp_path, rows=45, epochs=2, max_steps=None, validation=None, packs_per_step=4,
+        tmp_path, rows=45, epochs=2, max_steps=None, validation=None, gradient_accumulation_steps=1,
         loss_norm="sample", **{"data.num_lanes": 5},
     )  # fmt: skip
     config.num_workers = 2
@@ -242,7 +252,14 @@ def test_by_epochs_with_more_workers_than_rows_for_them(tmp_path):
 
 def test_resumed_on_another_number_of_ranks(tmp_path, alone):
     """2 -> 1 -> 2, checkpoints written in the background, and settings that must not change the losses."""
-    config = tiny_config(tmp_path, **RUN, **SHARDED, checkpoint_every=3, async_checkpoint=True, resume=True)
+    config = tiny_config(
+        tmp_path,
+        **RUN,
+        **SHARDED,
+        save_every_n_steps=3,
+        enable_async_checkpointing=True,
+        resume_from_checkpoint=True,
+    )
     stop = OmegaConf.create(config)
     stop.max_steps = 3
     run_ranks(run, 2, stop)

@@ -160,7 +160,7 @@ def test_a_resume_goes_on_with_the_weights_of_text_models(kind: str, tmp_path: P
 
     whole = trained(4, tmp_path / "whole")
     trained(2, tmp_path / "parts")
-    parts = trained(4, tmp_path / "parts", resume=True)
+    parts = trained(4, tmp_path / "parts", resume_from_checkpoint=True)
     assert all(map(torch.equal, whole, parts))
 
 
