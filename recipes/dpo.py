@@ -24,8 +24,9 @@ from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import pair_of
 from streampack.training.entry import parse
+from streampack.training.model import build_model
 from streampack.training.preferences import Comparison, PairMeter, Reference, at_first_token, evaluate_pairs
-from streampack.training.run import Result, Run
+from streampack.training.run import Result, Run, open_run
 
 
 @parse
@@ -34,29 +35,39 @@ def recipe_main(raw: DictConfig) -> None:
     train(raw)
 
 
-def train(raw: Any) -> Result:
+def train(raw: Any, *, check: bool = False) -> Result:
     """Train as a config says and write the final weights. Every rank that torchrun started calls this.
 
     Args:
         raw: the config.
+        check: stop before the first step, see `open_run`.
     """
-    with Run.open(raw, report=ReportWriter, pairs=True) as run:
+    with open_run(raw, pairs=True, check=check) as run:
         return run.over or _train(run)
 
 
 def _train(run: Run) -> Result:
     cfg, device, world = run.cfg, run.device, run.world
-    weights = run.read_weights()
-    model = run.build_model(weights)
+
+    # Policy, reference and optimizer. The order is torchtune's.
+    weights = run.load_base()
+    model = build_model(cfg, weights=weights, device=device, world=world, adapters_only=run.adapters_only)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     loss = build(cfg.loss)
     reference = Reference(cfg, loss, model=model, inputs=inputs, weights=weights, device=device, world=world)
     del weights
     compare = Comparison(loss, model=model, inputs=inputs, reference=reference)
     optimizer = build(cfg.optimizer, [value for value in model.parameters() if value.requires_grad])
+
+    # Data, the newest checkpoint, the schedule of the learning rate, logs.
+    run.setup_data(model, inputs)
+    run.restore(model, optimizer)
+    run.setup_schedule()
     rewards = PairMeter(world, device)
+    run.setup_logs(ReportWriter, metrics=rewards.metrics)
     losses_on = partial(evaluate_pairs, compare, device=device, world=world)
-    run.begin(model, inputs, optimizer, evaluate=losses_on, metrics=rewards.metrics)
+
+    run.validate(losses_on)
     for step in run.steps():
         optimizer.zero_grad(set_to_none=True)
         for batch in step:
@@ -67,11 +78,14 @@ def _train(run: Run) -> Result:
             rewards.add(compared)
             # Meters count tokens; a pair is counted at the first token of its chosen answer.
             ones = torch.ones(len(pairs[0]))
-            losses, weights = (at_first_token(each, batch, pairs[0]) for each in (compared.losses, ones))
-            step.add(batch, loss_sum, losses, weights, trained=int(batch.num_trained))
+            losses, counts = (at_first_token(each, batch, pairs[0]) for each in (compared.losses, ones))
+            step.add(batch, loss_sum, losses, counts, trained=int(batch.num_trained))
         step.scale_gradients()  # once, by the pairs of all ranks
         optimizer.step()
-    return run.end()
+        run.end_step(step)
+        run.validate(losses_on)
+        run.save()
+    return run.end(losses_on)
 
 
 if __name__ == "__main__":

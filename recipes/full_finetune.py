@@ -25,7 +25,8 @@ from streampack.losses import label_weights, loss_terms
 from streampack.training.data import join_documents
 from streampack.training.entry import parse
 from streampack.training.evaluation import evaluate
-from streampack.training.run import Result, Run
+from streampack.training.model import build_model
+from streampack.training.run import Result, Run, open_run
 
 
 @parse
@@ -34,42 +35,57 @@ def recipe_main(raw: DictConfig) -> None:
     train(raw)
 
 
-def train(raw: Any, *, adapters: bool = False) -> Result:
+def train(raw: Any, *, adapters: bool = False, check: bool = False) -> Result:
     """Train as a config says and write the final weights. Every rank that torchrun started calls this.
 
     Args:
         raw: the config.
         adapters: train the adapters of a LoRA model; its base is frozen.
+        check: stop before the first step, see `open_run`.
     """
-    with Run.open(raw, report=ReportWriter, adapters=adapters) as run:
+    with open_run(raw, adapters=adapters, check=check) as run:
         return run.over or _train(run)
 
 
 def _train(run: Run) -> Result:
-    cfg, device = run.cfg, run.device
-    model = run.build_model(run.read_weights())
+    cfg, device, world = run.cfg, run.device, run.world
+
+    # Model and optimizer. The order is torchtune's.
+    weights = run.load_base()
+    model = build_model(cfg, weights=weights, device=device, world=world, adapters_only=run.adapters_only)
+    del weights
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     optimizer = build(cfg.optimizer, [value for value in model.parameters() if value.requires_grad])
-    losses_on = partial(
-        evaluate, model, inputs=inputs, loss_norm=cfg.loss_norm, device=device, world=run.world
-    )
-    run.begin(model, inputs, optimizer, evaluate=losses_on)
+
+    # Data, the newest checkpoint, the schedule of the learning rate, logs.
+    run.setup_data(model, inputs)
+    run.restore(model, optimizer)
+    run.setup_schedule()
+    run.setup_logs(ReportWriter)
+    losses_on = partial(evaluate, model, inputs=inputs, loss_norm=cfg.loss_norm, device=device, world=world)
+
+    run.validate(losses_on)
     for step in run.steps():
         optimizer.zero_grad(set_to_none=True)
         for batch in step:
             batch = batch if cfg.document_masking else join_documents(batch)
-            weights = label_weights(batch, loss_norm=cfg.loss_norm)
+            label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
             batch = batch.to(device)
             logits = model(**inputs(batch))
-            losses, z_terms = loss_terms(logits, batch.labels, weights=weights.to(device, non_blocking=True))
+            losses, z_terms = loss_terms(
+                logits, batch.labels, weights=label_weight.to(device, non_blocking=True)
+            )
             del logits  # or they would stay through the backward pass
             loss = losses.sum()
             z_loss = cfg.z_loss * z_terms.sum() if cfg.z_loss else torch.zeros_like(loss)
             (loss + z_loss).backward()
-            step.add(batch, loss, losses, weights, z_loss=z_loss)
+            step.add(batch, loss, losses, label_weight, z_loss=z_loss)
         step.scale_gradients()  # once, by the trained tokens of all ranks
         optimizer.step()
-    return run.end()
+        run.end_step(step)
+        run.validate(losses_on)
+        run.save()
+    return run.end(losses_on)
 
 
 if __name__ == "__main__":

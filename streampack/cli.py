@@ -6,6 +6,7 @@ Importing torchtune takes 4 to 9 seconds, and torch 1 to 2, so commands import w
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import io
 import logging
@@ -201,11 +202,11 @@ def cp(options: Options) -> None:
 
 
 @command(
-    "check a config: keys, components, files, the first rows, isolation of samples; reads no weights",
+    "check a config, by a run that stops before its first step and leaves no file",
     "streampack validate --config my.yaml",
     words=[
         *CONFIG,
-        Word("--recipe", "RECIPE", "default: the one that `streampack ls` names", choices=[*RECIPES]),
+        Word("--recipe", "RECIPE", "default: the one that fits the config", choices=[*RECIPES]),
         Word("--no-files", None, "open no file: keys, values and components only"),
     ],
 )
@@ -214,8 +215,10 @@ def validate(options: Options) -> int:
     config = read(options)
     from streampack.training.validate import validate
 
-    listed = (recipe for recipe, configs in RECIPES.items() if options.config in configs)
-    problems = validate(config, files=not options.no_files, recipe=options.recipe or next(listed, None))
+    def train_of(recipe: str) -> Any:
+        return importlib.import_module(f"streampack_recipes.{recipe}").train
+
+    problems = validate(config, recipe=options.recipe, train_of=None if options.no_files else train_of)
     for problem in problems:
         print(problem, file=sys.stderr)
     looked = " (keys, values and components; no file was opened)" if options.no_files else ""

@@ -285,20 +285,22 @@ def test_a_mistake_is_named_with_its_way_out(
 @pytest.mark.parametrize(
     ("key", "value", "fragment"),
     [
-        ("gradient_accumulation_steps", 8, "Key 'gradient_accumulation_steps' not in 'RunConfig'"),
+        ("packs_per_step", 8, "packs_per_step is now gradient_accumulation_steps"),
         ("max_step", 8, "Did you mean: 'max_steps'?"),
         ("data.max_seq_len", 4096, "is above model.max_seq_len=32, the positions that the model has; lower"),
         ("data.source._component_", "streampack.JSONSource", "leads to nothing that can be called; did you mean"),
         ("data.source._component_", "my_code.Rows", "if you trust my_code, say so outside of the config: --trust"),
         ("data.encoder", "streampack.TextEncoder", "is text; write it as a component: {_component_: streampack.Te"),
         ("checkpointer.checkpoint_dir", "models/llama", "is no folder; download the weights, or correct the path"),
-        ("data", [{"tokens": [3, 4], "labels": [-100, -100]}] * 40, "the first pack trains nothing: every label of"),
+        ("data", [{"tokens": [3, 4], "labels": [-100, -100]}] * 40, "the first batch trains nothing: every label is"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )  # fmt: skip
 def test_a_config_is_refused_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, fragment: str
 ) -> None:
+    from streampack_recipes.full_finetune import train
+
     from streampack.training.checks import to_plain
     from streampack.training.validate import validate  # private: the command prints what this returns
     from tests.harness.tiny import tiny_config
@@ -315,7 +317,7 @@ def test_a_config_is_refused_before_it_runs(
         for each in above:
             node = node[each]
         node[last] = value
-    said = validate(config)[0]
+    said = validate(config, train_of=lambda _: train)[0]
     assert key.rpartition(".")[2] in said or key.partition(".")[0] in said
     assert fragment in said
 

@@ -162,7 +162,7 @@ class RunConfig:
     optimizer_in_bwd: bool = False
     custom_sharded_layers: list[str] | None = None
     fsdp_cpu_offload: bool = False
-    fsdp: dict[str, bool] | None = None
+    fsdp: Node | None = None
     fsdp_reshard_after_forward: bool = True
     data_parallel_replicate_dim: int = 1
     tensor_parallel_dim: int = 1
@@ -194,6 +194,11 @@ class RunConfig:
         if self.max_steps_per_epoch is not None and self.epochs is not None:
             most = min(most, self.epochs * self.max_steps_per_epoch)
         return most
+
+    @property
+    def packs_of_rank(self) -> int:
+        """Packs of one rank in an optimizer step."""
+        return self.batch_size * self.gradient_accumulation_steps
 
     @property
     def packed(self) -> bool:

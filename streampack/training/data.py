@@ -193,14 +193,15 @@ def build_loader(
     dataset: IterablePackedDataset,
     *,
     device: torch.device,
+    data_ranks: int = 1,
     packs_per_step: int | None = None,
 ) -> PackedDataLoader:
-    """Build the loader of this rank's batches. Without ``packs_per_step``, a step takes those of the loaded state."""
+    """Build the loader of this rank's batches; ``packs_per_step`` are the config's if they are not given."""
     return PackedDataLoader(
         dataset,
         batch_size=config.batch_size,
         num_workers=config.num_workers,
-        packs_per_step=packs_per_step,
+        packs_per_step=packs_per_step or config.packs_of_rank * data_ranks,
         pin_memory=device.type == "cuda",
         timeout=config.collective_timeout,
     )

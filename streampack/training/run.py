@@ -1,10 +1,11 @@
-"""`Run`: what a recipe has besides its loss: ranks, lock, resume, schedule, signals, logs, checkpoints, the end."""
+"""`Run`: what a recipe has besides model and loss: ranks, lock, data, resume, schedule, signals, logs, checkpoints."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain, islice
 from random import SystemRandom
 from typing import Any
@@ -16,18 +17,14 @@ from torchtune import training
 from streampack.attention import Inputs
 from streampack.instantiate import build
 from streampack.packing.batch import Batch
+from streampack.sources.bad_records import quarantine_for
 from streampack.training.checkpoint import Checkpoints, read_run
 from streampack.training.checks import read_config
+from streampack.training.config import RunConfig
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
 from streampack.training.meters import CountMeter, SourceMeter, memory_metrics, run_ledger, stream_metrics
-from streampack.training.model import (
-    Weights,
-    build_model,
-    clip_gradients,
-    full_weights,
-    seed_step,
-)
+from streampack.training.model import Weights, clip_gradients, full_weights, seed_step
 from streampack.training.preferences import shares_prefixes
 from streampack.training.progress import MetricLogger, aligned, bar, opening, postfix, summary
 from streampack.training.row_losses import RowLosses
@@ -45,7 +42,7 @@ from streampack.training.run_folder import (
 )
 from streampack.training.schedule import asked_of, build_schedule, step_schedule, total_steps
 from streampack.training.secrets import shown
-from streampack.training.validate import require_isolation, require_recipe, training_problems
+from streampack.training.validate import Checked, require_isolation, require_recipe
 from streampack.training.weights import write_weights
 from streampack.training.world import World, join_world, pick_device
 
@@ -54,6 +51,8 @@ Result = dict[str, Any]
 
 ``step`` is the last one. Unless the run was over when it was opened, there are ``tokens``, ``seconds``, ``held_out``
 (pairs of step and loss) and ``ledger``, too."""
+Evaluate = Callable[[Mapping[str, HeldOut]], dict[str, float]]
+"""Returns the losses on the held-out batches, ``validation_loss`` among them."""
 
 
 class Step:
@@ -105,24 +104,9 @@ class Step:
 
 
 class Run:
-    """A training run from its config to its weights; a recipe adds the model's loss.
+    """A training run from its config to its weights; a recipe adds the model, the optimizer and the loss.
 
-    A recipe calls `open`, and unless the run is `over`, `build_model`, `begin`, `steps` and `end`, each once and on
-    every rank::
-
-        with Run.open(raw, report=ReportWriter) as run:
-            if run.over:
-                return run.over
-            model = run.build_model(run.read_weights())
-            ...
-            run.begin(model, inputs, optimizer, evaluate=evaluate)
-            for step in run.steps():
-                for batch in step:
-                    ...
-                    step.add(batch, loss, losses, weights)
-                step.scale_gradients()
-                optimizer.step()
-            return run.end()
+    A recipe calls the methods below in their order, each on every rank. `streampack_recipes.full_finetune` shows it.
 
     Attributes:
         cfg: the config.
@@ -130,114 +114,58 @@ class Run:
         world: the ranks.
         over: the result of a run that was over when it was opened, else None.
         adapters_only: whether only the adapters of a model are trained.
+        step: optimizer steps that were made.
     """
 
     world: World
+    over: Result | None = None
     checkpoints: Checkpoints
+    saved_step: int | None = None
+    stopped: int = 0  # the signal that ends the run after this step
     seed: int
     _closing: ExitStack
 
-    def __init__(self, raw: Any, *, report: Callable[..., Any], adapters: bool | None, pairs: bool) -> None:
-        self.raw, self.cfg = raw, (cfg := read_config(raw))
-        self.adapters_only = require_recipe(cfg, adapters=adapters, pairs=pairs)
-        if problems := training_problems(cfg):
-            raise ValueError(problems[0])
+    def __init__(self, raw: Any, cfg: RunConfig, *, adapters_only: bool, pairs: bool, check: bool) -> None:
+        self.raw, self.cfg, self.adapters_only = raw, cfg, adapters_only
+        self._pairs, self._check = pairs, check
         self.device = pick_device(cfg.device)
-        self._new_report, self._pairs = report, pairs
-        self.over: Result | None = None
-        self.saved_step: int | None = None
 
-    @classmethod
-    @contextmanager
-    def open(
-        cls,
-        raw: Any,
-        *,
-        report: Callable[..., Any],
-        adapters: bool | None = None,
-        pairs: bool = False,
-    ) -> Iterator[Run]:
-        """Collective: check a config, join the ranks, and hold the folders that the run writes to.
-
-        Args:
-            raw: the config.
-            report: makes what writes the page of the run.
-            adapters: whether the recipe trains adapters, or all weights; None: as the model has them.
-            pairs: whether the recipe's loss compares pairs; else it is cross-entropy.
-
-        Raises:
-            ValueError: for a config with a mistake in it, or a folder that another run holds or has written to.
-            Interrupted: for a signal or Ctrl-C, after the checkpoint that it made.
-        """
-        run = cls(raw, report=report, adapters=adapters, pairs=pairs)
-        cfg = run.cfg
-        with (
-            join_world(run.device, timeout=cfg.collective_timeout) as run.world,
-            hold_output(cfg, world=run.world),
-            ExitStack() as run._closing,
-        ):
-            if (end := finished(cfg, world=run.world)) is not None:
-                run.over = {"step": end}
-            else:
-                run.checkpoints, run.saved_step = open_checkpoints(cfg, world=run.world)
-                seed = run.world.run_on_main(lambda: saved_seed(cfg), of="a seed")
-                if seed is None:
-                    seed = run.world.broadcast(SystemRandom().randrange(2**31))
-                cfg.seed = run.seed = seed
-                seed_step(seed, 0)
-            yield run
-
-    def read_weights(self) -> Weights:
-        """Collective: read the weights of the base model from its checkpointer."""
+    def load_base(self) -> Weights:
+        """Collective: build tokenizer and checkpointer, and return the weights of the base model."""
         with self.world.main_first():
             self.tokenizer = build(self.cfg.tokenizer)
             self.checkpointer = build(self.cfg.checkpointer)
         weights: Weights = self.checkpointer.load_checkpoint()[training.MODEL_KEY]
         return weights
 
-    def build_model(self, weights: Weights) -> nn.Module:
-        """Collective: build the model with its weights, sharded where there are several ranks."""
-        return build_model(
-            self.cfg, weights=weights, device=self.device, world=self.world, adapters_only=self.adapters_only
-        )
-
-    def begin(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        optimizer: torch.optim.Optimizer,
-        *,
-        evaluate: Callable[[Mapping[str, HeldOut]], dict[str, float]],
-        metrics: Callable[[], dict[str, float]] = dict,
-    ) -> None:
-        """Collective: build the data, go on from the newest checkpoint or begin, and say what is in effect.
-
-        Args:
-            model: as `build_model` made it.
-            inputs: of the prepared model.
-            optimizer: of its trained weights.
-            evaluate: returns the losses on the held-out batches, ``validation_loss`` among them.
-            metrics: returns more numbers to log.
-        """
+    def setup_data(self, model: nn.Module, inputs: Inputs) -> None:
+        """Collective: build the loader and the held-out batches, and check that no sample of a pack sees another."""
         cfg, world = self.cfg, self.world
-        self.model, self.optimizer, self._evaluate, self._more_metrics = model, optimizer, evaluate, metrics
         vocab_size: Any = model.tok_embeddings.num_embeddings  # type: ignore[union-attr]
         self.dataset, self.held_out_packs = build_data(
             cfg, tokenizer=self.tokenizer, vocab_size=vocab_size, world=world
         )
-        packs = cfg.batch_size * cfg.gradient_accumulation_steps  # of one rank in a step
         before = None if self.saved_step is None else read_run(self.checkpoints.path(self.saved_step))
         # The same step as before, on whatever number of ranks, unless the config asks for another one.
-        same = before is not None and before["packs_of_rank"] == packs
+        same = before is not None and before["packs_of_rank"] == cfg.packs_of_rank
         self.loader = build_loader(
-            cfg, self.dataset, device=self.device, packs_per_step=None if same else packs * world.size
+            cfg,
+            self.dataset,
+            device=self.device,
+            data_ranks=world.size,
+            packs_per_step=before["packs_per_step"] if before is not None and same else None,
         )
         lanes = self.dataset.lane_config
         if cfg.verify_isolation and cfg.document_masking:
-            size, shared = lanes.packing.max_seq_len, self._pairs and shares_prefixes(lanes)
+            shared = self._pairs and shares_prefixes(lanes)
             with world.raise_on_all():
-                require_isolation(model, inputs, max_seq_len=size, groups=shared)
+                require_isolation(model, inputs, max_seq_len=lanes.packing.max_seq_len, groups=shared)
+        self._inputs = inputs
 
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Collective: load the newest checkpoint, or that of the run that this one continues, if there is one."""
+        cfg, world = self.cfg, self.world
+        self.model, self.optimizer = model, optimizer
         run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
         if self.saved_step is not None:
             run = self.checkpoints.load(self.saved_step, model=model, optimizer=optimizer)
@@ -248,78 +176,132 @@ class Run:
                 cfg, model=model, optimizer=optimizer, loader=self.loader, world=world
             )
         self.before, self.step, self.held_out = run, run["step"], run["held_out"]
-        self.num_steps = total_steps(cfg, self.loader, world=world, run=run)
+
+    def setup_schedule(self) -> None:
+        """Collective: count the steps to make, and build the schedule of the learning rate for them."""
+        cfg, run = self.cfg, self.before
+        self.num_steps = total_steps(cfg, self.loader, world=self.world, run=run)
         self.scheduler = build_schedule(
-            cfg, optimizer, steps=self.num_steps, step=self.step, state=run.get("scheduler")
+            cfg, self.optimizer, steps=self.num_steps, step=self.step, state=run.get("scheduler")
         )
-        in_effect = opening(cfg, self.loader, inputs=inputs, world=world, done=self.step)
+
+    def setup_logs(
+        self, report: Callable[..., Any], *, metrics: Callable[[], dict[str, float]] = dict
+    ) -> None:
+        """Collective: print what is in effect, and open logger, page, profiler and meters.
+
+        Args:
+            report: makes what writes the page of the run.
+            metrics: returns more numbers to log.
+        """
+        cfg, world, lanes = self.cfg, self.world, self.dataset.lane_config
+        in_effect = opening(cfg, self.loader, inputs=self._inputs, world=world, done=self.step)
         if world.is_main:
             print(aligned(in_effect), flush=True)  # noqa: T201
+        if self._check:
+            first = next(iter(self.loader), None)
+            if first is None or not int(first.num_trained):
+                raise ValueError(
+                    "the first batch trains nothing: every label is masked, or was cut off; check the roles of the "
+                    "messages, overlong and max_seq_len"
+                )
+            raise Checked
         written = shown(self.raw)
         self.logger = MetricLogger(cfg, written=written, world=world, resumed=self.saved_step)
-        self.report = self._new_report(cfg, written=written, lanes=lanes, in_effect=in_effect, world=world)
+        self.report = report(cfg, written=written, lanes=lanes, in_effect=in_effect, world=world)
         self.profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
         self.meter = CountMeter(world, self.device)
         self.by_source = SourceMeter(self.loader, world, self.device)
         self.by_row = RowLosses(cfg, world=world, resumed=self.saved_step)
+        self._more_metrics = metrics
         if world.is_main:
-            end_file(cfg).unlink(missing_ok=True)  # of the run that goes on
+            end_file(cfg).unlink(missing_ok=True)  # of the run that continues
         self.started = time.perf_counter()
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps to make; between two of them log, evaluate, save and obey signals.
+        """Yield the steps to make, until the data, the config or a signal ends the run.
 
         Raises:
-            Interrupted: after a signal, behind the checkpoint of the step that was running.
+            Interrupted: after a signal, when the step that was running is saved.
         """
         cfg, world, loader = self.cfg, self.world, self.loader
-        every = cfg.run_val_every_n_steps if self.held_out_packs else None
-        # After a resume too, where a signal ended the run before it did.
-        if self.saved_step is None or (every and self.step % every == 0):
-            self._validate()
         batches = iter(loader)
         self.profiler.start()
         loop = self._closing.enter_context(ExitStack())
         loop.enter_context(self.report.on_error())
         most = cfg.most_steps
-        total = min(self.num_steps, int(min(most, self.num_steps)))
-        progress = loop.enter_context(bar(total, done=self.step, enabled=world.is_main))
-        agreed_signal = loop.enter_context(stop_on_signals(world))
+        total = int(min(self.num_steps, most))
+        self._bar = loop.enter_context(bar(total, done=self.step, enabled=world.is_main))
+        self._agreed_signal = loop.enter_context(stop_on_signals(world))
         while self.step < most:
             self.meter.start()
             seed_step(self.seed, self.step, world.rank)  # so that dropout is the same after a resume
             first = next(batches, None)
             if first is None:
                 break  # the last epoch is over, on every rank
-            step = Step(self, chain([first], islice(batches, loader.batches_per_step - 1)))
-            yield step
-            rate = self.optimizer.param_groups[0]["lr"]
-            step_schedule(self.scheduler, step=self.step, steps=self.num_steps)
-            self.meter.stop()
-            self.step += 1
-            self.profiler.step()
-            progress.update()
-            if self.step % (cfg.log_every_n_steps or 1) == 0:
-                progress.set_postfix_str(postfix(self._log({"lr": rate} | step.metrics)))
-            stopped = agreed_signal()
-            if every and self.step % every == 0 and not stopped:
-                self._validate()
-            if cfg.save_every_n_steps and (stopped or self.step % cfg.save_every_n_steps == 0):
-                self._save()
-            if stopped:
+            yield Step(self, chain([first], islice(batches, loader.batches_per_step - 1)))
+            if self.stopped:
                 self.checkpoints.wait()
-                raise Interrupted(number=stopped)
+                raise Interrupted(number=self.stopped)
         loop.close()
 
-    def end(self) -> Result:
+    def end_step(self, step: Step) -> None:
+        """Collective: step the learning rate, and log every ``log_every_n_steps``."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        step_schedule(self.scheduler, step=self.step, steps=self.num_steps)
+        self.meter.stop()
+        self.step += 1
+        self.profiler.step()
+        self._bar.update()
+        if self.step % (self.cfg.log_every_n_steps or 1) == 0:
+            self._bar.set_postfix_str(postfix(self._log({"lr": rate} | step.metrics)))
+        self.stopped = self._agreed_signal()
+
+    def validate(self, evaluate: Evaluate, *, last: bool = False) -> None:
+        """Collective: log the losses on the held-out batches, before the first step, every so many, and at last.
+
+        After a resume, too, where a signal ended the run before it did.
+        """
+        every = self.cfg.run_val_every_n_steps
+        due = (
+            last
+            or (every and self.step % every == 0)
+            or (self.step == self.before["step"] and not self.saved_step)
+        )
+        done = bool(self.held_out) and self.held_out[-1][0] == self.step
+        if self.held_out_packs and due and not done and not self.stopped:
+            losses = evaluate(self.held_out_packs)
+            self.held_out.append((self.step, losses["validation_loss"]))
+            self.logger.log(losses, step=self.step)
+
+    def save(self, *, last: bool = False) -> None:
+        """Collective: write a checkpoint every ``save_every_n_steps``, after a signal, and at last."""
+        cfg, every = self.cfg, self.cfg.save_every_n_steps
+        if not every or self.saved_step == self.step or not (last or self.stopped or self.step % every == 0):
+            return
+        self.by_row.write()  # a run that continues from here has no other rows of the steps since the last log
+        state = self._totals() | {
+            "begun": self.before["begun"],
+            "steps": self.num_steps,
+            "asked": asked_of(cfg, self.loader),
+            "seed": self.seed,
+            "packs_of_rank": cfg.packs_of_rank,
+            "packs_per_step": self.loader.packs_per_step,
+            "stream": self.loader.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "optimizer_settings": cfg.optimizer,
+        }
+        self.checkpoints.save(self.step, model=self.model, optimizer=self.optimizer, run=state)
+        self.saved_step = self.step
+
+    def end(self, evaluate: Evaluate) -> Result:
         """Collective: evaluate, save and write the weights; return the result."""
         cfg = self.cfg
         self.profiler.stop()
         self.by_row.write()
         self.loader.require_trained()
-        self._validate()
-        if cfg.save_every_n_steps and self.saved_step != self.step:
-            self._save()  # a longer run can continue from here
+        self.validate(evaluate, last=True)
+        self.save(last=True)  # a longer run can continue from here
         self.checkpoints.wait()
         result = self._totals() | {"ledger": run_ledger(self.loader, self.world)}
         final = full_weights(self.model, device=self.device, world=self.world)
@@ -351,31 +333,49 @@ class Run:
     def _log(self, metrics: dict[str, Any]) -> dict[str, Any]:
         self.loader.require_trained()
         metrics = self.meter.metrics() | metrics | self._more_metrics() | self.by_source.metrics()
-        metrics |= stream_metrics(self.loader, self.world) | memory_metrics(self.world, self.device)
+        metrics |= stream_metrics(self.loader, self.world)
+        if self.cfg.log_peak_memory_stats:
+            metrics |= memory_metrics(self.world, self.device)
         self.by_row.write()
         self.logger.log(metrics, step=self.step)
         return metrics
 
-    def _validate(self) -> None:
-        if not self.held_out_packs or (self.held_out and self.held_out[-1][0] == self.step):
-            return
-        losses = self._evaluate(self.held_out_packs)
-        self.held_out.append((self.step, losses["validation_loss"]))
-        self.logger.log(losses, step=self.step)
 
-    def _save(self) -> None:
-        self.by_row.write()  # a run that goes on from here has no other rows of the steps since the last log
-        cfg = self.cfg
-        state = self._totals() | {
-            "begun": self.before["begun"],
-            "steps": self.num_steps,
-            "asked": asked_of(cfg, self.loader),
-            "seed": self.seed,
-            "packs_of_rank": cfg.batch_size * cfg.gradient_accumulation_steps,
-            "packs_per_step": self.loader.packs_per_step,
-            "stream": self.loader.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "optimizer_settings": cfg.optimizer,
-        }
-        self.checkpoints.save(self.step, model=self.model, optimizer=self.optimizer, run=state)
-        self.saved_step = self.step
+@contextmanager
+def open_run(
+    raw: Any, *, adapters: bool | None = None, pairs: bool = False, check: bool = False
+) -> Iterator[Run]:
+    """Collective: check a config, join the ranks, and hold the folders that the run writes to.
+
+    Args:
+        raw: the config.
+        adapters: whether the recipe trains adapters, or all weights; None: as the model has them.
+        pairs: whether the recipe's loss compares pairs; else it is cross-entropy.
+        check: whether to stop before the first step, by `Checked`. Nothing is written to ``output_dir``.
+
+    Raises:
+        ValueError: for a config with a mistake in it, or a folder that another run holds or has written to.
+        Interrupted: for a signal or Ctrl-C, after the checkpoint that it made.
+    """
+    cfg = read_config(raw)
+    adapters_only = require_recipe(cfg, adapters=adapters, pairs=pairs)
+    run = Run(raw, cfg, adapters_only=adapters_only, pairs=pairs, check=check)
+    with (
+        join_world(run.device, timeout=cfg.collective_timeout) as run.world,
+        nullcontext() if check else hold_output(cfg, world=run.world),
+        ExitStack() as run._closing,
+    ):
+        if not check and (end := finished(cfg, world=run.world)) is not None:
+            run.over = {"step": end}
+            yield run
+            return
+        if check and cfg.data is not None:
+            kept = quarantine_for(cfg.data.get("skip_bad"))
+            cfg.data["skip_bad"] = kept and replace(kept, folder=None)
+        else:
+            run.checkpoints, run.saved_step = open_checkpoints(cfg, world=run.world)
+        seed = run.world.run_on_main(lambda: saved_seed(cfg), of="a seed")
+        run.seed = run.world.broadcast(SystemRandom().randrange(2**31)) if seed is None else seed
+        cfg.seed = run.seed
+        seed_step(run.seed, 0)
+        yield run

@@ -248,7 +248,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reference": "data"}, "reference=data, and a pair has no ref_logps: one number for each answer"),
     (
         {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}},
-        "loss: torchtune.modules.loss.CEWithChunkedOutputLoss compares no pairs, and the loss of other recipes is",
+        "loss: torchtune.modules.loss.CEWithChunkedOutputLoss compares no pairs; name torchtune.rlhf",
     ),
     (
         {"reference": "data", "ref_checkpointer": CHECKPOINTER},

@@ -104,7 +104,7 @@ def test_dropout_is_that_of_the_step_after_a_resume_and_after_a_validation(tmp_p
     train(tiny_config(tmp_path / "whole", max_steps=8, **changes))
     train(tiny_config(tmp_path / "parts", max_steps=4, **changes))
     source = {"_component_": "streampack.JSONLSource", "paths": str(tmp_path / "whole" / "rows.jsonl")}
-    changes["validation"] = {"source": source, "max_packs": 2, "every": 2}
+    changes |= {"validation": {"source": source, "max_packs": 2}, "run_val_every_n_steps": 2}
     train(tiny_config(tmp_path / "parts", max_steps=8, resume_from_checkpoint=True, **changes))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
@@ -202,7 +202,7 @@ def test_secrets_reach_no_file_and_no_screen(
     report = found[tmp_path / "out" / "report.html"]
     assert "api_key: ${oc.env:KEY}" in report
     assert "31415926" not in report
-    assert "log_every_n_steps: 1" in report, "what the config leaves out"
+    assert "loss_norm: token" in report, "what the config leaves out"
     assert "'api_key': '${oc.env:KEY}'" in found[tmp_path / "uploaded.txt"]
     with pytest.raises(ValueError, match=r"^storage is a str; give a Storage") as raised:
         train(

@@ -293,8 +293,10 @@ def schedule(rate=1.0):
 def test_fewer_max_steps_end_the_schedule_earlier_and_with_epochs_do_not():
     packs = IterablePackedDataset([{"tokens": [1], "labels": [1]}] * 400, max_seq_len=1, num_lanes=1)
     for epochs, steps in ((None, 20), (1, 50)):
-        config = SimpleNamespace(epochs=epochs, max_steps=20, lr_scheduler=None, num_workers=0)
-        run = {"steps": 50, "asked": [epochs, 50, 4], "step": 10}
+        config = SimpleNamespace(
+            epochs=epochs, max_steps=20, max_steps_per_epoch=None, most_steps=20, lr_scheduler=None
+        )
+        run = {"steps": 50, "asked": [epochs, 50, None, 4], "step": 10}
         assert total_steps(config, PackedDataLoader(packs, packs_per_step=4), world=World(), run=run) == steps
 
 

@@ -36,7 +36,7 @@ def written(changes: dict[str, Any]) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zzz": 4}, "zzz: Key 'zzz' not in 'RunConfig'"),
-    ({"dataset": 4}, "dataset: Key 'dataset' not in 'RunConfig'. Did you mean: 'data'"),
+    ({"dataset": 4}, "dataset and data are two answers to what is trained; give one"),
     ({"epoch": 4}, "epoch: Key 'epoch' not in 'RunConfig'. Did you mean: 'epochs'"),
     ({"validation": {"fracton": 0.1}}, "validation.fracton: Key 'fracton' not in 'Validation'. Did you mean: 'frac"),
     ({"data.dtype": "bf16"}, "data: got an unexpected keyword argument 'dtype'; it takes source, max_seq_len, "),
