@@ -36,7 +36,9 @@ class Ledger:
     samples: int = 0  # rows encoded
     tokens_in: int = 0  # tokens that the encoder made
     packs: int = 0  # packs made
-    capacity: int = 0  # tokens that the packs have room for: packs * max_seq_len
+    # Tokens that the packs have room for. With ``strategy="padded"`` a pack is as long as its sample; the padding of
+    # its batch is not counted here, because only the loader knows the batch.
+    capacity: int = 0
     packed: int = 0  # tokens in packs, without padding
     untrained: int = 0  # samples of which no token is trained, whether they were kept or dropped
     # Tokens dropped for each reason, and how many samples they are of.

@@ -25,6 +25,9 @@ One for each batch was tried. It costs two ranks 0.2 ms of CPU, more than making
 and a thousand ranks 73 to 282 ms (docs/scale.md).
 """
 
+FULL = 1 << 20
+"""Units in which the ranks tell how full packs are. Tokens would not do: padded batches differ in length by rank."""
+
 
 @dataclass(frozen=True)
 class Batching:
@@ -130,7 +133,7 @@ class Share:
     slot: int = 0  # where the next step begins
     costs: Sequence[int] = ()  # attention costs on each rank
     trained: int = 0  # packs that train something, on all ranks
-    tokens: int = 0  # on all ranks, all but the padding at packs' ends
+    filled: int = 0  # on all ranks, of packs in units of 1 / `FULL`: all but the padding at their ends
 
 
 class RankPacks:
@@ -203,18 +206,18 @@ def agreed_shares(
                         error = raised  # raised on all ranks, when they have taken the batches before it
                 made.append(share := share or Share())
                 costs = () if rank_sync.alone else map(_cost_of, share.packs)
-                tokens = sum([sum(pack.seq_lens) for pack in share.packs])
+                filled = sum([FULL * sum(pack.seq_lens) // pack.tokens.size for pack in share.packs])
                 trained = sum(map(trains, share.packs))
-                untold.append((share.exists, error is not None, sum(costs), trained, tokens))
+                untold.append((share.exists, error is not None, sum(costs), trained, filled))
                 if len(untold) >= ahead:
                     exchanges.append(rank_sync.exchange(untold))
                     untold = []
             if not told:
                 told += zip(*exchanges.popleft()(), strict=True)
             share = made.popleft()
-            exist, failed, share.costs, trains_of, tokens_of = zip(*told.popleft(), strict=True)
+            exist, failed, share.costs, trains_of, filled_of = zip(*told.popleft(), strict=True)
             exists = share.exists = any(exist) or number % batching.batches_per_step > 0
-            share.epoch, share.trained, share.tokens = epoch, sum(trains_of), sum(tokens_of)
+            share.epoch, share.trained, share.filled = epoch, sum(trains_of), sum(filled_of)
             if any(failed):
                 try:
                     rank_sync.raise_on_all(error, doing="making packs")

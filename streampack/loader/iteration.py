@@ -13,7 +13,7 @@ from streampack.accounting import Ledger, nothing_to_pack
 from streampack.distributed.rank_sync import RankSync
 from streampack.distributed.ranks import require_loader_made_after_group
 from streampack.fingerprint import digest
-from streampack.loader.batching import Batching, RankPacks, agreed_shares
+from streampack.loader.batching import FULL, Batching, RankPacks, agreed_shares
 from streampack.loader.one_run import divide_across_ranks, require_same_run
 from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import start_worker
@@ -171,8 +171,8 @@ class Iteration:
             else:
                 self.meter.add(
                     share.trained,
-                    share.tokens,
-                    batch.tokens.numel() * self.rank_sync.world_size,
+                    share.filled,
+                    FULL * len(batch.tokens) * self.rank_sync.world_size,
                     time.perf_counter() - begun,
                     share.costs,
                     ends_step=share.number % self.batching.batches_per_step == 0,
@@ -204,6 +204,6 @@ class Iteration:
     def _collated(self, packs: list[Pack]) -> Batch:
         config = self.dataset.lane_config
         if missing := self.batching.packs_per_batch - len(packs):
-            packs = packs + [null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)] * missing
-        batch = stack_packs(packs, segments=config.packing.max_segments)
+            packs = packs + [null_pack(config.packing.pack_len(0), padding_idx=config.padding_idx)] * missing
+        batch = stack_packs(packs, segments=config.packing.max_segments, padding_idx=config.padding_idx)
         return batch.pin_memory() if self.pin_memory else batch

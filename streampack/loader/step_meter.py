@@ -27,7 +27,7 @@ class StepMeter:
         self.warns = warns
         self.empty = 0  # steps that trained nothing
         self.any_trained = False  # whether a step trained something
-        # Of the step that has begun: what is trained, tokens, those that fit, seconds, and the ranks' attention costs.
+        # Of the step that has begun: what is trained, how much of what capacity is filled, seconds, the ranks' costs.
         self.step: Sequence[float] = ()
         # Sums over steps by metric, and the number of ``steps``: since the last call of `metrics`, between the last two
         # calls that had steps between them, and since the beginning.
@@ -38,27 +38,27 @@ class StepMeter:
     def add(
         self,
         trained: int,
-        tokens: int,
+        filled: int,
         capacity: int,
         waited: float,
         costs: Sequence[int],
         *,
         ends_step: bool,
     ) -> None:
-        """Count a batch of all ranks: what is trained, tokens, those that fit, seconds waited, each rank's cost."""
-        batch = (trained, tokens, capacity, waited, *costs)
+        """Count a batch of all ranks: what is trained, how much of the capacity is filled, seconds, ranks' costs."""
+        batch = (trained, filled, capacity, waited, *costs)
         step = [a + b for a, b in zip(self.step, batch, strict=True)] if self.step else batch
         self.step = () if ends_step else step
         if not ends_step:
             return
-        trains, packed, fits, seconds, *shares = step
+        trains, full, room, seconds, *shares = step
         found = {"steps": 1.0, "data_wait": seconds}
         if len(shares) > 1:
             found["cost_imbalance"] = max(shares) * len(shares) / sum(shares) if any(shares) else 1.0
         for sums in (self.recent, self.total):
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
-        if not trains and packed and (2 * packed >= fits or not self.any_trained):
+        if not trains and full and (2 * full >= room or not self.any_trained):
             self.empty += 1
             if self.empty == 1 and self.judges and self.warns:
                 log.warning("%s", self._text())

@@ -22,6 +22,7 @@ from streampack.packing.groups import why_untrained
 from streampack.packing.planner import plan_samples
 from streampack.packing.samples import read_sample, with_eos_of
 from streampack.packing.settings import Packing, trained_if_split
+from streampack.packing.strategies import PADDED
 from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import null_safe
 from streampack.streaming.lane_config import UNTRAINED
@@ -111,6 +112,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
             eos_id = require_token_id(eos_id, "eos_id", vocab_size=vocab_size)
         if max_packs is not None:
             require_positive(max_packs, "max_packs", least=0)
+        if strategy == PADDED:
+            raise ValueError(
+                f"strategy={PADDED!r} makes packs of one sample and its length, and a PackedDataset has packs of one "
+                "length; train on the dataset as it is, or give it to an IterablePackedDataset"
+            )
         self.packing = Packing(
             max_seq_len,
             strategy=strategy,

@@ -156,9 +156,7 @@ class Rows(Dataset[Batch]):
     vocab_size: int | None
 
     def __getitem__(self, batch: list[Row]) -> Batch:
-        width, isolated = self.packing.max_seq_len, self.method.isolated
-        if not self.method.packed:
-            width = max(1, *(sum(map(LENGTH, row)) for row in batch))
+        isolated = self.method.isolated
         samples = {
             index: read_sample(self.ds, index, vocab_size=self.vocab_size, planned=self.lengths[index])
             for index in {span.index for row in batch for span in row}
@@ -168,11 +166,12 @@ class Rows(Dataset[Batch]):
             sequences = [samples[index].cut(start, stop) for index, start, stop in row]
             if row and not isolated:
                 sequences = [Sample(*map(np.concatenate, zip(*sequences, strict=True)))]
-            tokens, labels = assemble(sequences, max_seq_len=width, padding_idx=self.padding_idx)
             seq_lens = tuple(sequence.tokens.size for sequence in sequences)
+            size = self.packing.max_seq_len if self.method.packed else max(1, sum(seq_lens))
+            tokens, labels = assemble(sequences, max_seq_len=size, padding_idx=self.padding_idx)
             fragments = fragments_of(row, samples, self.packing, isolated=isolated)
             packs.append(Pack(tokens, labels, seq_lens, fragments))
-        return stack_packs(packs)
+        return stack_packs(packs, padding_idx=self.padding_idx)
 
 
 def plan_batches(

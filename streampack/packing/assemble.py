@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
-from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
+from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Pack, Sample
 
 
 def assemble(
@@ -24,8 +26,8 @@ def assemble(
     >>> [row.tolist() for row in assemble([a, b], max_seq_len=8, pad_seqs_to=4)]
     [[7, 8, 9, 0, 4, 5, 0, 0], [-100, 8, 9, -100, -100, 5, -100, -100]]
     """
-    filler = _padding(max_seq_len, padding_idx)
     if pad_seqs_to > 1:
+        filler = _padding(pad_seqs_to, padding_idx)
         padded = ((each, filler.cut(0, -each.tokens.size % pad_seqs_to)) for each in sequences)
         sequences = [part for pair in padded for part in pair if part.tokens.size]
     tokens, labels = [each.tokens for each in sequences], [each.labels for each in sequences]
@@ -33,6 +35,7 @@ def assemble(
     padding = max_seq_len - starts.pop()
     assert padding >= 0, f"{max_seq_len - padding} tokens planned into a pack of {max_seq_len}"
     if padding:
+        filler = _padding(max_seq_len, padding_idx)
         tokens.append(filler.tokens[:padding])
         labels.append(filler.labels[:padding])
     row = np.concatenate(tokens)
@@ -41,6 +44,22 @@ def assemble(
     for start in starts:  # numpy takes longer to convert the list to an index
         targets[start] = IGNORE_INDEX
     return row, targets
+
+
+def lengthened(pack: Pack, size: int, padding_idx: int) -> Pack:
+    """Return a pack with more padding at its end, ``size`` tokens in all."""
+    missing, input_pos, groups = size - pack.tokens.size, pack.input_pos, pack.groups
+
+    def longer(values: Any, fill: float) -> Any:
+        return np.concatenate([values, np.full(missing, fill)])
+
+    if input_pos is not None:
+        input_pos = np.append(input_pos, pack.tokens.size - sum(pack.seq_lens) + np.arange(missing))
+    if groups is not None:
+        fields = {name: longer(values, np.nan) for name, values in groups.token_fields.items()}
+        groups = replace(groups, token_fields=fields)
+    tokens, labels = longer(pack.tokens, padding_idx), longer(pack.labels, IGNORE_INDEX)
+    return replace(pack, tokens=tokens, labels=labels, input_pos=input_pos, groups=groups)
 
 
 @lru_cache(maxsize=4)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from streampack.packing.assemble import assemble, positions
+from streampack.packing.assemble import assemble, lengthened, positions
 from streampack.packing.groups import ROOT, path_starts, paths_of
 from streampack.packing.media import BatchMedia, stack_media
 from streampack.types import IGNORE_INDEX, FloatArray, Fragment, IntArray, Pack, PackGroups
@@ -158,11 +158,14 @@ def trains(pack: Pack) -> bool:
     return bool((labels[1:] != IGNORE_INDEX).any()) or any(label != IGNORE_INDEX for label in first_labels)
 
 
-def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None = None) -> Batch:
+def collate_packed(
+    packs: Sequence[Mapping[str, Any]], *, segments: int | None = None, padding_idx: int = 0
+) -> Batch:
     """Stack dicts from an `IterablePackedDataset` or a `PackedDataset`; a ``collate_fn`` for any DataLoader.
 
     ``seq_lens`` is as wide as the pack with the most segments needs, or ``segments`` wide: with
     ``max_seqs_per_pack + 1``, which counts the padding, all batches have the same shapes, and more are refused.
+    Packs of ``strategy="padded"`` are padded to the longest with ``padding_idx``.
 
     >>> from streampack import IterablePackedDataset
     >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
@@ -177,7 +180,7 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
         own = Pack(tokens, labels, lengths, fragments, input_pos=input_pos)
         own.groups, own.media = pack.get("groups"), pack.get("media")
         found.append(own)
-    return stack_packs(found, segments=segments)
+    return stack_packs(found, segments=segments, padding_idx=padding_idx)
 
 
 def _collate_by_default(packs: Sequence[PackDict], *, collate_fn_map: Any = None) -> Batch:
@@ -187,8 +190,10 @@ def _collate_by_default(packs: Sequence[PackDict], *, collate_fn_map: Any = None
 default_collate_fn_map[PackDict] = _collate_by_default  # as torch's documentation of default_collate says
 
 
-def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
+def stack_packs(packs: Sequence[Pack], *, segments: int | None = None, padding_idx: int = 0) -> Batch:
     """Stack packs to a batch, as `collate_packed` does with dicts."""
+    size = max([pack.tokens.size for pack in packs])
+    packs = [pack if pack.tokens.size == size else lengthened(pack, size, padding_idx) for pack in packs]
     lengths = [_segment_lengths(pack) for pack in packs]
     most = max(map(len, lengths))
     width = most if segments is None else segments

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from streampack.packing.settings import Packing
-from streampack.packing.strategies import STRATEGIES
+from streampack.packing.strategies import PADDED, STRATEGIES
 from streampack.packing.two_budgets import choose_within
 
 
@@ -87,9 +87,11 @@ class Planner(Generic[PieceT]):
         if (strategy := self.packing.strategy) is None:
             self._fill_by_cutting()
             return self.placed
-        choose = STRATEGIES[strategy]
         if self.lengths or self._pull():
             self._take([0])
+        if strategy == PADDED:
+            return self.placed
+        choose = STRATEGIES[strategy]
         # The strategy decided against the pieces that it leaves waiting, so the pack is closed. If it took all of them,
         # it is asked again about those that are pulled next, or no pack would hold more than buffer_size + 1.
         while self.room and (limit := self.max_seqs - len(self.placed)) and (self.lengths or self._pull()):

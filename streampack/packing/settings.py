@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from streampack.accounting import trained_tokens
-from streampack.packing.strategies import STRATEGIES
+from streampack.packing.strategies import PADDED, STRATEGIES
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import refuse_text, require, require_multiple, require_positive
 
 OVERLONG = ("error", "drop", "truncate", "truncate_left", "split")
+BUFFER_SIZE = 128  # pieces, by default
 SPLIT_HINT = "; for documents that continue in the next pack set split_across_pack=True"
 
 
@@ -24,6 +25,10 @@ class Packing:
     ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it is ``"split"``
     by default, and a ``strategy`` is refused; otherwise that is ``"exact_fit"`` by default. ``max_seqs_per_pack``
     limits the sequences in a pack; None sets no limit.
+
+    ``strategy="padded"`` packs nothing: each pack is one sample and only as long, in the order of arrival, and a batch
+    is padded to its longest. There ``max_seq_len`` is the most that a sample may have, and ``buffer_size`` and
+    ``max_seqs_per_pack`` are refused.
 
     ``pad_seqs_to`` pads every sequence to a multiple of so many tokens, inside the sequence: context parallelism over n
     ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``max_seq_len`` must be a multiple of it, so that the
@@ -38,7 +43,7 @@ class Packing:
 
     max_seq_len: int
     strategy: str | None = None
-    buffer_size: int = 128
+    buffer_size: int = BUFFER_SIZE
     split_across_pack: bool = False
     overlong: str | None = None
     max_seqs_per_pack: int | None = None
@@ -54,12 +59,14 @@ class Packing:
         if self.strategy is None and not self.split_across_pack:
             object.__setattr__(self, "strategy", "exact_fit")
         if self.strategy is not None:
-            require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
+            require(self.strategy, "strategy", (*STRATEGIES, PADDED), hint=SPLIT_HINT)
             if self.split_across_pack:
                 raise ValueError(
                     f"strategy={self.strategy!r} has no effect with split_across_pack=True, which fills packs in the "
                     "order of arrival; leave one of the two out"
                 )
+        if self.strategy == PADDED:
+            self._refuse_unused()
         if self.overlong is None:
             object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
         require(self.overlong, "overlong", OVERLONG)
@@ -68,6 +75,14 @@ class Packing:
                 "split_across_pack=True fills packs in the order of arrival, and a sample with images is never split; "
                 "leave it out, or max_media where nothing has images"
             )
+
+    def _refuse_unused(self) -> None:
+        for name, unset in (("buffer_size", BUFFER_SIZE), ("max_seqs_per_pack", None)):
+            if (value := getattr(self, name)) != unset:
+                raise ValueError(
+                    f"{name}={value} has no effect with strategy={PADDED!r}, where each pack is one sample; leave "
+                    f"{name} out, or pack by another strategy"
+                )
 
     def pieces_of(self, length: int) -> list[tuple[int, int]]:
         """Return the ``(start, stop)`` pieces that a sample of ``length`` tokens becomes; none if it is dropped.
@@ -96,6 +111,10 @@ class Packing:
     def padded(self, length: int) -> int:
         """Return the tokens that ``length`` tokens of a sample take in a pack."""
         return length + -length % self.pad_seqs_to
+
+    def pack_len(self, used: int) -> int:
+        """Return the length of a pack in which ``used`` tokens are no padding at its end; 0 for a null pack."""
+        return (used or self.pad_seqs_to) if self.strategy == PADDED else self.max_seq_len
 
     def cuts(self, length: int, start: int, stop: int) -> range:
         """Return where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments.

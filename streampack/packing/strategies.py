@@ -95,3 +95,6 @@ STRATEGIES: dict[str, Callable[[list[int], int, int, Pull], list[int]]] = {
     "exact_fit": exact_fit,
 }
 """Strategies by the name that users give."""
+
+PADDED = "padded"
+"""One piece a pack, in the order of arrival, and each batch padded to its longest: nothing is chosen."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from streampack.packing.groups import Group, attention_cost
 from streampack.packing.planner import Placed
 from streampack.packing.settings import Packing
+from streampack.packing.strategies import PADDED
 from streampack.sources.reading import permutation
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.piece_reader import Piece
@@ -24,13 +25,16 @@ MOST_WINDOW = 4096  # packs; each lane holds the pieces of a window
 BALANCE_KEY = 0x62616C  # keeps these permutations apart from those of the rows
 
 
-def default_window(max_seq_len: int, *, ranks: int) -> int:
-    """Return the ``balance_window`` of a run that sets none: 0 for short packs or a single rank.
+def default_window(packing: Packing, *, ranks: int) -> int:
+    """Return the ``balance_window`` of a run that sets none: 0 for short packs, padded batches or a single rank.
 
-    >>> default_window(4096, ranks=8), default_window(32768, ranks=1), default_window(32768, ranks=8)
-    (0, 0, 64)
+    >>> default_window(Packing(4096), ranks=8), default_window(Packing(32768), ranks=8)
+    (0, 64)
     """
-    return 0 if ranks == 1 or max_seq_len < LONG_CONTEXT else DEFAULT_WINDOW
+    # Padded batches are there to compare with, and have the stream's order.
+    if ranks == 1 or packing.max_seq_len < LONG_CONTEXT or packing.strategy == PADDED:
+        return 0
+    return DEFAULT_WINDOW
 
 
 def require_window(window: int) -> int:

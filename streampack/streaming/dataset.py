@@ -71,7 +71,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         vocab_size: if given, token ids must be below it.
 
         max_seq_len: tokens in a pack.
-        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
+        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``. ``"padded"`` does not
+            pack, to compare with packing: each pack is one sample and only as long, in the stream's order, and a batch
+            is padded to its longest.
         split_across_pack: for pretraining: packs are always full, and the sample that crosses a pack's end continues
             in the next; a ``strategy`` is refused.
         buffer_size: how many samples may wait, per lane; none waits for more packs than that.
@@ -111,8 +113,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             null packs. At most 65,536, and above 1,024 no more than there are rows in memory.
         balance_window: packs that each lane plans ahead and hands out by attention cost, so that the ranks of a step
             have about the same work; 0 is off. A sample then waits for at most ``buffer_size + 2 * balance_window``
-            packs. Default: 64 for several ranks and ``max_seq_len`` from 8,192 on, otherwise, and with images, 0.
-            Fixed for the life of a run.
+            packs. Default: 64 for several ranks and ``max_seq_len`` from 8,192 on; otherwise, with images and with
+            ``"padded"``, 0. With ``"padded"`` it puts samples of about the same length into a step. Fixed for the life
+            of a run.
         max_media: the most that the samples of a pack may bring besides tokens: patches of images, or images, as their
             encoder counts them. Default: no limit.
 
@@ -309,7 +312,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def window_for(self, ranks: int) -> int:
         """Return the ``balance_window`` of this many ranks."""
         config = self.lane_config  # images of 64 packs would be decoded twice, for they do not wait in memory
-        default = 0 if config.reads_images else default_window(config.packing.max_seq_len, ranks=ranks)
+        default = 0 if config.reads_images else default_window(config.packing, ranks=ranks)
         return default if self.balance_window is None else self.balance_window
 
     def set_epoch(self, epoch: int) -> None:

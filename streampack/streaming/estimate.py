@@ -15,6 +15,7 @@ from streampack.packing.groups import Group, lacks_training
 from streampack.packing.media import MediaSample
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
+from streampack.packing.strategies import PADDED
 from streampack.sources import MapSource
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.reading import Reading, permutation
@@ -54,7 +55,7 @@ class SampledSource(NamedTuple):
     media: array[int]  # that each row keeps
     read: int  # tokens of all samples
     scale: float  # how many times as large the source is
-    error: float  # relative standard error of its tokens
+    error: float  # relative standard error of its tokens, or of its pieces where each is a pack
 
 
 def tolerant(config: LaneConfig) -> LaneConfig:
@@ -131,7 +132,8 @@ def sample_source(
         # The size of a corpus of files is known in bytes, so the error is that of tokens per byte.
         sizes.append(len(str(dict(example.data or {}))) if source.probed_by_bytes else 1)
     scale *= len(found) / max(1, len(kept))
-    return SampledSource(kept, trained, media, read, scale, _relative_error(kept, sizes, scale))
+    packed = kept if config.packing.strategy != PADDED else _pieces(kept, config.packing)
+    return SampledSource(kept, trained, media, read, scale, _relative_error(packed, sizes, scale))
 
 
 def sample_epoch(
@@ -184,7 +186,7 @@ class Estimate(NamedTuple):
     error: float  # the standard error of ``packs``; 0 if they were counted
     samples: int  # how many rows were encoded for it
     lost: float  # fraction of their tokens that are truncated or dropped
-    padding: float  # fraction of the packs' capacity
+    padding: float  # fraction of the packs' capacity; 0 with ``"padded"``, where it is that of batches
     long_samples: int  # of ``samples``, those too long for a pack
     cut: float  # fraction of the tokens that are truncated or dropped for that reason
 
@@ -245,6 +247,9 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         if rows_in_all <= COUNTED_ROWS and tokens_in_all <= COUNTED_TOKENS:
             counted = _count(config, num_lanes)
             return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding, *cut)
+    if packing.strategy == PADDED:
+        packs = sum(sum(_pieces(each.kept, packing)) * each.scale * times for each, times in found)
+        return Estimate(packs, packs * max(each.error for each in sampled), looked_at, lost, 0.0, *cut)
     sizes = [size for each in sampled for size in zip(each.kept, each.media, strict=True) if size[0]]
     fill = _fill(sizes, packing, tokens / num_lanes)
     full = tokens / (packing.max_seq_len * fill)
@@ -253,6 +258,11 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     error = packs * max(each.error for each in sampled)
     padding = 1 - fill * full / packs if packs else 0.0
     return Estimate(packs, error, looked_at, lost, padding, *cut)
+
+
+def _pieces(kept: Sequence[int], packing: Packing) -> list[int]:
+    """Return in how many pieces each row is packed that keeps so many tokens."""
+    return [-(-tokens // packing.max_seq_len) for tokens in kept]
 
 
 def _fill(sizes: Sequence[tuple[int, int]], packing: Packing, lane: float = math.inf) -> float:

@@ -150,13 +150,14 @@ class Lane:
                 stats = reader.stats(row_id)
                 stats.packed += length
                 stats.trained += trained_tokens(sequence)
+        size = packing.pack_len(sum(seq_lens))
         tokens, labels = assemble(
             sequences,
-            max_seq_len=packing.max_seq_len,
+            max_seq_len=size,
             padding_idx=self.config.padding_idx,
             pad_seqs_to=packing.pad_seqs_to,
         )
-        groups = pack_groups(sequences, labels, max_seq_len=packing.max_seq_len) if grouped else None
+        groups = pack_groups(sequences, labels, max_seq_len=size) if grouped else None
         ledger, media = reader.ledger, None
         if taken:
             media = media_of(sequences)
@@ -164,7 +165,7 @@ class Lane:
             ledger.media += taken
         self.packs += 1
         ledger.packs += 1
-        ledger.capacity += packing.max_seq_len
+        ledger.capacity += size
         ledger.packed += packed
         return Pack(
             tokens=tokens,

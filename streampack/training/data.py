@@ -123,10 +123,11 @@ def _batches_of_rank(
     batches = math.ceil(len(packs) / (world.size * batch_size))
     mine = packs[world.rank :: world.size]
     config = dataset.lane_config
-    filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
+    padding_idx, segments = config.padding_idx, config.packing.max_segments
+    filler = null_pack(config.packing.pack_len(0), padding_idx=padding_idx)
     mine += [filler] * (batches * batch_size - len(mine))
     return [
-        stack_packs(mine[first : first + batch_size], segments=config.packing.max_segments)
+        stack_packs(mine[first : first + batch_size], segments=segments, padding_idx=padding_idx)
         for first in range(0, len(mine), batch_size)
     ]
 

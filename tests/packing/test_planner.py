@@ -190,7 +190,7 @@ WRAP = "; for documents that continue in the next pack set split_across_pack=Tru
                                  (True, "{name}=True is not a whole number; give one of at least 1"),
                                  (4.0, "{name}=4.0 is not a whole number; give one of at least 1"))),
         ({"strategy": "wrap"},
-         f"strategy='wrap' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'{WRAP}"),
+         f"strategy='wrap' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit', 'padded'{WRAP}"),
         ({"strategy": 3}, "strategy=3 is unknown; choose one of 'next_fit'"),
         ({"strategy": ["exact_fit"]}, "strategy=['exact_fit'] is unknown"),
         ({"overlong": "cut"},
