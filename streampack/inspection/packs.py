@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby, islice, pairwise
 
+from streampack.packing.assemble import lengthened
 from streampack.packing.groups import ROOT
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
@@ -76,15 +77,16 @@ def first_packs(config: LaneConfig, num_lanes: int, count: int) -> list[PackView
     """
     own = 1 if config.balance_window else min(num_lanes, count)
     lanes = [Lane(config, lane=lane, num_lanes=num_lanes) for lane in range(own)]
-    found: list[PackView] = []
+    found: list[Pack] = []
     while lanes and len(found) < count:
         for lane in list(lanes):
             pack = lane.next_event().pack
             if pack is None:
                 lanes.remove(lane)
             elif len(found) < count:
-                found.append(view(pack, config))
-    return found
+                found.append(pack)
+    size = max([pack.tokens.size for pack in found], default=0)  # padded batches have packs of any length
+    return [view(lengthened(pack, size, config.padding_idx), config) for pack in found]
 
 
 def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:

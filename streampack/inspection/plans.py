@@ -16,7 +16,7 @@ from streampack.loader.batching import Batching
 from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
-from streampack.packing.strategies import STRATEGIES
+from streampack.packing.strategies import PADDED, STRATEGIES
 from streampack.sources.reading import permutation
 from streampack.types import IntArray
 
@@ -47,8 +47,12 @@ def plan_outcomes(
     if packing.max_media is None:  # samples with images are never split
         ways["split_across_pack"] = replace(packing, split_across_pack=True, strategy=None)
     planned = {name: _packed(name, epoch, way, shape) for name, way in ways.items()}
-    plan, _ = planned[packing.filled_by]
-    padding = _padded(epoch, ways["next_fit"], shape, seed=seed)
+    own = packing.strategy == PADDED
+    plan = (
+        plan_lanes([[sizes] for sizes, *_ in epoch.lanes], packing) if own else planned[packing.filled_by][0]
+    )
+    batch = shape.padded_batch(packing)
+    padding = _padded(epoch, ways["next_fit"], shape.batching(shape.ranks[0]), batch, own=own, seed=seed)
     outcomes = [
         replace(
             each,
@@ -96,9 +100,13 @@ def _packed(name: str, epoch: Epoch, packing: Packing, shape: RunShape) -> tuple
     )
 
 
-def _padded(epoch: Epoch, packing: Packing, shape: RunShape, *, seed: int) -> Outcome:
-    """Pad batches of random samples, or pieces of the longest ones, to the longest of each."""
-    batch, batching = shape.padded_batch, shape.batching(shape.ranks[0])
+def _padded(
+    epoch: Epoch, packing: Packing, batching: Batching, batch: int, *, own: bool, seed: int
+) -> Outcome:
+    """Pad batches of random samples, or pieces of the longest ones, to the longest of each.
+
+    Steps are those of the run if it pads its ``own`` batches, and otherwise of as many batches as its packs are.
+    """
     packing = replace(packing, overlong="split")
     pieces = array("q")
     for lane in epoch.lanes:
@@ -106,13 +114,14 @@ def _padded(epoch: Epoch, packing: Packing, shape: RunShape, *, seed: int) -> Ou
             pieces.extend(stop - start for start, stop in packing.pieces_of(kept))
     lengths = np.frombuffer(pieces, np.int64)[permutation(len(pieces), seed, 0)]
     longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), batch))
+    longest += -longest % packing.pad_seqs_to if own else 0
     widths = np.repeat(longest, batch)[: len(lengths)]
     held, width, scale = int(lengths.sum()), int(widths.sum()), epoch.tokens / int(lengths.sum())
     at_once = batch * batching.world_size
-    step = -(-batching.packs_per_step // at_once) * at_once
+    step = batching.packs_per_step if own else -(-batching.packs_per_step // at_once) * at_once
     steps = -(-len(lengths) // step)
     return Outcome(
-        name="padding",
+        name=PADDED,
         packs=len(lengths) * scale,
         padding=1 - held / width,
         error=0.0 if epoch.exact else _error(lengths, widths, unknown=1 - held / width),

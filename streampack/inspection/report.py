@@ -9,6 +9,7 @@ from typing import Any
 from streampack.inspection.packs import PackView
 from streampack.loader.batching import Batching
 from streampack.packing.settings import Packing
+from streampack.packing.strategies import PADDED
 
 VERSION = 3
 """Version of the JSON's format. It rises when a name or a meaning changes; new names may come without."""
@@ -42,10 +43,9 @@ class RunShape:
         packs = self.packs_per_step or ranks * self.batch_size * self.accumulation
         return Batching(self.batch_size, packs, ranks, ranks)
 
-    @property
-    def padded_batch(self) -> int:
-        """Samples in a batch of the padding that packing is compared with."""
-        return self.batch_size if self.batch_size > 1 else PADDED_BATCH
+    def padded_batch(self, packing: Packing) -> int:
+        """Return the samples of a padded batch: the run's own, or one that its packs are compared with."""
+        return self.batch_size if self.batch_size > 1 or packing.strategy == PADDED else PADDED_BATCH
 
 
 @dataclass(frozen=True)

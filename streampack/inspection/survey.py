@@ -213,7 +213,7 @@ def _assumed(dataset: IterablePackedDataset, epoch: Epoch, settings: Settings) -
     found = [
         f"the run has {shape.ranks[0]} rank(s), each with {shape.workers} worker processes, {settings.lanes} lane(s), "
         f"and steps of {settings.packs_per_step} packs over all ranks",
-        f"padding is that of batches of {shape.padded_batch} random samples, to the longest of each",
+        f"padding is that of batches of {shape.padded_batch(settings.packing)} random samples, to the longest of each",
         "attention computes no pair of tokens of different samples (flex, varlen, flash; dense attention computes all)",
     ]
     if mix is not None and mix.stop == "never":

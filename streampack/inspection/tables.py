@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from streampack.inspection.report import Report
+from streampack.packing.strategies import PADDED
 
 
 class Bar(NamedTuple):
@@ -61,7 +62,7 @@ def report_tables(report: Report) -> list[Table]:
 
 def _short(report: Report) -> Table:
     chosen, lengths, settings = report.chosen, report.lengths, report.settings
-    padding = next(outcome for outcome in report.outcomes if outcome.name == "padding")
+    padding = next(outcome for outcome in report.outcomes if outcome.name == PADDED)
     ends = f"pad_seqs_to={settings.packing.pad_seqs_to} costs {percent(chosen.sequence_ends)}; "
     rows = [
         (

@@ -14,6 +14,7 @@ from streampack.accounting import Ledger
 from streampack.attention.prepare import Inputs
 from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
+from streampack.packing.strategies import PADDED
 from streampack.sources.bad_records import Quarantine
 from streampack.streaming.estimate import TooLong
 from streampack.streaming.lane_config import lanes_text
@@ -66,7 +67,8 @@ def opening(
             return lines | {"overlong": str(stops)}
         error = f" (standard error {estimate.error / estimate.packs:.1%})" if estimate.error else ""
         lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} packs{error}"
-        lines["packing"] += f", about {estimate.padding:.1%} padding expected"
+        if packing.strategy != PADDED:  # there it is that of batches
+            lines["packing"] += f", about {estimate.padding:.1%} padding expected"
         if told := estimate.losses(packing):
             lines["overlong"] = f"{told}; streampack inspect says which"
     return lines

@@ -6,6 +6,7 @@ import math
 import tracemalloc
 from collections.abc import Callable
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,24 @@ def test_each_way_to_pack_comes_to_what_a_run_measures(
     if multiple == 1:
         pairs = [sum(n * (n + 1) // 2 for n in pack.seq_lens) for pack in corpus(name, **WAYS[way]).stream()]
         assert found.pairs == pytest.approx(sum(pairs))
+
+
+def test_a_run_of_padded_batches_is_told_its_own_padding() -> None:
+    settings: dict[str, Any] = {"max_seq_len": 1024, "num_lanes": 2, "shuffle": True, "pad_seqs_to": 4}
+    rows = token_rows(log_normal(600, 40, 0.8))
+    data, again = (IterablePackedDataset(rows, strategy="padded", **settings) for _ in range(2))
+    report = inspect_dataset(data, rows=None, shape=RunShape(**STEPS), packs=3)
+    loader = PackedDataLoader(data, **STEPS)
+    batches = list(loader)
+    measured = 1 - loader.ledger().packed / sum(batch.tokens.numel() for batch in batches)
+    found = report.chosen
+    assert (found.name, found.packs, found.steps) == ("padded", 600, 100)
+    assert found.padding == pytest.approx(measured, abs=0.03)
+    assert measured > 0.3
+    assert "Pack by exact_fit" in [advice.title for advice in report.advice]
+    first = [pack.tokens.size for pack in islice(again.stream(), 3)]
+    assert {pack.max_seq_len for pack in report.packs} == {max(first)}
+    assert [pack.max_seq_len - pack.padding for pack in report.packs] == first
 
 
 @pytest.mark.parametrize("name", CORPORA)
