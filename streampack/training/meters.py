@@ -84,6 +84,11 @@ class CountMeter:
         """Tokens of all ranks since the beginning, without padding."""
         return int(self.total[COUNTS.index("tokens")])
 
+    @property
+    def computed(self) -> int:
+        """Tokens of all ranks since the beginning that went through the model, padding included."""
+        return int(self.total[COUNTS.index("capacity")])
+
     def metrics(self) -> dict[str, float]:
         """Return the loss of the last step, and means over the steps since the last call.
 

@@ -186,11 +186,12 @@ def dropped_tokens(ledger: Ledger) -> str:
 def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None) -> str:
     """Format the closing lines of a run: packs, where every token went, speed, validation losses."""
     ledger: Ledger = result["ledger"]
-    seconds, held_out = result["seconds"], result["held_out"]
+    seconds, held_out, computed = result["seconds"], result["held_out"], result["computed"]
     lines = [
-        f"packs        {ledger.packs:,}, from {ledger.samples:,} samples that were read, {ledger.padding:.2%} padding",
+        f"packs        {ledger.packs:,}, from {ledger.samples:,} samples that were read",
         f"tokens       {ledger.tokens_in:,} in = {ledger.packed:,} packed + {dropped_tokens(ledger)} + "
         f"{ledger.buffered:,} buffered",
+        f"model        {computed:,} tokens computed, {1 - result['tokens'] / max(1, computed):.2%} of them padding",
         f"speed        {result['tokens'] / max(seconds, 1e-9):,.0f} tokens/s over {seconds:,.0f} s",
     ]
     if bad := ledger.dropped_samples["bad"]:

@@ -49,8 +49,8 @@ from streampack.training.world import World, join_world, pick_device
 Result = dict[str, Any]
 """A recipe's return value, the same on every rank, about the whole run.
 
-``step`` is the last one. Unless the run was over when it was opened, there are ``tokens``, ``seconds``, ``held_out``
-(pairs of step and loss) and ``ledger``, too."""
+``step`` is the last one. Unless the run was over when it was opened, there are ``tokens`` and ``computed`` (with
+padding), ``seconds``, ``held_out`` (pairs of step and loss) and ``ledger``, too."""
 Evaluate = Callable[[Mapping[str, HeldOut]], dict[str, float]]
 """Returns the losses on the held-out batches, ``validation_loss`` among them."""
 
@@ -166,7 +166,8 @@ class Run:
         """Collective: load the newest checkpoint, or that of the run that this one continues, if there is one."""
         cfg, world = self.cfg, self.world
         self.model, self.optimizer = model, optimizer
-        run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
+        run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "seconds": 0.0, "held_out": []}
+        run |= {"tokens": 0, "computed": 0}
         if self.saved_step is not None:
             run = self.checkpoints.load(self.saved_step, model=model, optimizer=optimizer)
             self.loader.load_state_dict(run["stream"])  # refuses the state of another release
@@ -326,6 +327,7 @@ class Run:
         return {
             "step": self.step,
             "tokens": self.before["tokens"] + self.meter.tokens,
+            "computed": self.before["computed"] + self.meter.computed,
             "seconds": self.before["seconds"] + time.perf_counter() - self.started,
             "held_out": self.held_out,
         }
