@@ -28,7 +28,10 @@ SEED = int(os.environ.get("STREAMPACK_FUZZ_SEED", "0"))
 CASES: list[tuple[Callable[[int, int], Counter[str]], list[int], int, tuple[str, ...]]] = [
     (
         fuzz.configuration, [*range(19), *range(20, 30), 49], 2000,
-        ("balance windows", "data groups", "mixtures", "remote sources", "set_epoch", "small sources of mixtures"),
+        (
+            "balance windows", "data groups", "mixtures", "padded", "remote sources", "set_epoch",
+            "small sources of mixtures",
+        ),
     ),
     (
         fuzz.chain, [0, 1, *range(3, 6), *range(7, 10), 11, 12, *range(14, 18), *range(19, 24)], 300,

@@ -119,10 +119,11 @@ def _consume(
 
 def check_batch(packs: list[dict[str, Any]], case: Case) -> None:
     if some := packs[:3]:
-        seq_lens = collate_packed(some).seq_lens
-        dense = attention.dense_mask(seq_lens, max_seq_len=case.limit)
-        cu_seqlens = attention.cu_seqlens_of(seq_lens, max_seq_len=case.limit).tolist()
-        check_masks([pack["seq_lens"].tolist() for pack in some], dense, cu_seqlens)
+        batch = collate_packed(some)
+        seq_lens, size = batch.seq_lens, batch.tokens.shape[1]
+        dense = attention.dense_mask(seq_lens, max_seq_len=size)
+        cu_seqlens = attention.cu_seqlens_of(seq_lens, max_seq_len=size).tolist()
+        check_masks([[n for n in lens if n] for lens in seq_lens.tolist()], dense, cu_seqlens)
 
 
 def check_traces(dataset: IterablePackedDataset, packs: list[dict[str, Any]]) -> None:

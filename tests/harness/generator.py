@@ -93,6 +93,8 @@ class Case:
         self.settings["balance_window"] = balance.choice([None, None, 1, 2, 5, 64])
         multiples = [number for number in (2, 3, 4, 8, 16, limit) if limit % number == 0]
         self.settings["pad_seqs_to"] = balance.choice([1, 1, *multiples[:1], *multiples[-1:]])
+        if self.settings["strategy"] and balance.random() < 0.15:
+            self.settings |= {"strategy": "padded", "buffer_size": 128, "max_seqs_per_pack": None}
         rows: dict[str, Text | None] = {}
         self.weights: dict[str, float] = {}
         stop = None

@@ -42,7 +42,8 @@ class Plain:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (tuple(self.tokens), tuple(self.labels), tuple(self.fragments))
+        used = sum(stop - start + padding for _, start, stop, _, padding in self.fragments)
+        return (tuple(self.tokens[:used]), tuple(self.labels[:used]), tuple(self.fragments))
 
 
 def of_dicts(packs: list[dict[str, Any]]) -> list[Plain]:
@@ -132,10 +133,12 @@ class Oracle:
     def check_pack(self, pack: Plain) -> None:
         """Its arrays are the rows' that its fragments name, and nothing else."""
         at, padding_idx = 0, self.settings["padding_idx"]
-        limit = self.settings["max_seqs_per_pack"] or self.limit
+        padded, size = self.settings["strategy"] == "padded", len(pack.tokens)
+        limit = 1 if padded else self.settings["max_seqs_per_pack"] or self.limit
         assert min(pack.lens) > 0, "a sequence without tokens"
-        assert sum(pack.lens) == self.limit, "seq_lens do not add up"
-        assert {len(pack.tokens), len(pack.labels), len(pack.positions)} == {self.limit}
+        assert size <= self.limit if padded else size == self.limit, f"{size} tokens"
+        assert sum(pack.lens) == size, "seq_lens do not add up"
+        assert len(pack.labels) == len(pack.positions) == size
         assert pack.positions == [at for n in pack.lens for at in range(n)], "positions do not restart"
         assert len(pack.lens) - len(pack.fragments) in (0, 1), "padding is more than one segment"
         assert len(pack.fragments) <= limit, "too many sequences"
@@ -162,8 +165,8 @@ class Oracle:
                 f"{place}: wrong labels"
             )
             at += n
-        assert pack.tokens[at:] == [padding_idx] * (self.limit - at), "padding holds tokens"
-        assert pack.labels[at:] == [IGNORE] * (self.limit - at), "padding is trained"
+        assert pack.tokens[at:] == [padding_idx] * (size - at), "padding holds tokens"
+        assert pack.labels[at:] == [IGNORE] * (size - at), "padding is trained"
 
     def check_run(self, packs: Sequence[Plain], *, epochs: int, whole: bool = True) -> None:
         """Every pack; over a ``whole`` run, every token that is kept once an epoch, in order where samples are cut."""
@@ -225,7 +228,10 @@ class Oracle:
         real = [pack for pack in packs if pack.fragments]
         packed = sum(stop - start for pack in real for _, start, stop, *_ in pack.fragments)
         assert (ledger["packs"], ledger["packed"]) == (len(real), packed), "the ledger miscounts packs"
-        assert (ledger["capacity"], ledger["buffered"]) == (len(real) * self.limit, 0), "tokens are left"
+        room = len(real) * self.limit
+        if self.settings["strategy"] == "padded":
+            room = packed + sum(padding for pack in real for *_, padding in pack.fragments)
+        assert (ledger["capacity"], ledger["buffered"]) == (room, 0), "tokens are left"
         dropped = {name: n for name, n in ledger.items() if name.startswith("dropped_")}
         assert ledger["tokens_in"] == packed + sum(dropped.values()), "tokens in are not packed + dropped"
         if self.stop is not None:
