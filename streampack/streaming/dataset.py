@@ -33,7 +33,7 @@ from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.readers import PackDicts, Readers
 from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import OF_READING, RunIdentity
-from streampack.streaming.run_state import RunState, as_dicts, checked_state, state_of
+from streampack.streaming.run_state import RunState, as_dicts, checked_state, part_of, state_of
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import (
     refuse_text,
@@ -327,14 +327,20 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, a new dict.
 
-        It may be saved as JSON. The states of several consumers are merged by merging ``lanes``.
+        It may be saved as JSON. In worker processes of torchdata's loader it has the lanes of the worker. Merged, one
+        state with the ``lanes`` of all is that of the run; lanes of other steps of a worker are refused, but a worker
+        may be batches ahead of another.
 
         Raises:
             ValueError: if it is read by a `PackedDataLoader` on several ranks, or by worker processes of torch's
                 DataLoader, where the state is theirs.
         """
-        state = self.readers.whole_state()
-        return self._state_of(state, as_dicts(state.lane_states, chained=state.partial))
+        state, worker = self.readers.whole_state(), get_worker_info()
+        if worker is None or not state.partial:
+            return self._state_of(state, as_dicts(state.lane_states))
+        self.num_lanes = self.lanes_for(1)  # as `events` does
+        own = range(worker.id, self.num_lanes, worker.num_workers)
+        return self._state_of(state, part_of(state.lane_states, own))
 
     def _state_of(self, state: RunState, lanes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}  # which may change
@@ -401,17 +407,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
         resumed = self._changes.resume(state, checked_state(state), self.lane_config)
         self._identity.require(state["identity"], names=names, changed=resumed.changed)
+        if resumed.loaded.partial and get_worker_info() is None:
+            raise ValueError(
+                "the state is of one worker process, and the lanes of the others would begin their epoch again; give "
+                "the merged states of all workers: one of them, with the lanes of all in its lanes"
+            )
         return resumed
 
     def _go_on(self, loaded: RunState, resumed: Resumed) -> None:
         if resumed.changed:
             warn_user(resumed.warning)
-        lanes = len(loaded.lane_states)
-        if loaded.partial and lanes < (loaded.num_lanes or 0) and get_worker_info() is None:
-            warn_user(
-                f"the state is of one of several consumers: it has {lanes} of {loaded.num_lanes} lanes, and the others "
-                "begin their epoch; merge the states of all consumers"
-            )
         self.lane_config = replace(self.lane_config, earlier=resumed.earlier)
         self._changes.histories = resumed.histories
         for name in ("num_lanes", "balance_window"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,7 @@ class RunState:
     num_lanes: int | None = None
     balance_window: int | None = None
     packs_per_step: int | None = None  # of the loader that made the state
-    partial: bool = False  # made by one of several consumers, whose lanes are not those of the others
+    partial: bool = False  # of one of several consumers, without the lanes of the others
     loaded: bool = False  # from `load_state_dict` or `continue_from`
     given: bool = False  # whether an iteration in this process has handed something out, and came to here
     over: bool = False  # whether that iteration has come to its end
@@ -73,16 +74,22 @@ def state_of(head: Mapping[str, Any], lanes: Mapping[int, Mapping[str, Any]]) ->
     return {**sealed({"version": STATE_VERSION, **head, "sums": sums}, of="the run"), "lanes": dict(lanes)}
 
 
-def as_dicts(states: Mapping[int, LaneState], *, chained: bool = False) -> dict[int, dict[str, Any]]:
-    """Return what is saved of some lanes; ``chained``: each names the next one, the last one the first.
+def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
+    """Return what is saved of lanes."""
+    return {lane: sealed(state.as_dict(), of=f"lane {lane}") for lane, state in states.items()}
 
-    States of several consumers are merged by merging their lanes, and keep one head, which knows its own lanes only.
+
+def part_of(states: Mapping[int, LaneState], own: range) -> dict[int, dict[str, Any]]:
+    """Return what is saved of the lanes of one of several consumers, also of those that have not begun.
+
+    Each has ``of``: the number of consumers, and the packs that this one has handed out. Merged lanes keep the head of
+    one consumer, so only this tells a lane that is missing, or of another step.
     """
-    order = sorted(states)
-    after = dict(zip(order, order[1:] + order[:1], strict=True)) if chained else {}
+    begun = {lane: states[lane] for lane in own if lane in states}
+    of = [own.step, sum(state.ledger.packs for state in begun.values())]
     return {
-        lane: sealed({**state.as_dict(), **({"next": after[lane]} if chained else {})}, of=f"lane {lane}")
-        for lane, state in states.items()
+        lane: sealed({**(begun[lane].as_dict() if lane in begun else {}), "of": of}, of=f"lane {lane}")
+        for lane in own
     }
 
 
@@ -109,20 +116,18 @@ def checked_state(state: Any) -> RunState:
     # A lane that is missing would begin again, and one of another state repeat or skip rows.
     saved = dict(head["sums"]).items()
     sums = {lane: each["checksum"] for lane, each in lanes.items()}.items()
-    chained = {each.get("next", lane) for lane, each in states.items()}
-    wrong = chained - states.keys() | {
-        lane for lane, _ in (saved - sums if head["partial"] else saved ^ sums)
-    }
+    wrong = {lane for lane, _ in (saved - sums if head["partial"] else saved ^ sums)}
+    wrong |= _astray(states, num_lanes) if head["partial"] else set()
     if wrong:
         raise _damaged(f"its lane {min(wrong)} is missing, or of another state")
     return RunState(
-        {lane: LaneState.from_dict(each) for lane, each in states.items()},
+        {lane: LaneState.from_dict(each) for lane, each in states.items() if "stand" in each},
         head["slot"],
         head["epoch"],
         num_lanes,
         head["balance_window"],
         head["packs_per_step"],
-        head["partial"],
+        head["partial"] and len(lanes) < (num_lanes or 0),
         loaded=True,
     )
 
@@ -159,6 +164,22 @@ def _numbered(lanes: Any, num_lanes: int | None) -> dict[int, Any]:
     if -1 in found or len(found) != len(given):
         raise _damaged(f"lanes does not map numbers below {num_lanes} to the states of lanes")
     return found
+
+
+def _astray(states: Mapping[int, Mapping[str, Any]], num_lanes: int) -> set[int]:
+    """Return the lanes that are missing, or of another step, where others of their consumer are there."""
+    of = {lane: tuple(each.get("of", ())) for lane, each in states.items()}
+    numbers = {each[:1] for each in of.values()}
+    if len(numbers) != 1 or () in numbers:
+        return set(of)
+    [[consumers]] = numbers
+    wrong: set[int] = set()
+    for first in range(min(consumers, num_lanes)):
+        own = range(first, num_lanes, consumers)
+        found = Counter(of.get(lane) for lane in own)
+        odd = None if None in found else min(found, key=found.__getitem__)
+        wrong.update(lane for lane in own if len(found) > 1 and of.get(lane) == odd)
+    return wrong
 
 
 def _damaged(what: str) -> ValueError:

@@ -6,6 +6,8 @@ Whoever iterates, through whatever loader, with or without worker processes, aft
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -462,11 +464,8 @@ def test_an_iteration_that_has_ended_ends_again() -> None:
     assert tokens(loader) == [pack[2] for pack in epoch(1)[2:]]
 
 
-def test_a_part_of_a_state_says_so() -> None:
-    """The lanes of the other consumers would begin their epoch again, in silence."""
-    loader = stateful(dataset(), batch_size=None, num_workers=2)
-    list(islice(loader, 6))
-    state = loader.state_dict()
+def parts_of(loader: Any) -> list[dict[str, Any]]:
+    """Return the states of the dataset in the workers of torchdata's loader, which has them deep in its own."""
     found: list[dict[str, Any]] = []
 
     def look(inside: Any) -> None:
@@ -475,7 +474,66 @@ def test_a_part_of_a_state_says_so() -> None:
         for value in inside.values() if isinstance(inside, dict) else ():
             look(value)
 
-    look(state)
-    assert found
-    with pytest.warns(UserWarning, match="one of several consumers: it has 1 of 2 lanes"):
-        dataset().load_state_dict(found[0])
+    look(loader.state_dict())
+    return found
+
+
+def merged(states: list[dict[str, Any]], *, head: int = 0) -> dict[str, Any]:
+    """One of the states, with the lanes of all."""
+    return {**states[head], "lanes": {lane: own for each in states for lane, own in each["lanes"].items()}}
+
+
+@pytest.mark.filterwarnings("error:.*consumer")
+@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize("before", [0, 5, 11])
+def test_the_merged_states_of_workers_are_the_state_of_the_run(before: int, batch_size: int | None) -> None:
+    """Also of lanes that have not begun, and behind a loaded state, which has the lanes of both workers."""
+    data, other = dataset(num_lanes=8), dataset(num_lanes=8)
+    first = order(islice(data, before))
+    other.load_state_dict(data.state_dict())
+    loader = stateful(other, batch_size=batch_size, num_workers=2, collate_fn=as_it_is)
+    batches = iter(loader)
+    for _ in range(4):
+        states = parts_of(loader)
+        assert [sorted(state["lanes"]) for state in states] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        for head in range(2):
+            rest = dataset(num_lanes=8)
+            rest.load_state_dict(json.loads(json.dumps(merged(states, head=head))))
+            assert sorted([*first, *order(rest)]) == sorted(order(dataset(num_lanes=8)))
+        batch = next(batches)
+        first += order(batch if batch_size else [batch])
+
+
+def as_it_is(given: Any) -> Any:
+    return given
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker")
+def test_merged_states_that_lack_a_lane_or_have_it_of_another_step_are_refused() -> None:
+    """Such a lane would begin its epoch again, or its rows would be trained twice, or skipped."""
+    steps = []
+    loader = stateful(dataset(num_lanes=8), batch_size=None, num_workers=2)
+    for _ in islice(loader, 19):
+        steps.append(parts_of(loader))
+    others = stateful(dataset(num_lanes=8), batch_size=None, num_workers=4)
+    list(islice(others, 10))
+    early, late, of_four = steps[9], merged(steps[18])["lanes"], merged(parts_of(others))["lanes"]
+    dataset(num_lanes=8).load_state_dict(merged(early))
+    wrong = []
+    for head, lane in itertools.product(range(2), range(8)):
+        lanes = merged(early)["lanes"]
+        wrong += [
+            merged(early, head=head) | {"lanes": changed}
+            for changed in (
+                {number: own for number, own in lanes.items() if number != lane},
+                {**lanes, lane: late[lane]},
+                {**lanes, lane: of_four[lane]},
+                {**lanes, **{number: of_four[number] for number in range(lane % 2, 8, 2)}},
+            )
+        ]
+    for state in wrong:
+        with pytest.raises(ValueError, match=r"damaged or was edited: its lane \d is missing, or of another"):
+            dataset(num_lanes=8).load_state_dict(state)
+    for part in early:
+        with pytest.raises(ValueError, match="of one worker process.* merged states of all workers"):
+            dataset(num_lanes=8).load_state_dict(part)
