@@ -85,8 +85,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
             end is cut off, but for the EOS of the encoder), ``"truncate_left"`` (its beginning is) or ``"split"``.
             Default ``"error"``, with ``split_across_pack`` ``"split"``.
-        max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. `TextEncoder` does not
-            encode a text of more than 16 characters for each of them; its tokens count as 0. Default: no limit.
+        max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. A row with a text or
+            messages of more than 16 characters for each of them is not encoded; its tokens count as 0. Default: no
+            limit.
         untrained: what to do with a sample that trains no token, or a group with such an answer: ``"keep"``,
             ``"drop"`` or ``"error"``. By default a warning says so at the first. Samples are kept, and a step of such
             samples alone is an error in recipes and under Trainer, otherwise a warning. A group is dropped if a cut by

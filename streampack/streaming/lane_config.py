@@ -28,7 +28,7 @@ MOST_LANES = 1 << 16  # 100,000 take 7 s and 726 MB before the first pack
 SOME_LANES = 1024
 DEFAULT_LANES = (1, 2, 4, 8, 24, 48)
 CHARACTERS_OF_A_TOKEN = 16
-"""A text with more characters for each of ``max_document_tokens`` is left out unencoded: 3 MB take seconds to encode. A
+"""A row with more characters for each of ``max_document_tokens`` is left out unencoded: 3 MB take seconds to encode. A
 text of so few tokens is hardly more than blanks or one repeated sign."""
 GIANT = Sample(np.zeros(0, INT32), np.zeros(0, INT32))
 """Sample that stands for such a text; no other sample is empty."""
@@ -46,7 +46,7 @@ class LaneConfig:
     shuffle_window: int = 0
     endless: bool = False  # an epoch's end rolls into the next without a flush
     untrained: str | None = None  # one of UNTRAINED; None keeps such samples, and warns
-    max_document_tokens: int | None = None  # of samples, not of groups; longer ones are dropped
+    max_document_tokens: int | None = None  # longer samples are dropped
     padding_idx: int = 0
     vocab_size: int | None = None
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
@@ -146,9 +146,7 @@ class LaneConfig:
                 ):
                     sample = ids.sample(data.index)
             if sample is None:
-                most = self.max_document_tokens
-                characters = encode.characters(data) if most and isinstance(encode, Encoder) else 0
-                if most and characters > CHARACTERS_OF_A_TOKEN * most:
+                if is_giant(encode, data, self.max_document_tokens):
                     return GIANT
                 sample = encode(data)
                 if self.checks:
@@ -202,17 +200,15 @@ class LaneConfig:
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
         """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped."""
-        if sample is GIANT:
+        length, most = sample.tokens.size, self.max_document_tokens
+        if sample is GIANT or (most is not None and length > most):
             return []
         if type(sample) is Group:
             return cut_group(sample, self.packing)
         if isinstance(sample, MediaSample):
             return [(0, sample)] if has_room(sample, self.packing) else []
-        length = sample.tokens.size
         if 0 < length <= self.packing.max_seq_len:  # most are
             return [(0, sample)]
-        if self.max_document_tokens is not None and length > self.max_document_tokens:
-            return []
         bounds = self.packing.pieces_of(length)
         if bounds == [(0, length)]:
             return [(0, sample)]
@@ -220,6 +216,13 @@ class LaneConfig:
         if bounds and bounds[-1][1] < length:  # cut on the right
             pieces = [(start, with_eos_of(sample, piece, self.eos_ids)) for start, piece in pieces]
         return pieces
+
+
+def is_giant(encode: Encode, data: Any, most: int | None) -> bool:
+    """Return whether a row has more than `CHARACTERS_OF_A_TOKEN` characters for each of ``most`` tokens."""
+    if most is None or not (isinstance(encode, Encoder) and isinstance(data, Mapping)):
+        return False
+    return encode.characters(data) > CHARACTERS_OF_A_TOKEN * most
 
 
 def encoder_beside(encode: Encode, source: Source, row_id: RowId) -> Encode:

@@ -14,7 +14,7 @@ from streampack.packing.media import MediaSample
 from streampack.sources.corpus_identity import difference, plain_identity
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, mark, marks
 from streampack.sources.source import Source
-from streampack.streaming.lane_config import Encode, LaneConfig, encoder_beside
+from streampack.streaming.lane_config import Encode, LaneConfig, encoder_beside, is_giant
 from streampack.validation import warn_user
 
 OF_READING = ("corpus", "shuffle", "seed")
@@ -34,10 +34,12 @@ class RunIdentity:
         """The parts by name: plain values, mappings of them, and functions that read files."""
         config, packing, mix = self.config, self.config.packing, self.config.mix
         if mix is None:
-            encoder = encoder_identity(config.encode, config.source)
+            encoder = encoder_identity(config.encode, config.source, most=config.max_document_tokens)
         else:
             encoder = {
-                each.name: encoder_identity(each.encoder or config.encode, each.source)
+                each.name: encoder_identity(
+                    each.encoder or config.encode, each.source, most=config.max_document_tokens
+                )
                 for each in mix.entries
             }
         return {
@@ -92,16 +94,16 @@ class RunIdentity:
         return {"config": self.config}  # each process computes the parts again
 
 
-def encoder_identity(encode: Encode, source: Source) -> dict[str, Any]:
+def encoder_identity(encode: Encode, source: Source, *, most: int | None = None) -> dict[str, Any]:
     """Return what distinguishes an encoder: its own ``fingerprint``, and marks of what it makes of twelve rows.
 
     It has no name: a function that was renamed is the same encoder, a closure over another value is not. The rows are
-    encoded twice; samples that differ are left out, with a warning.
+    encoded twice; samples that differ are left out, with a warning. Giants by ``most`` (`is_giant`) are not encoded.
     """
     own = getattr(encode, "fingerprint", None)
     # If rows are tokens already, the encoder is known by its columns' names, which its fingerprint holds.
     rows = [] if type(encode) is TokensEncoder else source.examples(EXAMPLES)
-    samples, again = (marks(rows, partial(_mark, encode, source)) for _ in range(2))
+    samples, again = (marks(rows, partial(_mark, encode, source, most)) for _ in range(2))
     if varying := [name for name in samples if samples[name] != again[name]]:
         warn_user(
             f"the encoder {qualified_name(encode)} makes other tokens of the same row each time (row {varying[0]}): a "
@@ -113,9 +115,11 @@ def encoder_identity(encode: Encode, source: Source) -> dict[str, Any]:
     }
 
 
-def _mark(encode: Encode, source: Source, row: Example) -> str:
+def _mark(encode: Encode, source: Source, most: int | None, row: Example) -> str:
     """Return a digest of the sample that an encoder makes of a copy of a row; encoders may change rows in place."""
     try:
+        if is_giant(encode, row.data, most):
+            return UNKNOWN
         made = encoder_beside(encode, source, row.row_id)(copy.deepcopy(row.data))
         if isinstance(made, Group):  # as a tuple, it is its tokens and labels only
             return mark((made, made.lengths, made.parents, made.fields, made.token_fields))

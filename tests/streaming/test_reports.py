@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from streampack import (
     IGNORE_INDEX,
+    AnswersEncoder,
+    ChatEncoder,
     Group,
     Holdout,
     IterablePackedDataset,
@@ -22,6 +24,7 @@ from streampack import (
     JSONLSource,
     MapSource,
     MediaSample,
+    MessagesEncoder,
     Mix,
     PackedDataLoader,
     PackedDataset,
@@ -31,7 +34,7 @@ from streampack import (
     plan_packs,
 )
 from tests.harness.corpus import Numbers, all_of, rows, samples_in, write
-from tests.harness.hf_tokenizers import Letters
+from tests.harness.hf_tokenizers import Letters, byte_level
 from tests.harness.hf_trainers import samples
 from tests.harness.threads import ThreadSync, on_ranks
 
@@ -333,6 +336,87 @@ def test_a_giant_text_is_left_out_before_it_is_encoded(mixed: bool) -> None:
         list(IterablePackedDataset(rows[2:3], encoder=encoder, max_seq_len=50, max_document_tokens=50))
     unlimited = IterablePackedDataset(rows[1:2], encoder=encoder, max_seq_len=50, overlong="split")
     assert len(list(unlimited)) == 17
+
+
+def talk(text: str, *, parts: bool = False) -> list[dict[str, Any]]:
+    """A conversation with the text in its question, and a short answer."""
+    content: Any = [{"type": "text", "text": text}] if parts else text
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes"}]
+
+
+def transformed(name: str) -> MessagesEncoder:
+    transform = getattr(pytest.importorskip("torchtune.data"), name)()
+    return MessagesEncoder(byte_level(), message_transform=transform)
+
+
+def chat_encoder() -> ChatEncoder:
+    return ChatEncoder(byte_level())
+
+
+def answers_encoder() -> AnswersEncoder:
+    return AnswersEncoder(byte_level())
+
+
+FORMS: dict[str, tuple[Callable[[], Any], Callable[[str], dict[str, Any]]]] = {
+    "messages": (chat_encoder, lambda text: {"messages": talk(text)}),
+    "parts": (chat_encoder, lambda text: {"messages": talk(text, parts=True)}),
+    "ShareGPT": (
+        chat_encoder,
+        lambda text: {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "Yes"}]},
+    ),
+    # JSON text has six characters for each letter of this kind.
+    "JSON": (chat_encoder, lambda text: {"messages": json.dumps(talk(text.replace("a", "я")), indent=1)}),
+    "prompt": (chat_encoder, lambda text: {"prompt": text, "completion": " yes"}),
+    "completion": (chat_encoder, lambda text: {"prompt": "So?", "completion": " " + text}),
+    "pair": (answers_encoder, lambda text: {"prompt": "So?", "chosen": " yes", "rejected": " " + text}),
+    "pair of messages": (
+        answers_encoder,
+        lambda text: {"chosen": talk(text), "rejected": [*talk(text)[:1], {"role": "assistant", "content": "No"}]},
+    ),
+    "rollouts": (answers_encoder, lambda text: {"prompt": "So?", "completions": [" yes", " " + text]}),
+    "torchtune": (lambda: transformed("InputOutputToMessages"), lambda text: {"input": text, "output": "Yes"}),
+    "torchtune's pair": (
+        lambda: transformed("ChosenRejectedToMessages"),
+        lambda text: {"chosen": talk(text), "rejected": [*talk(text)[:1], {"role": "assistant", "content": "No"}]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:the chat template of")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_giant_chat_is_left_out_before_it_is_encoded(form: str) -> None:
+    """Nor is it encoded for the run's identity. What repeats in a pair counts once, and JSON's escapes do not."""
+    make, row = FORMS[form]
+    encoded: list[int] = []
+    encoder = make()
+
+    class Recording(type(encoder)):  # type: ignore[misc]
+        def __call__(self, row: Any, /) -> Any:
+            encoded.append(row.get("i"))
+            return super().__call__({key: value for key, value in row.items() if key != "i"})
+
+    encoder.__class__ = Recording
+    texts = ["aaaaa", "a" * 16 * 62, "a" * (16 * 64 + 1), "a" * 10**6, "aaa"]
+    data = IterablePackedDataset(
+        [{"i": i, **row(text)} for i, text in enumerate(texts)],
+        encoder=encoder, max_seq_len=64, num_lanes=1, overlong="truncate", max_document_tokens=64,
+    )  # fmt: skip
+    list(data)
+    assert encoded == [0, 1, 4]
+    ledger = data.ledger()
+    assert (ledger.samples, ledger.dropped_samples["overlong"]) == (5, 3), "whatever overlong is"
+    data.state_dict()
+    assert set(encoded) == {0, 1, 4}
+
+
+def test_an_image_and_reasoning_that_templates_leave_out_are_no_characters_of_a_chat() -> None:
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 10**5}"}}
+    messages = [
+        {"role": "user", "content": [image, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": f"<think>{'hm ' * 10**5}</think>\n\nThat"},
+        {"role": "user", "content": None},
+    ]
+    assert chat_encoder().characters({"messages": messages}) == len("What?That")
 
 
 # Samples that train nothing.

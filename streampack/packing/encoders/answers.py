@@ -10,7 +10,13 @@ import numpy as np
 from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.base import Encoder
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
-from streampack.packing.encoders.conversation import Content, ReadColumns, read_content, read_tools
+from streampack.packing.encoders.conversation import (
+    Content,
+    ReadColumns,
+    characters_in,
+    read_content,
+    read_tools,
+)
 from streampack.packing.encoders.tokenizer import encode_text
 from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column, sample_from_pair
@@ -102,7 +108,7 @@ class AnswersEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Group:
         """See `Encoder`."""
-        columns = self.answers or (LIST if LIST in row and PAIR[0] not in row else PAIR)
+        columns = self._columns_of(row)
         if isinstance(columns, str):
             columns = (columns,)
             if self.prompt not in row:
@@ -146,6 +152,17 @@ class AnswersEncoder(Encoder):
             token_fields=token_fields,
             share_prefix=self.share_prefix,
         )
+
+    def characters(self, row: Mapping[str, Any], /) -> int:
+        """See `Encoder`. The longest of prompt and answers counts alone: each answer may repeat the prompt."""
+        columns = self._columns_of(row)
+        answers = [row.get(name) for name in ((columns,) if isinstance(columns, str) else columns)]
+        if len(answers) == 1 and isinstance(answers[0], list | tuple | np.ndarray):
+            answers = list(answers[0])
+        return max(map(characters_in, [row.get(self.prompt), *answers]))
+
+    def _columns_of(self, row: Mapping[str, Any]) -> str | Columns:
+        return self.answers or (LIST if LIST in row and PAIR[0] not in row else PAIR)
 
     def _of_ids(
         self, row: Mapping[str, Any], prompt: IntArray | None, answers: list[IntArray]

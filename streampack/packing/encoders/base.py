@@ -28,7 +28,7 @@ class Encoder(ABC):
         """Encode a row. Raise ValueError for one that makes no sample; the caller adds its place."""
 
     def characters(self, row: Mapping[str, Any], /) -> int:
-        """Return how many characters of a row are to be encoded; 0 where that is not known before."""
+        """Return how many characters of a row are encoded, or fewer; 0 where that is not known before."""
         return 0
 
     def ids_below(self, stored: int | None) -> int | None:
@@ -140,7 +140,7 @@ class TextEncoder(Encoder):
 
     def characters(self, row: Mapping[str, Any], /) -> int:
         """See `Encoder`."""
-        text = row.get(self.column) if isinstance(row, Mapping) else None
+        text = row.get(self.column)
         return len(text) if isinstance(text, str) else 0
 
     def decode(self, tokens: list[int]) -> str:

@@ -13,6 +13,7 @@ from streampack.packing.encoders.conversation import (
     Content,
     Messages,
     ReadColumns,
+    characters_in,
     flags_against,
     parse_conversation,
     read_content,
@@ -114,6 +115,10 @@ class ChatEncoder(Encoder):
         self.columns.check(row, *read.values(), self.tools)
         tools = read_tools(row, self.tools, ignore=self.ignore)
         return self.encode(prompt, answer, tools=tools, name=f"column {column!r}")
+
+    def characters(self, row: Mapping[str, Any], /) -> int:
+        """See `Encoder`."""
+        return sum(characters_in(row.get(name)) for name in self._columns_of(row).values())
 
     def _columns_of(self, row: Mapping[str, Any]) -> dict[str, str]:
         """Return the columns to read, by the options that name them: one of messages, or a prompt and a completion."""

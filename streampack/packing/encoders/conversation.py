@@ -30,6 +30,9 @@ FLAGS = {
 is where they are 1."""
 LIKE_FLAGS = re.compile("(?<![A-Za-z])(train|loss|mask|weight)|Train|Loss|Mask|Weight")
 
+BEGINS_MESSAGES = re.compile(r"\s*\[\s*\{")
+"""How JSON text of messages begins."""
+
 COMPANIONS = {"system", "tools", "functions", "history"}
 """Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
 MEDIA = {"images", "image", "videos", "video", "audios", "audio"}
@@ -74,10 +77,35 @@ def read_content(value: Any, column: str) -> Content:
     return parse_conversation(value, column)
 
 
+def characters_in(value: Any) -> int:
+    """Return how many characters the contents of a text or of messages have, at least; 0 for anything else.
+
+    Of a message, what is before the end of its reasoning does not count, which templates leave out of earlier answers.
+
+    >>> characters_in("Hello"), characters_in([{"from": "gpt", "value": "<think>Hm</think>Hello"}]), characters_in([5])
+    (5, 5, 0)
+    """
+    found = _json_messages(value) if isinstance(value, str) else value
+    if found is None:
+        return len(value or "")
+    messages = [found] if isinstance(found, Mapping) else found
+    if not isinstance(messages, list | tuple | np.ndarray):
+        return 0
+    characters = 0
+    for message in messages:
+        if not isinstance(message, Mapping):  # ids, of which there may be many
+            break
+        for part in parts_of(message) or parts_of({"content": message.get("value")}):
+            kind, text = read_part(part)
+            if kind == "text" and isinstance(text, str):
+                characters += len(text.rpartition("</think>")[2].strip())
+    return characters
+
+
 def _json_messages(text: str) -> Any:
     """Return the messages of JSON text, None for any other text."""
-    if text.lstrip().startswith("[{"):
-        with suppress(json.JSONDecodeError):
+    if BEGINS_MESSAGES.match(text):
+        with suppress(json.JSONDecodeError, RecursionError):
             first, *_ = found = json.loads(text)
             return found if first.keys() & {"role", "from"} else None
     return None
@@ -247,6 +275,14 @@ def read_part(part: Any) -> tuple[Any, Any]:
         return "text", part
     texts = (part[key] for key in ("text", "content", "value") if part.get(key) is not None)
     return part.get("type", "text"), next(texts, None)
+
+
+def parts_of(message: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a message's content; a text is one."""
+    content = message.get("content")
+    if isinstance(content, list | tuple | np.ndarray):
+        return list(content)
+    return [] if content is None else [content]
 
 
 def _parse_call(call: Any, place: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import (
     REASONING,
     ReadColumns,
+    characters_in,
     flags_against,
     parse_conversation,
     parse_json,
@@ -86,6 +87,11 @@ class MessagesEncoder(Encoder):
             fields=numbers_of(row, self.fields, len(PAIR)),
             share_prefix=self.share_prefix,
         )
+
+    def characters(self, row: Mapping[str, Any], /) -> int:
+        """See `Encoder`."""
+        texts = [characters_in(row.get(column)) for name, column in self.read.items() if name != "image"]
+        return max(texts) if self.makes_groups else sum(texts)
 
     def _checked(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row of which torchtune's transform invents and drops nothing."""

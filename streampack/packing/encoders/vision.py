@@ -18,14 +18,13 @@ import numpy as np
 
 from streampack.fingerprint import digest
 from streampack.packing.encoders.chat import ChatEncoder
-from streampack.packing.encoders.conversation import ReadColumns, is_empty
+from streampack.packing.encoders.conversation import ReadColumns, is_empty, parts_of
 from streampack.packing.encoders.pictures import MAX_BYTES, MAX_PIXELS, Folders, PictureReader, shorten
 from streampack.packing.encoders.tokenizer import HFTokenizer
 from streampack.packing.encoders.vision_template import (
     Content,
     VisionTemplate,
     is_image,
-    parts_of,
     split_at_images,
 )
 from streampack.packing.media import MediaSample

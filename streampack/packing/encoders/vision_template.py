@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
-import numpy as np
-
 from streampack.packing.encoders.conversation import read_part
 from streampack.packing.encoders.pictures import KEYS
 from streampack.packing.encoders.template import ChatTemplate, Messages
@@ -98,14 +96,6 @@ class VisionTemplate(ChatTemplate):
 
         whole = first + "".join(chain(*zip(expansions, others, strict=True)))
         return whole, spans and [(moved(start), moved(stop)) for start, stop in spans]
-
-
-def parts_of(message: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a message's content; a text is one."""
-    content = message.get("content")
-    if isinstance(content, list | tuple | np.ndarray):
-        return list(content)
-    return [] if content is None else [content]
 
 
 def is_image(part: Any) -> bool:
