@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from streampack.packing.columns import mask_from_column, shown
-from streampack.packing.encoders.base import Encoder
+from streampack.packing.encoders.base import Encoder, characters_in
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
 from streampack.packing.encoders.conversation import (
     Content,
     ReadColumns,
-    characters_in,
     read_content,
     read_tools,
 )

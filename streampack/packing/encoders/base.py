@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.encoders.conversation import refuse_marks
+from streampack.packing.encoders.conversation import json_messages, parts_of, read_part, refuse_marks
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, encode_text
 from streampack.packing.samples import columns_of, missing_column, sample_from_pair, sample_from_row
 from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
@@ -146,3 +146,28 @@ class TextEncoder(Encoder):
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
+
+
+def characters_in(value: Any) -> int:
+    """Return how many characters the contents of a text or of messages have, at least; 0 for anything else.
+
+    Of a message, what is before the end of its reasoning does not count, which templates leave out of earlier answers.
+
+    >>> characters_in("Hello"), characters_in([{"from": "gpt", "value": "<think>Hm</think>Hello"}]), characters_in([5])
+    (5, 5, 0)
+    """
+    found = json_messages(value) if isinstance(value, str) else value
+    if found is None:
+        return len(value or "")
+    messages = [found] if isinstance(found, Mapping) else found
+    if not isinstance(messages, list | tuple | np.ndarray):
+        return 0
+    characters = 0
+    for message in messages:
+        if not isinstance(message, Mapping):  # ids, of which there may be many
+            break
+        for part in parts_of(message) or parts_of({"content": message.get("value")}):
+            kind, text = read_part(part)
+            if kind == "text" and isinstance(text, str):
+                characters += len(text.rpartition("</think>")[2].strip())
+    return characters

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.encoders.base import Encoder
+from streampack.packing.encoders.base import Encoder, characters_in
 from streampack.packing.encoders.conversation import (
     Content,
     Messages,
     ReadColumns,
-    characters_in,
     flags_against,
     parse_conversation,
     read_content,

@@ -66,7 +66,7 @@ def parse_conversation(value: Any, column: str) -> Messages:
 def read_content(value: Any, column: str) -> Content:
     """Return what a column holds: a text, or messages, also one alone."""
     if isinstance(value, str):
-        found = _json_messages(value)
+        found = json_messages(value)
         return value if found is None else parse_conversation(found, column)
     if isinstance(value, Mapping):
         value = [value]
@@ -77,32 +77,7 @@ def read_content(value: Any, column: str) -> Content:
     return parse_conversation(value, column)
 
 
-def characters_in(value: Any) -> int:
-    """Return how many characters the contents of a text or of messages have, at least; 0 for anything else.
-
-    Of a message, what is before the end of its reasoning does not count, which templates leave out of earlier answers.
-
-    >>> characters_in("Hello"), characters_in([{"from": "gpt", "value": "<think>Hm</think>Hello"}]), characters_in([5])
-    (5, 5, 0)
-    """
-    found = _json_messages(value) if isinstance(value, str) else value
-    if found is None:
-        return len(value or "")
-    messages = [found] if isinstance(found, Mapping) else found
-    if not isinstance(messages, list | tuple | np.ndarray):
-        return 0
-    characters = 0
-    for message in messages:
-        if not isinstance(message, Mapping):  # ids, of which there may be many
-            break
-        for part in parts_of(message) or parts_of({"content": message.get("value")}):
-            kind, text = read_part(part)
-            if kind == "text" and isinstance(text, str):
-                characters += len(text.rpartition("</think>")[2].strip())
-    return characters
-
-
-def _json_messages(text: str) -> Any:
+def json_messages(text: str) -> Any:
     """Return the messages of JSON text, None for any other text."""
     if BEGINS_MESSAGES.match(text):
         with suppress(json.JSONDecodeError, RecursionError):

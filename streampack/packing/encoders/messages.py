@@ -7,12 +7,11 @@ from typing import Any
 
 from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.answers import PAIR, columns_of, group_of, numbers_of
-from streampack.packing.encoders.base import Encoder
+from streampack.packing.encoders.base import Encoder, characters_in
 from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import (
     REASONING,
     ReadColumns,
-    characters_in,
     flags_against,
     parse_conversation,
     parse_json,
