@@ -83,9 +83,15 @@ def columns_of(names: tuple[str, ...], tokens: str | None = None, labels: str | 
         fits = encoder_in_words(names)
         need = f"such rows need an encoder: encoder={fits or 'AnswersEncoder(tokenizer)'}, or data.encoder in a config"
         if pair := [name for name in names if str(name).startswith(("chosen", "rejected"))]:
+            need += "; leave TRL's own trainers of pairs their collator"
+            if any(str(name).endswith("_ids") for name in pair):  # no encoder reads pairs of tokens
+                need = (
+                    "torchtune's and TRL's trainers of pairs take no packs: leave them their dataset and collator, or "
+                    "pack pairs with streampack_recipes/dpo"
+                )
             raise ValueError(
                 f"the row is a preference pair ({', '.join(map(repr, pair))}), whose answers must stay in one pack; "
-                f"{need}; leave TRL's own trainers of pairs their collator"
+                f"{need}"
             )
         if not fits:
             need = (

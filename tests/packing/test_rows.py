@@ -196,7 +196,8 @@ REFUSED: list[tuple[Any, str]] = [
     (torch.tensor([5, 6]).bfloat16(), "column 'input_ids' is no array of numpy (Got unsupported ScalarType BFloat16);"),
     ({"input_ids": [5, 6], "completion_mask": torch.ones(2).bfloat16()}, "column 'completion_mask' is no array of"),
     ({"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]},
-     "the row is a preference pair ('chosen_ids', 'rejected_ids')"),
+     "the row is a preference pair ('chosen_ids', 'rejected_ids'), whose answers must stay in one pack; torchtune's "
+     "and TRL's trainers of pairs take no packs: leave them their dataset and collator, or pack pairs with streampack"),
 ]  # fmt: skip
 
 

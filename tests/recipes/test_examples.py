@@ -1,156 +1,22 @@
-"""Other trainers' scripts: torchtune's own recipe and config with our dataset, and those under examples/, cut short."""
+"""The scripts under examples/, cut short: each trains, and resumes when it is started again."""
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import re
 import runpy
 import shlex
 import tomllib
-from collections.abc import Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-from streampack import PackedDataset, cli, packed_dataset
+from streampack import cli
 from tests.harness import hf_trainers
 from tests.harness.hf_tokenizers import byte_level
-
-MAX_SEQ_LEN, BATCH_SIZE, EPOCHS, STEPS = 128, 2, 2, 6
-MODEL = {
-    "vocab_size": 320, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 32,
-    "max_seq_len": MAX_SEQ_LEN, "intermediate_dim": 64,
-}  # fmt: skip
-NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-
-
-def rows() -> Iterator[dict[str, str]]:
-    """Yield questions and answers of several lengths."""
-    for a in range(11):
-        for b in range(11 - a):
-            steps = " ".join(NUMBERS[a : a + b + 1])
-            yield {"question": f"{NUMBERS[a]} and {NUMBERS[b]}?", "answer": f"{NUMBERS[a + b]}: {steps}"}
-
-
-def write_inputs(folder: Path) -> None:
-    """Write rows, a tokenizer, and weights to start from."""
-    import sentencepiece
-    from torchtune.models.llama2 import llama2
-
-    (folder / "init").mkdir()
-    (folder / "rows.json").write_text("\n".join(json.dumps(row) for row in rows()))
-    tokenizer = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(text for row in rows() for text in row.values()), model_writer=tokenizer,
-        model_type="bpe", vocab_size=MODEL["vocab_size"], hard_vocab_limit=False, byte_fallback=True,
-        num_threads=1, minloglevel=2,
-    )  # fmt: skip
-    (folder / "tokenizer.model").write_bytes(tokenizer.getvalue())
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        torch.save(llama2(**MODEL).state_dict(), folder / "init/weights.pt")
-
-
-def config_for(folder: Path) -> dict[str, Any]:
-    """Return torchtune's config for Llama 2 7B with a toy model and our dataset."""
-    import torchtune
-    from omegaconf import OmegaConf
-
-    stock = Path(torchtune.__file__).parent.parent / "recipes/configs/llama2/7B_full_low_memory.yaml"
-    config: Any = OmegaConf.to_container(OmegaConf.load(stock))
-    toy = {
-        "output_dir": str(folder / "out"),
-        "model": {"_component_": "torchtune.models.llama2.llama2", **MODEL},
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
-            "checkpoint_dir": str(folder / "init"), "checkpoint_files": ["weights.pt"], "model_type": "LLAMA2",
-            "output_dir": str(folder / "out"),
-        },
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
-        "optimizer_in_bwd": False, "lr_scheduler": None, "enable_activation_checkpointing": False,
-        "enable_activation_offloading": False, "device": "cpu", "dtype": "fp32", "shuffle": False, "seed": 0,
-        "batch_size": BATCH_SIZE, "epochs": EPOCHS, "max_steps_per_epoch": STEPS,
-    }  # fmt: skip
-    config |= toy
-    config["tokenizer"] |= {"path": str(folder / "tokenizer.model"), "max_seq_len": MAX_SEQ_LEN}
-    config["metric_logger"]["filename"] = "log.txt"
-    config["dataset"] = {
-        "_component_": "streampack.packed_dataset",
-        "packed": True,
-        "dataset": {
-            "_component_": "torchtune.datasets.instruct_dataset",
-            "source": "json",
-            "data_files": str(folder / "rows.json"),
-            "column_map": {"input": "question", "output": "answer"},
-            "split": "train",
-        },
-    }
-    return config
-
-
-def loss_of_the_samples_alone(packs: PackedDataset, weights: Path) -> tuple[float, int]:
-    """Return the mean loss of the first batch, computed sample by sample, and the number of samples."""
-    from torchtune.models.llama2 import llama2
-
-    model = llama2(**MODEL)
-    model.load_state_dict(torch.load(weights, weights_only=True))
-    losses = []
-    with torch.no_grad():
-        for fragment in (each for i in range(BATCH_SIZE) for each in packs[i]["fragments"]):
-            row = packs.ds[fragment.row_id[0]]
-            logits, labels = model(torch.tensor([row["tokens"]]))[0], torch.tensor(row["labels"])
-            each = F.cross_entropy(logits[:-1], labels[1:], reduction="none")
-            losses.append(each[labels[1:] != -100])
-    return torch.cat(losses).mean().item(), len(losses)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for package in ("torchtune", "sentencepiece", "datasets", "omegaconf"):
-        pytest.importorskip(package)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    write_inputs(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.filterwarnings("ignore")  # torchtune's own
-def test_the_stock_recipe_trains_on_our_packs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from omegaconf import OmegaConf
-    from torchtune._cli.tune import main
-    from torchtune.models.llama2 import llama2_tokenizer
-
-    config = config_for(folder)
-    OmegaConf.save(OmegaConf.create(config), folder / "run.yaml")
-    # torchtune's collate makes its masks on CUDA wherever there is one
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["tune", "run", "full_finetune_single_device", "--config", "run.yaml"])
-    monkeypatch.chdir(folder)
-    with pytest.raises(SystemExit) as end, torch.random.fork_rng(devices=[]):
-        main()
-    assert not end.value.code
-    log = (folder / "out/logs/log.txt").read_text()
-    losses = [float(loss) for loss in re.findall(r"^Step \d+ \| loss:(\S+)", log, re.MULTILINE)]
-    assert len(losses) == EPOCHS * STEPS
-    assert all(map(math.isfinite, losses))
-    assert losses[-1] < 0.7 * losses[0], losses
-    assert list((folder / "out").rglob("*.pt")) or list((folder / "out").rglob("*.bin"))
-
-    # The first loss is that of the samples one by one; without isolation it is off by 7e-4.
-    tokenizer = llama2_tokenizer(str(folder / "tokenizer.model"), max_seq_len=MAX_SEQ_LEN)
-    packs = packed_dataset(tokenizer, **{k: v for k, v in config["dataset"].items() if k != "_component_"})
-    alone, samples = loss_of_the_samples_alone(packs, folder / "init/weights.pt")
-    assert samples > 2 * BATCH_SIZE, "the packs hold too few samples to prove anything"
-    assert losses[0] == pytest.approx(alone, rel=1e-5)
-
-
-# The scripts under examples/: each trains, and resumes when it is started again.
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
