@@ -33,7 +33,8 @@ def packed_dataset(
     The recipe reads ``packed: True`` from this node and passes ``tokenizer``, whose ``max_seq_len`` and ``pad_id`` are
     the defaults. The inner node is built with a copy of the tokenizer that does not truncate, so that ``overlong``
     decides about long samples. By default they are cut, and keep their EOS, as by a tokenizer with a ``max_seq_len``;
-    the ledger counts what is cut off. The node may name any component that `streampack.instantiate` allows.
+    the ledger counts what is cut off. The node may name any component that `streampack.instantiate` allows. The
+    recipe's log says how many samples a pack has.
 
     With ``parity="torchtune"`` the packs are those of the inner builder with ``packed: True``: the tokenizer
     truncates, and the padding is 0, whatever the ``pad_id``. (``text_completion_dataset`` then splits by default:
@@ -44,6 +45,8 @@ def packed_dataset(
     Raises:
         ValueError: for a node with which a stock recipe would train wrongly, and whatever `PackedDataset` refuses.
     """
+    from torchtune.utils import get_logger, log_rank_zero
+
     from streampack.map_style.of_torchtune import TunePackedDataset
 
     if packed is not True:
@@ -75,10 +78,13 @@ def packed_dataset(
         tokenizer, eos_id = check_tokenizer(tokenizer), eos_of(tokenizer)
         cuts = longest is not None and not settings.get("split_across_pack")
         settings = {"eos_id": eos_id, "overlong": "truncate" if cuts else None, **settings}
-    return TunePackedDataset(
+    packs = TunePackedDataset(
         build(dataset, tokenizer),
         max_seq_len=max_seq_len,
         padding_idx=padding_idx,
         parity=parity,
         **settings,
     )
+    rate = packs.ledger().samples / max(1, len(packs))
+    log_rank_zero(get_logger(), f"{packs!r}, {rate:.1f} samples a pack; batch_size counts packs")
+    return packs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,14 @@ def test_a_stock_recipe_makes_the_same_steps_of_packs_as_of_samples(recipe: str,
     assert not math.isclose(theirs[0], alone[0], rel_tol=1e-3)
 
 
-def test_a_stock_recipe_resumes_at_an_epochs_end(folder: Path) -> None:
+def test_a_stock_recipe_resumes_at_an_epochs_end(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     node = ours(node_of(stock.write_rows(folder / "rows.json", list(stock.rows()))))
     common = {"dataset": node, "batch_size": 8, "shuffle": True, "epochs": 3}
     whole = stock.run(QUICK, stock.stock_config(QUICK, folder, "out", **common))
     assert whole[-1] < 0.7 * whole[0]
+    assert re.search(
+        r"33 packs of 64 tokens from 66 samples.*, 2\.0 samples a pack; batch_size counts", caplog.text
+    )
     [weights] = (folder / "out/epoch_1").glob("*.bin")
     config = stock.stock_config(QUICK, folder, "out", **common, resume_from_checkpoint=True)
     config["checkpointer"]["checkpoint_files"] = [f"epoch_1/{weights.name}"]
