@@ -35,7 +35,7 @@ COMPONENTS = {
     r"torch\.optim\.lr_scheduler": r"[A-Z]\w+",
     r"torchao\.optim": r"Adam\w+",
     r"torchtune\.data": r"\w+(ToMessages|Template)",
-    r"torchtune\.datasets": r"\w+(_d|D)ataset",
+    r"torchtune\.datasets(\.multimodal)?": r"\w+(_d|D)ataset",
     r"torchtune\.models\.\w+": r"\w+",
     r"torchtune\.modules\.loss": r"\w+Loss",
     r"torchtune\.modules\.transforms\.tokenizers": r"\w+BaseTokenizer",

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from streampack.storage.corpus import listed_by
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
+from streampack.training.torchtune_data import RunRows, torchtune_rows
 from streampack.training.world import World
 from streampack.types import IGNORE_INDEX, Pack, Sample
 
@@ -42,51 +44,66 @@ class Datasets:
 
 
 def build_data(
-    config: RunConfig, *, tokenizer: Any, vocab_size: int, world: World | None = None
+    config: RunConfig,
+    *,
+    tokenizer: Any,
+    vocab_size: int,
+    world: World | None = None,
+    positions: int | None = None,
 ) -> tuple[IterablePackedDataset, dict[str, HeldOut]]:
-    """Build the training dataset, and the held-out batches of every source (none without a ``validation`` section).
+    """Build the training dataset, and the held-out batches of every source (none without
+    ``validation`` or ``dataset_val``).
 
     The held-out rows of every source are packed by themselves, in one lane and without shuffling, so the packs are the
     same in every run and on any number of ranks. They are divided among the ranks, and null packs give every rank the
     same number of batches. A source that is no mixture has an empty name.
+
+    Args:
+        config: of the run.
+        tokenizer: as built.
+        vocab_size: of the model.
+        world: the ranks; default: one.
+        positions: that the model has, for the length of samples of ``dataset``.
     """
     world = world or World()
-    datasets = build_datasets(config, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
-    found = {}
+    datasets = build_datasets(
+        config, tokenizer=tokenizer, vocab_size=vocab_size, world=world, positions=positions
+    )
+    found, most = {}, config.validation.max_packs if config.validation else None
     for name, dataset in datasets.held_out.items():
-        assert config.validation is not None
-        packs = held_out_packs(dataset, name=name, max_packs=config.validation.max_packs)
-        batches = _batches_of_rank(packs, dataset, batch_size=config.batch_size, world=world)
+        packs = held_out_packs(dataset, name=name, max_packs=most)
+        size = config.batch_size_val or config.batch_size
+        batches = _batches_of_rank(packs, dataset, batch_size=size, world=world)
         if not config.document_masking:
             batches = [join_documents(batch) for batch in batches]
         found[name] = HeldOut(batches, weight=datasets.weights[name])
     return datasets.train, found
 
 
-def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None, world: World) -> Datasets:
-    """Build the datasets of `build_data`, and do not read rows from them yet."""
-    tokenizer = check_tokenizer(tokenizer)
-    inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
-    settings = dict(config.data or {})
-    with listed_by(world.run_on_main):
-        source = as_source(build(settings.pop("source"), inject=inject))
-    encoder = build(settings.pop("encoder", None), inject=inject)
-    kept = quarantine_for(settings.get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER))
-    settings["skip_bad"] = kept
+def build_datasets(
+    config: RunConfig, *, tokenizer: Any, vocab_size: int | None, world: World, positions: int | None = None
+) -> Datasets:
+    """Build the datasets of `build_data`, and do not read rows from them yet, but for a few of torchtune's."""
+    build_rows = partial(_rows_of, config, tokenizer=tokenizer, positions=positions, world=world)
+    rows, held_out = build_rows("data" if config.dataset is None else "dataset"), None
+    kept = quarantine_for((config.data or {}).get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER))
     common: dict[str, Any] = {
         "padding_idx": padding_id(tokenizer),
         "vocab_size": vocab_size,
         "seed": config.seed or 0,
-        **settings,
+        **rows.settings,
+        "skip_bad": kept,
     }
-    held_out = None
-    if config.validation is not None and config.validation.source is not None:
-        with listed_by(world.run_on_main):
-            held_out = as_source(build(config.validation.source, inject=inject))
-    elif config.validation is not None:
-        source, held_out = hold_out(source, fraction=config.validation.fraction)
-    train = IterablePackedDataset(source, encoder=encoder, epochs=config.epochs, **common)
-    if settings.get("corpus_lists") is None:
+    source, validation = rows.source, config.validation
+    if config.dataset_val is not None:
+        held_out = build_rows("dataset_val")
+    elif validation is not None and validation.source is not None:
+        held_out = build_rows("validation.source")
+    elif validation is not None:
+        source, part = hold_out(source, fraction=validation.fraction)
+        held_out = replace(rows, source=part)
+    train = IterablePackedDataset(source, encoder=rows.encoder, epochs=config.epochs, **common)
+    if common.get("corpus_lists") is None:
         train.keep_corpus_lists(Path(config.output_dir, "corpus_lists"))
     if held_out is None:
         return Datasets(train, {}, {}, common)
@@ -96,10 +113,28 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     if kept is not None:
         kept = replace(kept.within("validation"), limit=sys.maxsize)
         kept = kept if world.is_main else replace(kept, folder=None)
-    fixed = common | {"skip_bad": kept}
-    entries = entries_of(held_out, train.lane_config.encode)
+    entries = entries_of(held_out.source, held_out.encoder or train.lane_config.encode)
+    fixed = common | held_out.settings | {"skip_bad": kept}
     datasets = {entry.name: first_rows(entry, fixed) for entry in entries}
     return Datasets(train, datasets, {entry.name: entry.weight for entry in entries}, common)
+
+
+def _rows_of(config: RunConfig, key: str, *, tokenizer: Any, positions: int | None, world: World) -> RunRows:
+    """Build the rows of a key of the config: torchtune's nodes, or our own sources."""
+    if key.startswith("dataset"):
+        built = torchtune_rows(
+            getattr(config, key), key=key, tokenizer=tokenizer, positions=positions, world=world
+        )
+        return replace(built, settings={**built.settings, "shuffle": bool(config.shuffle)})
+    tokenizer = check_tokenizer(tokenizer)
+    inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
+    settings = dict(config.data or {})
+    node, encoder = settings.pop("source", None), build(settings.pop("encoder", None), inject=inject)
+    if key == "validation.source":
+        node, encoder = config.validation.source, None  # type: ignore[union-attr]
+    with listed_by(world.run_on_main):
+        source = as_source(build(node, inject=inject))
+    return RunRows(source, encoder, settings)
 
 
 def entries_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -> list[Entry]:
@@ -162,8 +197,8 @@ def join_documents(batch: Batch) -> Batch:
     )
 
 
-def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int) -> list[Pack]:
-    """Return the first packs of a held-out dataset; ``name`` is the source's, for messages."""
+def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int | None) -> list[Pack]:
+    """Return the first packs of a held-out dataset, or all (None); ``name`` is the source's, for messages."""
     of = f" of source {name!r}" if name else ""
     source = dataset.lane_config.source
     try:

@@ -224,6 +224,7 @@ def group_of(
     fields: Mapping[str, Sequence[float]],
     token_fields: Mapping[str, Sequence[FloatArray]] | None = None,
     share_prefix: bool,
+    untrained: bool = False,
 ) -> Group:
     """Return sequences as one group: the tokens that all begin with, up to the first that any trains, and the rests.
 
@@ -232,11 +233,14 @@ def group_of(
     >>> pair.tokens.tolist(), pair.lengths, pair.parents
     ([5, 6, 7, 8], (2, 1, 1), (-1, 0, 0))
 
-    ``token_fields`` have for each sequence one number for each of its last tokens.
+    ``token_fields`` have for each sequence one number for each of its last tokens. With ``untrained``, a sequence may
+    train nothing.
     """
     starts = []
     for name, whole in wholes.items():
         trained = np.flatnonzero(whole.labels != IGNORE_INDEX)
+        if untrained:
+            trained = np.append(trained, whole.tokens.size - 1)
         if not trained.size:
             raise ValueError(
                 f"{name} has no token to train: it is empty, or all of its messages are masked; leave the row out "
@@ -244,7 +248,7 @@ def group_of(
             )
         starts.append(int(trained[0]))
     samples = [*wholes.values()]
-    # Each trains a token, so each has a segment of its own.
+    # Each keeps its first trained token, or its last one, so each has a segment of its own.
     shared = _common_prefix([whole.tokens[: min(starts)] for whole in samples]) if share_prefix else 0
     parts = [whole.cut(shared, whole.tokens.size) for whole in samples]
     if shared:

@@ -1,0 +1,217 @@
+"""torchtune's dataset builders as the data of a run, compared with the datasets that torchtune makes of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchtune.config import instantiate
+from torchtune.datasets import ConcatDataset
+from torchtune.models.llama3 import llama3_tokenizer
+
+from streampack import IterablePackedDataset
+from streampack.training.config import read_config
+from streampack.training.data import Datasets, build_datasets
+from streampack.training.world import World
+from streampack.types import IGNORE_INDEX
+from tests.harness.tiny import tiny_config
+
+LIMIT = 96
+VOCAB = 600
+TURNS = "conversations"
+Samples = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def row(number: int) -> dict[str, Any]:
+    """Return a row for every builder; every ninth is longer than the limit."""
+    question, answer = f"Say {number}.", "ab cd " * (1 + number % 7 + 20 * (number % 9 == 8)) + str(number)
+    asked = [{"role": "user", "content": question}]
+    return {
+        "instruction": question, "input": "now" * (number % 3), "output": answer, "text": answer, "sentence": question,
+        TURNS: [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
+        "chosen": [*asked, {"role": "assistant", "content": answer}],
+        "rejected": [*asked, {"role": "assistant", "content": f"ab {number}"}],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("torchtune")
+    (folder / "rows.json").write_text("".join(json.dumps(row(number)) + "\n" for number in range(60)))
+    ranks = (f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+    (folder / "tokenizer.model").write_text("".join(ranks))
+    return folder
+
+
+def node(place: Path, builder: str, **settings: Any) -> dict[str, Any]:
+    path = f"torchtune.datasets.{builder}_dataset"
+    return {
+        "_component_": path,
+        "source": "json",
+        "data_files": str(place / "rows.json"),
+        "split": "train",
+    } | settings
+
+
+def build(
+    place: Path, tmp_path: Path, dataset: Any, *, limit: int | None = LIMIT, **changes: Any
+) -> Datasets:
+    """Build the data of a config as recipes do."""
+    config = tiny_config(tmp_path, **{"validation": None, "epochs": 1} | changes)
+    del config["data"]
+    config.dataset = dataset
+    tokenizer = tokenizer_of(place, limit)
+    return build_datasets(
+        read_config(config),
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        world=World(),
+        positions=4 * LIMIT,
+    )
+
+
+def tokenizer_of(place: Path, limit: int | None = LIMIT) -> Any:
+    return llama3_tokenizer(str(place / "tokenizer.model"), max_seq_len=limit)
+
+
+def theirs(place: Path, dataset: Any, limit: int | None = LIMIT) -> Any:
+    """Return torchtune's dataset of nodes, as its recipes build it, without packing."""
+    nodes = dataset if isinstance(dataset, list) else [dataset]
+    from omegaconf import OmegaConf
+
+    built = [
+        instantiate(OmegaConf.create(each | {"packed": False}), tokenizer_of(place, limit)) for each in nodes
+    ]
+    return ConcatDataset(built) if len(built) > 1 else built[0]
+
+
+def sample(tokens: Any, labels: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(map(int, tokens)), (IGNORE_INDEX, *map(int, labels[1:]))  # nothing predicts the first
+
+
+def samples_of(dataset: IterablePackedDataset) -> Samples:
+    found: Samples = Counter()
+    for pack in dataset:
+        start = 0
+        for length in pack["seq_lens"][: pack["num_seqs"]].tolist():
+            here = slice(start, start + length)
+            found[sample(pack["tokens"][here], pack["labels"][here])] += 1
+            start += length
+    return found
+
+
+BUILDERS = {
+    "alpaca": {},
+    "alpaca_cleaned": {"train_on_input": False},
+    "instruct": {"column_map": {"input": "instruction", "output": "output"}, "train_on_input": True},
+    "grammar": {"column_map": {"input": "sentence", "output": "output"}},
+    "chat": {"conversation_column": TURNS, "conversation_style": "sharegpt"},
+    "text_completion": {"split_across_pack": False},
+}
+
+
+@pytest.mark.parametrize("packed", [True])
+@pytest.mark.parametrize("builders", [*([name] for name in BUILDERS), ["chat", "alpaca"]], ids="+".join)
+def test_samples_are_those_of_torchtunes_dataset_once_each(
+    place: Path, tmp_path: Path, builders: list[str], packed: bool
+) -> None:
+    nodes = [node(place, name, packed=packed, **BUILDERS[name]) for name in builders]
+    dataset = nodes if len(nodes) > 1 else nodes[0]
+    oracle = theirs(place, dataset)
+    expected = Counter(
+        sample(each["tokens"], each["labels"]) for each in map(oracle.__getitem__, range(len(oracle)))
+    )
+    assert max(len(tokens) for tokens, _ in expected) >= LIMIT - 1, "no sample was cut"
+    ours = build(place, tmp_path, dataset, shuffle=True).train
+    assert samples_of(ours) == expected
+    if packed:
+        assert ours.lane_config.packing.max_seq_len == LIMIT
+
+
+@pytest.mark.parametrize("packed", [True])
+def test_pairs_are_those_of_torchtunes_dataset_with_the_prompt_once(
+    place: Path, tmp_path: Path, packed: bool
+) -> None:
+    pairs = node(place, "preference")
+    ours, oracle = build(place, tmp_path, pairs | {"packed": packed}).train, theirs(place, pairs)
+    found, shared = [], 0
+    for pack in ours.stream():
+        groups, start, segments = pack.groups, 0, []
+        assert groups is not None
+        for length, parent, first in zip(pack.seq_lens, groups.parents, groups.first_labels, strict=True):
+            here = slice(start, start + length)
+            tokens, labels = pack.tokens[here].tolist(), [first, *pack.labels[here][1:].tolist()]
+            before = segments[parent] if parent >= 0 else ([], [])
+            segments.append((before[0] + tokens, before[1] + labels))
+            start += length
+        leaves = [each for number, each in enumerate(segments) if number not in groups.parents]
+        shared += len(segments) - len(leaves)
+        found += [tuple(sample(*each) for each in leaves[i : i + 2]) for i in range(0, len(leaves), 2)]
+    names = ("chosen", "rejected")
+    rows = [oracle[number] for number in range(len(oracle))]
+    expected = [tuple(sample(each[f"{a}_input_ids"], each[f"{a}_labels"]) for a in names) for each in rows]
+    assert Counter(found) == Counter(expected)
+    assert shared == len(rows), "a prompt was computed twice"
+    assert any(len(tokens) == LIMIT for pair in expected for tokens, _ in pair), "no answer was cut"
+
+
+def test_an_answer_that_the_tokenizer_cut_off_is_kept_as_in_torchtune(place: Path, tmp_path: Path) -> None:
+    """Its prompt fills the limit, so that nothing of it is trained, and both sequences are equal."""
+    long = {"role": "user", "content": "ab " * LIMIT}
+    row = {name: [long, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(row))
+    pairs = node(place, "preference", data_files=str(path), packed=True)
+    [pack] = build(place, tmp_path, pairs).train.stream()
+    assert pack.groups is not None
+    assert (pack.seq_lens, pack.groups.parents) == ((LIMIT - 1, 1, 1), (-1, 0, 0))
+    assert {*pack.labels.tolist(), *pack.groups.first_labels} == {IGNORE_INDEX}
+
+
+def test_documents_that_are_split_across_packs_lose_no_text(place: Path, tmp_path: Path) -> None:
+    """torchtune's builder splits by default, but cuts each document to the limit before."""
+    texts = node(place, "text_completion", packed=True)
+    ours, whole = build(place, tmp_path, texts).train, theirs(place, texts, limit=None)
+    documents = {number: whole[number]["tokens"] for number in range(len(whole))}
+    assert max(map(len, documents.values())) > LIMIT
+    found: dict[int, dict[int, list[int]]] = {number: {} for number in documents}
+    packs = list(ours.stream())
+    for pack in packs:
+        start = 0
+        for fragment in pack.fragments:
+            found[fragment.row_id[0]][fragment.start] = pack.tokens[start : start + fragment.length].tolist()
+            assert pack.labels[start] == IGNORE_INDEX, "another document predicts its first token"
+            start += fragment.length
+    whole_again = {n: [i for at in sorted(each) for i in each[at]] for n, each in found.items()}
+    assert whole_again == documents
+    full = sum(sum(pack.seq_lens) == LIMIT for pack in packs)
+    assert full >= len(packs) - ours.lanes_for(1)
+
+
+def test_what_a_builder_does_wrong_is_one_line_with_the_key_and_the_way_out(
+    place: Path, tmp_path: Path
+) -> None:
+    path = "torchtune.datasets.multimodal.the_cauldron_dataset"
+    chat = BUILDERS["chat"]
+    for dataset, limit, said in [
+        (node(place, "alpaca", packed=True), None, r"dataset: packed: True .*max_seq_len=4096"),
+        (node(place, "alpaca", packed="True"), LIMIT, r"dataset: .*packed='True' is text"),
+        (node(place, "alpaca"), 5 * LIMIT, r"tokenizer.max_seq_len=480 is above the model's 384 positions"),
+        (node(place, "alpaca", data_files="none.json"), LIMIT, r"dataset: .*none.json.*; a file of your own is"),
+        (node(place, "alpaca", split="test"), LIMIT, r"dataset: .*split \"test\"[^;]*$"),
+        (node(place, "alpaca", column_map={"output": "none"}), LIMIT, r"dataset: .*: the first row: .*'none'; map"),
+        (node(place, "chat", conversation_column="none", conversation_style="openai"), LIMIT, "dataset: .*'none'; map"),
+        (node(place, "chat", conversation_column=TURNS, conversation_style="none"), LIMIT, r"dataset: .*style: none"),
+        (node(place, "text_completion", streaming=True), LIMIT, r"dataset: .* streaming=True; leave it out"),
+        ([node(place, "alpaca", packed=True), node(place, "chat", **chat)], LIMIT, r"dataset: packed is True in some"),
+        ([node(place, "chat", **chat), node(place, "preference")], LIMIT, r"dataset: .*pairs"),
+        ([node(place, "text_completion", packed=True), node(place, "chat", packed=True, **chat)], LIMIT, "split_acr"),
+        ({"_component_": path, "packed": True}, LIMIT, r"dataset: .* padded only; set packed: False"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=said) as error:
+            build(place, tmp_path, dataset, limit=limit)
+        assert "\n" not in str(error.value)
