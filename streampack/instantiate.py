@@ -34,7 +34,7 @@ COMPONENTS = {
     r"torch\.optim": r"[A-Z]\w+",
     r"torch\.optim\.lr_scheduler": r"[A-Z]\w+",
     r"torchao\.optim": r"Adam\w+",
-    r"torchtune\.data": r"\w+(ToMessages|Template)",
+    r"torchtune\.data": r"\w+(ToMessages|Template)|padded_collate\w*",
     r"torchtune\.datasets(\.multimodal)?": r"\w+(_d|D)ataset",
     r"torchtune\.models\.\w+": r"\w+",
     r"torchtune\.modules\.loss": r"\w+Loss",

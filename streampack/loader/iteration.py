@@ -17,7 +17,7 @@ from streampack.loader.batching import FULL, Batching, RankPacks, agreed_shares
 from streampack.loader.one_run import divide_across_ranks, require_same_run
 from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import start_worker
-from streampack.packing.batch import Batch, null_pack, stack_packs
+from streampack.packing.batch import Batch, stack_packs
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_config import lanes_text
 from streampack.streaming.lane_state import LaneEvent
@@ -204,6 +204,6 @@ class Iteration:
     def _collated(self, packs: list[Pack]) -> Batch:
         config = self.dataset.lane_config
         if missing := self.batching.packs_per_batch - len(packs):
-            packs = packs + [null_pack(config.packing.pack_len(0), padding_idx=config.padding_idx)] * missing
+            packs = packs + [config.null_pack()] * missing
         batch = stack_packs(packs, segments=config.packing.max_segments, padding_idx=config.padding_idx)
         return batch.pin_memory() if self.pin_memory else batch

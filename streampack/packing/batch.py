@@ -11,6 +11,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from streampack.packing.assemble import assemble, lengthened, positions
+from streampack.packing.collated import collate_rows, map_tensors
 from streampack.packing.groups import ROOT, path_starts, paths_of
 from streampack.packing.media import BatchMedia, stack_media
 from streampack.types import IGNORE_INDEX, FloatArray, Fragment, IntArray, Pack, PackGroups
@@ -90,6 +91,7 @@ class Batch:
     # the host for it. None: unknown, as it must be where `seq_lens` are replaced by others.
     longest: int | None = None
     media: BatchMedia | None = None  # None: the packs hold text only
+    extra: dict[str, Any] | None = None  # further inputs of the model, from a config's ``collate_fn``
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device. Pixels take the model's dtype when its inputs are made."""
@@ -106,7 +108,8 @@ class Batch:
         tokens, labels, input_pos, seq_lens = map(change, tensors)
         groups = None if self.groups is None else self.groups.map(change)
         media = None if self.media is None else self.media.map(change)
-        return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups, self.longest, media)
+        extra = map_tensors(self.extra, change)
+        return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups, self.longest, media, extra)
 
     @property
     def unpadded_lens(self) -> torch.Tensor:
@@ -192,7 +195,8 @@ default_collate_fn_map[PackDict] = _collate_by_default  # as torch's documentati
 
 def stack_packs(packs: Sequence[Pack], *, segments: int | None = None, padding_idx: int = 0) -> Batch:
     """Stack packs to a batch, as `collate_packed` does with dicts."""
-    size = max([pack.tokens.size for pack in packs])
+    made = collate_rows(packs)
+    size = max([pack.tokens.size for pack in packs]) if made is None else made[0].shape[1]
     packs = [pack if pack.tokens.size == size else lengthened(pack, size, padding_idx) for pack in packs]
     lengths = [_segment_lengths(pack) for pack in packs]
     most = max(map(len, lengths))
@@ -202,15 +206,19 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None, padding_i
             f"a pack has {most} segments, padding included, and segments={width}; give max_seqs_per_pack + 1"
         )
     input_pos = torch.from_numpy(_positions(packs))
+    tokens, labels, extra = made or (
+        _stack_ids([pack.tokens for pack in packs]), _stack_ids([pack.labels for pack in packs]), None,
+    )  # fmt: skip
     return Batch(
-        tokens=_stack_ids([pack.tokens for pack in packs]),
-        labels=_stack_ids([pack.labels for pack in packs]),
+        tokens=tokens,
+        labels=labels,
         input_pos=input_pos,
         seq_lens=_stack_rows(lengths, width, 0, np.int32),
         fragments=tuple(pack.fragments for pack in packs),
         groups=_stack_groups(packs, width),
         longest=max(map(_longest_path, packs)),
-        media=stack_media(packs, input_pos),
+        media=stack_media(packs, input_pos) if made is None else None,
+        extra=extra,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.packing.batch import null_pack
 from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group, cut_group, require_whole_groups
 from streampack.packing.media import MediaSample, has_room, require_room
@@ -20,7 +21,7 @@ from streampack.sources.mixture import Mix
 from streampack.sources.reading import Division, Reader, Reading
 from streampack.sources.source import Source
 from streampack.storage.read_ahead import ReadAhead
-from streampack.types import INT32, Cursor, Row, RowId, Sample
+from streampack.types import IGNORE_INDEX, INT32, Cursor, Pack, Row, RowId, Sample
 from streampack.validation import require_positive
 
 UNTRAINED = ("keep", "drop", "error")
@@ -118,6 +119,18 @@ class LaneConfig:
                 earlier=self.earlier,
             )
         )
+
+    def null_pack(self) -> Pack:
+        """Return a pack of padding only, which a rank takes where it has no pack and others do.
+
+        Of samples that keep their rows it is the first of the data, with nothing to train.
+        """
+        if not hasattr(self.encode, "collate"):
+            return null_pack(self.packing.pack_len(0), padding_idx=self.padding_idx)
+        row_id = self.source.examples(1)[0].row_id
+        [row] = self.source.fetch_many([row_id])
+        sample = self.encoder(row_id)(row)
+        return Pack(sample.tokens, np.full_like(sample.labels, IGNORE_INDEX), (), (), media=(sample,))
 
     def check_shards(self) -> None:
         """Warn of files that are known not to be readable; raise if they are not to be left out."""

@@ -15,7 +15,7 @@ import torch
 
 from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
-from streampack.packing.batch import Batch, null_pack, stack_packs
+from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
@@ -123,8 +123,9 @@ def _rows_of(config: RunConfig, key: str, *, tokenizer: Any, positions: int | No
     """Build the rows of a key of the config: torchtune's nodes, or our own sources."""
     if key.startswith("dataset"):
         built = torchtune_rows(
-            getattr(config, key), key=key, tokenizer=tokenizer, positions=positions, world=world
-        )
+            getattr(config, key), key=key, tokenizer=tokenizer, world=world, positions=positions,
+            collate_fn=config.collate_fn,
+        )  # fmt: skip
         return replace(built, settings={**built.settings, "shuffle": bool(config.shuffle)})
     tokenizer = check_tokenizer(tokenizer)
     inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
@@ -159,8 +160,8 @@ def _batches_of_rank(
     mine = packs[world.rank :: world.size]
     config = dataset.lane_config
     padding_idx, segments = config.padding_idx, config.packing.max_segments
-    filler = null_pack(config.packing.pack_len(0), padding_idx=padding_idx)
-    mine += [filler] * (batches * batch_size - len(mine))
+    if missing := batches * batch_size - len(mine):
+        mine += [config.null_pack()] * missing
     return [
         stack_packs(mine[first : first + batch_size], segments=segments, padding_idx=padding_idx)
         for first in range(0, len(mine), batch_size)

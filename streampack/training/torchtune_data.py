@@ -11,24 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from streampack.instantiate import COMPONENT, build, resolve
+from streampack.packing.collated import Collate
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.encoders.answers import group_of
 from streampack.packing.encoders.base import Encoder
 from streampack.packing.groups import Group
 from streampack.packing.samples import sample_from_pair
-from streampack.sources.as_source import as_source
+from streampack.sources.memory import MapSource
+from streampack.sources.mixture import Mix
 from streampack.sources.reading import spread
 from streampack.sources.source import Source
+from streampack.training.collated_rows import RowEncoder, WholeRows, collate_of, own_collate
 from streampack.training.world import World
 
 log = logging.getLogger(__name__)
 
-Nodes = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Node = Mapping[str, Any]
 
 UNLIMITED = 1 << 20
 """Tokens of the longest sample where neither tokenizer nor model has a limit."""
 LOOKED_AT = 64
 """Rows that are encoded at the start of a run, to count those that the tokenizer cut."""
+IDS = ("tokens", "chosen_input_ids", "rejected_input_ids")
 LOCAL_FILE = "a file of your own is read by source: json (or csv, parquet), data_files: FILE, split: train"
 
 
@@ -56,18 +60,28 @@ class PairEncoder(Encoder):
         return group_of(pair, fields={}, share_prefix=True, untrained=True)
 
 
-def torchtune_rows(nodes: Nodes, *, key: str, tokenizer: Any, positions: int | None, world: World) -> RunRows:
-    """Build the datasets of one node or of several, end to end as torchtune's recipes do, and look at their first rows.
+def torchtune_rows(
+    nodes: Node | Sequence[Node],
+    *,
+    key: str,
+    tokenizer: Any,
+    world: World,
+    positions: int | None = None,
+    collate_fn: str | None = None,
+) -> RunRows:
+    """Build the datasets of one node or of several, and look at their first rows.
 
-    With ``packed: True`` a pack has ``tokenizer.max_seq_len`` tokens, or twice as many for pairs, which are two
-    sequences. Otherwise each sample is a row of a padded batch.
+    Several are read end to end as by torchtune's recipes, or where nodes have a ``weight``, as a `Mix`. With
+    ``packed: True`` a pack has ``tokenizer.max_seq_len`` tokens, or twice as many for pairs, which are two sequences.
+    Otherwise each sample is a row of a padded batch.
 
     Args:
         nodes: the config's value.
         key: its name, for messages.
         tokenizer: of the run.
-        positions: of the model; None: unknown.
         world: the ranks. Rank 0 downloads first.
+        positions: of the model; None: unknown.
+        collate_fn: the config's.
 
     Raises:
         ValueError: in one line, for nodes that build nothing, do not go together, or make no samples.
@@ -75,7 +89,35 @@ def torchtune_rows(nodes: Nodes, *, key: str, tokenizer: Any, positions: int | N
     each = list(nodes) if isinstance(nodes, Sequence) else [nodes]
     packed = _common("packed", [_packed(node, key) for node in each], key)
     splits = packed and _common("split_across_pack", [_splits(node, key) for node in each], key)
-    limit = getattr(tokenizer, "max_seq_len", None)
+    collate = None
+    if own_collate(collate_fn):
+        collate = collate_of(str(collate_fn), tokenizer=tokenizer, packed=packed)
+    limit = _limit(tokenizer, packed=packed, positions=positions, key=key)
+    if splits:  # torchtune cuts each document before it packs; here it continues in the next pack
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.max_seq_len = None
+    with world.main_first():
+        datasets = [_built(node, key, tokenizer) for node in each]
+    first = [_first_row(dataset, node, key, collate) for dataset, node in zip(datasets, each, strict=True)]
+    pairs = _common("whether rows are preference pairs", ["chosen_input_ids" in row for row in first], key)
+    if limit is not None and not splits and collate is None and world.is_main:
+        for dataset in datasets:
+            _say_cuts(dataset, limit, key)
+    size = limit or positions or UNLIMITED
+    settings: dict[str, Any] = {"max_seq_len": min(2 * size, positions or 2 * size) if pairs else size}
+    if splits:
+        settings["split_across_pack"] = True
+    elif not packed:
+        settings["strategy"] = "padded"
+    encoder: Encoder = PairEncoder() if pairs else TokensEncoder() if collate is None else RowEncoder(collate)
+    return RunRows(
+        _joined(datasets, each, key, MapSource if collate is None else WholeRows), encoder, settings
+    )
+
+
+def _limit(tokenizer: Any, *, packed: bool, positions: int | None, key: str) -> int | None:
+    """Return the most tokens of a sample, as the tokenizer cuts it; None: it does not cut."""
+    limit: int | None = getattr(tokenizer, "max_seq_len", None)
     if packed and limit is None:
         raise ValueError(
             f"{key}: packed: True needs the length of a pack, and tokenizer.max_seq_len is null; set it, for example "
@@ -85,30 +127,28 @@ def torchtune_rows(nodes: Nodes, *, key: str, tokenizer: Any, positions: int | N
         raise ValueError(
             f"tokenizer.max_seq_len={limit} is above the model's {positions} positions; lower it to {positions}"
         )
-    if splits:  # torchtune cuts each document before it packs; here it continues in the next pack
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.max_seq_len = None
-    with world.main_first():
-        datasets = [_built(node, key, tokenizer) for node in each]
-    first = [_first_row(dataset, node, key) for dataset, node in zip(datasets, each, strict=True)]
-    pairs = _common("whether rows are preference pairs", ["chosen_input_ids" in row for row in first], key)
-    if len(datasets) > 1:
-        from torchtune.datasets import ConcatDataset
-
-        datasets = [ConcatDataset(datasets)]
-    [dataset] = datasets
-    if limit is not None and not splits and world.is_main:
-        _say_cuts(dataset, limit, key)
-    size = limit or positions or UNLIMITED
-    settings: dict[str, Any] = {"max_seq_len": min(2 * size, positions or 2 * size) if pairs else size}
-    if splits:
-        settings["split_across_pack"] = True
-    elif not packed:
-        settings["strategy"] = "padded"
-    return RunRows(as_source(dataset), PairEncoder() if pairs else TokensEncoder(), settings)
+    return limit
 
 
-def _packed(node: Mapping[str, Any], key: str) -> bool:
+def _joined(datasets: Sequence[Any], nodes: Sequence[Node], key: str, kind: type[MapSource]) -> Source:
+    """Return several datasets end to end, or by their weights."""
+    from torchtune.datasets import ConcatDataset
+
+    weights = [node.get("weight") for node in nodes]
+    if None not in weights:
+        names = [f"{number}_{node.get('subset', key)}".replace("/", "_") for number, node in enumerate(nodes)]
+        return Mix(
+            [
+                {"name": name, "source": kind(dataset), "weight": weight}
+                for name, dataset, weight in zip(names, datasets, weights, strict=True)
+            ]
+        )
+    if set(weights) != {None}:
+        raise ValueError(f"{key}: some nodes have a weight and others none; give each one, or none")
+    return kind(datasets[0] if len(datasets) == 1 else ConcatDataset(list(datasets)))
+
+
+def _packed(node: Node, key: str) -> bool:
     packed, component = node.get("packed", False), node[COMPONENT]
     if not isinstance(packed, bool):
         raise ValueError(f"{key}.packed={packed!r} is neither True nor False")
@@ -119,7 +159,7 @@ def _packed(node: Mapping[str, Any], key: str) -> bool:
     return packed
 
 
-def _splits(node: Mapping[str, Any], key: str) -> bool:
+def _splits(node: Node, key: str) -> bool:
     """Return whether documents continue in the next pack: as the node says, or its builder does by default."""
     found = inspect.signature(resolve(node[COMPONENT])).parameters.get("split_across_pack")
     default = found.default if found else node[COMPONENT] == "torchtune.datasets.wikitext_dataset"
@@ -151,10 +191,10 @@ def _named(key: str, way_out: str = "") -> Iterator[None]:
         raise ValueError(f"{key}: {what}{way_out and '; '}{way_out}") from error
 
 
-def _built(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
+def _built(node: Node, key: str, tokenizer: Any) -> Any:
     """Build a dataset without torchtune's packing, and check that its rows have numbers."""
     known = inspect.signature(resolve(node[COMPONENT])).parameters
-    unpacked = {name: value for name, value in node.items() if name != "packed"}
+    unpacked = {name: value for name, value in node.items() if name not in ("packed", "weight")}
     with _named(key):
         dataset = build(unpacked | ({"packed": False} if "packed" in known else {}), tokenizer)
     if node.get("streaming"):
@@ -165,17 +205,28 @@ def _built(node: Mapping[str, Any], key: str, tokenizer: Any) -> Any:
     return dataset
 
 
-def _first_row(dataset: Any, node: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    with _named(
-        f"{key}: {node[COMPONENT]}: the first row",
-        "map your columns by column_map or column, or mend the row",
-    ):
+def _first_row(dataset: Any, node: Node, key: str, collate: Collate | None) -> Mapping[str, Any]:
+    """Return the first row of a dataset, after a trial of all that is done with rows."""
+    way_out = "map your columns by column_map or column, or mend the row"
+    with _named(f"{key}: {node[COMPONENT]}: the first row", way_out):
         if not len(dataset):
             raise ValueError("is missing: the data are empty")
         row: Mapping[str, Any] = dataset[0]
-        encoder = PairEncoder() if "chosen_input_ids" in row else TokensEncoder()
-        encoder(row)
-        return row
+        if collate is None:
+            encoder = PairEncoder() if "chosen_input_ids" in row else TokensEncoder()
+            if "encoder_input" in row:
+                way_out = (
+                    "set collate_fn: torchtune.data.padded_collate_tiled_images_and_mask and packed: False"
+                )
+                raise ValueError(f"has images; {way_out}")
+            encoder(row)
+    if collate is not None:
+        with _named(
+            "collate_fn cannot take the first row", "it is for rows of another kind; remove the key for text"
+        ):
+            batch = collate([dict(row)])
+            batch["tokens"], batch["labels"]
+    return row
 
 
 def _say_cuts(dataset: Any, limit: int, key: str) -> None:

@@ -5,24 +5,31 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torchtune.config import instantiate
+from torchtune.data import padded_collate_tiled_images_and_mask
 from torchtune.datasets import ConcatDataset
 from torchtune.models.llama3 import llama3_tokenizer
 
-from streampack import IterablePackedDataset
+from streampack import IterablePackedDataset, PackedDataLoader
+from streampack.training.collated_rows import prepare_inputs
 from streampack.training.config import read_config
 from streampack.training.data import Datasets, build_datasets
 from streampack.training.world import World
 from streampack.types import IGNORE_INDEX
+from tests.harness.threads import Topology, run
 from tests.harness.tiny import tiny_config
 
 LIMIT = 96
 VOCAB = 600
 TURNS = "conversations"
+COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"
 Samples = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -114,7 +121,7 @@ BUILDERS = {
 }
 
 
-@pytest.mark.parametrize("packed", [True])
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("builders", [*([name] for name in BUILDERS), ["chat", "alpaca"]], ids="+".join)
 def test_samples_are_those_of_torchtunes_dataset_once_each(
     place: Path, tmp_path: Path, builders: list[str], packed: bool
@@ -132,7 +139,7 @@ def test_samples_are_those_of_torchtunes_dataset_once_each(
         assert ours.lane_config.packing.max_seq_len == LIMIT
 
 
-@pytest.mark.parametrize("packed", [True])
+@pytest.mark.parametrize("packed", [True, False])
 def test_pairs_are_those_of_torchtunes_dataset_with_the_prompt_once(
     place: Path, tmp_path: Path, packed: bool
 ) -> None:
@@ -215,3 +222,138 @@ def test_what_a_builder_does_wrong_is_one_line_with_the_key_and_the_way_out(
         with pytest.raises(ValueError, match=said) as error:
             build(place, tmp_path, dataset, limit=limit)
         assert "\n" not in str(error.value)
+
+
+# Batches that a config's collate_fn makes.
+
+
+class Pictures:
+    """What a model transform of torchtune's makes of rows with one or two images of several tiles."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(number)
+        tiles, tokens = [1 + (number + i) % 3 for i in range(1 + number % 2)], [7] * (3 + 5 * number % 13)
+        return {
+            "tokens": tokens,
+            "mask": [True, *[False] * (len(tokens) - 1)],
+            "labels": [IGNORE_INDEX, *tokens[1:]],
+            "encoder_input": {
+                "images": [torch.rand(n, 3, 4, 4, generator=generator) for n in tiles],
+                "aspect_ratio": [torch.tensor([1, n]) for n in tiles],
+            },
+            "encoder_mask": [torch.ones(len(tokens), 5 * n, dtype=torch.bool) for n in tiles],
+        }
+
+
+def pictures(model_transform: Any) -> Pictures:
+    """Return a builder's dataset, as a user's own module may have one."""
+    return Pictures()
+
+
+PICTURES = {"_component_": f"{__name__}.pictures"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_images_are_those_of_the_configs_collate_fn(
+    place: Path, tmp_path: Path, workers: int
+) -> None:
+    """On two ranks, with a resume on one: each row once, and null packs run the model on a row that trains nothing."""
+    settings = {"limit": None, "collate_fn": COLLATE, "shuffle": True}
+    make = partial(lambda: build(place, tmp_path, PICTURES, **settings).train)
+    begun = run(make, Topology(2, workers, batch_size=2), limit=2)
+    ended = run(make, Topology(1, workers, batch_size=4), state=begun.states[0], packs_per_step=4)
+    batches = [batch for made in (begun, ended) for of_rank in made.batches for batch in of_rank]
+    rows, pad = Pictures(), tokenizer_of(place).pad_id
+    seen, nulls = [], 0
+    for batch in batches:
+        numbers = [fragments[0].row_id[0] for fragments in batch.fragments if fragments]
+        seen += numbers
+        nulls += len(batch.fragments) - len(numbers)
+        assert batch.extra is not None
+        assert len(batch.tokens) == len(batch.fragments)
+        if len(numbers) < len(batch.fragments):
+            empty = [number for number, each in enumerate(batch.fragments) if not each]
+            assert (batch.labels[empty] == IGNORE_INDEX).all()
+            assert batch.extra["encoder_input"]["images"][empty].any()
+            continue
+        expected = padded_collate_tiled_images_and_mask(
+            [rows[number] for number in numbers], pad, IGNORE_INDEX
+        )
+        for name, value in {"tokens": batch.tokens, "labels": batch.labels, **batch.extra}.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+        assert batch.seq_lens[:, 0].tolist() == [len(rows[number]["tokens"]) for number in numbers]
+    assert sorted(seen) == list(range(len(rows)))
+    assert nulls
+
+
+def test_a_model_of_images_gets_the_collated_inputs_in_its_dtype(place: Path, tmp_path: Path) -> None:
+    """As torchtune's recipes call it, but that pixels of the transform's bf16 suit a model in fp32."""
+    config = SimpleNamespace(collate_fn=COLLATE, attention="auto")
+    inputs = prepare_inputs(torch.nn.Linear(2, 2), config)  # type: ignore[arg-type]
+    train = build(place, tmp_path, PICTURES, limit=None, collate_fn=COLLATE).train
+    batch = next(iter(PackedDataLoader(train, batch_size=2)))
+    assert batch.extra is not None
+    batch.extra["encoder_input"]["images"] = batch.extra["encoder_input"]["images"].bfloat16()
+    made = inputs(batch.to("cpu"))
+    assert sorted(made) == ["encoder_input", "encoder_mask", "tokens"]
+    assert made["encoder_input"]["images"].dtype == torch.float32
+    assert made["encoder_mask"].dtype == torch.bool
+
+
+def test_a_collate_fn_that_cannot_train_is_refused(place: Path, tmp_path: Path) -> None:
+    chat = node(place, "chat", **BUILDERS["chat"])
+    for dataset, name, said in [
+        (PICTURES, None, "dataset: .* has images; set collate_fn: .*packed: False"),
+        (PICTURES, "torchtune.data.left_pad_sequence", "collate_fn: left_pad_sequence pads for inference"),
+        (chat | {"packed": True}, COLLATE, "collate_fn=.* makes padded batches, .*; set packed: False"),
+        (chat, "torchtune.data.padded_colate", "collate_fn: .*padded_colate.* is not among"),
+        (chat, COLLATE, "collate_fn cannot take the first row: .*'encoder_input'"),
+    ]:
+        with pytest.raises(ValueError, match=said) as error:
+            build(place, tmp_path, dataset, collate_fn=name)
+        assert "\n" not in str(error.value)
+
+
+# Resume, ranks, validation.
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_resume_on_other_ranks_reads_each_row_once(place: Path, tmp_path: Path, packed: bool) -> None:
+    rows = node(place, "chat", packed=packed, **BUILDERS["chat"])
+    make = partial(lambda: build(place, tmp_path, rows, shuffle=True, seed=3).train)
+    begun = run(make, Topology(2, batch_size=2), limit=3)
+    ended = run(make, Topology(1, batch_size=4), state=begun.states[0], packs_per_step=4)
+    seen = [
+        fragment.row_id[0]
+        for made in (begun, ended)
+        for of_rank in made.batches
+        for batch in of_rank
+        for pack in batch.fragments
+        for fragment in pack
+    ]
+    assert Counter(seen) == Counter(range(60))
+    assert seen != sorted(seen), "nothing was shuffled"
+
+
+def test_validation_rows_come_from_a_builder_or_a_fraction(place: Path, tmp_path: Path) -> None:
+    train, held = (
+        node(place, "text_completion", packed=False),
+        node(place, "chat", packed=True, **BUILDERS["chat"]),
+    )
+    built = build(place, tmp_path, train, dataset_val=held)
+    oracle = theirs(place, held)
+    expected = Counter(
+        sample(each["tokens"], each["labels"]) for each in map(oracle.__getitem__, range(len(oracle)))
+    )
+    assert samples_of(built.held_out[""]) == expected
+    built = build(place, tmp_path, train, validation={"fraction": 0.3})
+    parts = [samples_of(each) for each in (built.train, built.held_out[""])]
+    assert all(parts)
+    oracle = theirs(place, train)
+    expected = Counter(
+        sample(each["tokens"], each["labels"]) for each in map(oracle.__getitem__, range(len(oracle)))
+    )
+    assert parts[0] + parts[1] == expected

@@ -1,0 +1,100 @@
+"""Batches that a config's ``collate_fn`` makes, as for images: whole rows travel through the stream, one a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from streampack.attention.prepare import Inputs, prepare_model_for_packing
+from streampack.instantiate import resolve
+from streampack.packing.batch import Batch
+from streampack.packing.collated import Collate, RowSample, map_tensors
+from streampack.packing.encoders import padding_id
+from streampack.packing.encoders.base import Encoder
+from streampack.sources.examples import EXAMPLES, Example
+from streampack.sources.memory import MapSource
+from streampack.training.config import RunConfig
+from streampack.types import IGNORE_INDEX
+
+
+class WholeRows(MapSource):
+    """A map-style dataset of samples with further inputs of the model, such as images.
+
+    Its examples, by which two runs are compared, have none of these: the last bits of pixels differ between machines.
+    """
+
+    @override
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
+        found = super().examples(count)
+        return [
+            row._replace(data=row.data and {name: row.data[name] for name in ("tokens", "labels")})
+            for row in found
+        ]
+
+
+class RowEncoder(Encoder):
+    """Encoder of such rows: its samples keep them, and ``collate`` makes the batches."""
+
+    reads_images = True
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, row: Mapping[str, Any], /) -> RowSample:
+        """See `Encoder`."""
+        return RowSample(row, collate=self.collate)
+
+
+@dataclass(frozen=True)
+class CollatedInputs:
+    """Arguments of a model for the padded batches of a ``collate_fn``: attention is causal in each row.
+
+    In place of what `prepare_model_for_packing` returns, for models that take images.
+    """
+
+    model: nn.Module
+    attention: str = "padded"
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, batch: Batch) -> dict[str, Any]:
+        """Return ``tokens`` and the further inputs of a batch on the model's device, floats in the model's dtype."""
+        dtype = next(self.model.parameters()).dtype
+        extra = map_tensors(batch.extra, lambda each: each.to(dtype) if each.is_floating_point() else each)
+        return {"tokens": batch.tokens, **(extra or {})}
+
+
+def own_collate(name: str | None) -> bool:
+    """Return whether a config's ``collate_fn`` makes the batches, and not the padding of this package."""
+    return name is not None and name.rpartition(".")[2] not in ("padded_collate_sft", "padded_collate_dpo")
+
+
+def prepare_inputs(model: nn.Module, config: RunConfig) -> Inputs:
+    """Prepare a model for the batches of a config, packed or padded, or made by its ``collate_fn``."""
+    if own_collate(config.collate_fn):
+        return CollatedInputs(model)  # type: ignore[return-value]
+    return prepare_model_for_packing(model, attention=config.attention)
+
+
+def collate_of(name: str, *, tokenizer: Any, packed: bool) -> Collate:
+    """Return a config's ``collate_fn`` as torchtune's recipes call it.
+
+    Raises:
+        ValueError: for one that cannot be found, or is not for training on padded batches.
+    """
+    if "left_pad_sequence" in name:
+        raise ValueError(
+            "collate_fn: left_pad_sequence pads for inference; leave the key out, or pad on the right"
+        )
+    if packed:
+        raise ValueError(
+            f"collate_fn={name} makes padded batches, and packs are collated here; set packed: False, or remove the key"
+        )
+    try:
+        return partial(resolve(name), padding_idx=padding_id(tokenizer), ignore_idx=IGNORE_INDEX)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"collate_fn: {error}") from None
