@@ -80,21 +80,11 @@ def prepare_inputs(model: nn.Module, config: RunConfig) -> Inputs:
     return prepare_model_for_packing(model, attention=config.attention)
 
 
-def collate_of(name: str, *, tokenizer: Any, packed: bool) -> Collate:
-    """Return a config's ``collate_fn`` as torchtune's recipes call it.
-
-    Raises:
-        ValueError: for one that cannot be found, or is not for training on padded batches.
-    """
-    if "left_pad_sequence" in name:
-        raise ValueError(
-            "collate_fn: left_pad_sequence pads for inference; leave the key out, or pad on the right"
-        )
-    if packed:
-        raise ValueError(
-            f"collate_fn={name} makes padded batches, and packs are collated here; set packed: False, or remove the key"
-        )
+def collate_of(name: str | None, *, tokenizer: Any) -> Collate | None:
+    """Return a config's ``collate_fn`` as torchtune's recipes call it; None where it does what is done without it."""
+    if not own_collate(name):
+        return None
     try:
-        return partial(resolve(name), padding_idx=padding_id(tokenizer), ignore_idx=IGNORE_INDEX)
+        return partial(resolve(str(name)), padding_idx=padding_id(tokenizer), ignore_idx=IGNORE_INDEX)
     except (ValueError, ImportError) as error:
         raise ValueError(f"collate_fn: {error}") from None

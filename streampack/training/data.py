@@ -86,7 +86,9 @@ def build_datasets(
     """Build the datasets of `build_data`, and do not read rows from them yet, but for a few of torchtune's."""
     build_rows = partial(_rows_of, config, tokenizer=tokenizer, positions=positions, world=world)
     rows, held_out = build_rows("data" if config.dataset is None else "dataset"), None
-    kept = quarantine_for((config.data or {}).get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER))
+    kept = quarantine_for(
+        (config.data or {}).get("skip_bad"), folder=Path(config.output_dir, BAD_RECORDS_FOLDER)
+    )
     common: dict[str, Any] = {
         "padding_idx": padding_id(tokenizer),
         "vocab_size": vocab_size,
@@ -130,12 +132,12 @@ def _rows_of(config: RunConfig, key: str, *, tokenizer: Any, positions: int | No
     tokenizer = check_tokenizer(tokenizer)
     inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
     settings = dict(config.data or {})
-    node, encoder = settings.pop("source", None), build(settings.pop("encoder", None), inject=inject)
+    node, encoder = settings.pop("source", None), settings.pop("encoder", None)
     if key == "validation.source":
         node, encoder = config.validation.source, None  # type: ignore[union-attr]
     with listed_by(world.run_on_main):
         source = as_source(build(node, inject=inject))
-    return RunRows(source, encoder, settings)
+    return RunRows(source, build(encoder, inject=inject), settings)
 
 
 def entries_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -> list[Entry]:

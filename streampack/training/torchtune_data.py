@@ -21,7 +21,7 @@ from streampack.sources.memory import MapSource
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import spread
 from streampack.sources.source import Source
-from streampack.training.collated_rows import RowEncoder, WholeRows, collate_of, own_collate
+from streampack.training.collated_rows import RowEncoder, WholeRows, collate_of
 from streampack.training.world import World
 
 log = logging.getLogger(__name__)
@@ -89,9 +89,7 @@ def torchtune_rows(
     each = list(nodes) if isinstance(nodes, Sequence) else [nodes]
     packed = _common("packed", [_packed(node, key) for node in each], key)
     splits = packed and _common("split_across_pack", [_splits(node, key) for node in each], key)
-    collate = None
-    if own_collate(collate_fn):
-        collate = collate_of(str(collate_fn), tokenizer=tokenizer, packed=packed)
+    collate = collate_of(collate_fn, tokenizer=tokenizer)
     limit = _limit(tokenizer, packed=packed, positions=positions, key=key)
     if splits:  # torchtune cuts each document before it packs; here it continues in the next pack
         tokenizer = copy.copy(tokenizer)
@@ -149,9 +147,7 @@ def _joined(datasets: Sequence[Any], nodes: Sequence[Node], key: str, kind: type
 
 
 def _packed(node: Node, key: str) -> bool:
-    packed, component = node.get("packed", False), node[COMPONENT]
-    if not isinstance(packed, bool):
-        raise ValueError(f"{key}.packed={packed!r} is neither True nor False")
+    packed, component = bool(node.get("packed", False)), node[COMPONENT]
     if packed and component.startswith("torchtune.datasets.multimodal."):
         raise ValueError(
             f"{key}: {component} has images, which torchtune's models take padded only; set packed: False"

@@ -18,8 +18,10 @@ from torchtune.datasets import ConcatDataset
 from torchtune.models.llama3 import llama3_tokenizer
 
 from streampack import IterablePackedDataset, PackedDataLoader
+from streampack.instantiate import build
+from streampack.training.checks import read_config
 from streampack.training.collated_rows import prepare_inputs
-from streampack.training.config import read_config
+from streampack.training.config import RunConfig
 from streampack.training.data import Datasets, build_datasets
 from streampack.training.world import World
 from streampack.types import IGNORE_INDEX
@@ -64,21 +66,29 @@ def node(place: Path, builder: str, **settings: Any) -> dict[str, Any]:
     } | settings
 
 
-def build(
+def config_of(
     place: Path, tmp_path: Path, dataset: Any, *, limit: int | None = LIMIT, **changes: Any
-) -> Datasets:
-    """Build the data of a config as recipes do."""
+) -> RunConfig:
     config = tiny_config(tmp_path, **{"validation": None, "epochs": 1} | changes)
     del config["data"]
     config.dataset = dataset
-    tokenizer = tokenizer_of(place, limit)
+    path = "torchtune.models.llama3.llama3_tokenizer"
+    config.tokenizer = {"_component_": path, "path": str(place / "tokenizer.model"), "max_seq_len": limit}
+    config.model.max_seq_len = None  # as of most builders; the model's own is what counts
+    return read_config(config)
+
+
+def data_of(config: RunConfig) -> Datasets:
+    """Build the data of a config as recipes do."""
+    tokenizer = build(config.tokenizer)
+    vocab_size = tokenizer.vocab_size
     return build_datasets(
-        read_config(config),
-        tokenizer=tokenizer,
-        vocab_size=tokenizer.vocab_size,
-        world=World(),
-        positions=4 * LIMIT,
+        config, tokenizer=tokenizer, vocab_size=vocab_size, world=World(), positions=4 * LIMIT
     )
+
+
+def train_of(config: RunConfig) -> IterablePackedDataset:
+    return data_of(config).train
 
 
 def tokenizer_of(place: Path, limit: int | None = LIMIT) -> Any:
@@ -133,7 +143,7 @@ def test_samples_are_those_of_torchtunes_dataset_once_each(
         sample(each["tokens"], each["labels"]) for each in map(oracle.__getitem__, range(len(oracle)))
     )
     assert max(len(tokens) for tokens, _ in expected) >= LIMIT - 1, "no sample was cut"
-    ours = build(place, tmp_path, dataset, shuffle=True).train
+    ours = data_of(config_of(place, tmp_path, dataset, shuffle=True)).train
     assert samples_of(ours) == expected
     if packed:
         assert ours.lane_config.packing.max_seq_len == LIMIT
@@ -144,7 +154,7 @@ def test_pairs_are_those_of_torchtunes_dataset_with_the_prompt_once(
     place: Path, tmp_path: Path, packed: bool
 ) -> None:
     pairs = node(place, "preference")
-    ours, oracle = build(place, tmp_path, pairs | {"packed": packed}).train, theirs(place, pairs)
+    ours, oracle = data_of(config_of(place, tmp_path, pairs | {"packed": packed})).train, theirs(place, pairs)
     found, shared = [], 0
     for pack in ours.stream():
         groups, start, segments = pack.groups, 0, []
@@ -173,7 +183,7 @@ def test_an_answer_that_the_tokenizer_cut_off_is_kept_as_in_torchtune(place: Pat
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(row))
     pairs = node(place, "preference", data_files=str(path), packed=True)
-    [pack] = build(place, tmp_path, pairs).train.stream()
+    [pack] = data_of(config_of(place, tmp_path, pairs)).train.stream()
     assert pack.groups is not None
     assert (pack.seq_lens, pack.groups.parents) == ((LIMIT - 1, 1, 1), (-1, 0, 0))
     assert {*pack.labels.tolist(), *pack.groups.first_labels} == {IGNORE_INDEX}
@@ -182,7 +192,7 @@ def test_an_answer_that_the_tokenizer_cut_off_is_kept_as_in_torchtune(place: Pat
 def test_documents_that_are_split_across_packs_lose_no_text(place: Path, tmp_path: Path) -> None:
     """torchtune's builder splits by default, but cuts each document to the limit before."""
     texts = node(place, "text_completion", packed=True)
-    ours, whole = build(place, tmp_path, texts).train, theirs(place, texts, limit=None)
+    ours, whole = data_of(config_of(place, tmp_path, texts)).train, theirs(place, texts, limit=None)
     documents = {number: whole[number]["tokens"] for number in range(len(whole))}
     assert max(map(len, documents.values())) > LIMIT
     found: dict[int, dict[int, list[int]]] = {number: {} for number in documents}
@@ -205,8 +215,7 @@ def test_what_a_builder_does_wrong_is_one_line_with_the_key_and_the_way_out(
     path = "torchtune.datasets.multimodal.the_cauldron_dataset"
     chat = BUILDERS["chat"]
     for dataset, limit, said in [
-        (node(place, "alpaca", packed=True), None, r"dataset: packed: True .*max_seq_len=4096"),
-        (node(place, "alpaca", packed="True"), LIMIT, r"dataset: .*packed='True' is text"),
+        (node(place, "alpaca", packed=True), None, "dataset.packed=True needs the length of a pack"),
         (node(place, "alpaca"), 5 * LIMIT, r"tokenizer.max_seq_len=480 is above the model's 384 positions"),
         (node(place, "alpaca", data_files="none.json"), LIMIT, r"dataset: .*none.json.*; a file of your own is"),
         (node(place, "alpaca", split="test"), LIMIT, r"dataset: .*split \"test\"[^;]*$"),
@@ -214,13 +223,13 @@ def test_what_a_builder_does_wrong_is_one_line_with_the_key_and_the_way_out(
         (node(place, "chat", conversation_column="none", conversation_style="openai"), LIMIT, "dataset: .*'none'; map"),
         (node(place, "chat", conversation_column=TURNS, conversation_style="none"), LIMIT, r"dataset: .*style: none"),
         (node(place, "text_completion", streaming=True), LIMIT, r"dataset: .* streaming=True; leave it out"),
-        ([node(place, "alpaca", packed=True), node(place, "chat", **chat)], LIMIT, r"dataset: packed is True in some"),
+        ([node(place, "alpaca", packed=True), node(place, "chat", **chat)], LIMIT, "some of its nodes"),
         ([node(place, "chat", **chat), node(place, "preference")], LIMIT, r"dataset: .*pairs"),
         ([node(place, "text_completion", packed=True), node(place, "chat", packed=True, **chat)], LIMIT, "split_acr"),
         ({"_component_": path, "packed": True}, LIMIT, r"dataset: .* padded only; set packed: False"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=said) as error:
-            build(place, tmp_path, dataset, limit=limit)
+            data_of(config_of(place, tmp_path, dataset, limit=limit))
         assert "\n" not in str(error.value)
 
 
@@ -262,7 +271,7 @@ def test_batches_of_images_are_those_of_the_configs_collate_fn(
 ) -> None:
     """On two ranks, with a resume on one: each row once, and null packs run the model on a row that trains nothing."""
     settings = {"limit": None, "collate_fn": COLLATE, "shuffle": True}
-    make = partial(lambda: build(place, tmp_path, PICTURES, **settings).train)
+    make = partial(train_of, config_of(place, tmp_path, PICTURES, **settings))
     begun = run(make, Topology(2, workers, batch_size=2), limit=2)
     ended = run(make, Topology(1, workers, batch_size=4), state=begun.states[0], packs_per_step=4)
     batches = [batch for made in (begun, ended) for of_rank in made.batches for batch in of_rank]
@@ -293,7 +302,7 @@ def test_a_model_of_images_gets_the_collated_inputs_in_its_dtype(place: Path, tm
     """As torchtune's recipes call it, but that pixels of the transform's bf16 suit a model in fp32."""
     config = SimpleNamespace(collate_fn=COLLATE, attention="auto")
     inputs = prepare_inputs(torch.nn.Linear(2, 2), config)  # type: ignore[arg-type]
-    train = build(place, tmp_path, PICTURES, limit=None, collate_fn=COLLATE).train
+    train = data_of(config_of(place, tmp_path, PICTURES, limit=None, collate_fn=COLLATE)).train
     batch = next(iter(PackedDataLoader(train, batch_size=2)))
     assert batch.extra is not None
     batch.extra["encoder_input"]["images"] = batch.extra["encoder_input"]["images"].bfloat16()
@@ -307,13 +316,13 @@ def test_a_collate_fn_that_cannot_train_is_refused(place: Path, tmp_path: Path) 
     chat = node(place, "chat", **BUILDERS["chat"])
     for dataset, name, said in [
         (PICTURES, None, "dataset: .* has images; set collate_fn: .*packed: False"),
-        (PICTURES, "torchtune.data.left_pad_sequence", "collate_fn: left_pad_sequence pads for inference"),
-        (chat | {"packed": True}, COLLATE, "collate_fn=.* makes padded batches, .*; set packed: False"),
+        (PICTURES, "torchtune.data.left_pad_sequence", "collate_fn=.* is for inference only"),
+        (chat | {"packed": True}, COLLATE, "collate_fn=.* is for padded samples"),
         (chat, "torchtune.data.padded_colate", "collate_fn: .*padded_colate.* is not among"),
         (chat, COLLATE, "collate_fn cannot take the first row: .*'encoder_input'"),
     ]:
         with pytest.raises(ValueError, match=said) as error:
-            build(place, tmp_path, dataset, collate_fn=name)
+            data_of(config_of(place, tmp_path, dataset, collate_fn=name))
         assert "\n" not in str(error.value)
 
 
@@ -323,7 +332,7 @@ def test_a_collate_fn_that_cannot_train_is_refused(place: Path, tmp_path: Path) 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_resume_on_other_ranks_reads_each_row_once(place: Path, tmp_path: Path, packed: bool) -> None:
     rows = node(place, "chat", packed=packed, **BUILDERS["chat"])
-    make = partial(lambda: build(place, tmp_path, rows, shuffle=True, seed=3).train)
+    make = partial(train_of, config_of(place, tmp_path, rows, shuffle=True, seed=3))
     begun = run(make, Topology(2, batch_size=2), limit=3)
     ended = run(make, Topology(1, batch_size=4), state=begun.states[0], packs_per_step=4)
     seen = [
@@ -343,13 +352,13 @@ def test_validation_rows_come_from_a_builder_or_a_fraction(place: Path, tmp_path
         node(place, "text_completion", packed=False),
         node(place, "chat", packed=True, **BUILDERS["chat"]),
     )
-    built = build(place, tmp_path, train, dataset_val=held)
+    built = data_of(config_of(place, tmp_path, train, dataset_val=held))
     oracle = theirs(place, held)
     expected = Counter(
         sample(each["tokens"], each["labels"]) for each in map(oracle.__getitem__, range(len(oracle)))
     )
     assert samples_of(built.held_out[""]) == expected
-    built = build(place, tmp_path, train, validation={"fraction": 0.3})
+    built = data_of(config_of(place, tmp_path, train, validation={"fraction": 0.3}))
     parts = [samples_of(each) for each in (built.train, built.held_out[""])]
     assert all(parts)
     oracle = theirs(place, train)
