@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from streampack.attention.prepare import prepare_model_for_packing
 from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import label_weights, loss_terms
+from streampack.training.collated_rows import prepare_inputs
 from streampack.training.data import join_documents
 from streampack.training.entry import parse
 from streampack.training.evaluation import evaluate
@@ -54,7 +54,7 @@ def _train(run: Run) -> Result:
     weights = run.load_base()
     model = build_model(cfg, weights=weights, device=device, world=world, adapters_only=run.adapters_only)
     del weights
-    inputs = prepare_model_for_packing(model, attention=cfg.attention)
+    inputs = prepare_inputs(model, cfg)
     optimizer = build(cfg.optimizer, [value for value in model.parameters() if value.requires_grad])
 
     # Data, the newest checkpoint, the schedule of the learning rate, logs.

@@ -80,6 +80,13 @@ def prepare_inputs(model: nn.Module, config: RunConfig) -> Inputs:
     return prepare_model_for_packing(model, attention=config.attention)
 
 
+def vocab_size_of(model: nn.Module) -> int:
+    """Return the number of ids that a torchtune model embeds; a model with images has some beside its text's."""
+    decoder: Any = getattr(model, "decoder", model)
+    inner = [module for module in decoder.tok_embeddings.modules() if isinstance(module, nn.Embedding)]
+    return sum(module.num_embeddings for module in inner)
+
+
 def collate_of(name: str | None, *, tokenizer: Any) -> Collate | None:
     """Return a config's ``collate_fn`` as torchtune's recipes call it; None where it does what is done without it."""
     if not own_collate(name):

@@ -20,6 +20,7 @@ from streampack.packing.batch import Batch
 from streampack.sources.bad_records import quarantine_for
 from streampack.training.checkpoint import Checkpoints, read_run
 from streampack.training.checks import read_config
+from streampack.training.collated_rows import own_collate, vocab_size_of
 from streampack.training.config import RunConfig
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
@@ -141,10 +142,10 @@ class Run:
     def setup_data(self, model: nn.Module, inputs: Inputs) -> None:
         """Collective: build the loader and the held-out batches, and check that no sample of a pack sees another."""
         cfg, world = self.cfg, self.world
-        vocab_size: Any = model.tok_embeddings.num_embeddings  # type: ignore[union-attr]
         self.dataset, self.held_out_packs = build_data(
-            cfg, tokenizer=self.tokenizer, vocab_size=vocab_size, world=world
-        )
+            cfg, tokenizer=self.tokenizer, vocab_size=vocab_size_of(model), world=world,
+            positions=getattr(model, "max_seq_len", None),
+        )  # fmt: skip
         before = None if self.saved_step is None else read_run(self.checkpoints.path(self.saved_step))
         # The same step as before, on whatever number of ranks, unless the config asks for another one.
         same = before is not None and before["packs_of_rank"] == cfg.packs_of_rank
@@ -156,7 +157,7 @@ class Run:
             packs_per_step=before["packs_per_step"] if before is not None and same else None,
         )
         lanes = self.dataset.lane_config
-        if cfg.verify_isolation and cfg.document_masking:
+        if cfg.verify_isolation and cfg.document_masking and not own_collate(cfg.collate_fn):
             shared = self._pairs and shares_prefixes(lanes)
             with world.raise_on_all():
                 require_isolation(model, inputs, max_seq_len=lanes.packing.max_seq_len, groups=shared)
