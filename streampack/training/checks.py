@@ -12,6 +12,7 @@ from streampack.instantiate import COMPONENT, component_problems
 from streampack.losses import LOSS_NORMS
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import DTYPES, REFERENCES, RunConfig, require_device
+from streampack.training.multi_dataset import with_dataset
 from streampack.validation import require, require_positive, wrong_arguments
 
 COUNTS = (
@@ -290,6 +291,8 @@ def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, set[str], 
     given, problems, refused = OmegaConf.create(config).copy(), list[str](), set[str]()
     if not isinstance(given, DictConfig):
         raise ValueError(f"a config is a mapping of keys to values, this is a {type(config).__name__}")
+    if "datasets" in given or "dataloader" in given:
+        given = OmegaConf.create(with_dataset(to_plain(given)))
     while True:
         try:
             merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), given)

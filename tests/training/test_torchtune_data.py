@@ -14,7 +14,8 @@ import pytest
 import torch
 from torchtune.config import instantiate
 from torchtune.data import padded_collate_tiled_images_and_mask
-from torchtune.datasets import ConcatDataset
+from torchtune.datasets import ConcatDataset, SFTDataset
+from torchtune.datasets.multimodal import the_cauldron_transform
 from torchtune.models.llama3 import llama3_tokenizer
 
 from streampack import IterablePackedDataset, PackedDataLoader
@@ -78,9 +79,9 @@ def config_of(
     return read_config(config)
 
 
-def data_of(config: RunConfig) -> Datasets:
+def data_of(config: RunConfig, tokenizer: Any = None) -> Datasets:
     """Build the data of a config as recipes do."""
-    tokenizer = build(config.tokenizer)
+    tokenizer = tokenizer or build(config.tokenizer)
     vocab_size = tokenizer.vocab_size
     return build_datasets(
         config, tokenizer=tokenizer, vocab_size=vocab_size, world=World(), positions=4 * LIMIT
@@ -324,6 +325,55 @@ def test_a_collate_fn_that_cannot_train_is_refused(place: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match=said) as error:
             data_of(config_of(place, tmp_path, dataset, collate_fn=name))
         assert "\n" not in str(error.value)
+
+
+# Several datasets.
+
+
+def test_several_datasets_are_read_by_weight_through_their_transforms(place: Path, tmp_path: Path) -> None:
+    """As in torchtune's dev/11B_lora_multi_dataset: each row at least once, trained tokens by weight."""
+    datasets = []
+    for weight, name in ((3.0, "short"), (1.0, "long")):
+        texts = [
+            {"texts": [{"user": f"{name} {n}?", "assistant": name * (1 + n % 3)}], "images": []}
+            for n in range(30)
+        ]
+        (tmp_path / f"{name}.json").write_text("".join(json.dumps(each) + "\n" for each in texts))
+        transform = {"_component_": "torchtune.datasets.multimodal.the_cauldron_transform"}
+        data = {"source": "json", "data_files": str(tmp_path / f"{name}.json"), "split": "train"}
+        datasets.append(data | {"subset": name, "transform": transform, "weight": weight})
+    loader = {
+        "shuffle": True,
+        "num_workers": 0,
+        "pin_memory": True,
+        "parallel_method": "thread",
+        "packed": False,
+    }
+    config = tiny_config(tmp_path, validation=None, epochs=1, datasets=datasets, dataloader=loader)
+    del config["data"]
+    train = data_of(read_config(config), tokenizer_of(place)).train
+    expected: Samples = Counter()
+    for each in datasets:
+        whole = SFTDataset(
+            source="json", data_files=each["data_files"], split="train", name=each["subset"],
+            message_transform=the_cauldron_transform(), model_transform=tokenizer_of(place),
+        )  # fmt: skip
+        expected.update(
+            sample(row["tokens"], row["labels"]) for row in map(whole.__getitem__, range(len(whole)))
+        )
+    found = samples_of(train)
+    assert found.keys() == expected.keys()
+    stats = train.source_stats()
+    assert list(stats) == ["0_short", "1_long"]
+    trained = stats["0_short"].trained / sum(each.trained for each in stats.values())
+    assert trained == pytest.approx(0.75, abs=0.03)
+    for changes, said in [
+        ({"dataset": PICTURES}, "datasets and dataset are two answers"),
+        ({"dataloader": {"batch_sampler": 1}}, "dataloader.batch_sampler is not used"),
+        ({"datasets": None}, "dataloader needs datasets"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            read_config({**config, **changes})
 
 
 # Resume, ranks, validation.
