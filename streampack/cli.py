@@ -9,55 +9,30 @@ import argparse
 import importlib
 import importlib.util
 import io
+import json
 import logging
-import shutil
 import sys
 from collections.abc import Callable, Sequence
+from inspect import getdoc
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from streampack import __version__
-from streampack.catalog import EXAMPLES, RECIPES, UsageError, config_file, our_files, unknown
-from streampack.launch import run_recipe, trust_named
+from streampack.catalog import (
+    RECIPES,
+    UsageError,
+    add_config_words,
+    configs,
+    cp,
+    file_of,
+    ls,
+    recipe_for,
+    require_installed,
+)
+from streampack.launch import run
 from streampack.validation import raised_here
-from streampack.words import Parser, Word, json_object, positive, ranks, shard
 
 Options = argparse.Namespace
-Act = Callable[[Options], int | None]
-
-
-class Command(NamedTuple):
-    """A command: what it is for, with examples; its arguments; what it does, which returns the exit status."""
-
-    help: str
-    example: str
-    words: Sequence[Word]
-    act: Act
-
-
-TRUST = Word(
-    "--trust", "NAME", "a package or module, installed or in the working directory, that the config may name",
-    default=[], action="append",
-)  # fmt: skip
-CONFIG = (
-    Word("--config", "CONFIG", "a name that `streampack ls` lists, or a YAML file"),
-    Word("overrides", "KEY=VALUE", "replaces a value of the config; ~KEY removes it", nargs="*"),
-    TRUST,
-)
-NAME = Word("name", "NAME", "that `streampack ls` lists")
-
-
-COMMANDS: dict[str, Command] = {}
-
-
-def command(text: str, *examples: str, words: Sequence[Word] = ()) -> Callable[[Act], Act]:
-    """Decorate what a command does; its name is the function's."""
-
-    def add(act: Act) -> Act:
-        COMMANDS[act.__name__] = Command(text, "\n  ".join(examples), words, act)
-        return act
-
-    return add
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no UTF-8
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        options = _parse(list(sys.argv[1:] if argv is None else argv))
+    except SystemExit as end:  # of argparse: its help, or its error
+        return int(end.code or 0)
+    try:
+        return options.act(options) or 0
     except KeyboardInterrupt:
         print("streampack: interrupted", file=sys.stderr)
         return 130  # as of a program that SIGINT ended
@@ -83,134 +62,104 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
 
 
-def _dispatch(words: list[str]) -> int:
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
-    if not words or words[0] in ("-h", "--help"):
-        print("usage: streampack COMMAND ...\n")
-        for name, each in COMMANDS.items():
-            print(f"  {name:10} {each.help}\n{'':13}{each.example.splitlines()[0]}")
-        print(
-            "\nRECIPE and CONFIG are names that `streampack ls` lists, or paths. COMMAND --help tells more."
-        )
-        return 0
-    if words[0] == "--version":
-        print(f"streampack {__version__}")
-        return 0
-    name, *words = words
-    if name not in COMMANDS:
-        raise UsageError(unknown("command", name, COMMANDS, rule=f"it is none of {', '.join(COMMANDS)}"))
-    about = COMMANDS[name]
-    parser = Parser(
-        f"streampack {name}",
-        description=f"{about.help[0].upper()}{about.help[1:]}.\n\n  {about.example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def _parse(words: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="streampack")
+    parser.add_argument("--version", action="version", version=f"streampack {__version__}")
+    parser.set_defaults(act=lambda _: parser.print_help())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_files(commands)
+    _add_looks(commands)
+    _add_work(commands)
+    options, rest = parser.parse_known_args(words)
+    if options.act is run:
+        options.words = words[1:]  # argparse would sort out torchrun's options
+    elif rest and ("overrides" not in options or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    else:  # argparse does not join what stands before an option and after it
+        getattr(options, "overrides", []).extend(rest)
+    return options
+
+
+def _add(commands: Any, act: Callable[[Options], int | None], *, config: str = "") -> argparse.ArgumentParser:
+    """Add a command that is a function, with its docstring as help, and return its parser."""
+    text = getdoc(act) or ""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = commands.add_parser(
+        act.__name__, help=text.split("\n")[0], description=text, formatter_class=layout
     )
-    for word in about.words:
-        word.add(parser)
-    if {"-h", "--help"} & set(words):
-        parser.print_help()
-        return 0
-    if name == "run":  # its words are for torchrun, the recipe and the config
-        return about.act(argparse.Namespace(words=words)) or 0
-    options = parser.parse_intermixed_args(words)
-    trust_named(getattr(options, "trust", ()))
-    return about.act(options) or 0
+    parser.set_defaults(act=act)
+    if config:
+        add_config_words(parser, overrides=config)
+    return parser
 
 
 def read(options: Options) -> Any:
     """Return the content of the config that a command names, with its overrides; ``--config`` may be left out."""
     words = options.overrides
-    if options.config is None and words and "=" not in words[0] and words[0][0] != "~":
+    if options.config is None and words and "=" not in words[0] and not words[0].startswith("~"):
         options.config = words.pop(0)
     if options.config is None:
         raise UsageError("--config is missing: name a config or the path of a YAML file")
-    options.path = path = config_file(options.config)
+    file_of("config", options.config, configs())  # before an import that takes seconds
     require_installed("omegaconf", "data")
-    import yaml
-    from omegaconf import DictConfig
+    from streampack.training.entry import read_named
 
-    from streampack.training.entry import load_config, with_overrides
-
-    try:
-        content = load_config(path)
-    except (yaml.YAMLError, OSError) as error:
-        raise UsageError(f"{path} cannot be read as YAML: {error}") from None
-    if not isinstance(content, DictConfig):
-        raise UsageError(f"{path} holds a list; a config is a mapping of keys to values")
-    try:
-        return with_overrides(content, words)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return read_named(options.config, words)
 
 
-def require_installed(library: str, extra: str) -> None:
-    """Raise UsageError without a library, which an extra brings."""
-    if importlib.util.find_spec(library) is None:
-        raise UsageError(f"this needs {library}, which is not installed: pip install 'streampack[{extra}]'")
+def _add_files(commands: Any) -> None:
+    _add(commands, ls)
+    word = _add(commands, cp).add_argument
+    word("name", help="one that `streampack ls` shows")
+    word("destination", type=Path, help="a file or a folder")
+    word("--force", action="store_true", help="overwrite what is there")
 
 
-# Recipes and configs.
+# What a run will do, and what it did.
 
 
-@command("list recipes, configs and examples", "streampack ls")
-def ls(options: Options) -> None:
-    print(f"{'RECIPE':<40} CONFIG")
-    for recipe, configs in RECIPES.items():
-        for row, config in enumerate(configs):
-            print(f"{recipe if row == 0 else '':<40} {config}")
-    print("\nEXAMPLE", *EXAMPLES, sep="\n")
+def _add_looks(commands: Any) -> None:
+    word = _add(commands, validate, config="KEY=VALUE").add_argument
+    word("--recipe", choices=RECIPES, help="default: the one that `streampack ls` shows for it")
+    word("--no-files", action="store_true", help="open no file: keys, values and components only")
+
+    word = _add(commands, inspect, config="FILE|KEY=VALUE").add_argument
+    word("--tokenizer", help="of Hugging Face: a folder, or a name on the Hub")
+    word("--max-seq-len", type=positive, help="tokens in a pack")
+    word("--overlong", help="longer rows: error (the default), truncate, truncate_left, drop, split")
+    word("--rows", type=positive, help="rows to read (20,000)")
+    word("--all", action="store_true", help="read every row: exact figures")
+    word("--ranks", type=ranks, default=(1, 8, 64), help="of the run, then others to compare (1,8,64)")
+    word("--packs", type=positive, default=6, help="first packs to show (6)")
+    word("--html", type=Path, help="write a page that opens from disk")
+    word("--json", help="write the figures to a file; - prints them and nothing else")
+
+    word = _add(commands, unpack, config="KEY=VALUE").add_argument
+    word("--step", type=int, help="of the run in the config's output_dir, whose packs are made again")
+    word("--packs", type=positive, help="how many packs to show (2; of a step, all)")
+
+    word = _add(commands, trace, config="KEY=VALUE").add_argument
+    word("--step", type=int, help="of the run in the config's output_dir")
+    word("--top", type=positive, default=10, help="how many steps or rows to show (10)")
 
 
-@command("print a config, a recipe or an example", "streampack cat quickstart", words=[NAME])
-def cat(options: Options) -> None:
-    print(_file(options.name).read_text(encoding="utf-8"), end="")
+def positive(word: str) -> int:
+    """Return a number from 1 on."""
+    if not word.isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number from 1 on")
+    return int(word)
 
 
-def _file(name: str) -> Path:
-    files = our_files()
-    if name not in files:
-        raise UsageError(unknown("recipe, config or example", name, files, rule="`streampack ls` lists them"))
-    return files[name]
+def ranks(word: str) -> list[int]:
+    """Return numbers such as ``8,64``."""
+    return list(dict.fromkeys(map(positive, word.split(","))))
 
 
-@command(
-    "copy a config, a recipe or an example, to make it yours",
-    "streampack cp quickstart my.yaml",
-    words=[
-        NAME,
-        Word("destination", "DESTINATION", "a file or a folder", Path),
-        Word("--force", None, "overwrite what is there"),
-    ],
-)
-def cp(options: Options) -> None:
-    source, destination = _file(options.name), options.destination
-    if destination.is_dir():
-        destination /= source.name
-    elif destination.suffix != source.suffix:
-        destination = destination.with_name(destination.name + source.suffix)
-    if destination.exists() and not options.force:
-        raise UsageError(f"{destination} exists; name another destination, or add --force to overwrite it")
-    if not destination.parent.is_dir():
-        raise UsageError(f"there is no folder {destination.parent}; make it, or name another")
-    shutil.copyfile(source, destination)
-    print(f"copied to {destination}")
-
-
-# Before a run, and after it.
-
-
-@command(
-    "check a config, by a run that stops before its first step and leaves no file",
-    "streampack validate --config my.yaml",
-    words=[
-        *CONFIG,
-        Word("--recipe", "RECIPE", "default: the one that fits the config", choices=[*RECIPES]),
-        Word("--no-files", None, "open no file: keys, values and components only"),
-    ],
-)
 def validate(options: Options) -> int:
+    """Check a config, by a run that stops before its first step and leaves no file.
+
+    streampack validate --config my.yaml
+    """
     require_installed("torchtune", "tune")
     config = read(options)
     from streampack.training.validate import validate
@@ -218,59 +167,38 @@ def validate(options: Options) -> int:
     def train_of(recipe: str) -> Any:
         return importlib.import_module(f"streampack_recipes.{recipe}").train
 
-    problems = validate(config, recipe=options.recipe, train_of=None if options.no_files else train_of)
+    recipe = options.recipe or recipe_for(options.config)
+    problems = validate(config, recipe=recipe, train_of=None if options.no_files else train_of)
     for problem in problems:
         print(problem, file=sys.stderr)
-    looked = " (keys, values and components; no file was opened)" if options.no_files else ""
-    print(
-        f"{options.path}: {len(problems)} problem(s)"
-        if problems
-        else f"{options.path} is well-formed{looked}"
-    )
+    print(f"{options.config}: {len(problems)} problem(s)" if problems else f"{options.config} is well-formed")
     return 1 if problems else 0
 
 
-@command(
-    "show what packing does to a corpus: padding, steps, drops, the first packs, what to change",
-    "streampack inspect data/*.jsonl --tokenizer my_model --max-seq-len 4096",
-    "streampack inspect --config my.yaml data.max_seq_len=8192 --html report.html",
-    words=[
-        CONFIG[0],
-        Word("overrides", "FILE", "files to read; with a config: KEY=VALUE", nargs="*"),
-        TRUST,
-        Word("--tokenizer", "PATH", "of Hugging Face: a folder, or a name on the Hub"),
-        Word("--max-seq-len", "N", "tokens in a pack", positive),
-        Word(
-            "--overlong", "CHOICE", "longer rows: error (the default), truncate, truncate_left, drop, split"
-        ),
-        Word("--rows", "N", "rows to read (20,000)", positive),
-        Word("--all", None, "read every row: exact figures"),
-        Word("--ranks", "N,N", "of the run, then others to compare it with (1,8,64)", ranks, (1, 8, 64)),
-        Word("--packs", "N", "first packs to show (6)", positive, 6),
-        Word("--html", "FILE", "write a page that opens from disk", Path),
-        Word("--json", "FILE", "write the figures; - prints them and nothing else"),
-    ],
-)
 def inspect(options: Options) -> None:
+    """Show what packing does to a corpus: padding, steps, drops, the first packs, what to change.
+
+    streampack inspect data/*.jsonl --tokenizer my_model --max-seq-len 4096
+    streampack inspect --config my.yaml data.max_seq_len=8192 --html report.html
+    """
+    files = options.overrides
+    first = files[0] if files and options.config is None else ""
+    if first in configs() or first.endswith((".yaml", ".yml")):
+        options.config = files.pop(0)
     if options.all and options.rows:
         raise UsageError("--all reads every row; leave --rows out")
-    files = options.overrides
-    first = Path(files[0] if files else "")
-    ours = any(str(first) in configs for configs in RECIPES.values()) and not first.exists()
-    is_config = ours or first.suffix in (".yaml", ".yml")
-    of_files = options.config is None and not is_config
-    if of_files and not files:
+    if options.config is None and not files:
         raise UsageError("name files, or a config: --config CONFIG; `streampack inspect --help` shows both")
-    if not of_files and (options.max_seq_len or options.tokenizer or options.overlong):
+    if options.config and (options.max_seq_len or options.tokenizer or options.overlong):
         raise UsageError(
             "--max-seq-len, --overlong and --tokenizer are for files; a config has its own: data.max_seq_len=N "
             "replaces one"
         )
-    if of_files and options.max_seq_len is None:
+    if options.config is None and options.max_seq_len is None:
         raise UsageError("--max-seq-len is missing: give the tokens of a pack, such as --max-seq-len 4096")
     if options.json != "-" and importlib.util.find_spec("rich") is None:
         raise UsageError("rich, which prints this, is missing: pip install 'streampack[data]'; or --json -")
-    config = None if of_files else read(options)
+    config = read(options) if options.config else None
     from streampack.inspection.commands import inspect_config, inspect_files, show
 
     sizes = {"ranks": options.ranks, "packs": options.packs}
@@ -279,96 +207,94 @@ def inspect(options: Options) -> None:
         sizes["max_seq_len"] = options.max_seq_len
         report = inspect_files(files, tokenizer=options.tokenizer, overlong=options.overlong, **sizes)
     else:
-        report = inspect_config(config, title=str(options.config), **sizes)
+        report = inspect_config(config, title=options.config, **sizes)
     show(report, html=options.html, json_file=options.json)
 
 
-@command(
-    "show packs as text: the first ones of a config, or those of a step of its run",
-    "streampack unpack --config my.yaml --packs 3",
-    "streampack unpack --config my.yaml --step 1200",
-    words=[
-        *CONFIG,
-        Word("--step", "N", "of the run in the config's output_dir, whose packs are made again", int),
-        Word("--packs", "N", "show at most so many (2; of a step, all)", positive),
-    ],
-)
 def unpack(options: Options) -> None:
+    """Show packs as text: the first ones of a config, or those of a step of its run.
+
+    streampack unpack --config my.yaml --step 1200
+    """
     config = read(options)
     from streampack.inspection.commands import print_packs
 
     print_packs(config, step=options.step, packs=options.packs)
 
 
-@command(
-    "show the steps with the highest loss; with log_rows: true, the rows of one",
-    "streampack trace --config my.yaml",
-    "streampack trace --config my.yaml --step 1200",
-    words=[
-        *CONFIG,
-        Word("--step", "N", "of the run in the config's output_dir", int),
-        Word("--top", "N", "how many steps or rows to show (10)", positive, 10),
-    ],
-)
 def trace(options: Options) -> None:
+    """Show the steps with the highest loss; with log_rows: true, the rows of one.
+
+    streampack trace --config my.yaml --step 1200
+    """
     config = read(options)
     from streampack.inspection.commands import rows_of_step, worst_steps
 
-    if options.step is None:
-        lines = worst_steps(config, top=options.top)
-    else:
-        lines = rows_of_step(config, options.step, top=options.top)
-    print("\n".join(lines))
+    top = options.top
+    lines = (
+        worst_steps(config, top=top) if options.step is None else rows_of_step(config, options.step, top=top)
+    )
+    print(*lines, sep="\n")
 
 
-@command(
-    "write the config's data.source, encoded by data.encoder, as token shards; a killed command goes on",
-    "streampack tokenize --config my.yaml --out tokens --workers 16",
-    "streampack tokenize --config my.yaml --out s3://bucket/tokens --engine ray --address auto --lanes 800",
-    "streampack tokenize --config my.yaml --out s3://bucket/tokens --lanes 800 --shard 0/50   (... to 49/50)",
-    "streampack tokenize --config my.yaml --out s3://bucket/tokens --lanes 800 --finish",
-    words=[
-        *CONFIG,
-        Word("--out", "FOLDER", "folder of the shards, or a URL", required=True),
-        Word(
-            "--storage-options", "JSON", "of fsspec, for a URL; better keep secrets in variables", json_object
-        ),
-        Word("--workers", "N", "processes (1)", int, 1),
-        Word("--lanes", "N", "parts of the source, at least as many as workers or shards", int),
-        Word("--dtype", "TYPE", "uint16, uint32, or auto (auto)", default="auto"),
-        Word("--engine", "NAME", "processes, or ray: a Ray cluster (processes)", default="processes"),
-        Word("--address", "ADDRESS", "of the Ray cluster; default: RAY_ADDRESS, or a new one here"),
-        Word("--shard", "I/N", "write the I-th of N parts, from 0/N, and no index", shard),
-        Word("--finish", None, "write the index, once all parts are there"),
-    ],
-)
+# Work on many rows, and runs.
+
+
+def _add_work(commands: Any) -> None:
+    word = _add(commands, tokenize, config="KEY=VALUE").add_argument
+    word("--out", required=True, help="folder of the shards, or a URL")
+    text = "of fsspec, for a URL, as JSON; better keep secrets in variables"
+    word("--storage-options", type=json.loads, default={}, help=text)
+    word("--workers", type=int, default=1, help="processes (1)")
+    word("--lanes", type=int, help="parts of the source, at least as many as workers or shards")
+    word("--dtype", default="auto", help="uint16, uint32, or auto (auto)")
+    word("--engine", default="processes", help="processes, or ray: a Ray cluster (processes)")
+    word("--address", help="of the Ray cluster; default: RAY_ADDRESS, or a new one here")
+    word("--shard", metavar="I/N", type=shard, help="write the I-th of N parts, from 0/N, and no index")
+    word("--finish", action="store_true", help="write the index, once all parts are there")
+
+    word = _add(commands, score, config="KEY=VALUE").add_argument
+    word("--out", type=Path, required=True, help="file to write; ends in .jsonl")
+    word("--model", help="folder of a model in Hugging Face's format, instead of the config's")
+    word("--overlong", default="error", help="longer rows: error, truncate their beginnings, windows")
+    word("--per-token", action="store_true", help="write the log-probability of each token, too: token_logps")
+    word("--without-rows", action="store_true", help="leave the columns of the rows out")
+
+    parser = _add(commands, export)
+    parser.add_argument("checkpoint", type=Path, help="OUTPUT_DIR/checkpoints/step_00000100, say")
+    add_config_words(parser)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the weights")
+
+    _add(commands, run).add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def shard(word: str) -> tuple[int, int]:
+    """Return a shard's number and how many there are: ``0/8``."""
+    index, count = map(int, word.split("/"))
+    return index, count
+
+
 def tokenize(options: Options) -> None:
+    """Write a config's data.source, encoded by data.encoder, as token shards; a killed command continues.
+
+    streampack tokenize --config my.yaml --out tokens --workers 16
+    streampack tokenize --config my.yaml --out s3://bucket/tokens --lanes 800 --shard 0/50
+    """
     config = read(options)
     from streampack.tokenize.tokenize import from_config, tokenize
     from streampack.training.checks import to_plain
 
     names = ("out", "workers", "lanes", "dtype", "engine", "address", "shard", "finish")
     settings = {name: getattr(options, name) for name in names}
-    storage = {"options": options.storage_options or {}}
-    tokenize(**from_config(to_plain(config)), storage=storage, **settings)
+    tokenize(**from_config(to_plain(config)), storage={"options": options.storage_options}, **settings)
 
 
-@command(
-    "write the log-likelihood of each row of a config's data.source",
-    "streampack score --config my.yaml --out scores.jsonl",
-    "torchrun --nproc_per_node 2 -m streampack score --config my.yaml --model my_model --out scores.jsonl",
-    words=[
-        *CONFIG,
-        Word("--out", "FILE", "to write; ends in .jsonl", Path, required=True),
-        Word("--model", "FOLDER", "a model in Hugging Face's format, instead of the config's"),
-        Word(
-            "--overlong", "CHOICE", "longer rows: error, truncate their beginnings, windows", default="error"
-        ),
-        Word("--per-token", None, "write the log-probability of each token, too: token_logps"),
-        Word("--without-rows", None, "leave the columns of the rows out"),
-    ],
-)
 def score(options: Options) -> None:
+    """Write the log-likelihood of each row of a config's data.source.
+
+    streampack score --config my.yaml --out scores.jsonl
+    torchrun --nproc_per_node 2 -m streampack score --config my.yaml --model my_model --out scores.jsonl
+    """
     if options.model is None:
         require_installed("torchtune", "tune")
     config = read(options)
@@ -380,34 +306,14 @@ def score(options: Options) -> None:
         print(line)
 
 
-@command(
-    "write a running checkpoint's weights in the model's own format, while the run goes on",
-    "streampack export outputs/checkpoints/step_00000100 --config my.yaml --out weights",
-    words=[
-        Word("checkpoint", "CHECKPOINT", "OUTPUT_DIR/checkpoints/step_00000100, say", Path),
-        *CONFIG,
-        Word("--out", "FOLDER", "of the weights", Path, required=True),
-    ],
-)
 def export(options: Options) -> None:
+    """Write a running checkpoint's weights in the model's own format, while the run continues.
+
+    streampack export outputs/checkpoints/step_00000100 --config my.yaml --out weights
+    """
     require_installed("torchtune", "tune")
     config = read(options)
     from streampack.training.weights import export
 
     for name, folder in export(options.checkpoint, config=config, out=options.out).items():
         print(f"{name:12} {folder}")
-
-
-@command(
-    "train; torchrun's options, such as --nproc_per_node 2, go before RECIPE",
-    "streampack run full_finetune --config quickstart max_steps=3",
-    "streampack run --nproc_per_node 2 full_finetune --config my.yaml",
-    words=[
-        Word("recipe", "RECIPE", "a name that `streampack ls` lists, or a path"),
-        *CONFIG,
-        Word("--traceback", None, "show where an error was raised"),
-    ],
-)
-def run(options: Options) -> int:
-    require_installed("torchtune", "tune")
-    return run_recipe(options.words)

@@ -25,9 +25,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Imports point up this list only, to what comes earlier in a token's way: a unit (a folder of streampack with all that
 # is in it, or a module beside them) imports from the lines above its own. `streampack` is the package's own __init__.
 LAYERS = (
-    "types", "validation", "fingerprint instantiate accounting catalog", "storage", "sources", "packing", "distributed",
+    "types", "validation", "fingerprint instantiate accounting", "storage", "sources", "packing", "distributed",
     "streaming", "loader", "map_style", "attention", "losses", "tokenize scoring", "integrations", "streampack",
-    "training", "inspection", "launch words recipes", "cli", "__main__",
+    "catalog", "training", "inspection", "launch recipes", "cli", "__main__",
 )  # fmt: skip
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units.split()}
 RECIPES = (

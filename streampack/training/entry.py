@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,7 +20,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from streampack.instantiate import COMPONENT, trust
+from streampack.catalog import UsageError, add_config_words, configs, file_of
+from streampack.instantiate import COMPONENT
 from streampack.training.checkpoint import CheckpointError
 from streampack.training.run_folder import Interrupted
 from streampack.validation import did_you_mean, raised_here
@@ -35,60 +35,58 @@ TEXT_KEY = "max_filename"
 
 
 def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
-    """Decorate a recipe's entry point, to call it with the config of ``--config FILE KEY=VALUE ...``.
+    """Decorate a recipe's entry point, to call it with the config of ``--config CONFIG KEY=VALUE ...``.
 
-    Like torchtune's ``config.parse``, which fails on entries of lists and on values with a ``=``. A user's mistake is
-    shown in one line, see `shown_errors`; ``--traceback`` shows where it was raised.
+    Like torchtune's ``config.parse``, which takes no names, and fails on entries of lists and on values with a ``=``. A
+    user's mistake is shown in one line, see `shown_errors`; ``--traceback`` shows where it was raised.
     """
 
     @functools.wraps(recipe_main)
     def entry() -> Any:
         parser = argparse.ArgumentParser(description=recipe_main.__doc__, allow_abbrev=False)
-        parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file")
-        parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replaces a value of the file")
-        parser.add_argument(
-            "--trust", action="append", default=[], metavar="NAME", help="a package it may name"
-        )
+        add_config_words(parser, required=True)
         parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
         options, rest = parser.parse_known_args()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no UTF-8
         with shown_errors(tracebacks=options.traceback):
-            trust(options.trust)
-            written = load_config(options.config)
-            sys.exit(recipe_main(with_overrides(written, [*options.overrides, *rest])))
+            sys.exit(recipe_main(read_named(options.config, [*options.overrides, *rest])))
 
     return entry
 
 
-def load_config(path: str | Path) -> Any:
-    """Read a YAML file with OmegaConf.
+def read_named(name: str, overrides: Iterable[str]) -> DictConfig:
+    """Return the content of a config, which is named by a path, by our name or by torchtune's, with overrides.
 
     Raises:
-        yaml.YAMLError: for a file that is no YAML, is not UTF-8, or is nested deeper than any config: a parser in C
-            would end the process on it, without an error.
+        UsageError: for an unknown name, for a bad override, and for a file that is no YAML mapping, is not UTF-8, or is
+            nested deeper than any config: a parser in C would end the process on it, without an error.
     """
+    path = file_of("config", name, configs())
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8") as file:
             depth = 0
             for event in yaml.parse(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
                 depth += isinstance(event, yaml.CollectionStartEvent)
                 depth -= isinstance(event, yaml.CollectionEndEvent)
                 if depth > MOST_NESTED:
-                    raise yaml.YAMLError(
-                        f"{path} is nested deeper than {MOST_NESTED} levels; a config needs few"
-                    )
+                    raise UsageError(f"{path} is nested deeper than {MOST_NESTED} levels; a config needs few")
+        content = OmegaConf.load(path)
     except UnicodeDecodeError as error:
-        raise yaml.YAMLError(f"{path} is not UTF-8 (at byte {error.start}); save it as UTF-8") from None
-    return OmegaConf.load(path)
+        raise UsageError(f"{path} is not UTF-8 (at byte {error.start}); save it as UTF-8") from None
+    except (yaml.YAMLError, OSError) as error:
+        raise UsageError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, DictConfig):
+        raise UsageError(f"{path} holds a list; a config is a mapping of keys to values")
+    return with_overrides(content, overrides)
 
 
 @contextmanager
 def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
-    """End the process on an error in the block: one line and exit status 1, or that of a signal, see `Interrupted`.
+    """End the process on an error in the block: one line and an exit status.
 
-    An error that is no mistake of the user's keeps its traceback, which torchrun's report shows, too; with
-    ``tracebacks`` all do.
+    The status is that of a signal, see `Interrupted`, 2 for a wrong command line, otherwise 1. An error that is no
+    mistake of the user's keeps its traceback, which torchrun's report shows, too; with ``tracebacks`` all do.
     """
     try:
         yield
@@ -106,7 +104,7 @@ def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
         rank = int(os.environ.get("RANK", 0))
         text = f"error{f' (rank {rank})' * (rank > 0)}: {message_of(error)} (--traceback shows where)"
         print(text, file=sys.stderr, flush=True)  # noqa: T201
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 def message_of(error: BaseException) -> str:
@@ -127,7 +125,7 @@ def message_of(error: BaseException) -> str:
     return " ".join([text, *notes])
 
 
-def with_overrides(config: Any, words: Iterable[str]) -> Any:
+def with_overrides(config: Any, words: Iterable[str]) -> DictConfig:
     """Return a copy of a config with overrides: ``KEY=VALUE`` sets a key, ``~KEY`` removes it.
 
     >>> config = OmegaConf.create({"sources": [{"weight": 1}, {"weight": 2}], "lr": 0.1})
@@ -136,11 +134,11 @@ def with_overrides(config: Any, words: Iterable[str]) -> Any:
 
     A value is YAML. ``model=torchtune.models.llama2.llama2`` names the component of the node ``model``.
     """
-    merged = OmegaConf.create(config).copy()
+    merged: DictConfig = OmegaConf.create(config).copy()
     for word in words:
         key, equals, value = word.partition("=")
         if not key.strip("~") or key.startswith("-") or (not equals and not key.startswith("~")):
-            raise ValueError(f"{word!r} is no override; write KEY=VALUE, or ~KEY to remove one")
+            raise UsageError(f"{word!r} is no override; write KEY=VALUE, or ~KEY to remove one")
         if key.startswith("~"):
             _remove(merged, key[1:])
         else:
@@ -152,7 +150,7 @@ def _set(config: Any, key: str, value: str) -> None:
     try:
         values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except Exception as error:  # the YAML parser raises errors of its own
-        raise ValueError(f"{key}: {value!r} is not YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{key}: {value!r} is not YAML: {' '.join(str(error).split())}") from None
     parsed = None if value == "None" else value if TEXT_KEY in key else values["value"]  # type: ignore[call-overload, index]
     node = OmegaConf.to_container(config, resolve=False).get(key)  # type: ignore[union-attr]
     if isinstance(parsed, str) and isinstance(node, dict) and COMPONENT in node:
@@ -161,7 +159,7 @@ def _set(config: Any, key: str, value: str) -> None:
         OmegaConf.update(config, key, parsed, force_add=True)
     except (OmegaConfBaseException, TypeError) as error:  # a list has no such entry
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{key}: {reason}; an entry of a list is named by its number, from 0") from None
+        raise UsageError(f"{key}: {reason}; an entry of a list is named by its number, from 0") from None
 
 
 def _remove(config: Any, key: str) -> None:
@@ -173,4 +171,4 @@ def _remove(config: Any, key: str) -> None:
         del node[last]
     else:
         known = map(str, node) if isinstance(node, DictConfig) else ()
-        raise ValueError(f"~{key}: there is no such key to remove{did_you_mean(last, known)}")
+        raise UsageError(f"~{key}: there is no such key to remove{did_you_mean(last, known)}")

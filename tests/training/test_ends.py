@@ -42,22 +42,23 @@ def ends(status):
 # Errors of one process.
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["{whole}", "device=cpu", "data.max_seq_len=8"], "tokens, max_seq_len is 8"),
-    (["/nowhere/my.yaml"], "No such file or directory: /nowhere/my.yaml"),
-    (["{bad}"], "while parsing a flow mapping in"),
-    (["{good}", "lr"], "'lr' is no override; write KEY=VALUE"),
+@pytest.mark.parametrize(("words", "status", "message"), [
+    (["{whole}", "device=cpu", "data.max_seq_len=8"], 1, "tokens, max_seq_len is 8"),
+    (["/nowhere/my.yaml"], 2, "unknown config '/nowhere/my.yaml': no name that `streampack ls` shows, and no file"),
+    (["{bad}"], 2, "bad.yaml cannot be read as YAML: while parsing a flow mapping in"),
+    (["{good}", "lr"], 2, "'lr' is no override; write KEY=VALUE"),
     (
-        ["{whole}", "checkpointer.checkpoint_dir=/nowhere"],
+        ["{whole}", "checkpointer.checkpoint_dir=/nowhere"], 1,
         "error: torchtune.training.FullModelTorchTuneCheckpointer: /nowhere is not a valid directory",
     ),
-    (["{good}", "output_dir=${nothing}"], "Interpolation key 'nothing' not found"),
+    (["{good}", "output_dir=${nothing}"], 1, "Interpolation key 'nothing' not found"),
 ])  # fmt: skip
 def test_mistakes_on_the_command_line_are_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
+    status: int,
     message: str,
 ) -> None:
     (tmp_path / "bad.yaml").write_text("model: {\n  a: 1\n  b\n: 2")
@@ -66,7 +67,7 @@ def test_mistakes_on_the_command_line_are_one_line(
     places = {f"{{{name}}}": str(tmp_path / f"{name}.yaml") for name in ("bad", "good", "whole")}
     command = ["full_finetune", "--config", *(places.get(word, word) for word in words)]
     monkeypatch.setattr("sys.argv", command)
-    with ends(1):
+    with ends(status):
         full_finetune.recipe_main()
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
