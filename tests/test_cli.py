@@ -429,13 +429,14 @@ def test_all_commands_take_a_config_alike(here: Path, capsys: Capture, words: li
     Path("mine.yaml").write_text(CONFIG)
     assert cli.main(["validate", *words]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "mine.yaml: 1 problem(s)\n"
-    missing = "missing: checkpointer, data, metric_logger, model, optimizer, output_dir, tokenizer;"
+    assert captured.out == "mine.yaml: 2 problem(s)\n"
+    missing = "missing: checkpointer, metric_logger, model, optimizer, output_dir, tokenizer; the keys"
     assert captured.err.startswith(missing)
+    assert "\ndataset and data are both missing" in captured.err
     said = error_of(capsys, "trace", *words, status=1)
     assert said.startswith("streampack: error: missing: output_dir; the keys")
     assert len(said.splitlines()) == 1, "a log needs no other key"
     said = error_of(capsys, "unpack", *words, status=1)
-    assert said.startswith("streampack: error: missing: data, tokenizer; the keys")
+    assert said.startswith("streampack: error: missing: tokenizer; the keys")
     said = error_of(capsys, "tokenize", *words, "--out", "tokens", status=1)
     assert said.startswith("streampack: error: data.source is missing")

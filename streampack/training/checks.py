@@ -75,7 +75,7 @@ def read_config(config: Any, *, built: Collection[str] | None = None) -> RunConf
 def _problems(cfg: RunConfig, built: Collection[str] | None) -> Iterator[str]:
     """Yield what is wrong with the values of a config, each by itself or beside others."""
     for check in (_numbers, _choices, _data, _beside, _nodes):
-        if built is None or check is _data:
+        if built is None or (check is _data and "data" in built):
             yield from check(cfg)
 
 
