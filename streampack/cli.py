@@ -17,18 +17,8 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
-from streampack import __version__
-from streampack.catalog import (
-    RECIPES,
-    UsageError,
-    add_config_words,
-    configs,
-    cp,
-    file_of,
-    ls,
-    recipe_for,
-    require_installed,
-)
+from streampack import __version__, catalog
+from streampack.catalog import UsageError, add_config_words, configs, require_installed
 from streampack.launch import run
 from streampack.validation import raised_here
 
@@ -67,7 +57,6 @@ def _parse(words: list[str]) -> Options:
     parser.add_argument("--version", action="version", version=f"streampack {__version__}")
     parser.set_defaults(act=lambda _: parser.print_help())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    _add_files(commands)
     _add_looks(commands)
     _add_work(commands)
     options, rest = parser.parse_known_args(words)
@@ -100,27 +89,25 @@ def read(options: Options) -> Any:
         options.config = words.pop(0)
     if options.config is None:
         raise UsageError("--config is missing: name a config or the path of a YAML file")
-    file_of("config", options.config, configs())  # before an import that takes seconds
+    catalog.file_of("config", options.config, configs())  # before an import that takes seconds
     require_installed("omegaconf", "data")
     from streampack.training.entry import read_named
 
     return read_named(options.config, words)
 
 
-def _add_files(commands: Any) -> None:
-    _add(commands, ls)
-    word = _add(commands, cp).add_argument
-    word("name", help="one that `streampack ls` shows")
-    word("destination", type=Path, help="a file or a folder")
-    word("--force", action="store_true", help="overwrite what is there")
-
-
 # What a run will do, and what it did.
 
 
 def _add_looks(commands: Any) -> None:
+    _add(commands, catalog.ls)
+    word = _add(commands, catalog.cp).add_argument
+    word("name", help="one that `streampack ls` shows")
+    word("destination", type=Path, help="a file or a folder")
+    word("--force", action="store_true", help="overwrite what is there")
+
     word = _add(commands, validate, config="KEY=VALUE").add_argument
-    word("--recipe", choices=RECIPES, help="default: the one that `streampack ls` shows for it")
+    word("--recipe", choices=catalog.RECIPES, help="default: the one that `streampack ls` shows for it")
     word("--no-files", action="store_true", help="open no file: keys, values and components only")
 
     word = _add(commands, inspect, config="FILE|KEY=VALUE").add_argument
@@ -167,7 +154,7 @@ def validate(options: Options) -> int:
     def train_of(recipe: str) -> Any:
         return importlib.import_module(f"streampack_recipes.{recipe}").train
 
-    recipe = options.recipe or recipe_for(options.config)
+    recipe = options.recipe or catalog.recipe_for(options.config)
     problems = validate(config, recipe=recipe, train_of=None if options.no_files else train_of)
     for problem in problems:
         print(problem, file=sys.stderr)
