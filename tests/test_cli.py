@@ -220,14 +220,11 @@ def ends(status: int | None, start: Callable[..., None], *words: str) -> None:
 
 
 @DOORS
-@pytest.mark.parametrize(
-    "word", ["mine.yaml", "./quickstart", "quickstart", "llama3_2/1B_full", "llama3_2/1B_lora_streamed"]
-)
+@pytest.mark.parametrize("word", ["./quickstart", "quickstart", "llama3_2/1B_full"])
 def test_every_door_takes_a_config_by_path_or_name(here: Path, door: Callable[..., None], word: str) -> None:
     """A name comes before a path, as in `tune run`."""
     Path("mine.py").write_text(RECIPE)
-    for name in ("mine.yaml", "quickstart"):
-        Path(name).write_text("max_steps: 7")
+    Path("quickstart").write_text("max_steps: 7")
     known = configs()
     expected = OmegaConf.load(known.get(word, word)).get("max_steps")
     assert (expected == 7) is (word not in known)
@@ -349,11 +346,11 @@ def test_wrong_words_are_refused(here: Path, capsys: Capture, words: str, error:
         (b"a: \xff\xfe\n", "odd.yaml is not UTF-8 (at byte 3)"),
         *(
             (b"model: " + b"[" * depth + b"]" * depth, "odd.yaml is nested deeper than 50 levels")
-            for depth in (50, 1000, 30_000)
+            for depth in (50, 30_000)
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["validate", "inspect", "score --out a.jsonl", "run dpo --config"])
+@pytest.mark.parametrize("command", ["validate", "inspect --config", "run dpo --config"])
 def test_a_config_that_cannot_be_read_is_one_line_with_its_name(
     here: Path, capsys: Capture, command: str, content: bytes, error: str
 ) -> None:
@@ -391,19 +388,6 @@ def test_every_command_ends_alike(
     if place == LOAD:  # a recipe shows its own errors
         monkeypatch.setattr(place, lambda *_, **__: fail(ValueError("no such row")))
         assert error_of(capsys, *words.split(), status=1) == "streampack: error: no such row\n"
-
-
-def test_without_torchtune(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    import importlib.util
-
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "torchtune" else real(name, *more)
-    )
-    for words in ("run dpo --config quickstart", "validate quickstart", "score quickstart --out s.jsonl"):
-        assert error_of(capsys, *words.split()) == (
-            "streampack: error: this needs torchtune, which is not installed: pip install 'streampack[tune]'\n"
-        )
 
 
 def test_validate_finds_components_of_the_working_directory(
