@@ -189,6 +189,7 @@ class Estimate(NamedTuple):
     padding: float  # fraction of the packs' capacity; 0 with ``"padded"``, where it is that of batches
     long_samples: int  # of ``samples``, those too long for a pack
     cut: float  # fraction of the tokens that are truncated or dropped for that reason
+    samples_per_pack: float
 
     @property
     def at_most(self) -> int:
@@ -231,6 +232,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     sampled = [each for each, _ in found]
     tokens = sum(sum(each.kept) * each.scale * times for each, times in found)
     looked_at, read = sum(len(each.kept) for each in sampled), sum(each.read for each in sampled)
+    rows_kept = sum(sum(map(bool, each.kept)) * each.scale * times for each, times in found)
     lost = 1 - sum(sum(each.kept) for each in sampled) / max(1, read)
     cut = len(long), sum(row.length - row.kept for row in long) / max(1, read)
     if long and packing.overlong == "error":
@@ -246,10 +248,10 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         rows_in_all, tokens_in_all = looked_at * scale, read * scale
         if rows_in_all <= COUNTED_ROWS and tokens_in_all <= COUNTED_TOKENS:
             counted = _count(config, num_lanes)
-            return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding, *cut)
+            return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding, *cut, rows_kept / max(1, counted.packs))
     if packing.strategy == PADDED:
         packs = sum(sum(_pieces(each.kept, packing)) * each.scale * times for each, times in found)
-        return Estimate(packs, packs * max(each.error for each in sampled), looked_at, lost, 0.0, *cut)
+        return Estimate(packs, packs * max(each.error for each in sampled), looked_at, lost, 0.0, *cut, 1.0)
     sizes = [size for each in sampled for size in zip(each.kept, each.media, strict=True) if size[0]]
     fill = _fill(sizes, packing, tokens / num_lanes)
     full = tokens / (packing.max_seq_len * fill)
@@ -257,7 +259,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     packs = full + (0 if config.endless or packing.max_media is not None else num_lanes / 2)
     error = packs * max(each.error for each in sampled)
     padding = 1 - fill * full / packs if packs else 0.0
-    return Estimate(packs, error, looked_at, lost, padding, *cut)
+    return Estimate(packs, error, looked_at, lost, padding, *cut, rows_kept / packs if packs else 0.0)
 
 
 def _pieces(kept: Sequence[int], packing: Packing) -> list[int]:

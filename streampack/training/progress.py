@@ -51,6 +51,8 @@ def opening(
         "packing": f"{name}, max_seq_len={packing.max_seq_len}, balance_window={dataset.window_for(world.size)}",
         "attention": "; ".join([f"{inputs.attention}, by attention={config.attention}", *refused]),
     }
+    if packing.strategy == PADDED:
+        lines["step"] = f"{loader.packs_per_step:,} samples, each padded to the longest of its batch"
     if not done:
         lines["lanes"] = lanes_text(lanes)
     else:
@@ -69,6 +71,11 @@ def opening(
         lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} packs{error}"
         if packing.strategy != PADDED:  # there it is that of batches
             lines["packing"] += f", about {estimate.padding:.1%} padding expected"
+            samples, capacity = estimate.samples_per_pack, packing.max_seq_len * loader.packs_per_step
+            lines["step"] = (
+                f"{loader.packs_per_step:,} packs of about {samples:.1f} samples, {samples * loader.packs_per_step:,.0f} "
+                f"samples in up to {capacity:,} tokens"
+            )
         if told := estimate.losses(packing):
             lines["overlong"] = f"{told}; streampack inspect says which"
     return lines
