@@ -71,10 +71,10 @@ def opening(
         lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} packs{error}"
         if packing.strategy != PADDED:  # there it is that of batches
             lines["packing"] += f", about {estimate.padding:.1%} padding expected"
-            samples, capacity = estimate.samples_per_pack, packing.max_seq_len * loader.packs_per_step
+            packs, samples = loader.packs_per_step, estimate.samples_per_pack
             lines["step"] = (
-                f"{loader.packs_per_step:,} packs of about {samples:.1f} samples, {samples * loader.packs_per_step:,.0f} "
-                f"samples in up to {capacity:,} tokens"
+                f"{packs:,} pack{'s' * (packs > 1)} of about {samples:.1f} samples: {packs * samples:,.0f} samples in up "
+                f"to {packs * packing.max_seq_len:,} tokens"
             )
         if told := estimate.losses(packing):
             lines["overlong"] = f"{told}; streampack inspect says which"
