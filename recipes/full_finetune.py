@@ -19,13 +19,13 @@ import torch
 from omegaconf import DictConfig
 
 from streampack.inspection.report_writer import ReportWriter
-from streampack.instantiate import build
 from streampack.losses import label_weights, loss_terms
 from streampack.training.collated_rows import prepare_inputs
 from streampack.training.data import join_documents
 from streampack.training.entry import parse
 from streampack.training.evaluation import evaluate
-from streampack.training.model import build_model
+from streampack.training.model import activation_context, build_model
+from streampack.training.optimizer import build_optimizer
 from streampack.training.run import Result, Run, open_run
 
 
@@ -55,7 +55,8 @@ def _train(run: Run) -> Result:
     model = build_model(cfg, weights=weights, device=device, world=world, adapters_only=run.adapters_only)
     del weights
     inputs = prepare_inputs(model, cfg)
-    optimizer = build(cfg.optimizer, [value for value in model.parameters() if value.requires_grad])
+    optimizer = build_optimizer(cfg, model)
+    activations = activation_context(cfg, model)
 
     # Data, the newest checkpoint, the schedule of the learning rate, logs.
     run.setup_data(model, inputs)
@@ -71,17 +72,21 @@ def _train(run: Run) -> Result:
             batch = batch if cfg.document_masking else join_documents(batch)
             label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
             batch = batch.to(device)
-            logits = model(**inputs(batch))
+            with activations:
+                logits = model(**inputs(batch))
             losses, z_terms = loss_terms(
                 logits, batch.labels, weights=label_weight.to(device, non_blocking=True)
             )
             del logits  # or they would stay through the backward pass
             loss = losses.sum()
             z_loss = cfg.z_loss * z_terms.sum() if cfg.z_loss else torch.zeros_like(loss)
-            (loss + z_loss).backward()
             step.add(batch, loss, losses, label_weight, z_loss=z_loss)
-        step.scale_gradients()  # once, by the trained tokens of all ranks
-        optimizer.step()
+            # An optimizer in the backward pass needs the gradients scaled before.
+            scale = step.reduce() if cfg.optimizer_in_bwd else 1.0
+            ((loss + z_loss) * scale).backward()
+        if not cfg.optimizer_in_bwd:
+            step.scale_gradients()  # once, by the trained tokens of all ranks
+            optimizer.step()
         run.end_step(step)
         run.validate(losses_on)
         run.save()

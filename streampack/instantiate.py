@@ -27,6 +27,7 @@ TRUST = "STREAMPACK_TRUST"
 An environment variable, because processes that a launcher starts inherit it."""
 
 COMPONENTS = {
+    r"bitsandbytes\.optim": r"[A-Z]\w+",
     r"streampack": r"\w+(Source|Encoder|Tokenizer|Messages)|Mix|Holdout|Storage|PackedDataset|packed_dataset",
     r"streampack\.losses": r"PreferenceLoss",
     r"streampack\.training\.weights": r"random_weights",
@@ -44,6 +45,7 @@ COMPONENTS = {
     r"torchtune\.rlhf\.loss": r"(DPO|RSO)Loss",
     r"torchtune\.training": r"FullModel\w+Checkpointer|get_cosine_schedule_with_warmup|setup_torch_profiler",
     r"torchtune\.training\.checkpointing": r"FullModel\w+Checkpointer",
+    r"torchtune\.training\.quantization": r"Int\w+Quantizer",
     r"torchtune\.training\.lr_schedulers": r"get_cosine_schedule_with_warmup",
     r"torchtune\.training\.metric_logging": r"\w+Logger",
     r"transformers": r"get_(\w+_)?schedule(_\w+)?|Adafactor",
@@ -148,7 +150,10 @@ def resolve(path: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or module
         if not f"{module}.".startswith(f"{missing}.") or (missing == package and not trusted):
-            raise ImportError(f"_component_ {path!r} needs {missing}, which is not installed") from error
+            way_out = "; install it, or name torch.optim.AdamW" if missing == "bitsandbytes" else ""
+            raise ImportError(
+                f"_component_ {path!r} needs {missing}, which is not installed{way_out}"
+            ) from error
     else:
         found = getattr(holder, name, None)
         hint = "" if found is not None else did_you_mean(name, getattr(holder, "__all__", dir(holder)))
@@ -158,7 +163,8 @@ def resolve(path: str) -> Any:
         )
     # A module also holds what it imported: my_rows.system may be os.system.
     home = str(getattr(getattr(found, "func", found), "__module__", "")).split(".")[0]
-    if home != package:
+    # torchtune's module of quantizers holds torchao's.
+    if home != package and (module, home) != ("torchtune.training.quantization", "torchao"):
         raise ValueError(
             f"_component_ {path!r} is not among the components that a config may name: "
             f"it comes from {home or 'elsewhere'}"

@@ -87,6 +87,8 @@ def test_arguments_that_run_code_are_refused(arguments, message, monkeypatch) ->
 def test_every_row_of_the_table_names_public_components() -> None:
     families = ["llama2", "llama3", "qwen2_5", "gemma2", "mistral", "phi3"]
     for modules, names in COMPONENTS.items():
+        if modules.startswith("bitsandbytes"):
+            continue  # needs a GPU, and is not installed here
         for module in (
             [f"torchtune.models.{f}" for f in families] if r"\w+" in modules else [modules.replace("\\", "")]
         ):
@@ -100,6 +102,16 @@ def test_every_row_of_the_table_names_public_components() -> None:
                     continue
             assert found, f"{module}: {names}"
             assert not any(isinstance(each, ModuleType) for each in found)
+
+
+def test_optimizers_and_quantizers_that_stock_configs_name() -> None:
+    said = "needs bitsandbytes, which is not installed; install it, or name torch.optim.AdamW"
+    for name in ("PagedAdamW", "PagedAdamW8bit"):
+        with pytest.raises(ImportError, match=said):
+            resolve(f"bitsandbytes.optim.{name}")
+    assert resolve("torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer")
+    with pytest.raises(ValueError, match="not among the components"):
+        resolve("torchtune.training.quantization.quantize_")
 
 
 @pytest.mark.parametrize(

@@ -223,8 +223,16 @@ def _beside(cfg: RunConfig) -> Iterator[str]:
             "enable_activation_offloading=True moves activations off a GPU, and device=cpu has none; leave it out",
         ),
         (
-            cfg.ac_mode == "selective" and cfg.ac_option is None,
+            cfg.ac_mode == "selective" and (cfg.ac_option is None or cfg.ac_option < 1),
             "ac_mode='selective' needs ac_option, the distance of the layers that are checkpointed: 2 is every second",
+        ),
+        (
+            cfg.ac_mode is not None and cfg.enable_activation_checkpointing,
+            f"ac_mode={cfg.ac_mode!r} chooses layers, and enable_activation_checkpointing=True takes all; keep one",
+        ),
+        (
+            cfg.compile and cfg.quantizer is not None,
+            "compile=True does not work with quantizer in torchtune; set compile=False",
         ),
         (
             cfg.tensor_parallel_dim > 1 and cfg.tensor_parallel_plan is None,

@@ -158,8 +158,8 @@ def _batches_of_rank(
     packs: list[Pack], dataset: IterablePackedDataset, *, batch_size: int, world: World
 ) -> list[Batch]:
     """Collate this rank's part of the packs, with null packs added so that all ranks have as many batches."""
-    batches = math.ceil(len(packs) / (world.size * batch_size))
-    mine = packs[world.rank :: world.size]
+    batches = math.ceil(len(packs) / (world.data_size * batch_size))
+    mine = packs[world.data_rank :: world.data_size]
     config = dataset.lane_config
     padding_idx, segments = config.padding_idx, config.packing.max_segments
     if missing := batches * batch_size - len(mine):
@@ -232,15 +232,17 @@ def build_loader(
     dataset: IterablePackedDataset,
     *,
     device: torch.device,
-    data_ranks: int = 1,
+    world: World | None = None,
     packs_per_step: int | None = None,
 ) -> PackedDataLoader:
     """Build the loader of this rank's batches; ``packs_per_step`` are the config's if they are not given."""
+    world = world or World()
     return PackedDataLoader(
         dataset,
         batch_size=config.batch_size,
         num_workers=config.num_workers,
-        packs_per_step=packs_per_step or config.packs_of_rank * data_ranks,
+        packs_per_step=packs_per_step or config.packs_of_rank * world.data_size,
         pin_memory=device.type == "cuda",
         timeout=config.collective_timeout,
+        data_ranks=(world.data_rank, world.data_size) if world.tensor_parallel > 1 else None,
     )

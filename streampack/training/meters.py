@@ -62,7 +62,7 @@ class CountMeter:
 
         Returns:
             The factor that turns gradients of summed losses, which FSDP has averaged over the ranks, into those of the
-            mean loss: number of ranks / weight of all labels, or 0 for a step that trains nothing.
+            mean loss: number of data ranks / weight of all labels, or 0 for a step that trains nothing.
         """
         sums = torch.tensor(self.counts, dtype=torch.float64).to(self.device, non_blocking=True)
         sums[0] += self.loss
@@ -72,7 +72,7 @@ class CountMeter:
         self.step = sums
         self.window += sums
         self.total += sums
-        return torch.where(weight > 0, self.world.size / weight, 0.0)
+        return torch.where(weight > 0, self.world.data_size / weight, 0.0)
 
     def stop(self) -> None:
         """End the step."""
@@ -157,7 +157,7 @@ class SourceMeter:
         sums = torch.stack([self.loss, self.weight.to(self.device)])
         losses, weights = self.world.all_reduce(sums).tolist()
         self._reset()
-        ranks = self.world.gather(self.loader.source_stats())
+        ranks = self.world.gather_data(self.loader.source_stats())
         totals = {name: SourceStats.total(stats[name] for stats in ranks) for name in self.mix.names}
         whole = max(1, sum(stats.trained for stats in totals.values()))
         metrics: dict[str, float] = {}
@@ -201,13 +201,13 @@ def sums_by_sequence(batch: Batch, *values: torch.Tensor) -> list[torch.Tensor]:
 
 def run_ledger(loader: PackedDataLoader, world: World) -> Ledger:
     """Collective: return the ledger of all ranks."""
-    return Ledger.total(world.gather(loader.ledger()))
+    return Ledger.total(world.gather_data(loader.ledger()))
 
 
 def stream_metrics(loader: PackedDataLoader, world: World) -> dict[str, float]:
     """Collective: return the ledger of all ranks, the lowest epoch, and the largest of `PackedDataLoader.metrics`."""
     ledgers, epochs, ranks = zip(
-        *world.gather((loader.ledger(), loader.epoch, loader.metrics())), strict=True
+        *world.gather_data((loader.ledger(), loader.epoch, loader.metrics())), strict=True
     )
     found: dict[str, float] = {"epoch": min(epochs)}
     found |= {f"ledger_{name}": value for name, value in Ledger.total(ledgers).as_dict().items()}

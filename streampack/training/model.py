@@ -1,20 +1,22 @@
-"""Build a torchtune model with its weights, whole or sharded over the ranks; gather and clip it."""
+"""Build a torchtune model with its weights, whole or split over the ranks, with what saves memory; gather it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import modules, training
-from torchtune.modules import peft
+from torchtune.modules import common_utils, peft
 
 from streampack.instantiate import COMPONENT, build
 from streampack.training.config import RunConfig
+from streampack.training.quantization import quantize_in_training
 from streampack.training.world import World
 
 # torchtune copies the logits to fp32. In this many chunks, each copy is freed before the next is made.
@@ -28,56 +30,127 @@ def build_model(
 ) -> nn.Module:
     """Build the model that a config names, load its weights, and return it on ``device`` in training mode.
 
-    With several ranks it is sharded by FSDP2, layer by layer: each rank holds a part of the weights, gradients and
-    optimizer states, and gathers a whole layer only while it computes with it. Then this function is a collective.
+    With several data ranks it is sharded by FSDP2, layer by layer: each rank holds a part of the weights, gradients and
+    optimizer states, and gathers a whole layer only while it computes with it. Ranks of a tensor-parallel group compute
+    each layer together. With several ranks this function is a collective.
     ``weights`` have the names that the unsharded model has; ``adapters_only`` freezes all but the adapters.
     """
     try:
         torch_dtype = training.get_dtype(config.dtype, device=device)
     except RuntimeError as error:  # torchtune raises it if the GPU does not compute in bf16
         raise ValueError(f"dtype={config.dtype} on {device}: {error}") from error
+    common_utils._use_low_cpu_ram = config.low_cpu_ram  # torchtune has no other way; its builders read it
     with training.set_default_dtype(torch_dtype), torch.device("meta") if world.size > 1 else device:
         model: nn.Module = build(config.model)
+        if config.quantizer is not None:
+            quantize_in_training(model, build(config.quantizer), dtype=torch_dtype)
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
     if adapters_only:
         weights = {**weights, **start_adapters(model, seed=config.seed or 0)}
     if config.compile:
         training.compile_model(model, verbose=False)
-    if config.enable_activation_checkpointing:
-        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    if world.tensor_parallel > 1:
+        _split_layers(model, config, world)
+    _checkpoint_activations(model, config)
+    offload = config.fsdp_cpu_offload and device.type != "cpu"  # on the CPU all of it is there
+    if offload and world.data_size == 1:
+        raise ValueError(
+            "fsdp_cpu_offload is for a model that is sharded, and there is 1 data rank; start more (--nproc_per_node), "
+            "or set it to False"
+        )
+    if offload:
+        training.set_torch_num_threads()  # the optimizer's step runs on the CPU
+    if world.data_size > 1:
+        _shard(model, config, world, cpu_offload=offload)
     if world.size > 1:
-        try:
-            training.shard_model(
-                model,
-                [partial(training.get_shard_conditions, names_to_match=config.custom_sharded_layers)],
-                cpu_offload=False,
-                reshard_after_forward=config.fsdp_reshard_after_forward,
-                dp_mesh=init_device_mesh(device.type, (world.size,)),
-            )
-        except AssertionError as error:
-            # torchao raises it: a rank needs whole groups of 64 * 256 quantized numbers.
-            raise ValueError(
-                f"the model cannot be sharded over {world.size} ranks: {error}; use a number of ranks that "
-                "divides its quantized weights (powers of 2 usually do), or do not quantize"
-            ) from error
         with training.set_default_dtype(torch_dtype), device:
             for module in model.modules():
                 if hasattr(module, "rope_init"):  # computes a buffer that is in no checkpoint
                     module.rope_init()  # type: ignore[operator]
-    try:
-        if world.size > 1:
-            training.load_from_full_model_state_dict(model, weights, device, strict=True)
-        else:
-            model.load_state_dict(weights)
-    except (RuntimeError, AttributeError) as error:
-        raise _unfit_weights(model, weights) or error from error
+    _load(model, weights, device=device, world=world, cpu_offload=offload)
     training.validate_no_params_on_meta_device(model)
     training.validate_expected_param_dtype(model.named_parameters(), dtype=torch_dtype)
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):  # needs the norms of the base weights
             module.initialize_dora_magnitude()  # type: ignore[operator]
     return model.train()
+
+
+def activation_context(config: RunConfig, model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context of a forward pass, in which activations are moved to the host where a config says so."""
+    if config.enable_activation_offloading and (kind := next(model.parameters()).device.type) != "cuda":
+        raise ValueError(
+            f"enable_activation_offloading=True moves activations off a GPU, and the device is {kind}; leave it out"
+        )
+    try:
+        context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(
+            model, config.enable_activation_offloading
+        )
+    except NotImplementedError as error:
+        raise ValueError(f"enable_activation_offloading: {error}") from error
+    return context
+
+
+def _checkpoint_activations(model: nn.Module, config: RunConfig) -> None:
+    """Make layers compute their activations again in the backward pass, with the same dropout.
+
+    torchtune's ``apply_selective_activation_checkpointing`` draws other dropout then, and counts layers across models.
+    """
+    if config.enable_activation_checkpointing or config.ac_mode is not None:
+        layers = [each for each in model.modules() if isinstance(each, modules.TransformerSelfAttentionLayer)]
+        every = config.ac_option or 1 if config.ac_mode == "selective" else 1
+        chosen = {*layers[every - 1 :: every]}
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy=lambda module, recurse, **_: recurse or module in chosen
+        )
+
+
+def _split_layers(model: nn.Module, config: RunConfig, world: World) -> None:
+    """Split each layer over the ranks of a tensor-parallel group, as the config's plan says."""
+    try:
+        training.prepare_mha_for_tp(model, world.mesh["tp"])
+        parallelize_module(model, world.mesh["tp"], parallelize_plan=build(config.tensor_parallel_plan))
+    except NotImplementedError as error:  # torch's, of a layer with adapters
+        raise ValueError(
+            f"tensor_parallel_plan does not fit the model: {error} Choose a model without adapters, or set "
+            "tensor_parallel_dim=1"
+        ) from error
+
+
+def _shard(model: nn.Module, config: RunConfig, world: World, *, cpu_offload: bool) -> None:
+    try:
+        training.shard_model(
+            model,
+            [partial(training.get_shard_conditions, names_to_match=config.custom_sharded_layers)],
+            cpu_offload=cpu_offload,
+            reshard_after_forward=config.fsdp_reshard_after_forward,
+            dp_mesh=world.data_mesh,
+        )
+    except AssertionError as error:
+        # torchao raises it: a rank needs whole groups of 64 * 256 quantized numbers.
+        raise ValueError(
+            f"the model cannot be sharded over {world.size} ranks: {error}; use a number of ranks that divides its "
+            "quantized weights (powers of 2 usually do), or do not quantize"
+        ) from error
+
+
+def _load(
+    model: nn.Module, weights: Weights, *, device: torch.device, world: World, cpu_offload: bool
+) -> None:
+    try:
+        if world.size > 1:
+            training.load_from_full_model_state_dict(
+                model, weights, device, strict=True, cpu_offload=cpu_offload
+            )
+        else:
+            model.load_state_dict(weights)
+    except NotImplementedError as error:  # torchtune's, of quantized weights
+        raise ValueError(
+            f"data_parallel_replicate_dim={world.replicas}: {error}; set it to 1, or do not quantize the base"
+        ) from error
+    except (RuntimeError, AttributeError) as error:
+        raise _unfit_weights(model, weights) or error from error
 
 
 def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
@@ -156,12 +229,6 @@ def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dic
         weights: dict[str, torch.Tensor] = training.gather_cpu_state_dict(model, world.is_main, device=device)
         return weights
     return {name: value.cpu() for name, value in model.state_dict().items()}
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients so that their norm over all shards is at most ``max_norm``; return the norm before."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=max_norm)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:

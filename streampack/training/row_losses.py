@@ -29,8 +29,8 @@ Fragments = tuple[tuple[Fragment, ...], ...]  # of each pack of a batch
 class RowLosses:
     """Log the loss of every sequence that is trained, with ``log_rows: true``; otherwise do nothing.
 
-    Each rank writes JSON lines to a file of its own, ``rows/rank_00000.jsonl``: one line a batch, with its step, which
-    lists its sequences as ``[row_id, start, stop, loss, weight, token_sum]``, with the sum of the losses of a
+    Each data rank writes JSON lines to a file of its own, ``rows/rank_00000.jsonl``: one line a batch, with its step,
+    which lists its sequences as ``[row_id, start, stop, loss, weight, token_sum]``, with the sum of the losses of a
     sequence's tokens, in nats, the sum of its labels' weights, and that of its tokens' ids. About 50 bytes a sequence.
     Sums stay on the device until `write`, so that the loop does not wait for a GPU.
 
@@ -39,7 +39,8 @@ class RowLosses:
 
     def __init__(self, config: RunConfig, *, world: World, resumed: int | None = None) -> None:
         folder = Path(config.output_dir, ROWS_FOLDER)
-        self.path = folder / f"rank_{world.rank:05d}.jsonl" if config.log_rows else None
+        logs = config.log_rows and world.rank % world.tensor_parallel == 0
+        self.path = folder / f"rank_{world.data_rank:05d}.jsonl" if logs else None
         self._batches: list[tuple[int, Fragments, list[torch.Tensor]]] = []
         if config.log_rows:
             with world.raise_on_all():

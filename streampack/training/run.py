@@ -25,9 +25,11 @@ from streampack.training.config import RunConfig
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
 from streampack.training.meters import CountMeter, SourceMeter, memory_metrics, run_ledger, stream_metrics
-from streampack.training.model import Weights, clip_gradients, full_weights, seed_step
+from streampack.training.model import Weights, full_weights, seed_step
+from streampack.training.optimizer import clip_gradients, require_one_batch
 from streampack.training.preferences import shares_prefixes
 from streampack.training.progress import MetricLogger, aligned, bar, opening, postfix, summary
+from streampack.training.quantization import delay_fake_quant
 from streampack.training.row_losses import RowLosses
 from streampack.training.run_folder import (
     Interrupted,
@@ -93,13 +95,17 @@ class Step:
         run.by_source.add(batch, losses, weights)
         run.by_row.add(batch, losses, weights, step=run.step + 1)
 
+    def reduce(self) -> torch.Tensor:
+        """Collective, once a step, after all `add`: return the factor that `scale_gradients` scales by."""
+        return self._run.meter.reduce()
+
     def scale_gradients(self) -> None:
         """Collective: divide the gradients once, by the weights of all ranks, and clip them.
 
-        They are of summed losses, and FSDP has averaged them over the ranks: the factor is number of ranks / weights.
+        They are of summed losses, and FSDP has averaged them over the data ranks: the factor is their number / weights.
         """
         model, max_norm = self._run.model, self._run.cfg.clip_grad_norm
-        training.scale_grads(model, self._run.meter.reduce())
+        training.scale_grads(model, self.reduce())
         if max_norm is not None:
             self.metrics["grad_norm"] = clip_gradients(model, max_norm)
 
@@ -153,7 +159,7 @@ class Run:
             cfg,
             self.dataset,
             device=self.device,
-            data_ranks=world.size,
+            world=world,
             packs_per_step=before["packs_per_step"] if before is not None and same else None,
         )
         lanes = self.dataset.lane_config
@@ -177,6 +183,7 @@ class Run:
             run["begun"] = run["step"] = begin_phase(
                 cfg, model=model, optimizer=optimizer, loader=self.loader, world=world
             )
+        require_one_batch(cfg, self.loader.batches_per_step)
         self.before, self.step, self.held_out = run, run["step"], run["held_out"]
 
     def setup_schedule(self) -> None:
@@ -237,7 +244,8 @@ class Run:
         self._agreed_signal = loop.enter_context(stop_on_signals(world))
         while self.step < most:
             self.meter.start()
-            seed_step(self.seed, self.step, world.rank)  # so that dropout is the same after a resume
+            seed_step(self.seed, self.step, world.data_rank)  # so that dropout is the same after a resume
+            delay_fake_quant(self.model, cfg, step=self.step)
             first = next(batches, None)
             if first is None:
                 break  # the last epoch is over, on every rank
@@ -364,7 +372,12 @@ def open_run(
     adapters_only = require_recipe(cfg, adapters=adapters, pairs=pairs)
     run = Run(raw, cfg, adapters_only=adapters_only, pairs=pairs, check=check)
     with (
-        join_world(run.device, timeout=cfg.collective_timeout) as run.world,
+        join_world(
+            run.device,
+            timeout=cfg.collective_timeout,
+            replicas=cfg.data_parallel_replicate_dim,
+            tensor_parallel=cfg.tensor_parallel_dim,
+        ) as run.world,
         nullcontext() if check else hold_output(cfg, world=run.world),
         ExitStack() as run._closing,
     ):

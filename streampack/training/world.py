@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streampack.distributed.rank_sync import RankSync
 from streampack.training.config import DEVICES, require_device
@@ -78,14 +80,47 @@ class World:
     sync: RankSync | None = None
     background: dist.ProcessGroup | None = None
     """The process group for a thread beside the training loop, so that its collectives do not mix with the loop's."""
+    device_type: str = "cpu"
+    replicas: int = 1
+    """Copies of the model, each of which is sharded over some of the ranks (HSDP)."""
+    tensor_parallel: int = 1
+    """Ranks that compute each layer together. They have consecutive numbers, and read the same batches."""
 
     @property
     def is_main(self) -> bool:
         """Whether this rank is the one that prints, logs and writes."""
         return self.rank == 0
 
+    @property
+    def data_size(self) -> int:
+        """Number of data ranks: of ranks that read different batches."""
+        return self.size // self.tensor_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank among the data ranks. Ranks of a tensor-parallel group have the same one."""
+        return self.rank // self.tensor_parallel
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Ranks by the dimensions along which the model is split, as torchtune's recipes order them.
+
+        ``dp_replicate`` and ``tp`` are dimensions only if they have more than one rank.
+        """
+        shards = self.data_size // self.replicas
+        sizes = {"dp_replicate": self.replicas, "dp_shard": shards, "tp": self.tensor_parallel}
+        kept = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        return init_device_mesh(self.device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """`mesh` without its dimension ``tp``."""
+        return self.mesh["dp_replicate", "dp_shard"] if self.replicas > 1 else self.mesh["dp_shard"]
+
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, in place."""
+        """Sum a tensor over the data ranks, in place."""
+        if self.rank % self.tensor_parallel:
+            values.zero_()  # the first rank of the tensor-parallel group adds its own, which are the same
         if self.size > 1:
             dist.all_reduce(values)
         return values
@@ -93,6 +128,10 @@ class World:
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank; for small values that can be pickled."""
         return [value] if self.sync is None else self.sync.gather(value)
+
+    def gather_data(self, value: T) -> list[T]:
+        """Return every data rank's value, by data rank."""
+        return self.gather(value)[:: self.tensor_parallel]
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value."""
@@ -136,12 +175,26 @@ class World:
 
 
 @contextmanager
-def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]:
+def join_world(
+    device: torch.device, *, timeout: float = 600, replicas: int = 1, tensor_parallel: int = 1
+) -> Iterator[World]:
     """Join the processes that torchrun started as a `World`, and leave it after the block.
 
     Without torchrun, or if torchrun started only one, it is that of a single process. A collective waits ``timeout``
     seconds at most. After an error this process leaves at once, so that ranks that wait for it fail, too.
+
+    Raises:
+        ValueError: if ``replicas`` x ``tensor_parallel`` does not divide the number of ranks.
     """
+    ranks, parts = (
+        int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1,
+        replicas * tensor_parallel,
+    )
+    if ranks % parts:
+        raise ValueError(
+            f"data_parallel_replicate_dim={replicas} and tensor_parallel_dim={tensor_parallel} need a multiple of "
+            f"{parts} ranks, and there are {ranks}; start more (--nproc_per_node), or set both to 1"
+        )
     end_with_launcher()
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         yield World()
@@ -161,6 +214,9 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
             size=dist.get_world_size(),
             sync=RankSync(timeout=limit, group=dist.group.WORLD, shared=True),
             background=dist.new_group(backend="gloo", timeout=limit),
+            device_type=device.type,
+            replicas=replicas,
+            tensor_parallel=tensor_parallel,
         )
     except BaseException:
         # NCCL's orderly shutdown waits for collectives that will never end; gloo's does not.

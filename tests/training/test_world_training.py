@@ -20,7 +20,8 @@ from streampack.losses import label_weights, summed_cross_entropy
 from streampack.packing.batch import null_pack, to_torchtune
 from streampack.training.config import RunConfig
 from streampack.training.meters import CountMeter
-from streampack.training.model import build_model, clip_gradients
+from streampack.training.model import build_model
+from streampack.training.optimizer import clip_gradients
 from streampack.training.world import join_world
 from tests.harness.processes import run_ranks
 from tests.harness.tiny import losses, tiny_config

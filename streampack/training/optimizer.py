@@ -1,0 +1,42 @@
+"""The optimizer of a run, at the end of a step or in the backward pass, and the norm of gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+from torchtune import training
+
+from streampack.instantiate import build
+from streampack.training.config import RunConfig
+
+
+def build_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer of a model's trained weights.
+
+    With ``optimizer_in_bwd``, it updates each weight in the backward pass, as soon as its gradient is complete, and
+    frees that gradient. Then the loss must be scaled before the backward pass, and the loop neither steps nor zeroes.
+    torchtune makes an optimizer for each weight. Optimizers skip weights without a gradient, so one for all does the
+    same, and its schedule and its checkpoints are those of a run without this key.
+    """
+    trained = [value for value in model.parameters() if value.requires_grad]
+    optimizer: torch.optim.Optimizer = build(config.optimizer, trained)
+    if config.optimizer_in_bwd:
+        training.register_optim_in_bwd_hooks(model, dict.fromkeys(trained, optimizer))
+    return optimizer
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients so that their norm over all shards is at most ``max_norm``; return the norm before."""
+    # Tensor-parallel layers and others are on different meshes, and torch adds up no norms across meshes.
+    by_mesh: dict[object, list[nn.Parameter]] = defaultdict(list)
+    for value in model.parameters():
+        if value.grad is not None:
+            by_mesh[getattr(value, "device_mesh", None)].append(value)
+    norms = [nn.utils.get_total_norm([value.grad for value in group]) for group in by_mesh.values()]  # type: ignore[misc]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
