@@ -24,7 +24,8 @@ from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import pair_of
 from streampack.training.entry import parse
-from streampack.training.model import build_model
+from streampack.training.model import activation_context, build_model
+from streampack.training.optimizer import build_optimizer
 from streampack.training.preferences import Comparison, PairMeter, Reference, at_first_token, evaluate_pairs
 from streampack.training.run import Result, Run, open_run
 
@@ -57,7 +58,8 @@ def _train(run: Run) -> Result:
     reference = Reference(cfg, loss, model=model, inputs=inputs, weights=weights, device=device, world=world)
     del weights
     compare = Comparison(loss, model=model, inputs=inputs, reference=reference)
-    optimizer = build(cfg.optimizer, [value for value in model.parameters() if value.requires_grad])
+    optimizer = build_optimizer(cfg, model)
+    activations = activation_context(cfg, model)
 
     # Data, the newest checkpoint, the schedule of the learning rate, logs.
     run.setup_data(model, inputs)
@@ -72,16 +74,20 @@ def _train(run: Run) -> Result:
         optimizer.zero_grad(set_to_none=True)
         for batch in step:
             pairs = pair_of(batch)
-            compared = compare(batch, pairs)
+            with activations:
+                compared = compare(batch, pairs)
             loss_sum = compared.losses.sum()
-            loss_sum.backward()
             rewards.add(compared)
             # Meters count tokens; a pair is counted at the first token of its chosen answer.
             ones = torch.ones(len(pairs[0]))
             losses, counts = (at_first_token(each, batch, pairs[0]) for each in (compared.losses, ones))
             step.add(batch, loss_sum, losses, counts, trained=int(batch.num_trained))
-        step.scale_gradients()  # once, by the pairs of all ranks
-        optimizer.step()
+            # An optimizer in the backward pass needs the gradients scaled before.
+            scale = step.reduce() if cfg.optimizer_in_bwd else 1.0
+            (loss_sum * scale).backward()
+        if not cfg.optimizer_in_bwd:
+            step.scale_gradients()  # once, by the pairs of all ranks
+            optimizer.step()
         run.end_step(step)
         run.validate(losses_on)
         run.save()

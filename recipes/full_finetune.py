@@ -74,9 +74,8 @@ def _train(run: Run) -> Result:
             batch = batch.to(device)
             with activations:
                 logits = model(**inputs(batch))
-            losses, z_terms = loss_terms(
-                logits, batch.labels, weights=label_weight.to(device, non_blocking=True)
-            )
+            weights_here = label_weight.to(device, non_blocking=True)
+            losses, z_terms = loss_terms(logits, batch.labels, weights=weights_here, compiled=cfg.compile)
             del logits  # or they would stay through the backward pass
             loss = losses.sum()
             z_loss = cfg.z_loss * z_terms.sum() if cfg.z_loss else torch.zeros_like(loss)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,6 +76,7 @@ def loss_terms(
     *,
     weights: torch.Tensor | None = None,
     chunk_size: int = 512,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `token_losses`, and the weighted squares of log(sum(exp(logits))) for the same labels: ``[batch, seq]``.
 
@@ -83,8 +86,13 @@ def loss_terms(
     >>> losses, squares = loss_terms(torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]]))
     >>> losses.sum() + 1e-4 * squares.sum()
     tensor(4.6062)
+
+    ``compiled`` compiles what is computed for a chunk, by `torch.compile`: once for batches of all lengths, while
+    compiling this function would compile again for each number of chunks.
     """
-    losses, squares, _ = branch_terms(logits, labels, weights=weights, chunk_size=chunk_size)
+    losses, squares, _ = branch_terms(
+        logits, labels, weights=weights, chunk_size=chunk_size, compiled=compiled
+    )
     return losses, squares
 
 
@@ -95,6 +103,7 @@ def branch_terms(
     weights: torch.Tensor | None = None,
     branches: tuple[torch.Tensor, torch.Tensor] | None = None,
     chunk_size: int = 512,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `loss_terms`, and the losses of more targets, which any token of their row predicts: ``[batch, targets]``.
 
@@ -136,6 +145,7 @@ def branch_terms(
             torch.cat([weight[:, here].flatten(), torch.where(inside, counted, 0).flatten()]),
             places.flatten(),
             chunk_size,
+            _compiled if compiled else _as_it_is,
         )
         losses.append(terms[0][: rows * size].view(rows, size))
         squares.append(terms[1][: rows * size].view(rows, size))
@@ -169,13 +179,14 @@ class _CrossEntropy(torch.autograd.Function):
         weights: torch.Tensor,  # [tokens + branches], 0 where not trained
         branches: torch.Tensor,  # [branches]: the rows that predict the targets behind those of all rows
         chunk_size: int,
+        prepared: Callable[[Any], Any],  # what makes a function for chunks the one to call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normalizers = weights.new_empty(len(logits))
         for chunk in _slices(len(logits), chunk_size):
-            normalizers[chunk] = logits[chunk].to(weights.dtype).logsumexp(1)
+            normalizers[chunk] = prepared(_normalizers)(logits[chunk], weights.dtype)
         predictors = torch.cat([torch.arange(len(logits), device=logits.device), branches])
         normalizers = normalizers[predictors]
-        ctx.chunk_size = chunk_size
+        ctx.chunk_size, ctx.prepared = chunk_size, prepared
         ctx.save_for_backward(logits, targets, weights, branches, normalizers)
         # Multiplying by a weight of 0 is not enough: logits of untrained tokens may be infinite or NaN.
         is_trained = weights != 0
@@ -186,7 +197,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad: torch.Tensor, grad_square: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None]:
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, targets, weights, branches, normalizers = ctx.saved_tensors
         count, is_trained = len(logits), weights != 0
         at_target = torch.where(is_trained, weights * grad, 0)
@@ -196,19 +207,41 @@ class _CrossEntropy(torch.autograd.Function):
         used = is_trained[:count].int().index_put((branches,), is_trained[count:].int(), accumulate=True) > 0
         result = torch.empty_like(logits)
         for chunk in _slices(count, ctx.chunk_size):
-            # The gradient is the softmax times the weight of its token, less that weight at the target. bf16 logits
-            # minus fp32 normalizers give fp32.
-            part = (logits[chunk] - normalizers[:count][chunk, None]).exp_()
-            part *= everywhere[chunk, None]
-            part[torch.arange(len(part), device=part.device), targets[:count][chunk]] -= at_target[:count][
-                chunk
-            ]
+            of_rows = (each[:count][chunk] for each in (normalizers, everywhere, targets, at_target))
+            part = ctx.prepared(_gradient)(logits[chunk], *of_rows)
             if len(branches):
                 inside = (branches >= chunk.start) & (branches < chunk.stop)
                 at = torch.where(inside, branches - chunk.start, 0), targets[count:]
                 part.index_put_(at, torch.where(inside, -at_target[count:], 0), accumulate=True)
             result[chunk] = part.masked_fill_(~used[chunk, None], 0)
-        return result, None, None, None, None
+        return result, None, None, None, None, None
+
+
+def _normalizers(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return logits.to(dtype).logsumexp(1)
+
+
+def _gradient(
+    logits: torch.Tensor,  # [chunk, vocab]; the others are [chunk]
+    normalizers: torch.Tensor,
+    everywhere: torch.Tensor,
+    targets: torch.Tensor,
+    at_target: torch.Tensor,
+) -> torch.Tensor:
+    """Return the softmax times the weight of its token, less that weight at the target."""
+    part = (logits - normalizers[:, None]).exp_()  # bf16 logits minus fp32 normalizers give fp32
+    part *= everywhere[:, None]
+    part[torch.arange(len(part), device=part.device), targets] -= at_target
+    return part
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
 
 
 def _slices(length: int, size: int) -> list[slice]:

@@ -27,6 +27,18 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimize
     return optimizer
 
 
+def require_one_batch(config: RunConfig, batches_per_step: int) -> None:
+    """Raise ValueError if ``optimizer_in_bwd`` would update the weights several times a step.
+
+    A resumed run keeps its packs a step, so fewer ranks than before have several batches.
+    """
+    if config.optimizer_in_bwd and batches_per_step > 1:
+        raise ValueError(
+            f"optimizer_in_bwd updates weights in every backward pass, and a step has {batches_per_step} of them on "
+            f"each rank; set batch_size={config.batch_size * batches_per_step}, or optimizer_in_bwd=False"
+        )
+
+
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients so that their norm over all shards is at most ``max_norm``; return the norm before."""
     # Tensor-parallel layers and others are on different meshes, and torch adds up no norms across meshes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -36,8 +37,11 @@ def quantize_in_training(model: nn.Module, quantizer: Any, *, dtype: torch.dtype
             quantizer.get_activation_fake_quantize_config(),
             quantizer.get_weight_fake_quantize_config(),
         )
-        # torchtune asks for torchao's older class, which takes the same arguments.
-        swap_lora_linear_with_qat(model, *(each and FakeQuantizeConfig(**vars(each)) for each in rounding))
+        # torchtune asks for torchao's older class, which takes the same arguments and warns that it is old.
+        with warnings.catch_warnings(action="ignore"):
+            swap_lora_linear_with_qat(
+                model, *(each and FakeQuantizeConfig(**vars(each)) for each in rounding)
+            )
     else:
         quantizer.prepare(model)
     if not any(isinstance(each, FakeQuantizerBase) for each in model.modules()):

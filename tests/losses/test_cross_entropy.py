@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -149,6 +150,20 @@ def test_the_loss_compiles_without_a_graph_break() -> None:
     ours, plain = compiled(logits, labels, chunk_size=5), summed_cross_entropy(logits, labels, chunk_size=5)
     assert difference(ours, plain) < 1e-6
     assert difference(grad_of(ours, logits), grad_of(plain, logits)) < 1e-6
+
+
+def test_the_compiled_loss_is_the_same_and_compiles_once_for_all_lengths(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
+    torch.compiler.reset()
+    graphs = []
+    for length in (9, 12, 7, 20, 31, 24, 16, 5, 40):
+        logits, labels = example(2, length, 11)
+        both = [loss_terms(logits, labels, chunk_size=6, compiled=how)[0].sum() for how in (True, False)]
+        assert difference(*both) < 1e-6
+        assert difference(*(grad_of(loss, logits) for loss in both)) < 1e-6
+        graphs.append(counters["stats"]["unique_graphs"])
+    # Two functions: for the first length, then for all.
+    assert 2 <= graphs[0] < graphs[2] == graphs[-1] <= graphs[0] + 4
 
 
 @pytest.mark.parametrize(
