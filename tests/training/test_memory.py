@@ -15,7 +15,7 @@ from torchtune.training import OffloadActivations
 from streampack import IterablePackedDataset, collate_packed
 from streampack.attention.prepare import prepare_model_for_packing
 from streampack.losses import summed_cross_entropy
-from streampack.training.config import read_config
+from streampack.training.checks import read_config
 from streampack.training.model import build_model
 from streampack.training.optimizer import build_optimizer
 from streampack.training.world import World
@@ -89,7 +89,9 @@ def test_what_each_key_saves(tmp_path):
     found = {
         "selective": bytes_of_a_step(tmp_path / "selective", ac_mode="selective", ac_option=2),
         "full": bytes_of_a_step(tmp_path / "full", enable_activation_checkpointing=True),
-        "in_bwd": bytes_of_a_step(tmp_path / "in_bwd", optimizer_in_bwd=True, clip_grad_norm=None),
+        "in_bwd": bytes_of_a_step(
+            tmp_path / "in_bwd", optimizer_in_bwd=True, clip_grad_norm=None, gradient_accumulation_steps=1
+        ),
     }
     ratios = {
         "selective, every second layer": found["selective"]["activations"] / plain["activations"],
