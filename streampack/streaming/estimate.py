@@ -251,7 +251,8 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
             return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding, *cut, rows_kept / max(1, counted.packs))
     if packing.strategy == PADDED:
         packs = sum(sum(_pieces(each.kept, packing)) * each.scale * times for each, times in found)
-        return Estimate(packs, packs * max(each.error for each in sampled), looked_at, lost, 0.0, *cut, 1.0)
+        error = packs * max(each.error for each in sampled)
+        return Estimate(packs, error, looked_at, lost, 0.0, *cut, 1.0)
     sizes = [size for each in sampled for size in zip(each.kept, each.media, strict=True) if size[0]]
     fill = _fill(sizes, packing, tokens / num_lanes)
     full = tokens / (packing.max_seq_len * fill)

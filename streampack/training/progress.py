@@ -73,8 +73,8 @@ def opening(
             lines["packing"] += f", about {estimate.padding:.1%} padding expected"
             packs, samples = loader.packs_per_step, estimate.samples_per_pack
             lines["step"] = (
-                f"{packs:,} pack{'s' * (packs > 1)} of about {samples:.1f} samples: {packs * samples:,.0f} samples in up "
-                f"to {packs * packing.max_seq_len:,} tokens"
+                f"{packs:,} pack{'s' * (packs > 1)} of about {samples:.1f} samples: {packs * samples:,.0f} samples in "
+                f"up to {packs * packing.max_seq_len:,} tokens"
             )
         if told := estimate.losses(packing):
             lines["overlong"] = f"{told}; streampack inspect says which"
