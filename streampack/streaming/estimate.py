@@ -248,7 +248,8 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         rows_in_all, tokens_in_all = looked_at * scale, read * scale
         if rows_in_all <= COUNTED_ROWS and tokens_in_all <= COUNTED_TOKENS:
             counted = _count(config, num_lanes)
-            return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding, *cut, rows_kept / max(1, counted.packs))
+            per_pack = rows_kept / max(1, counted.packs)
+            return Estimate(counted.packs, 0.0, looked_at, lost, counted.padding, *cut, per_pack)
     if packing.strategy == PADDED:
         packs = sum(sum(_pieces(each.kept, packing)) * each.scale * times for each, times in found)
         error = packs * max(each.error for each in sampled)
