@@ -55,7 +55,7 @@ def _parsed(values: list[Any]) -> tuple[IntArray, int] | None:
 
     `array.array` parses unsigned numbers in less time than anything else, and refuses negative ones. numpy is slowest.
     """
-    if not values or type(values[0]) is not int:
+    if not values or type(values[0]) not in (int, np.int64):  # np.int64: labels of torchtune's datasets
         return None
     try:
         if values[0] >= 0:
