@@ -49,7 +49,6 @@ class PairEncoder(Encoder):
     """Encoder of the rows of torchtune's preference datasets: two answers in one group, their prompt kept once."""
 
     makes_groups = True
-    share_prefix = True
 
     def __call__(self, row: Mapping[str, Any], /) -> Group:
         """See `Encoder`."""
@@ -87,7 +86,7 @@ def torchtune_rows(
         ValueError: in one line, for nodes that build nothing, do not go together, or make no samples.
     """
     each = list(nodes) if isinstance(nodes, Sequence) else [nodes]
-    packed = _common("packed", [_packed(node, key) for node in each], key)
+    packed = bool(each[0].get("packed", False))  # of all, as the config's checks know
     splits = packed and _common("split_across_pack", [_splits(node, key) for node in each], key)
     collate = collate_of(collate_fn, tokenizer=tokenizer)
     limit = _limit(tokenizer, packed=packed, positions=positions, key=key)
@@ -100,7 +99,7 @@ def torchtune_rows(
     pairs = _common("whether rows are preference pairs", ["chosen_input_ids" in row for row in first], key)
     if limit is not None and not splits and collate is None and world.is_main:
         for dataset in datasets:
-            _say_cuts(dataset, limit, key)
+            _warn_of_cuts(dataset, limit, key)
     size = limit or positions or UNLIMITED
     settings: dict[str, Any] = {"max_seq_len": min(2 * size, positions or 2 * size) if pairs else size}
     if splits:
@@ -146,15 +145,6 @@ def _joined(datasets: Sequence[Any], nodes: Sequence[Node], key: str, kind: type
     return kind(datasets[0] if len(datasets) == 1 else ConcatDataset(list(datasets)))
 
 
-def _packed(node: Node, key: str) -> bool:
-    packed, component = bool(node.get("packed", False)), node[COMPONENT]
-    if packed and component.startswith("torchtune.datasets.multimodal."):
-        raise ValueError(
-            f"{key}: {component} has images, which torchtune's models take padded only; set packed: False"
-        )
-    return packed
-
-
 def _splits(node: Node, key: str) -> bool:
     """Return whether documents continue in the next pack: as the node says, or its builder does by default."""
     found = inspect.signature(resolve(node[COMPONENT])).parameters.get("split_across_pack")
@@ -189,6 +179,10 @@ def _named(key: str, way_out: str = "") -> Iterator[None]:
 
 def _built(node: Node, key: str, tokenizer: Any) -> Any:
     """Build a dataset without torchtune's packing, and check that its rows have numbers."""
+    if node.get("packed") and node[COMPONENT].startswith("torchtune.datasets.multimodal."):
+        raise ValueError(
+            f"{key}: {node[COMPONENT]} has images, which torchtune's models take padded only; set packed: False"
+        )
     known = inspect.signature(resolve(node[COMPONENT])).parameters
     unpacked = {name: value for name, value in node.items() if name not in ("packed", "weight")}
     with _named(key):
@@ -225,15 +219,15 @@ def _first_row(dataset: Any, node: Node, key: str, collate: Collate | None) -> M
     return row
 
 
-def _say_cuts(dataset: Any, limit: int, key: str) -> None:
-    """Say once that the tokenizer cuts samples, and how many it cut of some rows."""
-    numbers = spread(len(dataset), min(LOOKED_AT, len(dataset)))
-    rows = [dataset[number] for number in numbers]
-    cut = sum(max(len(ids) for name, ids in row.items() if name in IDS) >= limit for row in rows)
-    log.info(
-        "%s: the tokenizer cuts samples to tokenizer.max_seq_len=%d tokens; of %d rows looked at, %d have that many",
-        key, limit, len(rows), cut,
-    )  # fmt: skip
+def _warn_of_cuts(dataset: Any, limit: int, key: str) -> None:
+    """Warn once if the tokenizer cuts samples, and say how many of some rows."""
+    from torchtune.datasets import TextCompletionDataset
 
-
-IDS = ("tokens", "chosen_input_ids", "rejected_input_ids")
+    most = limit - isinstance(dataset, TextCompletionDataset)  # it keeps room for one token
+    rows = [dataset[number] for number in spread(len(dataset), LOOKED_AT)]
+    cut = sum(max(len(ids) for name, ids in row.items() if name in IDS) >= most for row in rows)
+    if cut:
+        log.warning(
+            "%s: tokenizer.max_seq_len=%d cuts longer samples; %d of %d rows looked at have %d tokens, so are cut",
+            key, limit, cut, len(rows), most,
+        )  # fmt: skip

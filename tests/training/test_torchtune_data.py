@@ -29,7 +29,7 @@ from streampack.types import IGNORE_INDEX
 from tests.harness.threads import Topology, run
 from tests.harness.tiny import tiny_config
 
-LIMIT = 96
+LIMIT = 400
 VOCAB = 600
 TURNS = "conversations"
 COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"
@@ -38,7 +38,7 @@ Samples = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
 
 def row(number: int) -> dict[str, Any]:
     """Return a row for every builder; every ninth is longer than the limit."""
-    question, answer = f"Say {number}.", "ab cd " * (1 + number % 7 + 20 * (number % 9 == 8)) + str(number)
+    question, answer = f"Say {number}.", "ab cd " * (1 + number % 7 + 100 * (number % 9 == 8)) + str(number)
     asked = [{"role": "user", "content": question}]
     return {
         "instruction": question, "input": "now" * (number % 3), "output": answer, "text": answer, "sentence": question,
@@ -135,7 +135,7 @@ BUILDERS = {
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("builders", [*([name] for name in BUILDERS), ["chat", "alpaca"]], ids="+".join)
 def test_samples_are_those_of_torchtunes_dataset_once_each(
-    place: Path, tmp_path: Path, builders: list[str], packed: bool
+    place: Path, tmp_path: Path, builders: list[str], packed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = [node(place, name, packed=packed, **BUILDERS[name]) for name in builders]
     dataset = nodes if len(nodes) > 1 else nodes[0]
@@ -146,6 +146,9 @@ def test_samples_are_those_of_torchtunes_dataset_once_each(
     assert max(len(tokens) for tokens, _ in expected) >= LIMIT - 1, "no sample was cut"
     ours = data_of(config_of(place, tmp_path, dataset, shuffle=True)).train
     assert samples_of(ours) == expected
+    said = [each.message for each in caplog.records if each.name == "streampack.training.torchtune_data"]
+    assert len(said) == len(nodes)
+    assert all(f"max_seq_len={LIMIT} cuts longer samples; 6 of 60 rows" in each for each in said)
     if packed:
         assert ours.lane_config.packing.max_seq_len == LIMIT
 
@@ -217,7 +220,7 @@ def test_what_a_builder_does_wrong_is_one_line_with_the_key_and_the_way_out(
     chat = BUILDERS["chat"]
     for dataset, limit, said in [
         (node(place, "alpaca", packed=True), None, "dataset.packed=True needs the length of a pack"),
-        (node(place, "alpaca"), 5 * LIMIT, r"tokenizer.max_seq_len=480 is above the model's 384 positions"),
+        (node(place, "alpaca"), 5 * LIMIT, r"tokenizer.max_seq_len=2000 is above the model's 1600 positions"),
         (node(place, "alpaca", data_files="none.json"), LIMIT, r"dataset: .*none.json.*; a file of your own is"),
         (node(place, "alpaca", split="test"), LIMIT, r"dataset: .*split \"test\"[^;]*$"),
         (node(place, "alpaca", column_map={"output": "none"}), LIMIT, r"dataset: .*: the first row: .*'none'; map"),
