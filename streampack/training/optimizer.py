@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -37,6 +40,16 @@ def require_one_batch(config: RunConfig, batches_per_step: int) -> None:
             f"optimizer_in_bwd updates weights in every backward pass, and a step has {batches_per_step} of them on "
             f"each rank; set batch_size={config.batch_size * batches_per_step}, or optimizer_in_bwd=False"
         )
+
+
+def scale_gradients(model: nn.Module, factor: torch.Tensor, *, compiled: bool = False) -> None:
+    """Multiply all gradients by a factor; ``compiled``, in fewer kernels than one for each weight."""
+    (_compiled_scale() if compiled else training.scale_grads)(model, factor)
+
+
+@cache
+def _compiled_scale() -> Callable[[nn.Module, torch.Tensor], None]:
+    return torch.compile(training.scale_grads, backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:

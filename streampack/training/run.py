@@ -26,7 +26,7 @@ from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
 from streampack.training.meters import CountMeter, SourceMeter, memory_metrics, run_ledger, stream_metrics
 from streampack.training.model import Weights, full_weights, seed_step
-from streampack.training.optimizer import clip_gradients, require_one_batch
+from streampack.training.optimizer import clip_gradients, require_one_batch, scale_gradients
 from streampack.training.preferences import shares_prefixes
 from streampack.training.progress import MetricLogger, aligned, bar, opening, postfix, summary
 from streampack.training.quantization import delay_fake_quant
@@ -105,7 +105,7 @@ class Step:
         They are of summed losses, and FSDP has averaged them over the data ranks: the factor is their number / weights.
         """
         model, max_norm = self._run.model, self._run.cfg.clip_grad_norm
-        training.scale_grads(model, self.reduce())
+        scale_gradients(model, self.reduce(), compiled=self._run.cfg.compile)
         if max_norm is not None:
             self.metrics["grad_norm"] = clip_gradients(model, max_norm)
 
@@ -393,5 +393,7 @@ def open_run(
         seed = run.world.run_on_main(lambda: saved_seed(cfg), of="a seed")
         run.seed = run.world.broadcast(SystemRandom().randrange(2**31)) if seed is None else seed
         cfg.seed = run.seed
+        if (mode := cfg.cudnn_deterministic_mode) is not None:
+            training.set_seed(run.seed, debug_mode=mode)
         seed_step(run.seed, 0)
         yield run

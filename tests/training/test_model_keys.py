@@ -76,13 +76,16 @@ def plain(tmp_path_factory):
     return (losses, counts, weights), result
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it
 @pytest.mark.parametrize("changes", [
     {"optimizer_in_bwd": True},
     {"enable_activation_checkpointing": True, "clip_grad_norm": float("inf"), "optimizer.fused": True},
     {"ac_mode": "selective", "ac_option": 2, "fsdp_cpu_offload": True},
     {**QAT, "fake_quant_after_n_steps": 3},
+    {"compile": True, "cudnn_deterministic_mode": 0},
 ], ids=lambda changes: "-".join(changes))  # fmt: skip
-def test_keys_that_change_neither_losses_nor_weights(tmp_path, plain, changes):
+def test_keys_that_change_neither_losses_nor_weights(tmp_path, plain, changes, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")  # torchtune's variable; the default takes minutes
     train(config_of(tmp_path, **changes))
     assert_same(outcome(tmp_path), plain[0])
 
