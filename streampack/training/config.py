@@ -101,7 +101,7 @@ class RunConfig:
         data_parallel_replicate_dim: groups of ranks that each hold a copy of the sharded model (HSDP).
         tensor_parallel_dim: ranks that compute each layer together. They read the same data.
         tensor_parallel_plan: a node of one of torchtune's plans for it.
-        low_cpu_ram: QLoRA: whether quantized weights are loaded by way of a file.
+        low_cpu_ram: QLoRA: whether the final weights are made in a file instead of in memory.
         quantizer: a node of one of torchtune's quantizers for training (QAT).
         fake_quant_after_n_steps: QAT: steps that are made before numbers are rounded.
         collective_timeout: seconds that ranks wait for the slowest one.
