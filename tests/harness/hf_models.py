@@ -209,10 +209,25 @@ CHANGES = {("llama4_text", "varlen"): {"attention_chunk_size": MAX_SEQ_LEN}}
 
 @contextmanager
 def fp64_throughout() -> Iterator[None]:
-    """Keep fp64 in families that cast to fp32 in the middle (gemma2 in its softmax, llama4 in its RoPE)."""
-    softmax, to_float = F.softmax, torch.Tensor.float
+    """Keep fp64 in families that cast to fp32 in the middle.
+
+    gemma2 does in its softmax, llama4 in its RoPE, qwen3_next and qwen3_5 in the gated delta rule and its norm, and
+    glm4v_moe in its router.
+    """
+    softmax, to_float, to, to_type = F.softmax, torch.Tensor.float, torch.Tensor.to, torch.Tensor.type
+
+    def kept(x: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+        if x.dtype == torch.float64 and torch.float32 in (*args[:1], settings.get("dtype")):
+            return x
+        return to(x, *args, **settings)
+
+    def kept_type(x: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        return x if x.dtype == torch.float64 and torch.float32 in args[:1] else to_type(x, *args, **settings)
+
     with (
         patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x)),
+        patch.object(torch.Tensor, "to", kept),
+        patch.object(torch.Tensor, "type", kept_type),
         patch.object(F, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim)),
     ):
         yield

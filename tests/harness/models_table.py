@@ -18,7 +18,7 @@ VARIABLE = "STREAMPACK_WRITE_TABLES"  # names the file in which records are coll
 BACKENDS = ("dense", "flex", "varlen", "flash")
 EVERY = "every attention"  # instead of a backend, for a model that is refused
 NUMBER = re.compile(r"\d(?:\.\d)?e-\d+")
-LIMITS = {"logits": 1e-5, "gradients": 1e-5, "fp64": 1e-8}
+LIMITS = {"logits": 1e-5, "gradients": 1e-5, "fp64": 1e-9}
 
 BETWEEN = " · "  # the families of a row
 
