@@ -208,6 +208,10 @@ def test_a_run_killed_in_its_first_save_begins_at_step_0(
     assert_same(losses(again), straight, within=1e-5, steps=range(1, 17))
     assert f"no checkpoint in {tmp_path} was written to its end; training begins at step 0" in caplog.text
     assert packed(tmp_path, max_steps=16).train(resume_from_checkpoint=True).global_step == 16
+    text = packed(tmp_path, max_steps=16, save_strategy="no")  # of a command line
+    assert text.train(resume_from_checkpoint="True").global_step == 16
+    anew = packed(tmp_path, max_steps=2, save_strategy="no")
+    assert anew.train(resume_from_checkpoint="False").global_step == 2
 
 
 def test_a_model_of_model_init_is_prepared_and_the_last_of_two_preparations_counts(

@@ -147,6 +147,8 @@ class Hooks:
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Train; resume the stream from the checkpoint, and end the stream's worker processes afterwards."""
+        words = {"True": True, "False": None}  # as a command line gives them, which may give a path, too
+        resume_from_checkpoint = words.get(str(resume_from_checkpoint), resume_from_checkpoint)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_checkpoint(self.trainer.args.output_dir)
         self.checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
