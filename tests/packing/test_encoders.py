@@ -222,6 +222,7 @@ def test_columns_that_change_the_prompt_are_refused_unless_ignored(
 
 
 KTO = r"column 'label' holds .*: .*judged.*, as for KTO.*; leave the bad ones out and say ignore: \[label\], or give"
+UNTRAINED = r"column '{}' holds .*, which says that the row is not trained, .*leave such rows out, or .*ignore: \[{}\]"
 SEES = r"column 'images' would be left out, and the model trained on the words .*; VisionEncoder.*ignore: \[images\]"
 
 
@@ -237,6 +238,10 @@ SEES = r"column 'images' would be left out, and the model trained on the words .
          KTO.replace("label", "labels")),
         (lambda tok, **how: MessagesEncoder(tok, message_transform=OpenAI(), **how), {"messages": [USER, GOOD]},
          "label", (False,), KTO),
+        (ChatEncoder, {"messages": [USER, GOOD]}, "weight", (0, 0.0, np.int64(0)),
+         UNTRAINED.format("weight", "weight")),
+        (ChatEncoder, {"prompt": "a", "completion": "b"}, "masked", (1, True), UNTRAINED.format("masked", "masked")),
+        (AnswersEncoder, TEXTS, "train", (False,), UNTRAINED.format("train", "train")),
         (ChatEncoder, {"messages": [{**USER, "content": "<image>What?"}, GOOD]}, "images", (["a.png"], "a.png"), SEES),
         (ChatEncoder, {"messages": [USER, GOOD]}, "image", (b"GIF",), SEES.replace("images", "image")),
         (ChatEncoder, {"messages": [USER, GOOD]}, "videos", (["a.mp4"],), SEES.replace("images", "videos")),
@@ -258,6 +263,14 @@ def test_rows_of_another_task_are_refused_unless_the_column_is_ignored(
         made({**row, "another": "x", **({column: "math"} if "label" in column else {})})
         with pytest.raises(ValueError, match=message):  # not only in the first row
             made({**row, column: value})
+
+
+@pytest.mark.parametrize(
+    "column", [{"weight": 1}, {"weight": 0.7}, {"masked": 0}, {"loss": 2}, {"train": "no"}]
+)
+def test_other_numbers_of_a_row_are_let_be(tok: Any, column: dict[str, Any]) -> None:
+    row, encoder = {"messages": [USER, GOOD]}, ChatEncoder(tok)
+    assert encoder({**row, **column}).tokens.tolist() == encoder(row).tokens.tolist()
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ class ChatEncoder(Encoder):
     messages. Messages are rendered by a Hugging Face tokenizer's chat template, tools and tool calls too, and a row of
     which it leaves something out is refused; `ChatTemplate` says which tokens are an answer's. A message is not trained
     if its flag says so: ``weight``, ``train``, ``training``, ``train_on_turn``, ``loss``, ``loss_weight`` or
-    ``loss_mask`` is 0, or ``masked`` is 1. Texts are joined, tokenized and ended with EOS; the prompt's tokens must be
-    the same with and without the answer.
+    ``loss_mask`` is 0, or ``masked`` is 1; a row with such a column is refused. Texts are joined, tokenized and ended
+    with EOS; the prompt's tokens must be the same with and without the answer.
 
     Args:
         tokenizer: one of transformers, or of torchtune for texts; messages need a chat template.

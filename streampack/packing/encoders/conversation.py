@@ -38,6 +38,7 @@ COMPANIONS = {"system", "tools", "functions", "history"}
 MEDIA = {"images", "image", "videos", "video", "audios", "audio"}
 JUDGEMENTS = {"label", "labels", "kto_tag"}
 """Columns that may say whether an answer is a good one, TRL's and LLaMA-Factory's: a number, or flags."""
+SPECIAL = COMPANIONS | MEDIA | JUDGEMENTS | FLAGS.keys()
 
 Messages = list[dict[str, Any]]
 """A conversation in OpenAI's form."""
@@ -116,7 +117,7 @@ class ReadColumns:
     def check(self, row: Mapping[str, Any], *read: str) -> None:
         """Refuse or name columns of a row that are not empty, and neither read nor left out on purpose."""
         unread = row.keys() - self.known - {*read}
-        for name in sorted(unread & (COMPANIONS | MEDIA | JUDGEMENTS)):
+        for name in sorted(unread & SPECIAL):
             if not (_holds_nothing if name in MEDIA else is_empty)(row[name]):
                 self._check_special(name, row[name])
         fresh = {name for name in unread - self.named if not is_empty(row[name])}
@@ -137,6 +138,13 @@ class ReadColumns:
             raise ValueError(
                 f"column {name!r} would be left out, and the model trained {what}; {way_out}, or say ignore: [{name}]"
             )
+        if name in FLAGS:
+            if flags_against({name: value} if _is_flag(value) else {}):
+                raise ValueError(
+                    f"column {name!r} holds {value!r}, which says that the row is not trained, and {self.what} would "
+                    f"train it; leave such rows out, or say ignore: [{name}]"
+                )
+            return
         # Each number: classes that are refused where they are 0 or 1 alone would be missing, with ``skip_bad``.
         several = isinstance(value, list | tuple | np.ndarray)
         if all(map(_is_flag, value)) if several else _is_number(value):
