@@ -134,6 +134,7 @@ class Share:
     costs: Sequence[int] = ()  # attention costs on each rank
     trained: int = 0  # packs that train something, on all ranks
     filled: int = 0  # on all ranks, of packs in units of 1 / `FULL`: all but the padding at their ends
+    untrained: Sequence[int] = ()  # whether each rank has read samples that train nothing
 
 
 class RankPacks:
@@ -208,14 +209,17 @@ def agreed_shares(
                 costs = () if rank_sync.alone else map(_cost_of, share.packs)
                 filled = sum([FULL * sum(pack.seq_lens) // pack.tokens.size for pack in share.packs])
                 trained = sum(map(trains, share.packs))
-                untold.append((share.exists, error is not None, sum(costs), trained, filled))
+                untrained = any(event.state.ledger.untrained for event in share.events)
+                untold.append((share.exists, error is not None, sum(costs), trained, filled, untrained))
                 if len(untold) >= ahead:
                     exchanges.append(rank_sync.exchange(untold))
                     untold = []
             if not told:
                 told += zip(*exchanges.popleft()(), strict=True)
             share = made.popleft()
-            exist, failed, share.costs, trains_of, filled_of = zip(*told.popleft(), strict=True)
+            exist, failed, share.costs, trains_of, filled_of, share.untrained = zip(
+                *told.popleft(), strict=True
+            )
             exists = share.exists = any(exist) or number % batching.batches_per_step > 0
             share.epoch, share.trained, share.filled = epoch, sum(trains_of), sum(filled_of)
             if any(failed):

@@ -154,10 +154,14 @@ class Iteration:
             begun, batch = time.perf_counter(), None
             slot, lane_states = self.handed.slot, dict(self.handed.lane_states)
             for share in self.shares:
+                # Of the ranks that have read samples that train nothing, the first says so, for all.
+                speaks = any(share.untrained) and share.untrained.index(True) == self.rank_sync.rank
                 for event in share.events:
                     lane_states[event.lane] = event.state
-                    if self.rank_sync.rank == 0:
+                    if speaks:
                         self.dataset._look_at(event.state.ledger)
+                if any(share.untrained):
+                    readers.first_untrained()
                 slot, self.epoch = share.slot, share.epoch
                 if share.exists:
                     batch = self._collated(share.packs)

@@ -511,10 +511,13 @@ def said(folder: Path) -> Any:
     return handler
 
 
-@pytest.mark.parametrize("door", ["loaders", "torch's workers", "ranks", "resume", "resume of a loader"])
+@pytest.mark.parametrize(
+    "door", ["loaders", "torch's workers", "ranks", "second rank alone", "resume", "resume of a loader"]
+)
 def test_untrained_samples_are_said_once_a_run(door: str, tmp_path: Path) -> None:
     """Not by each loader, worker process, rank and resume. The second lane's come late, so workers do not race."""
-    rows = [chat(i, prompt=30 if i % 2 == 0 or i > 30 else 4) for i in range(60)]
+    odd = door == "second rank alone"
+    rows = [chat(i, prompt=30 if i % 2 == odd or (i > 30 and not odd) else 4) for i in range(60)]
     handler, path = said(tmp_path), tmp_path / "log"
     try:
         data = of_chats(rows, num_lanes=2)
@@ -524,7 +527,7 @@ def test_untrained_samples_are_said_once_a_run(door: str, tmp_path: Path) -> Non
             for epoch in range(3):
                 data.set_epoch(epoch)
                 assert len(list(DataLoader(data, batch_size=None, num_workers=2))) > 20
-        elif door == "ranks":
+        elif door in ("ranks", "second rank alone"):
 
             def rank(sync: ThreadSync) -> int:
                 loader = PackedDataLoader(of_chats(rows, num_lanes=2))
