@@ -7,8 +7,6 @@ import logging
 import runpy
 import signal
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from streampack.catalog import UsageError, file_of, require_installed, scripts
@@ -31,31 +29,29 @@ def run(options: argparse.Namespace) -> int:
     if recipe not in known and Path(f"{recipe}.py").is_file():
         recipe += ".py"
     script = str(file_of("recipe", recipe, known).resolve())
-    if options.words[0] == launch.training_script:  # no options of torchrun
-        sys.argv = [script, *launch.training_script_args]
-        sys.path.insert(0, str(Path(script).parent))  # as Python does, and torchrun
-        runpy.run_path(script, run_name="__main__")
-        return 0
-    launch.training_script = script
+    if options.words[0] != launch.training_script:  # options of torchrun
+        launch.training_script = script
+        return _run_ranks(launch)
+    sys.argv = [script, *launch.training_script_args]
+    sys.path.insert(0, str(Path(script).parent))  # as Python does, and torchrun
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def _run_ranks(launch: argparse.Namespace) -> int:
+    """Run torchrun in this process and return the exit status, that of the rank which failed first.
+
+    Leaves out torchrun's report, a traceback of its own and a table of exit codes: ranks have printed their errors.
+    """
+    import torch.distributed.run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     tracebacks = "--traceback" in launch.training_script_args
     try:
         if not (tracebacks or launch.max_restarts or launch.rdzv_endpoint):
             logging.disable(logging.ERROR)  # torchrun says, for example, that it ends the other ranks
-        return run_torchrun(partial(torchrun.run, launch), tracebacks=tracebacks)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def run_torchrun(run: Callable[[], None], *, tracebacks: bool) -> int:
-    """Run torchrun in this process and return its exit status, that of the rank which failed first.
-
-    Leaves out torchrun's report, a traceback of its own and a table of exit codes: ranks have printed their errors.
-    """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        run()
+        torchrun.run(launch)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if tracebacks and failure.exitcode not in (128 + signal.SIGINT, 128 + signal.SIGTERM):
@@ -65,4 +61,6 @@ def run_torchrun(run: Callable[[], None], *, tracebacks: bool) -> int:
         return max(failure.exitcode, 1)
     except SignalException as error:
         return 128 + int(error.sigval)
+    finally:
+        logging.disable(logging.NOTSET)
     return 0

@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from streampack import cli
 from streampack.distributed.rank_sync import OtherRankFailed  # private: an error that users see
-from streampack.launch import run_torchrun  # private: what `streampack run` starts
 from streampack.storage.folders import lock_folder  # private: to ask whether the run still holds its folder
 from streampack.training.world import OTHER_FILES, World, end_with_launcher, join_world
 from tests.harness.processes import RankError, open_store, run_ranks
@@ -207,35 +207,44 @@ def test_a_rank_without_its_launchers_store_does_not_wait(monkeypatch):
         pass
 
 
-# torchrun in this process, as `streampack run` has it.
+# `streampack run` with torchrun in its process.
 
 
 def failed(rank, code, told=""):
     return partial(fail, ChildFailedError("recipe", {rank: ProcessFailure(rank, 123, code, told)}))
 
 
-def test_torchrun_does_not_repeat_errors_of_ranks(tmp_path, capsys):
+@pytest.fixture
+def launch(monkeypatch):
+    def launched(ends, *words):
+        monkeypatch.setattr("torch.distributed.run.run", lambda _: ends())
+        return cli.main(["run", "--nproc_per_node", "2", "dpo", "--config", "quickstart", *words])
+
+    return launched
+
+
+def test_torchrun_does_not_repeat_errors_of_ranks(tmp_path, capsys, launch):
     told = tmp_path / "error.json"
     told.write_text(json.dumps({"message": "error: no file", "timestamp": 1}))
     run = failed(0, 2, str(told))
-    assert run_torchrun(run, tracebacks=False) == 2, "the rank's own"
+    assert launch(run) == 2, "the rank's own"
     assert capsys.readouterr().err == ""
     told.unlink()  # a mistake is printed, and not told to torchrun
-    assert run_torchrun(run, tracebacks=False) == 2
+    assert launch(run) == 2
     assert capsys.readouterr().err == ""
     with pytest.raises(ChildFailedError):
-        run_torchrun(run, tracebacks=True)
+        launch(run, "--traceback")
 
 
-@pytest.mark.parametrize("tracebacks", [False, True])
-def test_a_signal_to_torchrun_or_to_a_rank_decides_the_exit_status(tracebacks):
+@pytest.mark.parametrize("words", [[], ["--traceback"]])
+def test_a_signal_to_torchrun_or_to_a_rank_decides_the_exit_status(launch, words):
     interrupted = partial(fail, SignalException("got SIGINT", signal.SIGINT))
     for run, status in (interrupted, 130), (failed(0, 143), 143):
-        assert run_torchrun(run, tracebacks=tracebacks) == status
+        assert launch(run, *words) == status
 
 
-def test_a_rank_that_was_killed_is_named(capsys):
-    assert run_torchrun(failed(1, -9), tracebacks=False) == 1
+def test_a_rank_that_was_killed_is_named(capsys, launch):
+    assert launch(failed(1, -9)) == 1
     said = "rank 1 ended with exit code -9: Signal 9 (SIGKILL) received by PID 123\n"
     assert capsys.readouterr().err == said
 
