@@ -1,12 +1,11 @@
-"""Train a torchtune model on a streamed, packed corpus: fine-tuning and pretraining, of all weights or of adapters.
+"""Train all weights of a torchtune model on a streamed, packed corpus: fine-tuning and pretraining.
 
     tune run streampack_recipes/full_finetune --config my.yaml max_steps=100
     tune run --nproc_per_node 2 streampack_recipes/full_finetune --config my.yaml
 
 Runs on one device or on several, over which the model is sharded (FSDP2). The keys of the config are the fields of
 `streampack.training.config.RunConfig`. For pretraining, the config sets ``data.split_across_pack`` (packs are always
-full), a `Mix` of sources, ``z_loss``, ``document_masking``, and random weights to begin from. `lora_finetune` runs this
-loop with ``adapters``.
+full), a `Mix` of sources, ``z_loss``, ``document_masking``, and random weights to begin from.
 """
 
 from __future__ import annotations
@@ -35,15 +34,14 @@ def recipe_main(raw: DictConfig) -> None:
     train(raw)
 
 
-def train(raw: Any, *, adapters: bool = False, check: bool = False) -> Result:
+def train(raw: Any, *, check: bool = False) -> Result:
     """Train as a config says and write the final weights. Every rank that torchrun started calls this.
 
     Args:
         raw: the config.
-        adapters: train the adapters of a LoRA model; its base is frozen.
         check: stop before the first step, see `open_run`.
     """
-    with open_run(raw, adapters=adapters, check=check) as run:
+    with open_run(raw, adapters=False, check=check) as run:
         return run.over or _train(run)
 
 
@@ -52,7 +50,7 @@ def _train(run: Run) -> Result:
 
     # Model and optimizer. The order is torchtune's.
     weights = run.load_base()
-    model = build_model(cfg, weights=weights, device=device, world=world, adapters_only=run.adapters_only)
+    model = build_model(cfg, weights=weights, device=device, world=world)
     del weights
     inputs = prepare_inputs(model, cfg)
     optimizer = build_optimizer(cfg, model)

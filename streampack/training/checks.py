@@ -258,8 +258,8 @@ def _nodes(cfg: RunConfig) -> Iterator[str]:
             yield f"{each.name} names no {COMPONENT}, so there is nothing to build"
 
 
-def loss_problems(cfg: RunConfig, *, pairs: bool) -> Iterator[str]:
-    """Yield what does not fit the loss of a recipe, which compares ``pairs`` or is cross-entropy."""
+def loss_problems(cfg: RunConfig, *, pairs: bool, adapters: bool | None = None) -> Iterator[str]:
+    """Yield what does not fit the loop of a recipe, which compares ``pairs``, or trains ``adapters``, or neither."""
     name = None if cfg.loss is None else cfg.loss[COMPONENT]
     if pairs:
         if name is None:
@@ -273,6 +273,9 @@ def loss_problems(cfg: RunConfig, *, pairs: bool) -> Iterator[str]:
             if (value := getattr(cfg, key)) != plain:
                 yield f"{key}={value} is for cross-entropy, and dpo compares pairs; remove the key"
         return
+    for key, plain in (("z_loss", 0), ("document_masking", True), ("optimizer_in_bwd", False)):
+        if adapters and (value := getattr(cfg, key)) != plain:
+            yield f"{key}={value} is not in the recipe for adapters; remove the key, or copy full_finetune's loop"
     if cfg.loss is not None and name not in CROSS_ENTROPIES:
         yield (
             f"loss: {name} is not the cross-entropy of this recipe; name {CROSS_ENTROPIES[0]}, or run dpo for a loss "

@@ -51,7 +51,7 @@ def validate(
         if recipe is None
         else recipe == "dpo"
     )
-    problems += loss_problems(cfg, pairs=pairs)
+    problems += loss_problems(cfg, pairs=pairs, adapters=recipe == "lora_finetune")
     found: list[bool] = []
     wanted = None if recipe is None or pairs else recipe == "lora_finetune"
     problems += _caught("model", lambda: found.append(require_adapters(cfg, wanted=wanted)))
@@ -100,7 +100,7 @@ def require_recipe(cfg: RunConfig, *, adapters: bool | None, pairs: bool) -> boo
 
     ``adapters`` and ``pairs`` are what the recipe trains, see `streampack.training.run.open_run`.
     """
-    if problems := [*loss_problems(cfg, pairs=pairs), *training_problems(cfg)]:
+    if problems := [*loss_problems(cfg, pairs=pairs, adapters=adapters), *training_problems(cfg)]:
         raise ValueError("\n".join(problems))
     return require_adapters(cfg, wanted=adapters)
 
