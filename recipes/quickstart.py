@@ -80,12 +80,11 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     cfg = read_config(config)
     train = build_datasets(cfg, tokenizer=build(cfg.tokenizer), vocab_size=None, world=World()).train
     loader = build_loader(cfg, train, device=torch.device("cpu"))
-    packs = [
-        pack for batch in islice(loader, steps * loader.batches_per_step) for pack in unstack_packs(batch)
-    ]
+    batches = list(islice(loader, steps * loader.batches_per_step))
+    packs = [pack for batch in batches for pack in unstack_packs(batch)]
     lengths = [each.stop - each.start for pack in packs for each in pack.fragments]
     random.Random(0).shuffle(lengths)
-    packed = len(packs) * cfg.data["max_seq_len"]
+    packed = sum(batch.tokens.numel() for batch in batches)
     like_packed = max(1, round(len(lengths) * cfg.batch_size / max(1, len(packs))))
     small, large = (padded_tokens(lengths, batch_size=size) for size in (cfg.batch_size, like_packed))
     views = [view(pack, train.lane_config) for pack in packs[:4]]
