@@ -1,0 +1,108 @@
+"""The same samples, packed by our recipes and unpacked in torchtune's own: equal losses and weights of three steps."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.harness.stock import configs_folder, shrunk, shrunk_config, write_rows
+
+STEPS = 3
+ROWS = 12
+"""Of the data set; a step trains on all of them."""
+
+pytestmark = [
+    pytest.mark.usefixtures(shrunk.__name__),
+    pytest.mark.filterwarnings("ignore"),
+]  # torchtune's own
+
+
+def torchtunes(name: str) -> Any:
+    """Load the class of one of torchtune's recipes, which are scripts."""
+    path = configs_folder().parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"torchtunes_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (recipe,) = (
+        value
+        for key, value in vars(module).items()
+        if re.match(r"\w+Recipe\w+$", key) and key != "FTRecipeInterface"
+    )
+    return recipe
+
+
+@pytest.fixture
+def same_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let adapters begin as their shape says, whatever was drawn before."""
+
+    @torch.no_grad()
+    def fill(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(tensor.numel())
+        return tensor.copy_(torch.empty(tensor.shape).uniform_(-0.1, 0.1, generator=generator))
+
+    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", fill)
+
+
+def weights(folder: Path) -> dict[tuple[bool, str], torch.Tensor]:
+    """All saved weights, by whether they are adapters and by name."""
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        found |= {(path.name.startswith("adapter"), key): value for key, value in load_file(path).items()}
+    return found
+
+
+def losses(folder: Path) -> list[float]:
+    """The losses that torchtune's logger wrote."""
+    (log,) = folder.rglob("log_*.txt")
+    return [float(value) for value in re.findall(r"^Step \d+ \| loss:(\S+)", log.read_text(), re.M)]
+
+
+CASES = {
+    "llama3_2/1B_full_single_device": ("full_finetune", "full_finetune_single_device"),
+    "llama3_2/1B_lora_single_device": ("lora_finetune", "lora_finetune_single_device"),
+    "llama3_1/8B_lora_dpo_single_device": ("dpo", "lora_dpo_single_device"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_steps_are_those_of_torchtunes_recipe(name: str, tmp_path: Path, same_adapters: None) -> None:
+    ours, theirs = CASES[name]
+    rows = write_rows(tmp_path / "rows.json", "pairs" if ours == "dpo" else "alpaca", ROWS)
+    settings: dict[str, Any] = {
+        "dtype": "fp32", "optimizer._component_": "torch.optim.AdamW", "optimizer.lr": 1e-3, "optimizer_in_bwd": False,
+        "epochs": STEPS, "max_steps_per_epoch": None, "dataset.data_files": str(rows), "shuffle": False,
+        "batch_size": 4, "gradient_accumulation_steps": ROWS // 4,
+    }  # fmt: skip
+    if ours != "full_finetune":
+        # torchtune would merge adapters into the weights that train, at the end of each epoch on a CPU.
+        settings |= {"lr_scheduler.num_warmup_steps": 0, "save_adapter_weights_only": True}
+    if ours == "dpo":
+        del settings["optimizer_in_bwd"]
+    config = shrunk_config(name, tmp_path / "theirs", **settings)
+    recipe = torchtunes(theirs)(cfg=config)
+    recipe.setup(cfg=config)
+    recipe.train()
+    recipe.cleanup()
+    expected = weights(Path(config.output_dir, f"epoch_{STEPS - 1}"))
+
+    # All rows are in two packs, and all pairs in one.
+    packs, length = (1, 1024) if ours == "dpo" else (2, 600)
+    of_ours = {"tokenizer.max_seq_len": length, "batch_size": 1, "gradient_accumulation_steps": packs}
+    config = shrunk_config(name, tmp_path / "ours", packed=True, **settings | of_ours)
+    importlib.import_module(f"streampack_recipes.{ours}").train(config)
+    steps = losses(tmp_path / "theirs")
+    assert losses(tmp_path / "ours") == pytest.approx(steps, rel=1e-5)
+    assert steps[0] - steps[-1] > 0.01, "nothing was learned"
+    found = weights(Path(config.output_dir))
+    assert found.keys() == expected.keys()
+    apart = max(float((found[key] - value).abs().max()) for key, value in expected.items())
+    assert 0 < apart < 1e-5
