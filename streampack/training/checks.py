@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -28,6 +28,9 @@ CROSS_ENTROPIES = (
 DISTILLATION = "is of torchtune's distillation; run its recipe, with streampack.packed_dataset as the dataset"
 NOT_USED = {
     "packs_per_step": "is now gradient_accumulation_steps, the batches of one rank in a step",
+    "resume": "is now resume_from_checkpoint", "checkpoint_every": "is now save_every_n_steps",
+    "keep_checkpoints": "is now keep_last_n_checkpoints", "log_every": "is now log_every_n_steps",
+    "activation_checkpointing": "is now enable_activation_checkpointing",
     "context_parallel_dim": "is not in these recipes; streampack_examples.context_parallel shows it",
     "data_parallel_shard_dim": "follows from the ranks; set data_parallel_replicate_dim and tensor_parallel_dim",
     "teacher_model": DISTILLATION, "teacher_checkpointer": DISTILLATION, "kd_loss": DISTILLATION,
@@ -107,7 +110,10 @@ def _numbers(cfg: RunConfig) -> Iterator[str]:
 
 def _choices(cfg: RunConfig) -> Iterator[str]:
     yield from _message(require_device, cfg.device)
-    yield from _message(require, cfg.dtype, "dtype", DTYPES)
+    if cfg.dtype == "fp16":
+        yield "dtype=fp16 needs loss scaling, which these recipes do not have; set bf16 or fp32"
+    else:
+        yield from _message(require, cfg.dtype, "dtype", DTYPES)
     yield from _message(require, cfg.loss_norm, "loss_norm", LOSS_NORMS)
     yield from _message(require, cfg.attention, "attention", ATTENTIONS)
     yield from _message(require, cfg.reference, "reference", REFERENCES)
@@ -164,6 +170,8 @@ def _dataset(cfg: RunConfig) -> Iterator[str]:
         yield f"dataset={cfg.dataset!r} names no {COMPONENT}, so there is nothing to build"
         return
     packed = {node.get("packed", False) for node in nodes}
+    if any(isinstance(value, str) for value in packed):
+        return  # as the builder's argument says
     if not packed <= {True, False}:
         yield f"dataset.packed={(packed - {True, False}).pop()!r} is neither true nor false"
     elif len(packed) > 1:
@@ -314,7 +322,9 @@ def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, set[str], 
             node = OmegaConf.select(given, above) if above else given
             reason = NOT_USED.get(key)
             if reason is None or node[key]:  # null and False ask for nothing
-                problems.append(_named(error) if reason is None else f"{key} {reason}")
+                problems.append(
+                    _of_a_node(given, key) or _named(error) if reason is None else f"{key} {reason}"
+                )
             if not last or node is None or last not in node:
                 raise ValueError("\n".join(problems)) from None
             refused.add(key)
@@ -332,6 +342,16 @@ def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, set[str], 
         )
     keys = {str(key) for key in merged} if built is None else {*built}
     return merged, keys - unfilled, problems
+
+
+def _of_a_node(given: Any, key: str) -> str | None:
+    """Return a message for a key of the config that belongs into one of its nodes; None if it does not."""
+    if key in RunConfig.__dataclass_fields__:
+        return None  # its value does not fit
+    for name, node in given.items_ex(resolve=False):
+        if isinstance(node, Mapping) and key in node:
+            return f"{key} is no key by itself; set {name}.{key}"
+    return None
 
 
 def _named(error: Any) -> str:

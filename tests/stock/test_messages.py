@@ -1,0 +1,112 @@
+"""Slips in a stock config: each is refused by one line that names the key, the reason and the way out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from streampack.training.checks import loss_problems, read_config
+from tests.harness.stock import read_stock, recipe_of
+
+FULL = "llama3_2/1B_full"
+PACKED = {"dataset.packed": True, "tokenizer.max_seq_len": 4096}
+OURS = {"source": {"_component_": "streampack.JSONLSource", "paths": "a.jsonl"}, "max_seq_len": 64}
+ALPACA = {"_component_": "torchtune.datasets.alpaca_dataset"}
+
+SLIPS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"gradient_accumulation_step": 8},
+        "gradient_accumulation_step: .* Did you mean: 'gradient_accumulation_steps'",
+    ),
+    ({"packs_per_step": 8}, "packs_per_step is now gradient_accumulation_steps, "),
+    ({"activation_checkpointing": True}, "activation_checkpointing is now enable_activation_checkpointing"),
+    ({"resume": True}, "resume is now resume_from_checkpoint"),
+    ({"lr": 1e-4}, r"lr is no key by itself; set optimizer\.lr"),
+    ({"packed": True}, r"packed is no key by itself; set dataset\.packed"),
+    ({"data": OURS}, "dataset and data are two answers .*; give one"),
+    ({"dataset.packed": True}, r"dataset\.packed=True needs .*; set tokenizer\.max_seq_len"),
+    ({"dataset.packed": "yes"}, "dataset: .*: packed='yes' is text; give true or false"),
+    (
+        {"dataset": [ALPACA | {"packed": True}, ALPACA], "tokenizer.max_seq_len": 4096},
+        "dataset: some of its nodes are packed .*; give all the same",
+    ),
+    (
+        {"model": {"_component_": "torchtune.models.llama3_2.llama3_2", "max_seq_len": 2048}} | PACKED,
+        r"tokenizer\.max_seq_len=4096 is above model\.max_seq_len=2048, .*; lower",
+    ),
+    (PACKED | {"collate_fn": "torchtune.data.padded_collate_sft"}, "collate_fn=.* is for padded .*; remove one"),
+    ({"collate_fn": "torchtune.data.left_pad_sequence"}, "collate_fn=.* is for inference only; name "),
+    ({"dtype": "fp16"}, "dtype=fp16 needs loss scaling, .*; set bf16 or fp32"),
+    ({"device": "gpu"}, "device='gpu' is unknown; choose one of .*; a GPU is 'cuda'"),
+    (
+        {"enable_activation_offloading": True},
+        "enable_activation_offloading=True needs enable_activation_checkpointing=True",
+    ),
+    (
+        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": 1.0},
+        r"clip_grad_norm=1\.0 needs .* optimizer_in_bwd=True frees; leave one out",
+    ),
+    (
+        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 8},
+        "gradient_accumulation_steps=8 sums .* optimizer_in_bwd=True frees; leave one out",
+    ),
+    ({"ac_mode": "selective"}, "ac_mode='selective' needs ac_option"),
+    (
+        {"tensor_parallel_dim": 2, "optimizer.fused": False},
+        "tensor_parallel_dim=2 needs tensor_parallel_plan, such as",
+    ),
+    ({"context_parallel_dim": 2}, "context_parallel_dim is not in these recipes; .* shows it"),
+    ({"kd_ratio": 0.5}, "kd_ratio is of torchtune's distillation; run its recipe"),
+    (
+        {"model._component_": "torchtune.models.llama3_2.llama3_2_2b"},
+        "model: .*llama3_2_2b' leads to nothing .*; did you mean",
+    ),
+    (
+        {"optimizer._component_": "bitsandbytes.optim.AdamW8bit"},
+        "optimizer: .*bitsandbytes, which is not installed; install it, or name torch",
+    ),
+    ({"optimizer.learning_rate": 1e-4}, "optimizer: .* keyword argument 'learning_rate'"),
+    ({"epochs": None}, "neither epochs nor max_steps is set; say when"),
+    (
+        {"loss._component_": "torchtune.rlhf.loss.DPOLoss"},
+        "loss: .*DPOLoss is not the cross-entropy .*; name .*, or run dpo",
+    ),
+]  # fmt: skip
+
+
+def problems(name: str, changes: dict[str, Any]) -> list[str]:
+    """What is wrong with a changed stock config, in the recipe that it belongs to."""
+    config = read_stock(name)
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value, force_add=True, merge=False)
+    try:
+        cfg = read_config(config)
+    except ValueError as error:
+        return str(error).splitlines()
+    return list(loss_problems(cfg, pairs=recipe_of(name) == "dpo"))
+
+
+@pytest.mark.parametrize(("changes", "message"), SLIPS, ids=lambda each: str(each)[:40])
+def test_a_slip_is_one_line(changes: dict[str, Any], message: str) -> None:
+    (said,) = problems(FULL, changes)
+    assert re.match(message, said), said
+
+
+def test_all_slips_are_told_at_once() -> None:
+    alone = {"loss._component_", "data", *PACKED, "dataset", "optimizer.learning_rate"}
+    slips = [changes for changes, _ in SLIPS if not alone & {*changes}]
+    changes = {key: value for slip in slips for key, value in slip.items()}
+    together = problems(FULL, changes)
+    for slip in slips:
+        (said,) = problems(FULL, slip)
+        assert said in together
+    assert len(together) == len(slips) > 15
+
+
+def test_a_config_of_pairs_needs_a_loss_that_compares_them() -> None:
+    cross_entropy = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
+    (said,) = problems("llama3_1/8B_lora_dpo", cross_entropy)
+    assert "compares no pairs; name torchtune.rlhf.loss.DPOLoss" in said
