@@ -23,6 +23,7 @@ from streampack.sources.reading import spread
 from streampack.sources.source import Source
 from streampack.training.collated_rows import RowEncoder, WholeRows, collate_of
 from streampack.training.world import World
+from streampack.validation import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,9 @@ def _built(node: Node, key: str, tokenizer: Any) -> Any:
         )
     known = inspect.signature(resolve(node[COMPONENT])).parameters
     unpacked = {name: value for name, value in node.items() if name not in ("packed", "weight")}
-    with _named(key):
+    # The library below is given what the builder does not know.
+    near = [did_you_mean(name, known) for name in unpacked if name not in {*known, COMPONENT}]
+    with _named(key, "".join(near).removeprefix("; ")):
         dataset = build(unpacked | ({"packed": False} if "packed" in known else {}), tokenizer)
     if node.get("streaming"):
         raise ValueError(

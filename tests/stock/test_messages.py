@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from streampack.training.checks import loss_problems, read_config
-from tests.harness.stock import read_stock, recipe_of
+from tests.harness.stock import read_stock, recipe_of, shrunk, shrunk_config
 
 FULL = "llama3_2/1B_full"
 PACKED = {"dataset.packed": True, "tokenizer.max_seq_len": 4096}
@@ -110,3 +112,44 @@ def test_a_config_of_pairs_needs_a_loss_that_compares_them() -> None:
     cross_entropy = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
     (said,) = problems("llama3_1/8B_lora_dpo", cross_entropy)
     assert "compares no pairs; name torchtune.rlhf.loss.DPOLoss" in said
+
+
+LORA, DPO = "llama3_2/1B_lora_single_device", "llama3_1/8B_lora_dpo_single_device"
+PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
+PAIRS = "torchtune.datasets.stack_exchange_paired_dataset"
+IN_RECIPES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("full_finetune", LORA, {}, "model: .*lora_llama3_2_1b has adapters, and .*; run lora_finetune, or name"),
+    ("lora_finetune", FULL, {}, "model: .*llama3_2_1b has no adapters to train; name .*, or run full_finetune"),
+    ("lora_finetune", DPO, {}, "loss: .*DPOLoss is not the cross-entropy .*; name .*, or run dpo"),
+    ("dpo", LORA, {}, "loss: .*CEWithChunkedOutputLoss compares no pairs; name .*DPOLoss, or run full_finetune"),
+    (
+        "full_finetune", FULL, {"checkpointer.checkpoint_files": ["a.bin"]},
+        r"torchtune\.training\.FullModelHFCheckpointer: No file with name: a\.bin found in ",
+    ),
+    ("full_finetune", FULL, {"checkpointer.model_type": "GEMMA2"}, "the checkpointer's weights do not fit .*; name"),
+    (
+        "full_finetune", FULL, PACKED,
+        r"tokenizer\.max_seq_len=4096 is above the model's 2048 positions; lower it to 2048",
+    ),
+    (
+        "full_finetune", FULL, {"tensor_parallel_dim": 2, "tensor_parallel_plan": PLAN, "optimizer.fused": False},
+        ".*tensor_parallel_dim=2 need a multiple of 2 ranks, and there are 1; start more",
+    ),
+    ("full_finetune", FULL, {"dataset._component_": PAIRS}, "dataset: .* there is no 'question'; map your columns"),
+    (
+        "full_finetune", FULL, {"dataset.train_on_inputs": False},
+        "dataset: .* keyword argument 'train_on_inputs'; did you mean 'train_on_input'",
+    ),
+    ("full_finetune", FULL, {"dataset.data_files": "no.json"}, r"dataset: .*Unable to find .*no\.json'; a file of"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures(shrunk.__name__)
+@pytest.mark.filterwarnings("ignore")  # torchtune's own
+def test_a_slip_that_a_recipe_sees_is_one_line(tmp_path: Path) -> None:
+    for recipe, name, changes, message in IN_RECIPES:
+        config = shrunk_config(name, tmp_path, **changes)
+        with pytest.raises(ValueError, match=f"^{message}") as raised:
+            import_module(f"streampack_recipes.{recipe}").train(config)
+        assert "\n" not in str(raised.value)
+        assert not Path(config.output_dir, "epoch_0").exists()
