@@ -53,13 +53,15 @@ def _shielded(frame: FrameType | None) -> bool:
 
     Python only reports one in a finalizer. One within `logging` may leave the lock of all loggers held, on which every
     other thread would wait for ever. One in ``closed`` of a file, which `io` calls from C, becomes a SystemError. One
-    before a `threading.Condition` has its lock again becomes a RuntimeError about that lock, in its own ``with``.
+    before a `threading.Condition` has its lock again becomes a RuntimeError about that lock, in its own ``with``. One in
+    what filelock does around a fork lets every later lock of this process wait for ever.
     """
     while frame is not None:
         file = frame.f_code.co_filename
         if (
             frame.f_code.co_name in ("__del__", "_remove", "closed", "_acquire_restore")
             or "weakref" in file
+            or "filelock" in file
             or file == logging.__file__
         ):
             return True
