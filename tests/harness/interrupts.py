@@ -53,8 +53,8 @@ def _shielded(frame: FrameType | None) -> bool:
 
     Python only reports one in a finalizer. One within `logging` may leave the lock of all loggers held, on which every
     other thread would wait for ever. One in ``closed`` of a file, which `io` calls from C, becomes a SystemError. One
-    before a `threading.Condition` has its lock again becomes a RuntimeError about that lock, in its own ``with``. One in
-    what filelock does around a fork lets every later lock of this process wait for ever.
+    before a `threading.Condition` has its lock again becomes a RuntimeError about that lock, in its own ``with``. One
+    in what filelock does around a fork lets every later lock of this process wait for ever.
     """
     while frame is not None:
         file = frame.f_code.co_filename
