@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test slow test-eval test-ray test-torchtitan test-kernels test-lowest test-newest test-wheel try-wheel mutants stress lint format bench paper models gpu wheels docs dist publish clean
+.PHONY: help setup quickstart test slow test-eval test-ray test-torchtitan test-kernels test-lowest test-newest test-wheel try-wheel mutants stress lint format bench paper models stock-configs gpu wheels docs dist publish clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -91,6 +91,9 @@ models: setup  ## docs/guides/models.md: which families of models keep samples a
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" \
 		tests/attention/test_packed_equals_alone.py $(ARGS)
 	$(BIN)/python -m tests.harness.models_table build/models.jsonl $(if $(ARGS),--some)
+
+stock-configs: setup  ## docs/guides/stock_configs.md: torchtune's configs, made small, in our recipes; ARGS="qlora" for some
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.harness.stock_table $(ARGS)
 
 # A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are
 # installed beside that torch: a virtual environment would not see it, and often the torch lives in one itself.

@@ -138,6 +138,8 @@ def shrunk_config(name: str, folder: Path, *, packed: bool = False, **changes: A
         _data(node, folder)
     if "image_size" in config.model:
         config.model.image_size = config.tokenizer.image_size = IMAGE_SIZE
+    if "quantizer" in config:
+        config.quantizer.groupsize = 32
     for key in ("checkpointer", "ref_checkpointer"):
         if key in config:
             config[key].checkpoint_dir = str(_weights(config, config[key], folder))
