@@ -175,8 +175,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # Datasets and loaders.
     "strategy": (
         lambda: packs(ROWS, strategy="bfd"),
-        "strategy='bfd' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'; for documents that "
-        "continue in the next pack set split_across_pack=True",
+        "strategy='bfd' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit', 'padded'; for documents "
+        "that continue in the next pack set split_across_pack=True",
     ),
     "shuffle as text": (
         lambda: packs(ROWS, shuffle="no"),
@@ -292,7 +292,7 @@ def test_a_mistake_is_named_with_its_way_out(
         ("data.source._component_", "my_code.Rows", "if you trust my_code, say so outside of the config: --trust"),
         ("data.encoder", "streampack.TextEncoder", "is text; write it as a component: {_component_: streampack.Te"),
         ("checkpointer.checkpoint_dir", "models/llama", "is no folder; download the weights, or correct the path"),
-        ("data", [{"tokens": [3, 4], "labels": [-100, -100]}] * 40, "the first batch trains nothing: every label is"),
+        ("data", [{"tokens": [3, 4], "labels": [-100, -100]}] * 40, "data: the first batch trains nothing: every"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )  # fmt: skip

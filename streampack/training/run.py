@@ -211,8 +211,8 @@ class Run:
             first = next(iter(self.loader), None)
             if first is None or not int(first.num_trained):
                 raise ValueError(
-                    "the first batch trains nothing: every label is masked, or was cut off; check the roles of the "
-                    "messages, overlong and max_seq_len"
+                    "data: the first batch trains nothing: every label is masked, or was cut off; check the roles "
+                    "of the messages, overlong and max_seq_len"
                 )
             raise Checked
         written = shown(self.raw)

@@ -41,12 +41,12 @@ def train(recipe: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> torch.Te
     logits: list[torch.Tensor] = []
     end = Run.end
 
-    def with_logits(run: Run) -> Any:
+    def with_logits(run: Run, evaluate: Any) -> Any:
         run.model.eval()
         with torch.no_grad():
             out = run.model(TOKENS)
         logits.append(torch.cat(out, dim=1) if isinstance(out, list) else out)
-        return end(run)
+        return end(run, evaluate)
 
     monkeypatch.setattr(Run, "end", with_logits)
     recipe.train(config)

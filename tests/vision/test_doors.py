@@ -160,7 +160,7 @@ def test_a_resume_goes_on_with_the_weights_of_text_models(kind: str, tmp_path: P
 
     whole = trained(4, tmp_path / "whole")
     trained(2, tmp_path / "parts")
-    parts = trained(4, tmp_path / "parts", resume_from_checkpoint=True)
+    parts = trained(4, tmp_path / "parts", resume=True)
     assert all(map(torch.equal, whole, parts))
 
 
@@ -261,7 +261,7 @@ def test_inspect_shows_both_budgets_and_images() -> None:
     assert report.chosen.packs == len(packs)
     assert report.chosen.media == pytest.approx(24 / (6 * len(packs)))
     assert report.chosen.padding == pytest.approx(dataset.ledger().padding)
-    assert {outcome.name for outcome in report.outcomes} >= {"exact_fit", "next_fit", "padding"}
+    assert {outcome.name for outcome in report.outcomes} >= {"exact_fit", "next_fit", "padded"}
     page = report_page(report)
     shown = [each for pack in report.packs for each in pack.sequences]
     assert sum(len(each.thumbnails) for each in shown) == sum(each.media for each in shown) > 0
