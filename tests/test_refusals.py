@@ -175,8 +175,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # Datasets and loaders.
     "strategy": (
         lambda: packs(ROWS, strategy="bfd"),
-        "strategy='bfd' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit', 'padded'; for documents "
-        "that continue in the next pack set split_across_pack=True",
+        "strategy='bfd' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit', 'padded'; for "
+        "documents that continue in the next pack set split_across_pack=True",
     ),
     "shuffle as text": (
         lambda: packs(ROWS, shuffle="no"),
