@@ -39,7 +39,9 @@ def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, ru
         packs = world.run_on_main(lambda: _packs_of_epoch(config, loader), of="an estimate")
         left = max(0, config.epochs * packs - loader.ledger().packs)
         if left < math.inf:
-            steps = min(steps, run["step"] + math.ceil(left / loader.packs_per_step))
+            epochs, rest = divmod(left, max(1, packs))  # no step mixes two epochs
+            of_epoch, of_rest = (math.ceil(part / loader.packs_per_step) for part in (packs, rest))
+            steps = min(steps, run["step"] + int(epochs) * of_epoch + of_rest)
         steps = max(before, steps)
     steps = int(steps)
     if before and steps != before and config.lr_scheduler is not None and world.is_main:

@@ -101,10 +101,10 @@ def test_three_steps_are_those_of_torchtunes_recipe(
     recipe.cleanup()
     expected = weights(Path(config.output_dir, f"epoch_{epochs - 1}"))
 
-    # All rows are in two packs, and all pairs in one.
-    packs, length = (1, 1024) if ours == "dpo" else (2, 600)
     if packed:
-        settings |= {"tokenizer.max_seq_len": length, "batch_size": 1, "gradient_accumulation_steps": packs}
+        # All rows are in a step: in two packs, and the pairs in one. Three such epochs are three steps of the schedule.
+        length = 1024 if ours == "dpo" else 600
+        settings |= {"tokenizer.max_seq_len": length, "batch_size": 1, "gradient_accumulation_steps": 2}
     config = shrunk_config(name, tmp_path / "ours", packed=packed, **settings)
     importlib.import_module(f"streampack_recipes.{ours}").train(config)
     steps = losses(tmp_path / "theirs")
