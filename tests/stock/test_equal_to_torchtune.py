@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.harness.stock import configs_folder, shrunk, shrunk_config, write_rows
+from tests.harness.stock import configs_folder, shrunk, shrunk_config
+from tests.harness.stock_files import write_rows
 
 STEPS = 3
 ROWS = 12

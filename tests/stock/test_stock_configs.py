@@ -10,7 +10,8 @@ import pytest
 from streampack_recipes import full_finetune
 
 from streampack.training.checks import loss_problems, read_config
-from tests.harness.stock import alpaca_rows, read_stock, recipe_of, shrunk, shrunk_config, stock_names
+from tests.harness.stock import read_stock, recipe_of, shrunk, shrunk_config, stock_names
+from tests.harness.stock_files import alpaca_rows
 from tests.harness.stock_table import read_rows, row
 from tests.harness.torchvision_stub import import_vision_models
 
