@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +93,25 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
     if isinstance(node, list | tuple):
         return [build(value, inject=inject) for value in node]
     return node
+
+
+@contextmanager
+def errors_of(key: str, way_out: str = "", *, of_files: str = "") -> Iterator[None]:
+    """Raise the errors of components in one line that begins with their key and ends with what to do.
+
+    ``of_files`` is the way out where a file is missing or cannot be read; default: ``way_out``.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever a component or a library below it may raise
+        what = next(iter(str(error).splitlines()), "") or type(error).__name__
+        if isinstance(error, KeyError) and " " not in what:
+            what = f"there is no {what}"
+        elif not isinstance(error, ValueError):
+            what = f"{type(error).__name__}: {what}"
+        if isinstance(error.__cause__ or error, OSError):
+            way_out = of_files or way_out
+        raise ValueError(f"{key}: {what}{way_out and '; '}{way_out}") from error
 
 
 def component_problems(node: Any, where: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ from torch import nn
 from torchtune import training
 
 from streampack.attention import Inputs
-from streampack.instantiate import build
+from streampack.instantiate import build, errors_of
 from streampack.packing.batch import Batch
 from streampack.sources.bad_records import quarantine_for
 from streampack.training.checkpoint import Checkpoints, read_run
@@ -140,8 +140,10 @@ class Run:
     def load_base(self) -> Weights:
         """Collective: build tokenizer and checkpointer, and return the weights of the base model."""
         with self.world.main_first():
-            self.tokenizer = build(self.cfg.tokenizer)
-            self.checkpointer = build(self.cfg.checkpointer)
+            with errors_of("tokenizer", "check the files that it names"):
+                self.tokenizer = build(self.cfg.tokenizer)
+            with errors_of("checkpointer", "check checkpoint_dir and checkpoint_files"):
+                self.checkpointer = build(self.cfg.checkpointer)
         weights: Weights = self.checkpointer.load_checkpoint()[training.MODEL_KEY]
         return weights
 

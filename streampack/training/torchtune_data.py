@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streampack.instantiate import COMPONENT, build, resolve
+from streampack.instantiate import COMPONENT, build, errors_of, resolve
 from streampack.packing.collated import Collate
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.encoders.answers import group_of
@@ -162,22 +161,6 @@ def _common(what: str, values: Sequence[bool], key: str) -> bool:
     return values[0]
 
 
-@contextmanager
-def _named(key: str, way_out: str = "") -> Iterator[None]:
-    """Raise the errors of builders in one line that begins with the key."""
-    try:
-        yield
-    except Exception as error:  # whatever a builder or a library below it may raise
-        what = next(iter(str(error).splitlines()), "") or type(error).__name__
-        if isinstance(error, KeyError) and " " not in what:
-            what = f"there is no {what}"
-        elif not isinstance(error, ValueError):
-            what = f"{type(error).__name__}: {what}"
-        if isinstance(error.__cause__ or error, OSError):
-            way_out = LOCAL_FILE
-        raise ValueError(f"{key}: {what}{way_out and '; '}{way_out}") from error
-
-
 def _built(node: Node, key: str, tokenizer: Any) -> Any:
     """Build a dataset without torchtune's packing, and check that its rows have numbers."""
     if node.get("packed") and node[COMPONENT].startswith("torchtune.datasets.multimodal."):
@@ -188,7 +171,7 @@ def _built(node: Node, key: str, tokenizer: Any) -> Any:
     unpacked = {name: value for name, value in node.items() if name not in ("packed", "weight")}
     # The library below is given what the builder does not know.
     near = [did_you_mean(name, known) for name in unpacked if name not in {*known, COMPONENT}]
-    with _named(key, "".join(near).removeprefix("; ")):
+    with errors_of(key, "".join(near).removeprefix("; "), of_files=LOCAL_FILE):
         dataset = build(unpacked | ({"packed": False} if "packed" in known else {}), tokenizer)
     if node.get("streaming"):
         raise ValueError(
@@ -201,7 +184,7 @@ def _built(node: Node, key: str, tokenizer: Any) -> Any:
 def _first_row(dataset: Any, node: Node, key: str, collate: Collate | None) -> Mapping[str, Any]:
     """Return the first row of a dataset, after a trial of all that is done with rows."""
     way_out = "map your columns by column_map or column, or mend the row"
-    with _named(f"{key}: {node[COMPONENT]}: the first row", way_out):
+    with errors_of(f"{key}: {node[COMPONENT]}: the first row", way_out, of_files=LOCAL_FILE):
         if not len(dataset):
             raise ValueError("is missing: the data are empty")
         row: Mapping[str, Any] = dataset[0]
@@ -214,7 +197,7 @@ def _first_row(dataset: Any, node: Node, key: str, collate: Collate | None) -> M
                 raise ValueError(f"has images; {way_out}")
             encoder(row)
     if collate is not None:
-        with _named(
+        with errors_of(
             "collate_fn cannot take the first row", "it is for rows of another kind; remove the key for text"
         ):
             batch = collate([dict(row)])

@@ -124,7 +124,7 @@ IN_RECIPES: list[tuple[str, str, dict[str, Any], str]] = [
     ("dpo", LORA, {}, "loss: .*CEWithChunkedOutputLoss compares no pairs; name .*DPOLoss, or run full_finetune"),
     (
         "full_finetune", FULL, {"checkpointer.checkpoint_files": ["a.bin"]},
-        r"torchtune\.training\.FullModelHFCheckpointer: No file with name: a\.bin found in ",
+        r"checkpointer: torchtune\.training\.FullModelHFCheckpointer: No file with name: a\.bin found in ",
     ),
     ("full_finetune", FULL, {"checkpointer.model_type": "GEMMA2"}, "the checkpointer's weights do not fit .*; name"),
     (

@@ -99,7 +99,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"optimizer.lr": -1.0}, "optimizer: torch.optim.AdamW: Invalid learning rate: -1.0"),
     (
         {"tokenizer": {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": "{folder}/no"}},
-        "RuntimeError: NOT_FOUND: ",
+        "tokenizer: RuntimeError: NOT_FOUND: ",
     ),
     (
         {"checkpointer.checkpoint_files": ["model.safetensors"]},
