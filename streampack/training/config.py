@@ -187,6 +187,9 @@ class RunConfig:
     log_rows: bool = False
     profiler: Node | None = None
 
+    def __post_init__(self) -> None:
+        self.fsdp_cpu_offload |= bool((self.fsdp or {}).get("cpu_offload"))
+
     @property
     def most_steps(self) -> float:
         """Steps after which a run ends, whatever its data; infinity if only the data end it."""
@@ -199,14 +202,6 @@ class RunConfig:
     def packs_of_rank(self) -> int:
         """Packs of one rank in an optimizer step."""
         return self.batch_size * self.gradient_accumulation_steps
-
-    @property
-    def packed(self) -> bool:
-        """Whether samples are packed; of ``dataset`` what its nodes say, of ``data`` all but the strategy "padded"."""
-        if self.data is not None:
-            return self.data.get("strategy") != "padded"
-        nodes = self.dataset if isinstance(self.dataset, list) else [self.dataset]
-        return bool(nodes[0].get("packed", False))
 
 
 def require_device(device: str) -> None:

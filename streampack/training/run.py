@@ -387,11 +387,11 @@ def open_run(
             run.over = {"step": end}
             yield run
             return
-        if check and cfg.data is not None:
+        if not check:
+            run.checkpoints, run.saved_step = open_checkpoints(cfg, world=run.world)
+        elif cfg.data is not None:
             kept = quarantine_for(cfg.data.get("skip_bad"))
             cfg.data["skip_bad"] = kept and replace(kept, folder=None)
-        else:
-            run.checkpoints, run.saved_step = open_checkpoints(cfg, world=run.world)
         seed = run.world.run_on_main(lambda: saved_seed(cfg), of="a seed")
         run.seed = run.world.broadcast(SystemRandom().randrange(2**31)) if seed is None else seed
         cfg.seed = run.seed

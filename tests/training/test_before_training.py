@@ -216,6 +216,14 @@ def test_validate_probes_the_model(sound: Any) -> None:
     assert validate(changed(sound, LEAKY), "--no-files") == []
 
 
+def test_validate_looks_for_no_checkpoint(sound: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {"source": "json", "data_files": "{folder}/columns.jsonl", "split": "train"}
+    dataset = {"_component_": "torchtune.datasets.text_completion_dataset", "column": "txt", **rows}
+    changes = {"data": ..., "dataset": dataset, "validation": None, "resume_from_checkpoint": True}
+    assert checks.validate(changed(sound, changes), train_of=lambda _: train) == []
+    assert "no checkpoint" not in capsys.readouterr().out
+
+
 def test_validate_probes_how_answers_share_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(

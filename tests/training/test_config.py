@@ -123,6 +123,11 @@ def test_all_that_a_config_must_not_have_is_named_at_once() -> None:
     assert len(said) == len(begins), "and nothing else is said"
 
 
+def test_offloading_by_the_nested_key_is_offloading() -> None:
+    for wanted in (True, False):
+        assert read_config(written({"fsdp": {"cpu_offload": wanted}})).fsdp_cpu_offload == wanted
+
+
 def test_only_the_environment_adds_to_what_a_config_may_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
