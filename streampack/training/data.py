@@ -15,7 +15,7 @@ import torch
 
 from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
-from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.batch import Batch, stack_packs, trains
 from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
@@ -30,7 +30,7 @@ from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
 from streampack.training.torchtune_data import RunRows, torchtune_rows
 from streampack.training.world import World
-from streampack.types import IGNORE_INDEX, Pack, Sample
+from streampack.types import Pack, Sample
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,6 @@ def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int 
             f"the validation rows{of} train nothing in {len(packs)} pack(s): every label is masked; hold out other rows"
         )
     return packs
-
-
-def trains(pack: Pack) -> bool:
-    """Return whether a label of a pack is trained."""
-    first = () if pack.groups is None else pack.groups.first_labels
-    return bool((pack.labels != IGNORE_INDEX).any()) or any(label != IGNORE_INDEX for label in first)
 
 
 def build_loader(
