@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.lengths import DISTRIBUTIONS, lengths
-from streampack import prefill
+from examples.prepacked_prefill import prefill
 from tests.harness.hf_models import build
 
 BATCH = 16

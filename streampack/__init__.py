@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from streampack.packing.groups import Group
     from streampack.packing.planner import plan_packs
     from streampack.scoring import Score, score
-    from streampack.scoring.prefill import prefill
     from streampack.sources import (
         DatatroveSource,
         FlatTokensSource,
@@ -112,7 +111,6 @@ __all__ = [
     "method_loader",
     "packed_dataset",
     "plan_packs",
-    "prefill",
     "prepare_model_for_packing",
     "prepare_trainer_for_packing",
     "score",
@@ -134,7 +132,6 @@ _MODULES = {
     "packing.media": "MediaSample",
     "packing.planner": "plan_packs",
     "scoring": "Score score",
-    "scoring.prefill": "prefill",
     "sources": "DatatroveSource FlatTokensSource HFSource Holdout IterableSource JSONLSource MDSSource MapSource "
     "MegatronSource Mix ParquetSource Source TokenShardSource",
     "sources.bad_records": "Quarantine",

@@ -30,7 +30,9 @@ STOCK = {
     "full": "full_finetune",
 }
 """Our recipe for a config of torchtune's, by the first of these words in its name."""
-EXAMPLES = ("chat_sft", "vision_sft", "hf_trainer", "trl_sft", "torchtitan_packs", "context_parallel")
+EXAMPLES = (
+    "chat_sft", "vision_sft", "hf_trainer", "trl_sft", "torchtitan_packs", "context_parallel", "prepacked_prefill",
+)  # fmt: skip
 """Scripts to copy: ``python -m streampack_examples.chat_sft`` runs one as it is."""
 
 

@@ -193,7 +193,7 @@ def test_arguments_mean_what_they_mean_to_hf(folder: Path, arguments: str, setti
 
 @pytest.mark.parametrize(
     "arguments",
-    [",max_seq_len=40", ",max_seq_len=4096,share_prefix=False", ",prefill=False", ",attention=dense"],
+    [",max_seq_len=40", ",max_seq_len=4096,share_prefix=False", ",attention=dense"],
 )
 def test_our_own_arguments_change_no_figure(folder: Path, arguments: str) -> None:
     check_same(evaluate(folder, "streampack", arguments=arguments), evaluate(folder, "hf"))
@@ -280,14 +280,10 @@ def test_refusals(folder: Path, family: str, arguments: dict[str, Any], message:
     assert str(error.value).startswith(message)
 
 
-def test_a_family_that_cannot_be_prefilled_is_scored_and_says_what_to_do(folder: Path) -> None:
+def test_a_family_whose_cache_is_a_state_is_evaluated(folder: Path) -> None:
     (folder / "mamba").mkdir(exist_ok=True)
     write_model(folder / "mamba", "mamba", state_size=4)
-    with pytest.raises(
-        ValueError, match="cannot cut the caches of mamba .* padded batches of prompts; set prefill=False"
-    ):
-        evaluate(folder, "streampack", model="mamba", tasks=["answers"])
-    ours = evaluate(folder, "streampack", model="mamba", arguments=",prefill=False,max_length=64")
+    ours = evaluate(folder, "streampack", model="mamba", arguments=",max_length=64")
     assert ours["results"]["texts"]["bits_per_byte,none"] > 0
 
 

@@ -53,13 +53,3 @@ def a_torn_line_counted_as_a_row(good, *args, out, **settings):
         if lines := [line for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]:
             path.write_bytes(b"".join([*lines, lines[-1]]))
     return good(*args, out=out, **settings)
-
-
-@replaces("streampack:prefill")
-def first_token_of_padded_prompts_masked(good, *args, **settings):
-    """``prefill`` masks the first token of each prompt that has padding, and positions count from the second."""
-    found = good(*args, **settings)
-    mask = found["attention_mask"]
-    padded = (mask == 0).any(1) & (mask.sum(1) > 1)
-    mask[padded, mask[padded].argmax(1)] = 0
-    return found

@@ -1,4 +1,4 @@
-"""The model class ``streampack`` of lm-evaluation-harness: its class ``hf``, with packs in place of padded batches."""
+"""The model class ``streampack`` of lm-evaluation-harness: its class ``hf``, with log-likelihoods from packs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from streampack.attention import prepare_model_for_packing
-from streampack.scoring.prefill import prefill
 from streampack.scoring.score import score
 from streampack.validation import require_positive
 
@@ -29,8 +28,8 @@ class PackedLM(HFLM):  # type: ignore[misc]
 
     Texts, tokens, truncation and results are those of the harness's class ``hf``, and so are its arguments, but for
     ``backend="seq2seq"``, and a ``softmax_dtype`` other than ``float32``, in which all probabilities are computed.
-    ``batch_size`` is the number of prompts that are generated from together; requests for log-likelihoods are packed
-    as they fit, whatever it is.
+    Requests for log-likelihoods are packed as they fit, whatever ``batch_size`` is. Text is generated from padded
+    batches, as by ``hf``.
 
     Args:
         pretrained: a name or path of a model, or a model.
@@ -38,7 +37,6 @@ class PackedLM(HFLM):  # type: ignore[misc]
             has positions.
         attention: see `prepare_model_for_packing`.
         share_prefix: whether what requests begin with is computed once, such as examples and the question.
-        prefill: whether prompts are computed in packs before text is generated. False: in padded batches.
         kwargs: of the class ``hf``.
 
     Raises:
@@ -54,7 +52,6 @@ class PackedLM(HFLM):  # type: ignore[misc]
         max_seq_len: int | None = None,
         attention: str = "auto",
         share_prefix: bool = True,
-        prefill: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(pretrained, **kwargs)
@@ -73,7 +70,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
             max_seq_len = self._default_max_seq_len()
         self.max_seq_len = require_positive(max_seq_len, "max_seq_len")
         self.inputs.require_length(self.max_seq_len)
-        self.share_prefix, self.prefill = share_prefix, prefill
+        self.share_prefix = share_prefix
 
     def _default_max_seq_len(self) -> int:
         try:
@@ -123,31 +120,6 @@ class PackedLM(HFLM):  # type: ignore[misc]
                 if texts is not None:  # windows of a longer text have none
                     self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
-
-    def _model_generate(
-        self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
-    ) -> torch.Tensor:
-        """Generate from a padded batch of prompts, whose caches are filled in packs."""
-        mask = generation_kwargs["attention_mask"].bool()
-        empty = not bool(mask.any(1).all())  # such a row has padding only, which generate goes on from
-        if self.prefill and not empty and "cache_implementation" not in generation_kwargs:
-            prompts = [row[kept] for row, kept in zip(context, mask, strict=True)]
-            try:
-                with self._autocast():
-                    filled = prefill(
-                        self.model,
-                        prompts,
-                        max_seq_len=max(self.max_seq_len, context.shape[1]),
-                        pad_token_id=self.tokenizer.pad_token_id,
-                    )
-            except ValueError as error:
-                raise ValueError(f"{error}; set prefill=False to do so") from None
-            cache = filled["past_key_values"]
-            if (beams := generation_kwargs.get("num_beams") or 1) > 1:
-                cache.batch_repeat_interleave(beams)
-            generation_kwargs["past_key_values"] = cache
-        generated: torch.Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
-        return generated
 
     def _autocast(self) -> torch.autocast:
         """Return the context of ``mixed_precision_dtype``, as ``hf`` has it."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from streampack import prefill, prepare_model_for_packing
+from examples.prepacked_prefill import prefill
+from streampack import prepare_model_for_packing
 from tests.harness.hf_models import FAMILIES, VOCAB, Wrapper, build, sizes_of
 from tests.harness.hybrid_models import HYBRIDS
 from tests.harness.other_families import ISOLATED

@@ -1,4 +1,7 @@
-"""`prefill`: the caches of many prompts, filled by forward passes over packs."""
+"""Prefill: the caches of many prompts, filled by forward passes over packs; for caches of keys and values.
+
+The method is prepacking, arXiv:2404.09529. tests/scoring/test_prepacked_prefill.py compares with each prompt alone.
+"""
 
 from __future__ import annotations
 
