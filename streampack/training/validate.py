@@ -43,15 +43,14 @@ def validate(
         cfg = read_config(config)
     except ValueError as error:
         return str(error).splitlines()
-    problems = training_problems(cfg)
-    if train_of is not None:
-        problems += _checkpoint_problems(cfg.checkpointer)
     pairs = (
         cfg.loss is not None and cfg.loss[COMPONENT] not in CROSS_ENTROPIES
         if recipe is None
         else recipe == "dpo"
     )
-    problems += loss_problems(cfg, pairs=pairs, adapters=recipe == "lora_finetune")
+    problems = _recipe_problems(
+        cfg, pairs=pairs, adapters=recipe == "lora_finetune", files=train_of is not None
+    )
     found: list[bool] = []
     wanted = None if recipe is None or pairs else recipe == "lora_finetune"
     problems += _caught("model", lambda: found.append(require_adapters(cfg, wanted=wanted)))
@@ -81,18 +80,19 @@ def _caught(where: str, act: Callable[[], Any]) -> list[str]:
     return []
 
 
-def training_problems(cfg: RunConfig) -> list[str]:
-    """Return the problems of optimizer and schedule, by building them for a model of one parameter.
+def _recipe_problems(cfg: RunConfig, *, adapters: bool | None, pairs: bool, files: bool) -> list[str]:
+    """Return what of a config does not fit a recipe, besides its model. ``files``: look for those of its weights, too.
 
-    A run asks, too, before it reads weights.
+    Optimizer and schedule are built for a model of one parameter.
     """
+    problems = [*loss_problems(cfg, pairs=pairs, adapters=adapters)]
     made: list[Any] = []
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    problems = _caught("optimizer", lambda: made.append(build(cfg.optimizer, parameters)))
+    problems += _caught("optimizer", lambda: made.append(build(cfg.optimizer, parameters)))
     if made:
         inject = {"optimizer": made[0], "num_training_steps": SCHEDULE_STEPS}
         problems += _caught("lr_scheduler", lambda: build(cfg.lr_scheduler, inject=inject))
-    return problems
+    return problems + [*_checkpoint_problems(cfg.checkpointer)] * files
 
 
 def require_recipe(cfg: RunConfig, *, adapters: bool | None, pairs: bool) -> bool:
@@ -100,7 +100,7 @@ def require_recipe(cfg: RunConfig, *, adapters: bool | None, pairs: bool) -> boo
 
     ``adapters`` and ``pairs`` are what the recipe trains, see `streampack.training.run.open_run`.
     """
-    if problems := [*loss_problems(cfg, pairs=pairs, adapters=adapters), *training_problems(cfg)]:
+    if problems := _recipe_problems(cfg, adapters=adapters, pairs=pairs, files=True):
         raise ValueError("\n".join(problems))
     return require_adapters(cfg, wanted=adapters)
 

@@ -157,6 +157,13 @@ def test_what_does_not_fit_the_recipe_is_one_problem(
         assert problem.removeprefix(f"recipe {recipe}: ").startswith(message)
 
 
+def test_a_run_names_a_mistake_in_its_checkpointer(sound: Any) -> None:
+    with pytest.raises(
+        ValueError, match="checkpointer.model_type='LAMA3' is unknown; did you mean 'LLAMA3'?"
+    ):
+        train(changed(sound, {"checkpointer.model_type": "LAMA3"}))
+
+
 def test_weights_of_another_model_are_refused_by_their_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^{UNFIT}size mismatch .*24, 16"):
         train(tiny_config(tmp_path, **{"model.vocab_size": 24, "model.num_layers": 2}))
