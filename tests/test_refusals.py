@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "array": (
         lambda: of_text('[{"text": "a"}]'),
-        "rows.jsonl:1: it is a JSON array; write each row on a line (jq -c '.[]' rows.jsonl > rows.jsonl.jsonl),",
+        "rows.jsonl:1: it is a JSON array: let its name end in .json",
     ),
     "text file": (
         lambda: of_text("hello world\n"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from streampack.storage.ranges import Fetcher
 from streampack.storage.read_ahead import NO_READ_AHEAD, READ_AHEAD, ReadAhead
 from streampack.types import RowId
 
+WHOLE_FILE_PARTS = 2
+"""A file that is at most as large as this number of parts is not cut, where cutting it takes reading it."""
 PARTS_PER_LANE = 16
 """Enough parts that a sorted corpus is mixed when they are shuffled, and so few that each is a long read."""
 
@@ -259,6 +262,53 @@ def divide(
                 yield Part(number, start, stop), sizes[number] * (stop - start) / length
 
     return deal(parts(), num_lanes)
+
+
+def divide_scanned(
+    files: Sequence[File],
+    num_lanes: int,
+    *,
+    scanned: Collection[int],
+    starts_after: Callable[[int, Sequence[int]], Sequence[int]],
+    parallel_map: ParallelMap,
+    least: int = 1,
+) -> list[list[Part]]:
+    """Divide files by bytes, as `divide` does. In some of them only a scan finds where records begin.
+
+    A file that cannot be read from the middle, or is empty, is not cut. A scanned one is cut if it is larger than two
+    parts.
+
+    Args:
+        files: the files of the corpus.
+        num_lanes: how many lanes.
+        scanned: numbers of the files to scan.
+        starts_after: ``(number, places)`` returns for each byte the one where the next record of the file begins, or
+            the file's size.
+        parallel_map: divides the files to scan among ranks, or threads.
+        least: as for `divide`.
+    """
+    sizes = [file.size for file in files]
+    step = max(least, sum(sizes) // (num_lanes * PARTS_PER_LANE))
+    # An empty file is a part, too, so that a lane lists it as a bad record.
+    whole = {number for number, file in enumerate(files) if not file.seekable or not file.size}
+    whole |= {number for number in scanned if sizes[number] <= WHOLE_FILE_PARTS * step}
+    lanes = divide(sizes, num_lanes, whole=whole, least=least)
+    cuts: dict[int, list[int]] = {}
+    for part in sorted(chain.from_iterable(lanes)):
+        if part.start and part.file in scanned:
+            cuts.setdefault(part.file, []).append(part.start)
+    found = parallel_map(lambda number: starts_after(number, cuts[number]), [*cuts])
+    moved = {
+        (number, place): start
+        for number, starts in zip(cuts, found, strict=True)
+        for place, start in zip(cuts[number], starts, strict=True)
+    }
+
+    def aligned(part: Part) -> Part:
+        start, stop = (moved.get((part.file, place or 0), place) for place in part[1:3])
+        return part._replace(start=start or 0, stop=stop)
+
+    return [[part for part in map(aligned, lane) if part.start != part.stop] for lane in lanes]
 
 
 def places(lengths: Sequence[int], wanted: int) -> list[tuple[int, int]]:

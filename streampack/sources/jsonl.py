@@ -1,55 +1,50 @@
-"""`JSONLSource`: JSON lines. Plain files are cut into byte ranges; each compressed file is one part."""
+"""`JSONLSource`: JSON lines, and arrays of JSON objects."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 from typing_extensions import override
 
-from streampack.sources.examples import EXAMPLES, Example, example
-from streampack.sources.files import FileSource, divide, places
-from streampack.sources.other_kinds import like_row, other_kind, way_out
+from streampack.sources.json_array import array_records, starts_after
+from streampack.sources.lines import BYTE_ORDER_MARK, LONGEST_LINE, LineSource, torn
+from streampack.sources.other_kinds import like_row, one_object, other_kind, way_out
 from streampack.sources.parts import Damage, Part, Record
-from streampack.sources.reading import spread
-from streampack.storage.base import EMPTY, ParallelMap, map_in_threads, path_in
-from streampack.storage.compression import BUFFER_BYTES, COMPRESSED, DAMAGED, content
-from streampack.storage.listing import Name, find_files
-from streampack.storage.ranges import Fetcher, RangeStream, tail_of
+from streampack.storage.base import path_in
+from streampack.storage.compression import COMPRESSED, DAMAGED, content
+from streampack.storage.listing import Name
+from streampack.storage.ranges import Fetcher, RangeStream, blocks, tail_of
 from streampack.storage.retries import Storage
 from streampack.types import RowId
-from streampack.validation import require_positive
 
 JSON_LINES = tuple(f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *COMPRESSED))
-LONGEST_LINE = 1 << 26  # bytes
-# Bytes; where parts are shorter than most lines, opening them takes longer than reading their lines.
-LEAST_PART = 256
-COUNTED_BYTES = 1 << 24  # of a file before a row, in which its lines are counted: many rows may be located
-SKIPPED_BYTES = BUFFER_BYTES // 4  # that are read at a time where they are not kept
-LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind
-PROBED_FILES = 16  # compressed files that `sample` reads from
-PROBED_BYTES = 1 << 22  # bytes of content that `sample` decompresses of each, to learn how well they compress
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-NEWLINE = b"\n"
+JSON = tuple(f".json{packed}" for packed in ("", *COMPRESSED))
+LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind, or an array
 
 _scan = json.JSONDecoder().raw_decode
 
 
-class JSONLSource(FileSource):
-    r"""One JSON object a line, in one file, several, or whatever a glob finds.
+class JSONLSource(LineSource):
+    r"""JSON objects: one a line, or the records of a JSON array, in files, folders, or whatever a glob finds.
+
+    A file whose name ends in ``.json`` may hold an array, in any layout: its first bracket tells. The records are found
+    by their brackets, so a file is never held in memory. A record that is no JSON is a bad record; where a quote or
+    bracket is missing, the rest of the file may be one. An array within an object is refused.
 
     Files may be compressed: ``.gz``, ``.bz2``, ``.xz``, ``.zst`` or ``.zstd``, and ``.lz4``. One that was cut off gives
     the rows that are complete, then a bad record.
 
-    Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. In a
-    compressed file one cannot seek: it is one part, and a resume reads it again from its start. If there are fewer such
-    files than lanes to fill, several lanes read the same file and take turns with its rows; the log says so. The list
-    of files and their sizes is fixed at construction. For ``hf://`` paths the commit is fixed too, and logged: if the
-    branch moves, the run keeps reading that commit, and to resume it, name the commit:
+    Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. For that,
+    an array is scanned once when a run starts (1 GB takes two to three seconds), unless each lane has several files. In
+    a compressed file one cannot seek: it is one part, and a resume reads it again from its start. If there are fewer
+    such files than lanes to fill, several lanes read the same file and take turns with its rows; the log says so. The
+    list of files and their sizes is fixed at construction. For ``hf://`` paths the commit is fixed too, and logged: if
+    the branch moves, the run keeps reading that commit, and to resume it, name the commit:
     ``hf://datasets/org/name@<commit>/*.jsonl``.
 
     >>> import tempfile, pathlib
@@ -62,26 +57,19 @@ class JSONLSource(FileSource):
     Args:
         paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others);
             globs and folders where the storage can list files, as a web server cannot. Of a folder, the ``.jsonl`` and
-            ``.ndjson`` files in it, at any depth, and no hidden ones.
+            ``.ndjson`` files in it, at any depth, and no hidden ones; if it has none, the ``.json`` files.
         manifest: instead of ``paths``, a text file with a file's name on each line, or what `Corpus.manifest` returns;
             with sizes, no file is looked at before it is read. Names are relative to the manifest's folder, or to
             ``paths``.
         storage: how the files are read: a `Storage`, or a mapping of its arguments: ``options`` of the storage behind
             URLs, ``timeout`` of a request, and ``max_outage``, the minutes for which a read that fails is tried again.
-        max_line_bytes: bytes of the longest line, decompressed. A longer line is a broken record, of which no more than
-            that is held in memory.
+        max_line_bytes: bytes of the longest line or record, decompressed. A longer one is a broken record,
+            of which no more than that is held in memory.
 
     Raises:
         ValueError: if nothing matches, no file can be read, or one is named twice. When rows are read, with file and
             line: for lines that are not JSON objects, or too long.
     """
-
-    unit = "byte"
-    near = 1 << 18
-    whole = "compressed file"
-    probed_by_bytes = True
-    bytes_read = 0
-    """Bytes of lines, decompressed, that this object has read in this process."""
 
     def __init__(
         self,
@@ -91,24 +79,21 @@ class JSONLSource(FileSource):
         storage: Storage | Mapping[str, Any] | None = None,
         max_line_bytes: int = LONGEST_LINE,
     ) -> None:
-        self.max_line_bytes = require_positive(max_line_bytes, "max_line_bytes")
-        super().__init__(find_files(paths, manifest=manifest, endings=JSON_LINES, storage=storage))
+        super().__init__(
+            paths,
+            endings=JSON_LINES,
+            otherwise=JSON,
+            manifest=manifest,
+            storage=storage,
+            max_line_bytes=max_line_bytes,
+        )
         self._kinds: dict[int, str | None] = {}
-        sound = [number for number in range(len(self.files)) if number not in self.bad]
-        self._plain = [number for number in sound if self.files[number].seekable]
-        self._compressed = [number for number in sound if not self.files[number].seekable]
-
-    @override
-    def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
-        # An empty file is a part, too, so that a lane lists it as a bad record.
-        whole = {number for number, file in enumerate(self.files) if not file.seekable or not file.size}
-        sizes = [file.size for file in self.files]
-        return divide(sizes, num_lanes, whole=whole, least=LEAST_PART)
+        self._openings: dict[int, int | None] = {}
 
     @override
     def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
         _, lines = self._lines(part, offset, fetcher)
-        if offset != part.start or (first := next(lines, None)) is None:
+        if offset != part.start or self._opening(part.file) or (first := next(lines, None)) is None:
             return lines
         if not like_row(first[1]) and (problem := self._other_kind(part.file)) is not None:
             raise Damage(problem, offset=offset)
@@ -127,102 +112,11 @@ class JSONLSource(FileSource):
         if not isinstance(row, dict):
             what = f"a row must be a JSON object, this is a {type(row).__name__}"
             raise ValueError(f'{what}; write {{"text": ...}} on each line{self._way_out(part, offset, raw)}')
+        file = self.files[part.file]
+        alone = not offset and self._may_be_array(part.file) and len(raw) >= file.size
+        if alone and (problem := one_object(row, file.shown)) is not None:
+            raise ValueError(problem)
         return row
-
-    @override
-    def locate(self, row_id: RowId) -> str:
-        """Return ``file:line`` near the beginning of a local file, whose lines are counted for it, else the byte."""
-        number, offset = row_id
-        file = self.files[number]
-        counted = COUNTED_BYTES if file.seekable else COUNTED_BYTES >> 4  # decompressing is slower
-        if self.local and number not in self.bad and offset <= counted:
-            with suppress(FileNotFoundError):
-                before = self._beginning(number, offset)
-                return f"{file.path}:{1 + before.count(NEWLINE)}"
-        return f"{file.shown}, byte {offset}"
-
-    @override
-    def is_near(self, row_id: RowId, later: RowId) -> bool:
-        """See `FileSource.is_near`: a compressed file is always read from its beginning."""
-        return not self.files[row_id[0]].seekable or super().is_near(row_id, later)
-
-    @override
-    def natural_lanes(self) -> int:
-        """Return one lane per 64 KiB of plain files, and one per compressed file."""
-        plain = sum(self.files[number].size for number in self._plain)
-        return max(1, (plain >> 16) + len(self._compressed))
-
-    @override
-    def sample(self, count: int) -> tuple[list[Example], float]:
-        """Return rows from all over the plain files, and the first rows of up to 16 compressed ones."""
-        plain, packed = (
-            sum(self.files[number].size for number in numbers) for numbers in (self._plain, self._compressed)
-        )
-        wanted = max(1, round(count * plain / (plain + packed)))
-        found = self._lines_at(wanted) if plain else {}
-        some = [self._compressed[i] for i in spread(len(self._compressed), PROBED_FILES)]
-        each = max(1, -(-(count - len(found)) // max(1, len(some))))
-        read = stored = 0
-        for number in some:
-            first, end, compressed = self._first_lines(number, each, PROBED_BYTES)
-            found |= first
-            read, stored = read + end, stored + compressed
-        held = sum(len(raw) for raw in found.values() if isinstance(raw, bytes))
-        return self._decoded(found), (plain + packed * read / max(1, stored)) / max(1, held)
-
-    @override
-    def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """Return rows from all over the plain files, or the first rows of the first compressed one."""
-        return self._decoded(
-            self._lines_at(count) if self._plain else self._first_lines(self._compressed[0], count, 0)[0]
-        )
-
-    def _decoded(self, found: Mapping[RowId, bytes | Damage]) -> list[Example]:
-        return [
-            example((number, offset), partial(self.decode, Part(number), offset, raw))
-            for (number, offset), raw in found.items()
-        ]
-
-    def _lines_at(self, count: int) -> dict[RowId, bytes | Damage]:
-        """Return lines at about ``count`` places from all over the plain files."""
-        found = places([self.files[number].size for number in self._plain], count)
-        return dict(map_in_threads(self._line_at, [(self._plain[i], at) for i, at in found]))
-
-    def _line_at(self, place: RowId) -> tuple[RowId, bytes | Damage]:
-        """Return the first line that begins at or after a place; if there is none, the first one of the file."""
-        number, at = place
-        try:
-            for start in (at, 0):
-                _, lines = self._lines(Part(number, start), start, self.fetcher(), few=True)
-                for offset, line, _ in lines:
-                    return (number, offset), line
-        except (ValueError, FileNotFoundError) as error:  # reported when training reads it
-            return place, Damage(str(error), offset=at)
-        return place, Damage(EMPTY, offset=at)
-
-    def _first_lines(
-        self, number: int, count: int, probed: int
-    ) -> tuple[dict[RowId, bytes | Damage], int, int]:
-        """Return the first lines of a file; of ``probed`` bytes of content how many there are, and those stored."""
-        raw, lines = self._lines(Part(number), 0, self.fetcher())
-        found: dict[RowId, bytes | Damage] = {}
-        end = 0
-        try:
-            for offset, line, end in lines:
-                if len(found) < count:
-                    found[number, offset] = line
-                elif end >= probed:
-                    break
-        except (Damage, FileNotFoundError) as error:  # reported when training reads it
-            found.setdefault((number, end), Damage(str(error), offset=end))
-        return found, end, raw.tell()
-
-    def _beginning(self, number: int, size: int) -> bytes:
-        """Return the first bytes of a file's content."""
-        file = self.files[number]
-        stream = RangeStream(self.fetcher(), file, 0, min(size, file.size) if file.seekable else file.size)
-        with content(stream, name=path_in(file.path)) as opened:
-            return opened.read(size)
 
     def _other_kind(self, number: int) -> str | None:
         """Return why a file is no JSON lines, by its beginning, which is read once; None if it is, or may be."""
@@ -238,65 +132,69 @@ class JSONLSource(FileSource):
             return ""
         return f"; {way_out(self.files[part.file].shown, line)}"
 
+    @override
+    def _may_be_array(self, number: int) -> bool:
+        return path_in(self.files[number].path).endswith(JSON)
+
+    def _opening(self, number: int) -> int | None:
+        """Return the byte after the first bracket of a file that holds a JSON array; None if it holds lines."""
+        if number not in self._openings and self._may_be_array(number):
+            try:
+                head = self._beginning(number, LOOKED_AT)
+            except (FileNotFoundError, *DAMAGED):  # raised again where its records are read
+                return None
+            begins = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+            self._openings[number] = head.index(b"[") + 1 if begins else None
+        return self._openings.get(number)
+
+    @override
+    def _starts_after(self, number: int, at: Sequence[int]) -> Sequence[int]:
+        file, fetcher = self.files[number], self.fetcher()
+        if (opening := self._opening(number)) is None:
+            return at
+        stream = fetcher.stream(blocks(fetcher.block, file, opening, file.size))
+        return starts_after(stream, opening, at, end=file.size)
+
+    @override
+    def _places(self, count: int, *, scan: bool) -> list[RowId]:
+        found: list[RowId] = []
+        for number, places in groupby(super()._places(count, scan=scan), itemgetter(0)):
+            at: Sequence[int] = [place for _, place in places]
+            if self._opening(number) is not None:
+                some = self._starts_after(number, at) if scan else ()
+                first = () if scan else self._first_lines(number, len(at), 0)[0]
+                at = [each for each in some if each < self.files[number].size] or [each for _, each in first]
+            found += [(number, each) for each in at]
+        return found
+
+    @override
     def _lines(
         self, part: Part, offset: int, fetcher: Fetcher, *, few: bool = False
     ) -> tuple[RangeStream, Iterator[Record]]:
-        """Open a part at an offset of its content. With ``few``, no more is fetched than a line or two need."""
-        file = self.files[part.file]
-        if not file.seekable:
-            stream = RangeStream(fetcher, file, 0, file.size)
-            return stream, self._records_in(content(stream, name=path_in(file.path)), 0, offset, None)
-        if offset > file.size:
-            raise ValueError(
-                f"{file.shown} has {file.size} bytes and cannot be read from byte {offset} on; the state or the file "
-                "is damaged"
-            )
-        begin = max(0, offset - 1)
-        end = begin + 1 if few else file.size if part.stop is None else part.stop
-        stream = RangeStream(fetcher, file, begin, end, tail=tail_of(begin, end))
-        return stream, self._records_in(content(stream, name=path_in(file.path)), begin, offset, part.stop)
+        if (opening := self._opening(part.file)) is None:
+            return super()._lines(part, offset, fetcher, few=few)
+        file, begin, end = self.files[part.file], 0, None
+        if file.seekable:
+            begin = max(opening, offset)
+            end = begin + 1 if few else part.stop
+        stop = file.size if end is None else end
+        stream = RangeStream(fetcher, file, begin, stop, tail=tail_of(begin, stop))
+        return stream, self._array(stream, begin, opening, part._replace(start=offset))
 
-    def _records_in(self, stream: Any, at: int, offset: int, stop: int | None) -> Iterator[Record]:
-        """Yield the lines that are not blank and begin in ``[offset, stop)`` of a stream, which is at byte ``at``.
-
-        Reading begins one byte before ``offset``, and goes on to the next line's end. If the byte is a line's end, the
-        line that begins at ``offset`` is kept; otherwise ``offset`` is in the middle of a line of the part before.
-        """
-        longest, readline = self.max_line_bytes, stream.readline
-
-        def line_skipped(at: int) -> int:
-            while (stop is None or at < stop) and (some := readline(SKIPPED_BYTES)):
-                at += len(some)
-                if some.endswith(NEWLINE):
-                    break
-            return at
-
+    def _array(self, stream: RangeStream, begin: int, opening: int, part: Part) -> Iterator[Record]:
+        """Yield the records of a part of an array, from a stream that is at byte ``begin`` of the file."""
+        at = opening
         try:
-            # What is decompressed and thrown away is read in pieces that are smaller than the buffer, as `readline`
-            # does, so a damaged file fails at the same line both times.
-            while at < offset - 1 and (some := stream.read(min(offset - 1 - at, SKIPPED_BYTES))):
-                at += len(some)
-            if offset:
-                at = line_skipped(at)
-            while (stop is None or at < stop) and (line := readline(longest + 1)):
-                begin, at = at, at + len(line)
-                self.bytes_read += len(line)
-                if len(line) > longest:
-                    at = at if line.endswith(NEWLINE) else line_skipped(at)
-                    what = f"the line is longer than max_line_bytes={longest}; write its rows shorter, or raise that"
-                    yield begin, Damage(what, offset=begin, resume=at), at
-                    continue
-                if begin == 0:
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                if line and not line.isspace():
-                    yield begin, line, at
+            opened = content(stream, name=path_in(self.files[part.file].path))
+            opened.read(max(0, opening - begin))
+            stop = None if part.stop == self.files[part.file].size else part.stop  # the end is looked at
+            for record in array_records(opened, max(begin, opening), stop, longest=self.max_line_bytes):
+                at = record[2]
+                if record[0] >= part.start:
+                    self.bytes_read += at - record[0]
+                    yield record
         except DAMAGED as error:
-            what = (
-                f"the file is damaged after byte {at} of its content" if at else "it cannot be decompressed"
-            )
-            raise Damage(f"{what}: {error}", offset=at) from None
-        if at == 0:
-            raise Damage(EMPTY, offset=0)
+            raise torn(at, error) from None
 
 
 def parsed(line: bytes) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from io import BytesIO
+from typing import Any
 
 from streampack.storage.compression import COMPRESSED
 
+ROWS_IN = ("data", "rows", "records", "examples", "instances", "train")
 FEWEST_LINES = 3  # at a file's beginning that tell that it is of another kind; fewer may be damaged rows
 ROW = re.compile(rb'\s*\{\s*(".*)?\}\s*', re.DOTALL)
 COMPRESSIONS = {
@@ -17,6 +20,7 @@ COMPRESSIONS = {
     b"\x04\x22\x4d\x18": ".lz4",
 }
 ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream as `datasets` writes
+ARRAY = "it is a JSON array: let its name end in .json"
 BUILDERS = {".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 
 
@@ -30,7 +34,7 @@ def other_kind(path: str, head: bytes) -> str | None:
     lines = [line for line in BytesIO(head) if line.endswith(b"\n") and not line.isspace()]
     rows = sum(map(like_row, lines))
     if _is_array(head, rows):
-        return f"it is a JSON array; {way_out(path, head)}"
+        return ARRAY
     if rows:
         return None
     if (found := _by_content(path, head)) is not None:
@@ -50,9 +54,11 @@ def way_out(path: str, head: bytes) -> str:
     if (found := _by_content(path, head)) is not None:
         return found
     if _is_array(head, 0):
-        return f"write each row on a line{_by_jq('.[]', path)}, or {_by_datasets('json', path)}"
+        return ARRAY
     if head.lstrip().startswith(b"{"):
-        return f"write each object on one line{_by_jq('.', path)}, and not a list of rows in one object"
+        jq = f" (jq -c . {path} > {path.removesuffix('.json')}.jsonl)"  # which reads no compressed file and no URL
+        jq = "" if path.endswith(COMPRESSED) or "://" in path else jq
+        return f"write each object on one line{jq}, or an array of them, and not a list of rows in one object"
     ending = path[path.rfind(".") :]
     if ending == ".tsv":
         load = f"datasets.load_dataset('csv', data_files={path!r}, sep='\\t', split='train', streaming=True)"
@@ -60,6 +66,22 @@ def way_out(path: str, head: bytes) -> str:
     if ending in BUILDERS:
         return _by_datasets(BUILDERS[ending], path)
     return f"if it is of another kind, {_by_datasets('text', path)}, or by 'csv' or 'json'"
+
+
+def one_object(row: Mapping[str, Any], path: str) -> str | None:
+    """Return why the only object of a file is no row but all of its rows, and what to do; None if it may be a row.
+
+    >>> one_object({"data": [{"text": "a"}, {"text": "b"}]}, "a.json")
+    "its rows are in the list 'data': write that alone (jq .data a.json > rows.json)"
+    """
+    for name in ROWS_IN:
+        if isinstance(listed := row.get(name), list) and listed and isinstance(listed[0], dict):
+            return f"its rows are in the list {name!r}: write that alone (jq .{name} {path} > rows.json)"
+    if row and all(isinstance(column, dict) for column in row.values()):
+        return (
+            "it is one object of columns, not rows: of a pandas frame write to_json(path, orient='records')"
+        )
+    return None
 
 
 def _by_content(path: str, head: bytes) -> str | None:
@@ -92,10 +114,3 @@ def _is_array(head: bytes, rows: int) -> bool:
 
 def _by_datasets(builder: str, path: str) -> str:
     return f"let datasets read it: HFSource({builder!r}, data_files={path!r}, split='train')"
-
-
-def _by_jq(which: str, path: str) -> str:
-    """Return how jq writes JSON lines, if it can read the file."""
-    if path.endswith(COMPRESSED) or "://" in path:
-        return ""
-    return f" (jq -c '{which}' {path} > {path.removesuffix('.json')}.jsonl)"

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.files import PARTS_PER_LANE, FileSource
+from streampack.sources.files import PARTS_PER_LANE, WHOLE_FILE_PARTS, FileSource
 from streampack.sources.parts import Damage, Part, Record, deal, share
 from streampack.sources.reading import spread
 from streampack.sources.row_groups import Footers, group_of, records_of, row_groups, starts_of
@@ -19,9 +19,6 @@ from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
 from streampack.types import RowId
 
-WHOLE_FILE_PARTS = 2
-"""A file that is at most as large as this number of parts is not cut: it is one part, and its footer is read when that
-part is read."""
 FEWEST_PARTS = 2
 """If lanes have fewer parts than this on average, all files are cut into single row groups, as lanes would be uneven or
 empty otherwise."""

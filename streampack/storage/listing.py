@@ -55,9 +55,12 @@ def find_files(
     *,
     manifest: Name | None = None,
     endings: Sequence[str],
+    otherwise: Sequence[str] = (),
     storage: Storage | Mapping[str, Any] | None = None,
 ) -> Corpus:
-    """Return the files that paths, folders, globs or a manifest name, sorted; of a folder, those with ``endings``.
+    """Return the files that paths, folders, globs or a manifest name, sorted.
+
+    Of a folder, those with ``endings``; if it has none, those with endings of ``otherwise``.
 
     With a manifest, ``paths`` may be the folder that its names are relative to.
 
@@ -82,7 +85,7 @@ def find_files(
     held = storage_of([*patterns, *([named] if named and scheme_of(named) else [])], storage)
     shown = [redact(pattern) for pattern in patterns]
     found = once(
-        partial(_listed, held, patterns, endings)
+        partial(_listed, held, patterns, (endings, otherwise))
         if named is None
         else partial(_by_manifest, held, patterns[0], named),
         of=f"{len(shown)} path(s) from {shown[0]} on ({digest(shown)})",
@@ -143,7 +146,9 @@ def _without_size(file: File) -> File:
     return replace(file, size=0, problem=file.problem or EMPTY)
 
 
-def _listed(storage: LocalStorage | RemoteStorage, patterns: list[str], endings: Sequence[str]) -> list[File]:
+def _listed(
+    storage: LocalStorage | RemoteStorage, patterns: list[str], endings: Sequence[Sequence[str]]
+) -> list[File]:
     patterns = storage.pinned(patterns)
     if isinstance(storage, LocalStorage):
         alone = len(patterns) == 1
@@ -231,13 +236,16 @@ def _looked_up(found: Sequence[File], storage: FileStorage) -> list[File]:
     return [next(looks) if file.size == UNKNOWN_SIZE else file for file in found]
 
 
-def _here(storage: LocalStorage, pattern: str, endings: Sequence[str], *, alone: bool) -> list[File]:
+def _here(
+    storage: LocalStorage, pattern: str, endings: Sequence[Sequence[str]], *, alone: bool
+) -> list[File]:
     with suppress(FileNotFoundError):
         return [replace(storage.look(pattern), name=Path(pattern).name)]
     folder = pattern != "" and Path(pattern).is_dir()
     root = pattern if folder else Path(*_plain_parts(Path(pattern).parts))
     found: list[File] = []
-    for path in in_folder(pattern, endings) if folder else sorted(glob.glob(pattern, recursive=True)):
+    in_it = (in_folder(pattern, each) for each in endings if folder and each)
+    for path in next(filter(None, in_it), []) if folder else sorted(glob.glob(pattern, recursive=True)):
         with suppress(FileNotFoundError):
             found.append(replace(storage.look(path), name=os.path.relpath(path, root)))
     if found:
@@ -291,10 +299,12 @@ def _there(storage: RemoteStorage, pattern: str) -> list[File]:
     raise ValueError(f"no file matches {redact(pattern)!r}; check the path or the glob")
 
 
-def _in_folder(storage: RemoteStorage, folder: str, endings: Sequence[str]) -> list[File]:
+def _in_folder(storage: RemoteStorage, folder: str, endings: Sequence[Sequence[str]]) -> list[File]:
     """Return what `in_folder` does, of a folder behind a URL; raise if there is none."""
-    if found := [file for file in _below(storage, folder) if file.name.endswith(tuple(endings))]:
-        return found
+    everything = _below(storage, folder)
+    for each in endings:
+        if found := [file for file in everything if file.name.endswith(tuple(each))]:
+            return found
     raise _no_file(redact(folder), endings)
 
 
@@ -313,8 +323,9 @@ def _named(found: Sequence[File], folder: Sequence[str]) -> list[File]:
     ]
 
 
-def _no_file(folder: str, endings: Sequence[str]) -> ValueError:
-    shown = " or ".join(ending for ending in endings if not ending.endswith(COMPRESSED))
+def _no_file(folder: str, endings: Sequence[Sequence[str]]) -> ValueError:
+    known = itertools.chain.from_iterable(endings)
+    shown = " or ".join(ending for ending in known if not ending.endswith(COMPRESSED))
     return ValueError(f"the folder {folder} holds no {shown} file; name the files, or a glob of them")
 
 

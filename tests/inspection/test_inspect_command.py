@@ -245,18 +245,20 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("how", ARRAYS)
-def test_an_array_is_the_same_error_as_where_it_is_read(
+def test_an_array_is_inspected_and_under_another_name_is_the_same_error_as_where_it_is_read(
     tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(ARRAYS[how])
+    named, path = tmp_path / "a.json", tmp_path / "a.jsonl"
+    for each in (named, path):
+        each.write_text(ARRAYS[how])
+    words = ["--max-seq-len", "64", "--tokenizer", tokenizer]
+    assert cli.main(["inspect", str(named), *words, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["coverage"]["rows"] == len(json.loads(ARRAYS[how]))
     with pytest.raises(ValueError) as error:
         next(JSONLSource(path).read(Reading()))
-    assert f"{path}:1: it is a JSON array; write each row on a line (jq -c '.[]' {path} > " in str(
-        error.value
-    )
-    for words in (["--tokenizer", tokenizer], []):
-        assert cli.main(["inspect", str(path), "--max-seq-len", "64", *words]) == 1
+    assert str(error.value) == f"{path}:1: it is a JSON array: let its name end in .json"
+    for more in (words, words[:2]):
+        assert cli.main(["inspect", str(path), *more]) == 1
         assert capsys.readouterr().err == f"streampack: error: {error.value}\n"
     with pytest.raises(ValueError) as raised:
         next(

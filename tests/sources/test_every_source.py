@@ -3,6 +3,7 @@ number, resumed at every cursor and every pack, and told from another corpus."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ from streampack import (
 from streampack.sources import Reading
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_cursors, check_resume_everywhere, content, lists
-from tests.harness.corpus import identity_of, in_memory, numbered, write
+from tests.harness.corpus import PACK, identity_of, in_memory, numbered, write
 from tests.harness.files import small_pieces, write_datatrove, write_flat, write_mds, write_megatron
 
 COUNT = 42
@@ -68,6 +69,18 @@ def documents(rows: Rows) -> list[list[int]]:
 def lines(folder: Path, rows: Rows, *suffixes: str) -> JSONLSource:
     paths = [folder / f"{i}.jsonl{suffix}" for i, suffix in enumerate(suffixes)]
     return JSONLSource([write(path, part) for path, part in zip(paths, files(rows), strict=True)])
+
+
+def arrays(folder: Path, rows: Rows, *suffixes: str) -> Path:
+    """Write JSON arrays: on one line, and with a field on each; the third file is one of JSON lines."""
+    for i, (suffix, part) in enumerate(zip(suffixes, files(rows), strict=True)):
+        data = (
+            json.dumps(part, indent=[None, 4, None][i])
+            if i < 2
+            else "".join(json.dumps(row) + "\n" for row in part)
+        )
+        (folder / f"{i}.json{suffix}").write_bytes(PACK[suffix](data.encode()))
+    return folder
 
 
 def parquet_files(folder: Path, rows: Rows, *, row_group_size: int = 4) -> ParquetSource:
@@ -112,6 +125,8 @@ MAKE: dict[str, Callable[[Path, Rows], Any]] = {
     "compressed": lambda folder, rows: lines(folder, rows, ".gz", ".zst", ""),
     "bzip2, xz, lz4": lambda folder, rows: lines(folder, rows, ".bz2", ".xz", ".lz4"),
     "one compressed file": lambda folder, rows: JSONLSource(write(folder / "all.jsonl.zst", rows)),
+    "json arrays": lambda folder, rows: JSONLSource(arrays(folder, rows, "", "", "")),
+    "json arrays by url": lambda folder, rows: JSONLSource(in_memory(arrays(folder, rows, "", ".xz", ""))),
     "parquet": parquet_files,
     "large row groups": lambda folder, rows: parquet_files(folder, rows, row_group_size=100),
     "one row group": one_row_group,

@@ -114,7 +114,7 @@ def test_a_folder_behind_a_url_lists_what_a_local_one_does(place: str, web: Web,
         (("a.jsonl", "b/c.jsonl.gz"), JSONLSource),
         (("folder.parquet/a.parquet",), ParquetSource),
         (("index.json",), TokenShardSource),
-        ((".hidden.jsonl",), "holds no .jsonl or .ndjson file; name the files, or a glob of them"),
+        ((".hidden.jsonl",), "holds no .jsonl or .ndjson or .json file; name the files, or a glob of them"),
         (("a.parquet", "b.jsonl"), "holds Parquet and JSON lines; name those to read, such as {}/*.parquet"),
     ],
 )
@@ -218,18 +218,8 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert tokens_of(paths) == [[1, 2, 3, 4, 5, 6]], paths
 
 
-ARRAY = "it is a JSON array; write each row on a line (jq -c '.[]' {path} > {stem}.jsonl), or let datasets read it"
 DOGS = [{"n": "red dog", "input_ids": 1}] * 3
 OF_OTHERS: dict[str, tuple[bytes | Callable[[Path], Any], str, list[Any]]] = {
-    "pretty.json": (json.dumps(ROWS, indent=1).encode(), ARRAY, ROWS),
-    "short.json": (json.dumps(ROWS[:1]).encode(), ARRAY, ROWS[:1]),
-    "minified.json": (json.dumps(ROWS * 9000).encode(), ARRAY, ROWS * 9000),
-    "a row a line.json": (
-        b"[\n" + b",\n".join(json.dumps(row).encode() for row in ROWS) + b"\n]",
-        ARRAY,
-        ROWS,
-    ),
-    "tight.json": (b"[" + b",\n".join(json.dumps(row).encode() for row in ROWS) + b"]", ARRAY, ROWS),
     "a.csv": (
         b"n,input_ids\n" + b"red dog,1\n" * 3,
         "none of its first 4 lines is a JSON object; let datasets read it",
