@@ -3,10 +3,11 @@
     pip install "streampack[hf]"
     python -m streampack_examples.chat_sft --model my_model --data "chats/*.jsonl"
 
-A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}; the answers are
-trained. Kill it and run it again: it continues with the packs not trained yet, on another number of ranks too, if
-ranks x gradient_accumulation_steps stays the same. All of TrainingArguments are options. Model, tokenizer and
-report.html, a page of the run, are written to output_dir.
+A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or of another
+shape that people publish (Alpaca's, ShareGPT's, prompt with completion); the answers are trained. Kill it and run it
+again: it continues with the packs not trained yet, on another number of ranks too, if ranks x
+gradient_accumulation_steps stays the same. All of TrainingArguments are options. Model, tokenizer and report.html, a
+page of the run, are written to output_dir.
 """
 
 import sys
@@ -16,8 +17,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
-from streampack import ChatEncoder, HFTokenizer, IterablePackedDataset, prepare_trainer_for_packing
+from streampack import HFTokenizer, IterablePackedDataset, encoder_for, prepare_trainer_for_packing
 from streampack.inspection.trainer_report import write_trainer_report
+from streampack.streaming.first_look import first_look
 
 
 @dataclass
@@ -32,6 +34,14 @@ class ChatArguments:
     overlong: str = field(
         default="error", metadata={"help": "chats longer than a pack: error, truncate, drop, split"}
     )
+    columns: str = field(
+        default="", metadata={"help": "your columns and ours, such as question=instruction,answer=output"}
+    )
+    roles: str = field(default="", metadata={"help": "your roles and ours, such as bot=assistant"})
+    answers: str | None = field(
+        default=None, metadata={"help": "all, or last: of each chat, to train only that"}
+    )
+    ignore: str = field(default="", metadata={"help": "columns to leave out on purpose, such as tools,label"})
     strategy: str = field(
         default="exact_fit",
         metadata={"help": "how packs are filled, such as `streampack inspect` recommends"},
@@ -55,7 +65,15 @@ def main(argv: list[str]) -> Trainer:
         tokenizer.tokenizer.chat_template = Path(chat.chat_template).read_text(encoding="utf-8")
     packs = IterablePackedDataset(
         chat.data,
-        encoder=ChatEncoder(tokenizer),
+        encoder=encoder_for(
+            chat.data,
+            tokenizer,
+            columns=chat.columns,
+            roles=chat.roles,
+            answers=chat.answers,
+            ignore=chat.ignore,
+            pairs=False,
+        ),
         max_seq_len=chat.max_seq_len,
         overlong=chat.overlong,
         strategy=chat.strategy,
@@ -63,6 +81,8 @@ def main(argv: list[str]) -> Trainer:
         shuffle=True,
         epochs=None if args.max_steps > 0 else 1,
     )
+    if args.process_index == 0:
+        print(*first_look(packs.lane_config), sep="\n")
     # Weights in bf16 would round small updates away; --bf16 True computes in bf16 with weights in fp32.
     model = AutoModelForCausalLM.from_pretrained(chat.model, dtype=torch.float32)
     trainer = Trainer(model, args, processing_class=tokenizer.tokenizer)

@@ -39,8 +39,10 @@ if TYPE_CHECKING:
         Encoder,
         HFTokenizer,
         MessagesEncoder,
+        ShapeEncoder,
         TextEncoder,
         TokensEncoder,
+        encoder_for,
     )
     from streampack.packing.groups import Group
     from streampack.packing.planner import plan_packs
@@ -99,6 +101,7 @@ __all__ = [
     "Quarantine",
     "Sample",
     "Score",
+    "ShapeEncoder",
     "Source",
     "Storage",
     "TextEncoder",
@@ -106,6 +109,7 @@ __all__ = [
     "TokensEncoder",
     "VisionEncoder",
     "collate_packed",
+    "encoder_for",
     "find_leaks",
     "make_mask",
     "method_loader",
@@ -126,8 +130,8 @@ _MODULES = {
     "losses": "summed_cross_entropy",
     "map_style": "FlatteningCollator MultipackBatchSampler PackedDataset method_loader packed_dataset",
     "packing": "Batch collate_packed",
-    "packing.encoders": "AnswersEncoder ChatEncoder Encoder HFTokenizer MessagesEncoder TextEncoder TokensEncoder "
-    "VisionEncoder",
+    "packing.encoders": "AnswersEncoder ChatEncoder Encoder HFTokenizer MessagesEncoder ShapeEncoder TextEncoder "
+    "TokensEncoder VisionEncoder encoder_for",
     "packing.groups": "Group",
     "packing.media": "MediaSample",
     "packing.planner": "plan_packs",

@@ -114,6 +114,10 @@ def _add_looks(commands: Any) -> None:
     word("--tokenizer", help="of Hugging Face: a folder, or a name on the Hub")
     word("--max-seq-len", type=positive, help="tokens in a pack")
     word("--overlong", help="longer rows: error (the default), truncate, truncate_left, drop, split")
+    word("--columns", default="", help="your columns and ours: question=instruction,answer=output")
+    word("--roles", default="", help="your roles and ours: bot=assistant")
+    word("--answers", help="all, or last: of each chat, to train only that")
+    word("--ignore", default="", help="columns to leave out on purpose: tools,label")
     word("--rows", type=positive, help="rows to read (20,000)")
     word("--all", action="store_true", help="read every row: exact figures")
     word("--ranks", type=ranks, default=(1, 8, 64), help="of the run, then others to compare (1,8,64)")
@@ -176,10 +180,11 @@ def inspect(options: Options) -> None:
         raise UsageError("--all reads every row; leave --rows out")
     if options.config is None and not files:
         raise UsageError("name files, or a config: --config CONFIG; `streampack inspect --help` shows both")
-    if options.config and (options.max_seq_len or options.tokenizer or options.overlong):
+    shape = {name: getattr(options, name) for name in ("columns", "roles", "answers", "ignore")}
+    if options.config and any((options.max_seq_len, options.tokenizer, options.overlong, *shape.values())):
         raise UsageError(
-            "--max-seq-len, --overlong and --tokenizer are for files; a config has its own: data.max_seq_len=N "
-            "replaces one"
+            "--max-seq-len, --overlong, --tokenizer and the words about rows (--columns, --roles, ...) are for files; "
+            "a config has its own: data.max_seq_len=N replaces one"
         )
     if options.config is None and options.max_seq_len is None:
         raise UsageError("--max-seq-len is missing: give the tokens of a pack, such as --max-seq-len 4096")
@@ -192,7 +197,8 @@ def inspect(options: Options) -> None:
     sizes["rows"] = None if options.all else options.rows or 20_000
     if config is None:
         sizes["max_seq_len"] = options.max_seq_len
-        report = inspect_files(files, tokenizer=options.tokenizer, overlong=options.overlong, **sizes)
+        of_files = {"tokenizer": options.tokenizer, "overlong": options.overlong, "shape": shape}
+        report = inspect_files(files, **of_files, **sizes)
     else:
         report = inspect_config(config, title=options.config, **sizes)
     show(report, html=options.html, json_file=options.json)

@@ -18,8 +18,7 @@ from streampack.inspection.report import Report, RunShape
 from streampack.inspection.survey import inspect_dataset
 from streampack.inspection.terminal import print_report
 from streampack.instantiate import build
-from streampack.packing.encoders import AnswersEncoder, ChatEncoder, HFTokenizer, TextEncoder, padding_id
-from streampack.packing.samples import encoder_for
+from streampack.packing.encoders import HFTokenizer, encoder_for, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.reading import Reading
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 DATA_KEYS = ("tokenizer", "dataset", "dataset_val", "data", "validation")
 """Keys of a config that these commands use: it may have no others, or torchtune's components without torchtune."""
 RUN_KEYS = ("output_dir", *DATA_KEYS)
-ENCODERS: dict[str, Any] = {each.__name__: each for each in (AnswersEncoder, ChatEncoder, TextEncoder)}
-"""The encoders of files that are inspected without a config."""
-
 SNIPPET = 160
 """Characters of a row's text that `trace` shows."""
 
@@ -89,17 +85,19 @@ def inspect_files(
     ranks: Sequence[int],
     rows: int | None,
     packs: int,
+    shape: Mapping[str, Any],
 ) -> Report:
-    """Inspect files of rows, by the encoder that fits their columns."""
+    """Inspect files of rows; ``shape`` has the arguments of `encoder_for`, which finds their encoder."""
     source = as_source(list(paths) if len(paths) > 1 else paths[0])
     found = source.examples()
-    examples = [row.data for row in found if row.data is not None]
-    if 2 * len(examples) < len(found):  # most cannot be read: the error of the first says why
+    if 2 * sum(row.data is not None for row in found) < len(
+        found
+    ):  # most cannot be read: the error of the first says why
         next(source.read(Reading()))
     built = None if tokenizer is None else HFTokenizer(tokenizer)
     dataset = IterablePackedDataset(
         source,
-        encoder=_encoder(examples[0] if examples else {}, built),
+        encoder=encoder_for(source, built, strict=False, **shape),
         max_seq_len=max_seq_len,
         overlong=overlong,
         shuffle=True,
@@ -109,23 +107,6 @@ def inspect_files(
     return inspect_dataset(
         dataset, title=title, shape=RunShape(ranks=ranks), rows=rows, packs=packs, progress=_count
     )
-
-
-def _encoder(row: Mapping[str, Any], tokenizer: Any) -> Any:
-    """Return the encoder that fits the columns of a row."""
-    if row.keys() & {"input_ids", "tokens"}:
-        return None
-    name, settings = encoder_for(row.keys())
-    if name not in ENCODERS:
-        there = ", ".join(sorted(map(str, row))) or "none that can be read"
-        known = "and none of messages, prompt with completion, chosen with rejected, text or input_ids"
-        raise ValueError(
-            f"the rows have the columns {there}, {f'which {name} reads' if name else known}; write a config with "
-            "data.encoder: streampack cp quickstart my.yaml"
-        )
-    if tokenizer is None:
-        raise ValueError("the rows are text: name the tokenizer of the model, --tokenizer PATH")
-    return ENCODERS[name](tokenizer, **settings)
 
 
 def _count(rows: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from streampack.inspection.packs import PackView
@@ -182,6 +182,7 @@ class Report:
     sources: list[SourceShare]
     advice: list[Advice]
     assumed: list[str]
+    first: list[str] = field(default_factory=list)  # lines of `first_look`
 
     @property
     def chosen(self) -> Outcome:

@@ -27,6 +27,7 @@ from streampack.inspection.rows import Epoch, Progress, Tally, read_epoch
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.estimate import tolerant
+from streampack.streaming.first_look import first_look
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IntArray
 
@@ -102,6 +103,7 @@ def inspect_dataset(
         sources=_shares(config, epoch, chosen, settings),
         advice=[],
         assumed=_assumed(dataset, epoch, settings),
+        first=first_look(reading),
     )
     return replace(report, advice=advise(report))
 

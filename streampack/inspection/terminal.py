@@ -40,6 +40,8 @@ def _parts(report: Report, console: Console) -> Iterator[RenderableType]:
 
     # All text of the data is a `Text`, in which rich reads no square brackets as styles.
     yield Rule(Text(f"streampack inspect: {report.title}" if report.title else "streampack inspect"))
+    for line in report.first:
+        yield Text(line)
     yield Text(lead(report))
     for table in report_tables(report):
         yield from _table(table)

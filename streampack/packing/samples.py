@@ -19,6 +19,7 @@ from streampack.packing.columns import (
 )
 from streampack.packing.groups import Group
 from streampack.packing.media import MediaSample
+from streampack.packing.shapes import BY_KEY, QUESTION, SHAPES, TOKENS
 from streampack.sources.arrow_rows import ArrowRow, column_of
 from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
 from streampack.validation import vocabulary_text
@@ -35,22 +36,6 @@ REFUSED_COLUMNS = {
     "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
     "pixel_values": "an encoder must make a streampack.MediaSample of it, as VisionEncoder does of images and messages",
 }
-ALPACA = "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages(train_on_input=False))"
-ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chosen_messages rejected_messages": (
-        "AnswersEncoder", {"answers": ["chosen_messages", "rejected_messages"]},
-    ),
-    "chosen rejected": ("AnswersEncoder", {}),
-    "prompt completions": ("AnswersEncoder", {}),
-    "messages": ("ChatEncoder", {}),
-    "conversations": ("ChatEncoder", {}),
-    "prompt completion": ("ChatEncoder", {}),
-    "text": ("TextEncoder", {}),
-    "content": ("TextEncoder", {"column": "content"}),
-    "question answer": ("ChatEncoder", {"prompt": "question", "completion": "answer"}),
-    "instruction output": (ALPACA, {}),
-}  # fmt: skip
-"""The encoder of rows that have these columns, and its settings. The first that fits: pairs may have messages, too."""
 AS_UNSIGNED: dict[np.dtype[Any], tuple[np.dtype[Any], int]] = {
     INT32: (UINT32, 2**31),
     INT64: (np.dtype(np.uint64), 2**63),
@@ -274,22 +259,22 @@ def missing_column(row: Any, column: str, *, option: str | None = None) -> Value
     return ValueError(f"column {column!r} is missing; the row's columns are {there}{hint}")
 
 
-def encoder_for(columns: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the encoder of rows that have these columns, empty if none fits, and its settings."""
-    fitting = (found for needed, found in ENCODERS.items() if set(needed.split()).issubset(columns))
-    return next(fitting, ("", {}))
-
-
 def encoder_in_words(columns: Collection[str]) -> str:
     """Return how to write the encoder of rows of messages, answers or questions; empty for any others.
 
     >>> encoder_in_words(["question", "answer"])
-    "ChatEncoder(tokenizer, prompt='question', completion='answer')"
+    "ShapeEncoder(tokenizer, shape='completion', columns={'question': 'prompt', 'answer': 'completion'})"
     """
-    name, settings = encoder_for(columns)
-    if name in ("", "TextEncoder", ALPACA):
-        return name if name == ALPACA else ""
-    return f"{name}({', '.join(['tokenizer', *(f'{key}={value!r}' for key, value in settings.items())])})"
+    fitting = (shape for shape in SHAPES if set(shape.needs).issubset(columns))
+    shape = next((shape for shape in fitting if shape.encoder != TOKENS), None)
+    if set(QUESTION).issubset(columns) and (shape is None or shape.encoder == "TextEncoder"):
+        mapped = dict(zip(QUESTION, BY_KEY["completion"].needs, strict=True))
+        return f"ShapeEncoder(tokenizer, shape='completion', columns={mapped})"
+    if shape is None or shape.encoder == "TextEncoder":
+        return ""
+    if shape.key in ("alpaca", "pair_messages"):
+        return f"ShapeEncoder(tokenizer, shape={shape.key!r})"
+    return f"{shape.encoder}(tokenizer)"
 
 
 def _is_scalar(value: Any) -> bool:

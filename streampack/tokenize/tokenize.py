@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer
+from streampack.packing.encoders.shaped import SHAPE_KEYS, with_encoders
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, SkipBad, quarantine_for
@@ -188,7 +189,13 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(data, Mapping) or "source" not in data:
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(data["source"], inject=inject))
-    encoder = build(data.get("encoder"), inject=inject)
+    source, encoder = with_encoders(
+        source,
+        build(data.get("encoder"), inject=inject),
+        inject.get("tokenizer"),
+        settings={name: data[name] for name in SHAPE_KEYS if name in data},
+        strict=not data.get("skip_bad"),
+    )
     return {
         "source": source,
         "encoder": encoder,

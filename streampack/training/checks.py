@@ -10,6 +10,7 @@ from typing import Any
 from streampack.attention import ATTENTIONS
 from streampack.instantiate import COMPONENT, component_problems
 from streampack.losses import LOSS_NORMS
+from streampack.packing.encoders.shaped import AUTO, SHAPE_KEYS
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import DTYPES, REFERENCES, RunConfig, require_device
 from streampack.training.multi_dataset import with_dataset
@@ -139,7 +140,7 @@ def _data(cfg: RunConfig) -> Iterator[str]:
 def _own_data(cfg: RunConfig, data: dict[str, Any]) -> Iterator[str]:
     lacking = [f"data.{key} is missing" for key in ("source", "max_seq_len") if data.get(key) is None]
     yield from lacking
-    if isinstance(encoder := data.get("encoder"), str):
+    if isinstance(encoder := data.get("encoder"), str) and encoder != AUTO:
         yield f"data.encoder={encoder!r} is text; write it as a component: {{_component_: {encoder}}}"
     for key in ("collate_fn", "dataset_val"):
         if getattr(cfg, key) is not None:
@@ -153,7 +154,7 @@ def _own_data(cfg: RunConfig, data: dict[str, Any]) -> Iterator[str]:
             "it attend to that padding; leave one of the two out"
         )
     yield from _too_long(cfg, "data.max_seq_len", data.get("max_seq_len"))
-    packing = {key: value for key, value in data.items() if key not in ("source", "encoder")}
+    packing = {key: value for key, value in data.items() if key not in ("source", "encoder", *SHAPE_KEYS)}
     if unfit := [f"data: {problem}" for problem in wrong_arguments(IterablePackedDataset, packing)]:
         yield from unfit
     elif not lacking:

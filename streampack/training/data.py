@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from streampack.instantiate import build
+from streampack.instantiate import COMPONENT, build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch, stack_packs, trains
 from streampack.packing.encoders import check_tokenizer, padding_id
+from streampack.packing.encoders.shaped import AUTO, SHAPE_KEYS, with_encoders
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.holdout import Holdout, hold_out
@@ -26,6 +27,7 @@ from streampack.sources.reading import Reading
 from streampack.sources.source import Source
 from streampack.storage.corpus import listed_by
 from streampack.streaming.dataset import IterablePackedDataset
+from streampack.training.checks import CROSS_ENTROPIES
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
 from streampack.training.torchtune_data import RunRows, torchtune_rows
@@ -133,11 +135,23 @@ def _rows_of(config: RunConfig, key: str, *, tokenizer: Any, positions: int | No
     inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
     settings = dict(config.data or {})
     node, encoder = settings.pop("source", None), settings.pop("encoder", None)
+    shapes = {name: settings.pop(name) for name in SHAPE_KEYS if name in settings}
     if key == "validation.source":
-        node, encoder = config.validation.source, None  # type: ignore[union-attr]
+        node = config.validation.source  # type: ignore[union-attr]
     with listed_by(world.run_on_main):
         source = as_source(build(node, inject=inject))
-    return RunRows(source, build(encoder, inject=inject), settings)
+    encoder = build(encoder, inject=inject)
+    if key == "validation.source" and encoder not in (None, AUTO):
+        return RunRows(source, None, settings)
+    source, encoder = with_encoders(
+        source,
+        encoder,
+        tokenizer,
+        settings=shapes,
+        strict=not settings.get("skip_bad"),
+        pairs=config.loss is not None and config.loss[COMPONENT] not in CROSS_ENTROPIES,
+    )
+    return RunRows(source, encoder, settings)
 
 
 def entries_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -> list[Entry]:

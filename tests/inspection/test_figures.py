@@ -165,7 +165,7 @@ def test_the_first_of_the_rows_that_stop_a_run_is_the_first_of_the_corpus(shuffl
 
 def test_rows_are_not_left_out_where_they_are_many() -> None:
     """More than `skip_bad` passes: the run would end there, or be trained on what is left."""
-    calls = [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{}"}]
+    calls = [{"from": "human", "value": "x"}, {"from": "bot", "value": "{}"}]
     talk = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
     encoder = ChatEncoder(byte_level())
     for bad, skips in ((1, True), (60, False)):
@@ -173,9 +173,9 @@ def test_rows_are_not_left_out_where_they_are_many() -> None:
         report = inspected(rows, max_seq_len=64, num_lanes=1, encoder=encoder)
         [advice] = [each for each in report.advice if "cannot be read" in each.title]
         assert ("skip_bad: True" in advice.yaml) == skips
-        assert "function_call" in advice.why
+        assert "is from 'bot'" in advice.why
         assert "skip" in advice.title.lower() if skips else "50.0%" in advice.why
-        assert "'observation' to 'tool'" in advice.why
+        assert "roles: {bot: assistant}" in advice.why
 
 
 def mixture(stop: str) -> Mix:

@@ -148,7 +148,7 @@ MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content
         ({"prompt": "hello", "messages": MESSAGES[:1], "chosen": MESSAGES, "rejected": MESSAGES}, "42"),
         ({"prompt": "hello", "completions": ["42", "hi"], "rewards": [1, 0]}, "hello"),
         ({"chosen_messages": MESSAGES, "rejected_messages": MESSAGES}, "42"),
-        ({"question": "hello", "answer": "42"}, "hello"),
+        ({"instruction": "hello", "output": "42"}, "<|im_start|>assistant"),
         ({"text": "hello"}, "hello"),
         ({"content": "hello", "id": 1}, "hello"),
         ({"input_ids": [1, 2]}, ""),
@@ -198,13 +198,15 @@ def test_rows_of_another_task_stop_an_inspection_and_a_run_alike(
 REFUSED: dict[tuple[str, ...], tuple[int, str]] = {
     (): (2, "name files, or a config"),
     ("a.jsonl",): (2, "--max-seq-len is missing"),
-    ("a.jsonl", "--max-seq-len", "9"): (1, "name the tokenizer of the model, --tokenizer PATH"),
+    ("a.jsonl", "--max-seq-len", "9"): (1, "name the tokenizer of the model (--tokenizer)"),
     ("none.jsonl", "--max-seq-len", "9"): (1, "none.jsonl"),
-    ("odd.jsonl", "--max-seq-len", "9"): (1, "the rows have the columns x, and none of messages"),
+    ("odd.jsonl", "--max-seq-len", "9"): (
+        1,
+        "odd.jsonl:1: the row's columns are 'x', which is no known shape of rows",
+    ),
     ("alpaca.jsonl", "--max-seq-len", "9"): (
         1,
-        "the rows have the columns instruction, output, which MessagesEncoder(tokenizer, message_transform="
-        "AlpacaToMessages(train_on_input=False)) reads; write a config with data.encoder: streampack cp quickstart",
+        "the rows are Alpaca's: name the tokenizer of the model (--tokenizer)",
     ),
     ("a.jsonl", "--max-seq-len", "9", "--ranks", "two"): (2, "argument --ranks: 'two' is no whole number"),
     ("a.jsonl", "--max-seq-len", "9", "--rows", "0"): (

@@ -17,6 +17,7 @@ from streampack import (
     ChatEncoder,
     IterablePackedDataset,
     MessagesEncoder,
+    ShapeEncoder,
     TextEncoder,
 )
 from tests.harness.hf_tokenizers import CHATML, byte_level
@@ -327,7 +328,7 @@ def test_the_encoder_that_an_error_names_takes_the_row(tok: Any, encoder: Any, r
     except ValueError as error:
         said = str(error)
         names = {"tokenizer": tok, "AlpacaToMessages": tune_data.AlpacaToMessages} | {
-            kind.__name__: kind for kind in (AnswersEncoder, ChatEncoder, MessagesEncoder)
+            kind.__name__: kind for kind in (AnswersEncoder, ChatEncoder, MessagesEncoder, ShapeEncoder)
         }
         [named] = re.findall(r"need an encoder: (?:encoder=)?(\w+\(.*\))", said)
         there = eval(named, names)

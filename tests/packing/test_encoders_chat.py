@@ -168,7 +168,7 @@ THINKING = [USER, {"role": "assistant", "content": "<think>hm</think>yes"}, USER
         (MARKED, [USER, {**ANSWER, "tool_calls": [{"function": {}}]}], "tool call 0 names no function"),
         (MARKED, [USER, {**ANSWER, "weight": 0.5}], "weight=0.5; it must be 0"),
         (MARKED, [{"from": "alien", "value": "x"}], "message 0 is from 'alien'; the known ones are human, gpt, system"),
-        (MARKED, [{"from": "observation", "value": "x"}], "in an encoder of your own.*'observation' to 'tool'"),
+        (MARKED, [{"from": "bot", "value": "x"}], r"message 0 is from 'bot'.*roles: \{bot: "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_rendered_or_masked_is_refused(template: str, messages: Any, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import islice
 from pathlib import Path
@@ -12,13 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from streampack import IterablePackedDataset, PackedDataLoader, collate_packed
+from streampack import HFTokenizer, IterablePackedDataset, PackedDataLoader, collate_packed, encoder_for
 from streampack.packing.batch import Batch, null_pack, to_torchtune
+from streampack.streaming.first_look import first_look
 from streampack.training.checks import read_config
 from streampack.training.data import build_data, join_documents
 from streampack.training.progress import opening
 from streampack.training.world import World
+from tests.harness.hf_tokenizers import byte_level
 from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
 
 INPUTS: Any = SimpleNamespace(attention="varlen", refused={})
@@ -197,3 +201,80 @@ def test_joined_documents_are_one_sequence(lengths: list[int], size: int, null: 
     padded = IterablePackedDataset(rows, max_seq_len=16, num_lanes=1, pad_seqs_to=16)
     with pytest.raises(ValueError, match="would attend to that padding; leave pad_seqs_to out"):
         join_documents(collate_packed(list(padded)))
+
+
+ALPACA = {"instruction": "Add.", "input": "2 and 3", "output": "5"}
+PAIR = {"prompt": "Q", "chosen": " A", "rejected": " B"}
+DPO = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+
+
+def of_rows(folder: Path, rows: list[Any], *, loss: Any = None, **data: Any) -> tuple[Any, Any]:
+    """A config whose rows have no encoder, and their tokenizer."""
+    tokenizer = HFTokenizer(byte_level())
+    config = tiny_config(folder, validation=None, **{"data.max_seq_len": 64, "model.max_seq_len": 64})
+    path = folder / "shaped.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    del config.data.encoder
+    config.data.source.paths = str(path)
+    config.loss = loss
+    for key, value in data.items():
+        OmegaConf.update(config, f"data.{key}", value, force_add=True)
+    return config, tokenizer
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "said"),
+    [
+        (ALPACA, {}, "rows are Alpaca's: instruction, output, input"),
+        (ALPACA, {"encoder": "auto"}, "rows are Alpaca's: instruction, output, input"),
+        (
+            {"q": "Hi", "a": "Hello"},
+            {"columns": {"q": "instruction", "a": "output"}},
+            "rows are Alpaca's: q, a",
+        ),
+        (PAIR, {"loss": DPO}, "rows are preference pairs: chosen, rejected, prompt"),
+        ({"text": "Hi"}, {}, "rows are text: text"),
+        ({"input_ids": [5, 6]}, {}, "rows are token ids: input_ids"),
+    ],
+)
+def test_the_encoder_follows_from_the_rows(tmp_path: Path, row: Any, data: dict[str, Any], said: str) -> None:
+    config, tokenizer = of_rows(tmp_path, [row] * 20, **data)
+    train, _ = build_data(read_config(config), tokenizer=tokenizer, vocab_size=400)
+    lines = first_look(train.lane_config)
+    assert lines[0] == said
+    assert any("⟦" in line for line in lines[2:]) == ("input_ids" not in row)
+    alone = encoder_for([row], tokenizer, columns=data.get("columns"))
+    assert train.lane_config.encode(row).tokens.tolist() == alone(row).tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "data", "fragment"),
+    [
+        ([PAIR], {}, r"train their bad answers like good ones; run dpo, or name the good ones"),
+        ([ALPACA], {"loss": DPO}, "the loss compares two answers; give rows with chosen and rejected"),
+        ([ALPACA, ALPACA, PAIR], {}, r"2 of the first 3 rows are Alpaca's.*shaped.jsonl:3 is preference pairs"),
+        ([ALPACA], {"encoder": {"_component_": "streampack.ChatEncoder"}, "roles": {"a": "user"}},
+         "roles is for rows whose encoder is found by their shape"),
+    ],
+)  # fmt: skip
+def test_rows_that_the_recipe_cannot_train_are_known_before(
+    tmp_path: Path, rows: list[Any], data: dict[str, Any], fragment: str
+) -> None:
+    config, tokenizer = of_rows(tmp_path, rows, **data)
+    with pytest.raises(ValueError, match=fragment):
+        build_data(read_config(config), tokenizer=tokenizer, vocab_size=400)
+
+
+def test_each_source_of_a_mixture_has_the_encoder_of_its_rows(tmp_path: Path) -> None:
+    config, tokenizer = of_rows(tmp_path, [ALPACA] * 20)
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "one two"}) + "\n")
+    kind = "streampack.JSONLSource"
+    sources = [
+        {"name": name, "weight": 1, "source": {"_component_": kind, "paths": str(path)}}
+        for name, path in (("chats", tmp_path / "shaped.jsonl"), ("web", text))
+    ]
+    config.data.source = {"_component_": "streampack.Mix", "sources": sources, "stop": "never"}
+    train, _ = build_data(read_config(config), tokenizer=tokenizer, vocab_size=400)
+    lines = [line for line in first_look(train.lane_config) if line.startswith("rows")]
+    assert lines == ["rows of chats are Alpaca's: instruction, output, input", "rows of web are text: text"]

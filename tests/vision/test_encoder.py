@@ -527,3 +527,15 @@ def test_a_pack_is_shown_without_an_image_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "a.png").unlink()
     [seen] = view(pack, packs.lane_config).sequences
     assert (seen.thumbnails, seen.media > 0) == ([], True)
+
+
+def test_conversations_of_sharegpt_have_images_too() -> None:
+    """As LLaVA's: the same tokens and pixels as OpenAI's messages."""
+    make = encoder()
+    images = [png(1)]
+    wanted = make({"messages": [{"role": "user", "content": "<image>one two"}, ANSWER], "images": images})
+    talk = [{"from": "human", "value": "<image>one two"}, {"from": "gpt", "value": ANSWER["content"]}]
+    found = make({"conversations": talk, "images": images})
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    assert found.labels.tolist() == wanted.labels.tolist()
+    assert np.array_equal(media(found)["pixel_values"], media(wanted)["pixel_values"])

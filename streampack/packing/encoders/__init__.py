@@ -9,6 +9,7 @@ from streampack.packing.encoders.answers import AnswersEncoder
 from streampack.packing.encoders.base import Encoder, TextEncoder, TokensEncoder
 from streampack.packing.encoders.chat import ChatEncoder
 from streampack.packing.encoders.messages import MessagesEncoder
+from streampack.packing.encoders.shaped import ShapeEncoder, encoder_for
 from streampack.packing.encoders.tokenizer import (
     HFTokenizer,
     check_tokenizer,
@@ -24,10 +25,12 @@ __all__ = [
     "Encoder",
     "HFTokenizer",
     "MessagesEncoder",
+    "ShapeEncoder",
     "TextEncoder",
     "TokensEncoder",
     "VisionEncoder",
     "check_tokenizer",
+    "encoder_for",
     "eos_of",
     "padding_id",
     "require_encoder",

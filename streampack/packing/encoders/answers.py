@@ -58,6 +58,7 @@ class AnswersEncoder(Encoder):
         answers: the column that holds a list of answers, or a list of columns, one for each answer, such as
             ``[chosen, rejected]``. Default: those two, or ``completions`` in rows that have it and no ``chosen``.
         tools: the column that holds the descriptions of tools, if there are any.
+        roles: as for `ChatEncoder`.
         mask: the column that holds for each answer a list of which of its ids are trained (1) and which are not (0),
             such as what a tool answered.
         add_bos: as for `TextEncoder`.
@@ -82,6 +83,7 @@ class AnswersEncoder(Encoder):
         prompt: str = "prompt",
         answers: str | Sequence[str] | None = None,
         tools: str = "tools",
+        roles: Mapping[str, str] | None = None,
         mask: str | None = None,
         add_bos: bool | None = None,
         add_eos: bool = True,
@@ -90,7 +92,7 @@ class AnswersEncoder(Encoder):
         share_prefix: bool = True,
         ignore: Sequence[str] = (),
     ) -> None:
-        self.chat = ChatEncoder(tokenizer, add_bos=add_bos, add_eos=add_eos, ignore=ignore)
+        self.chat = ChatEncoder(tokenizer, roles=roles, add_bos=add_bos, add_eos=add_eos, ignore=ignore)
         self.tokenizer = self.chat.tokenizer
         self.prompt = prompt
         self.answers = answers if answers is None or isinstance(answers, str) else tuple(answers)
@@ -115,8 +117,8 @@ class AnswersEncoder(Encoder):
         entries = _entries(row, columns, listed=len(columns) == 1, option="answers")
         if not entries:
             raise ValueError(f"column {columns[0]!r} holds no answer; leave the row out (skip_bad: True)")
-        answers = {name: _read(value, name) for name, value in entries}
-        prompt = _read(row[self.prompt], self.prompt) if self.prompt in row else None
+        answers = {name: _read(value, name, self.chat.roles) for name, value in entries}
+        prompt = _read(row[self.prompt], self.prompt, self.chat.roles) if self.prompt in row else None
         kinds = {type(each) for each in (prompt, *answers.values())}
         self.columns.check(row, *columns, *([] if str in kinds and list not in kinds else [self.tools]))
         tools = read_tools(row, self.tools, ignore=self.ignore) if list in kinds else None
@@ -353,12 +355,12 @@ def _numbers(value: Any, column: str, *shapes: tuple[int, ...]) -> Any:
     return found
 
 
-def _read(value: Any, column: str) -> Content | IntArray:
+def _read(value: Any, column: str, roles: Mapping[str, str] | None) -> Content | IntArray:
     """Return what a column holds: ids, a text, or messages; an empty list is one of ids."""
     listed = not isinstance(value, str | Mapping) and hasattr(value, "__len__")
     if listed and (not len(value) or not isinstance(value[0], str | Mapping)):
         return _ids(value, column)
-    return read_content(value, column)
+    return read_content(value, column, roles=roles)
 
 
 def _ids(value: Any, column: str) -> IntArray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from streampack.packing.encoders.base import Encoder, characters_in
 from streampack.packing.encoders.conversation import (
+    REASONING,
     Content,
     Messages,
     ReadColumns,
@@ -53,6 +54,8 @@ class ChatEncoder(Encoder):
         prompt: the column that holds the prompt. Default: ``"prompt"``, in rows without messages.
         completion: the column that holds the completion. Default: ``"completion"``.
         tools: the column that holds the descriptions of tools, if there are any, for messages.
+        roles: roles of your messages, and those that they stand for, as for `ShapeEncoder`; a role that is neither
+            mapped nor known is then refused. Default: any role is left to the chat template, but for misspelt ones.
         answers: ``"all"``, or ``"last"`` to train the last answer of each row only.
         add_bos: as for `TextEncoder`, for texts; a chat template writes its own.
         add_eos: whether a completion that is text ends with EOS.
@@ -71,6 +74,7 @@ class ChatEncoder(Encoder):
         prompt: str | None = None,
         completion: str | None = None,
         tools: str = "tools",
+        roles: Mapping[str, str] | None = None,
         answers: str = "all",
         add_bos: bool | None = None,
         add_eos: bool = True,
@@ -92,6 +96,7 @@ class ChatEncoder(Encoder):
             _ = self.bos  # all that comes is texts
         self.pair = {"prompt": prompt or "prompt", "completion": completion or "completion"}
         self.tools = tools
+        self.roles = roles
         self.answers = answers
         self.ignore = tuple(ignore)
         self.columns = ReadColumns("ChatEncoder", ignore=ignore)
@@ -105,9 +110,9 @@ class ChatEncoder(Encoder):
         prompt: Content = []
         answer: Content
         if len(read) == 1:
-            answer = parse_conversation(row[column], column)
+            answer = parse_conversation(row[column], column, roles=self.roles)
         else:
-            prompt, answer = (read_content(row[name], name) for name in read.values())
+            prompt, answer = (read_content(row[name], name, roles=self.roles) for name in read.values())
         if isinstance(prompt, str) and isinstance(answer, str):  # nothing renders tools
             self.columns.check(row, *read.values())
             return self.encode_text(prompt, answer)
@@ -164,6 +169,8 @@ class ChatEncoder(Encoder):
                         f"{name}, message {i} ({message['role']}) has a key {key!r}, which is not read; say whether it "
                         f"is trained by weight, 0 or 1, or say ignore: [{key}]"
                     )
+            if self.roles is not None and is_trained(message) and i >= len(before):
+                require_answer(message, f"{name}, message {i}")
         trained = [i >= len(before) and is_trained(message) for i, message in enumerate(messages)]
         if self.answers == "last":
             last = max(
@@ -205,6 +212,12 @@ def as_messages(content: Content, role: str) -> Messages:
 def is_trained(message: Mapping[str, Any]) -> bool:
     """Return whether a message is an answer, and no flag says that it is not trained."""
     return bool(message["role"] == "assistant" and not flags_against(message))
+
+
+def require_answer(message: Mapping[str, Any], place: str) -> None:
+    """Raise if an answer is empty, so that the model would learn to say nothing."""
+    if not (message["content"] or any(message.get(key) for key in ("tool_calls", *REASONING))):
+        raise ValueError(f"{place} is an answer without text; mend the row, or leave it out (skip_bad: True)")
 
 
 def masked_sample(ids: Any, trained: Any) -> Sample:

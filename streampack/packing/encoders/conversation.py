@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from streampack.packing.shapes import is_empty, plain_message
+
 log = logging.getLogger(__name__)
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
-    name: name for name in ("system", "user", "assistant")
-}
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message carries its chain of thought."""
 
@@ -47,8 +46,10 @@ Content = str | Messages
 """A text, or messages."""
 
 
-def parse_conversation(value: Any, column: str) -> Messages:
+def parse_conversation(value: Any, column: str, *, roles: Mapping[str, str] | None = None) -> Messages:
     """Return messages of OpenAI's form or ShareGPT's, as a list, an array or JSON text, in a new list of OpenAI's form.
+
+    For ``roles`` see `ShapeEncoder`; None takes any that does not look like a misspelt one.
 
     >>> parse_conversation('[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]', "messages")
     [{'role': 'user', 'content': 'Hi'}]
@@ -61,21 +62,21 @@ def parse_conversation(value: Any, column: str) -> Messages:
         )
     if len(found) == 0:
         raise ValueError(f"{place} holds no message; leave the row out")
-    return [_parse_message(message, f"{place}, message {i}") for i, message in enumerate(found)]
+    return [_parse_message(message, f"{place}, message {i}", roles) for i, message in enumerate(found)]
 
 
-def read_content(value: Any, column: str) -> Content:
+def read_content(value: Any, column: str, *, roles: Mapping[str, str] | None = None) -> Content:
     """Return what a column holds: a text, or messages, also one alone."""
     if isinstance(value, str):
         found = json_messages(value)
-        return value if found is None else parse_conversation(found, column)
+        return value if found is None else parse_conversation(found, column, roles=roles)
     if isinstance(value, Mapping):
         value = [value]
     elif value is None:
         raise ValueError(f"column {column!r} is null; mend the row, or leave it out (skip_bad: True)")
     elif not isinstance(value, list | tuple | np.ndarray):
         raise ValueError(f"column {column!r} holds a {type(value).__name__}; give text, or messages")
-    return parse_conversation(value, column)
+    return parse_conversation(value, column, roles=roles)
 
 
 def json_messages(text: str) -> Any:
@@ -154,22 +155,12 @@ class ReadColumns:
             )
 
 
-def _parse_message(given: Any, place: str) -> dict[str, Any]:
+def _parse_message(given: Any, place: str, roles: Mapping[str, str] | None) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is a {type(given).__name__}; it must be a dict with 'role' and 'content'")
-    message = {str(key): value for key, value in given.items() if value is not None}
-    if "role" not in message and "from" in message:
-        role = message.pop("from")
-        if role not in SHAREGPT_ROLES:
-            raise ValueError(
-                f"{place} is from {role!r}; the known ones are {', '.join(SHAREGPT_ROLES)}. Map roles in an encoder "
-                "of your own: 'observation' to 'tool', 'function_call' to an answer with tool_calls"
-            )
-        message = {"role": SHAREGPT_ROLES[role], "content": message.pop("value", None), **message}
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise ValueError(f"{place} has no role; its keys are {', '.join(map(repr, given)) or 'none'}")
-    place = f"{place} ({role})"
+    message = plain_message(given, place, roles)
+    role = message["role"]
+    place = f"{place} ({given.get('role') or given.get('from')})"
     _check_flags(message, role, place)
     for key, way_out in (("function_call", "write it as tool_calls"), ("refusal", "make it the content")):
         if not is_empty(message.pop(key, None)):
@@ -291,11 +282,6 @@ def _without_arrays(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_arrays(each) for key, each in value.items()}
     return [*map(_without_arrays, value)] if isinstance(value, list | tuple) else value
-
-
-def is_empty(value: Any) -> bool:
-    """Return whether a value is None or empty; a table holds such values in rows that lack the column."""
-    return value is None or (isinstance(value, str | Sequence | Mapping | np.ndarray) and len(value) == 0)
 
 
 def _holds_nothing(value: Any) -> bool:

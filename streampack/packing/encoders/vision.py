@@ -18,7 +18,7 @@ import numpy as np
 
 from streampack.fingerprint import digest
 from streampack.packing.encoders.chat import ChatEncoder
-from streampack.packing.encoders.conversation import ReadColumns, is_empty, parts_of
+from streampack.packing.encoders.conversation import ReadColumns, parts_of
 from streampack.packing.encoders.pictures import MAX_BYTES, MAX_PIXELS, Folders, PictureReader, shorten
 from streampack.packing.encoders.tokenizer import HFTokenizer
 from streampack.packing.encoders.vision_template import (
@@ -30,6 +30,7 @@ from streampack.packing.encoders.vision_template import (
 from streampack.packing.media import MediaSample
 from streampack.packing.model_positions import position_rule
 from streampack.packing.pretrained import load_pretrained
+from streampack.packing.shapes import is_empty, plain_message
 from streampack.storage.base import with_path
 from streampack.storage.retries import Storage
 from streampack.types import IGNORE_INDEX, Array, IntArray, Sample
@@ -71,7 +72,7 @@ class VisionEncoder(ChatEncoder):
         max_pixels: the most pixels of an image, by its header: a larger one is not decoded, and none of more than twice
             ``PIL.Image.MAX_IMAGE_PIXELS``. The processor makes smaller ones of what is left, by its own settings.
         max_bytes: the most bytes of an image's file.
-        column, prompt, completion, tools, answers, ignore: as for `ChatEncoder`.
+        column, prompt, completion, tools, roles, answers, ignore: as for `ChatEncoder`.
 
     Raises:
         ValueError: for a processor without a chat template, or that does not say what it makes of an image.
@@ -95,6 +96,7 @@ class VisionEncoder(ChatEncoder):
         prompt: str | None = None,
         completion: str | None = None,
         tools: str = "tools",
+        roles: Mapping[str, str] | None = None,
         answers: str = "all",
         ignore: Sequence[str] = (),
     ) -> None:
@@ -118,6 +120,7 @@ class VisionEncoder(ChatEncoder):
             prompt=prompt,
             completion=completion,
             tools=tools,
+            roles=roles,
             answers=answers,
             ignore=ignore,
         )
@@ -241,7 +244,9 @@ class VisionEncoder(ChatEncoder):
         value: Any = row.get(name)
         several = isinstance(value, list | tuple) or getattr(value, "dtype", None) == np.dtype(object)
         listed = [] if is_empty(value) else list(value) if several else [value]
-        talks = {column: _messages_in(row.get(column)) for column in self._columns_of(row).values()}
+        talks = {
+            column: _messages_in(row.get(column), self.roles) for column in self._columns_of(row).values()
+        }
         messages, left, contents = list(chain(*talks.values())), iter(listed), list[Content]()
         if listed and not any(is_image(part) for message in messages for part in parts_of(message)):
             for message in messages:
@@ -264,13 +269,13 @@ class VisionEncoder(ChatEncoder):
         return rest | {column: talk for column, talk in talks.items() if talk}, contents
 
 
-def _messages_in(value: Any) -> list[dict[str, Any]]:
+def _messages_in(value: Any, roles: Mapping[str, str] | None) -> list[dict[str, Any]]:
     """Return copies of the messages that a column holds; none of a text, and of what is refused when it is parsed."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError):
             value = json.loads(value)
     found = [value] if isinstance(value, Mapping) else value
     good = isinstance(found, list | tuple | np.ndarray) and all(
-        isinstance(message, Mapping) and "role" in message for message in found
+        isinstance(message, Mapping) and message.keys() & {"role", "from"} for message in found
     )
-    return [dict(message) for message in found] if good else []
+    return [plain_message(message, f"message {i}", roles) for i, message in enumerate(found)] if good else []

@@ -1,0 +1,301 @@
+"""`ShapeEncoder`: rows of a shape that people publish; `encoder_for`, which finds the shape by the first rows."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streampack.packing.encoders.answers import AnswersEncoder
+from streampack.packing.encoders.base import Encoder, TextEncoder, TokensEncoder, characters_in
+from streampack.packing.encoders.chat import ChatEncoder
+from streampack.packing.shapes import (
+    BY_KEY,
+    OURS,
+    ROLES,
+    TOKENS,
+    Shape,
+    find_shape,
+    is_empty,
+    misspelt,
+    renamed,
+)
+from streampack.sources.as_source import as_source
+from streampack.sources.mixture import Mix
+from streampack.sources.reading import BadRecord, Reading, own_row
+from streampack.sources.source import Source
+from streampack.types import Sample
+from streampack.validation import require
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+SHAPE_KEYS = ("columns", "roles", "answers", "ignore")
+"""Arguments of `encoder_for` that stand beside the source in a config."""
+LOOKED_AT = 1000
+"""Rows at the beginning of a source that are looked at before training."""
+NAMED = 3
+"""Rows of another shape that are named with their places."""
+
+
+class ShapeEncoder(Encoder):
+    """Encoder of rows of one shape: token ids, text, conversations, Alpaca's instructions, preference pairs.
+
+    `encoder_for` finds the shape of a source. A row of another shape is refused, so that it is an error or a bad
+    record. docs/guides/encoders.md has the table of shapes, and says what is trained of each.
+
+    >>> ShapeEncoder(None, shape="tokens", columns={"ids": "input_ids"})({"ids": [4, 5]}).labels.tolist()
+    [4, 5]
+
+    Args:
+        tokenizer: one of transformers or torchtune; None for token ids.
+        shape: ``"alpaca"``, ``"sharegpt"``, ``"openai"``, ``"completion"``, ``"pair"``, ``"rollouts"``, ``"text"``,
+            ``"tokens"``.
+        columns: your columns by name, and ours that they stand for, such as ``{"question": "instruction"}``; also text,
+            ``"question=instruction,answer=output"``.
+        roles: roles of your messages, and ours that they stand for: system, developer, user, assistant, tool, or
+            function_call, whose content is JSON text of a call. A role that is mapped to itself is left to the chat
+            template. Text, as for ``columns``.
+        answers: ``"all"`` or ``"last"``. Default: all, of Alpaca's ``history`` none.
+        ignore: columns, and flags of messages, to leave out on purpose; also text, ``"tools,label"``.
+
+    Raises:
+        ValueError: for an unknown shape, column or role, and for a tokenizer that does not fit.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        shape: str,
+        columns: Mapping[str, str] | str | None = None,
+        roles: Mapping[str, str] | str | None = None,
+        answers: str | None = None,
+        ignore: Sequence[str] | str = (),
+    ) -> None:
+        require(shape, "shape", tuple(BY_KEY))
+        self.shape, self.answers, self.tokenizer = BY_KEY[shape], answers, tokenizer
+        self.columns = mapping_of(columns, "columns", OURS)
+        self.roles = mapping_of(roles, "roles", ROLES)
+        self.ignore = frozenset(_names_of(ignore))
+        if self.shape.encoder == TOKENS:
+            self.inner: Encoder = TokensEncoder()
+        elif tokenizer is None:
+            raise ValueError(f"the rows are {self.shape.name}: name the tokenizer of the model (--tokenizer)")
+        elif self.shape.encoder == "TextEncoder":
+            self.inner = TextEncoder(tokenizer)
+        elif self.shape.encoder == "AnswersEncoder":
+            self.inner = AnswersEncoder(tokenizer, roles=self.roles, ignore=tuple(self.ignore))
+        else:
+            self.inner = ChatEncoder(
+                tokenizer, roles=self.roles, answers=answers or "all", ignore=tuple(self.ignore)
+            )
+        self.makes_groups = getattr(self.inner, "makes_groups", False)
+        self.tokenizer = getattr(self.inner, "tokenizer", tokenizer)
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        made = self.named(row)
+        if (found := find_shape(made)) is not self.shape:
+            raise ValueError(
+                f"the row is {_described(found)}, and the others are {_described(self.shape)}; move it to a file of "
+                "its own, or leave it out (skip_bad: True)"
+            )
+        for name, ours in misspelt(self.shape, tuple(made)).items():
+            if not is_empty(made[name]):
+                raise ValueError(
+                    f"column {name!r} is not read, and there is no {ours!r}; say columns: {{{name}: {ours}}}, or "
+                    f"ignore: [{name}]"
+                )
+        if self.shape.read is not None:
+            made = self.shape.read({name: value for name, value in made.items() if not is_empty(value)})
+            if self.answers == "all":  # Alpaca's earlier answers, too
+                for message in made.get("messages", ()) if self.shape.key == "alpaca" else ():
+                    message.pop("weight", None)
+        return self.inner(made)
+
+    def named(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row under our names of columns, without those to leave out."""
+        kept = {name: value for name, value in row.items() if name not in self.ignore}
+        return renamed(kept, self.columns) if self.columns else kept
+
+    def characters(self, row: Mapping[str, Any], /) -> int:
+        """See `Encoder`."""
+        theirs = {ours: name for name, ours in self.columns.items()}
+        found = [characters_in(row.get(theirs.get(name, name))) for name in self.shape.columns]
+        return max(found) if self.makes_groups else sum(found)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Decode tokens as the tokenizer does."""
+        return str(self.tokenizer.decode(tokens))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The first rows of a source: how many of each shape, and the first places of each, and of rows of no shape."""
+
+    counts: Counter[str]
+    places: dict[str, list[str]]
+
+
+def encoder_for(
+    source: Any,
+    tokenizer: Any,
+    *,
+    columns: Mapping[str, str] | str | None = None,
+    roles: Mapping[str, str] | str | None = None,
+    answers: str | None = None,
+    ignore: Sequence[str] | str = (),
+    pairs: bool | None = None,
+    strict: bool = True,
+) -> Encoder:
+    """Return the encoder of a source's rows, by the shape of most of its first thousand.
+
+    >>> encoder_for([{"input_ids": [4, 5]}], None)({"input_ids": [4, 5]}).tokens.tolist()
+    [4, 5]
+
+    Args:
+        source: whatever an `IterablePackedDataset` takes, except a mixture.
+        tokenizer: as for `ShapeEncoder`; as the others.
+        columns: see there.
+        roles: see there.
+        answers: see there.
+        ignore: see there.
+        pairs: whether the loss compares the answers of a row; None: rows may have one answer or several.
+        strict: raise if some of the rows have another shape; otherwise warn.
+
+    Raises:
+        ValueError: if no row has a known shape, or with ``strict`` one has another than most; with its place.
+    """
+    source = as_source(source)
+    # Renames columns of rows whose shape is not known yet.
+    probe = ShapeEncoder(None, shape="tokens", columns=columns, roles=roles, answers=answers, ignore=ignore)
+    seen = _first_rows(source, probe)
+    if not seen.counts:
+        raise ValueError(
+            seen.places[""][0] if "" in seen.places else "the source has no rows; check its paths"
+        )
+    [(key, most)] = seen.counts.most_common(1)
+    others = [place for name, places in seen.places.items() if name != key for place in places]
+    if others:
+        text = f"{most:,} of the first {seen.counts.total() + len(seen.places.get('', ())):,} rows are "
+        text += f"{_described(BY_KEY[key])}; {'; '.join(others[:NAMED])}"
+        if strict:
+            raise ValueError(
+                f"{text}. Move such rows to files of their own, or leave them out (skip_bad: True)"
+            )
+        log.warning("%s", text)
+    rows, several = f"the rows are {_described(BY_KEY[key])}", BY_KEY[key].encoder == "AnswersEncoder"
+    if pairs is False and several:
+        raise ValueError(
+            f"{rows}, and this run would train their bad answers like good ones; run dpo, or name the good ones: "
+            "columns: {chosen: completion}, ignore: [rejected]"
+        )
+    if pairs and not several and BY_KEY[key].encoder != TOKENS:
+        raise ValueError(
+            f"{rows}, and the loss compares two answers; give rows with chosen and rejected, or run full_finetune"
+        )
+    if BY_KEY[key].encoder == TOKENS and not probe.columns:
+        return TokensEncoder()
+    return ShapeEncoder(tokenizer, shape=key, columns=columns, roles=roles, answers=answers, ignore=ignore)
+
+
+def _first_rows(source: Source, probe: ShapeEncoder) -> _Seen:
+    """Look at the first rows of a source; those that cannot be read are bad records of their own."""
+    seen, unmapped = _Seen(Counter(), {}), set(probe.columns)
+    reader, left = source.read(Reading()), LOOKED_AT
+    while left:
+        left -= 1
+        try:
+            if (row := next(reader, None)) is None:
+                break
+        except BadRecord:
+            continue
+        data = own_row(row.data)
+        if not isinstance(data, Mapping):  # bare ids
+            seen.counts["tokens"] += 1
+            continue
+        unmapped.difference_update(data)
+        place = source.locate(row.row_id)
+        try:
+            shape = find_shape(probe.named(data))
+        except ValueError as error:
+            key, why = "", f"{place}: {error}"
+        else:
+            key, why = shape.key, f"{place} is {_described(shape)}"
+            seen.counts[key] += 1
+            if shape.encoder == TOKENS and seen.counts.total() == seen.counts[key] >= NAMED:
+                break  # such rows are many, and checked as they are read
+        places = seen.places.setdefault(key, [])
+        if len(places) < NAMED:
+            places.append(why)
+    if unmapped and seen.places:
+        raise ValueError(
+            f"columns maps {sorted(unmapped)[0]!r}, which none of the first rows has; name one of theirs"
+        )
+    return seen
+
+
+def with_encoders(
+    source: Source,
+    encoder: Any,
+    tokenizer: Any,
+    *,
+    settings: Mapping[str, Any],
+    strict: bool,
+    pairs: bool | None = None,
+) -> tuple[Source, Any]:
+    """Return a source and its encoder, found by `encoder_for` where none or ``"auto"`` was given.
+
+    ``settings`` are arguments of that which stand beside the source in a config. Of a mixture, each source without an
+    encoder gets its own.
+    """
+    given = sorted(name for name, value in settings.items() if value)
+    if encoder not in (None, AUTO):
+        if given:
+            raise ValueError(
+                f"{given[0]} is for rows whose encoder is found by their shape; leave the encoder out, or give "
+                f"{given[0]} to {type(encoder).__name__}"
+            )
+        return source, encoder
+    if not isinstance(source, Mix):
+        return source, encoder_for(source, tokenizer, pairs=pairs, strict=strict, **settings)
+    entries = [
+        entry
+        if entry.encoder is not None or not entry.weight
+        else replace(
+            entry, encoder=encoder_for(entry.source, tokenizer, pairs=pairs, strict=strict, **settings)
+        )
+        for entry in source.entries
+    ]
+    return Mix(entries, stop=source.stop), None
+
+
+def mapping_of(given: Mapping[str, str] | str | None, name: str, ours: Sequence[str]) -> dict[str, str]:
+    """Return a mapping from the user's names to ours; text is ``"theirs=ours,..."``.
+
+    >>> mapping_of("bot=assistant", "roles", ROLES)
+    {'bot': 'assistant'}
+    """
+    if isinstance(given, str):
+        pairs = [each.partition("=") for each in _names_of(given)]
+        given = {theirs.strip(): mine.strip() for theirs, _, mine in pairs}
+    made = {str(theirs): str(mine) for theirs, mine in (given or {}).items()}
+    for theirs, mine in made.items():
+        if mine not in ours and (name == "columns" or theirs != mine):
+            raise ValueError(f"{name} maps {theirs!r} to {mine!r}; ours are {', '.join(ours)}")
+    if len(set(made.values())) < len(made) and name == "columns":
+        raise ValueError(f"columns={made} maps two columns to one; map each to another")
+    return made
+
+
+def _names_of(given: Sequence[str] | str) -> list[str]:
+    return (
+        [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else list(given)
+    )
+
+
+def _described(shape: Shape) -> str:
+    return f"{shape.name} ({', '.join(shape.needs)})"
