@@ -21,7 +21,14 @@ WORDS = {
     "whole number": ("int",),
     "number": ("float",),
     "`true` or `false`": ("bool",),
-    "mapping": ("Node", "Validation", "Storage", "Mapping[str, Any]", "Callable[[Mapping[str, Any]], Any]"),
+    "mapping": (
+        "Node",
+        "Validation",
+        "Storage",
+        "Mapping[str, Any]",
+        "Mapping[str, str]",
+        "Callable[[Mapping[str, Any]], Any]",
+    ),
     "`true` or `false`, number, text or mapping": ("SkipBad",),
     "any": ("Any",),
     "list": ("Iterable[Name]", "Sequence[str]", "list[str]", "Sequence[Mapping[str, Any] | Entry]"),
@@ -94,7 +101,14 @@ SOURCES = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
     *("MegatronSource", "DatatroveSource", "FlatTokensSource"),
 )
-ENCODERS = ("TextEncoder", "ChatEncoder", "AnswersEncoder", "MessagesEncoder", "TokensEncoder")
+ENCODERS = (
+    "ShapeEncoder",
+    "TextEncoder",
+    "ChatEncoder",
+    "AnswersEncoder",
+    "MessagesEncoder",
+    "TokensEncoder",
+)
 
 
 def components(names: Iterable[str]) -> str:

@@ -132,12 +132,9 @@ def find_shape(row: Mapping[str, Any]) -> Shape:
     Raises:
         ValueError: for columns of no shape, or of two.
     """
-    there = {name for name, value in row.items() if not is_empty(value)}
-    found = [shape for shape in SHAPES if there.issuperset(shape.needs) and _fits(shape, row)]
+    there = frozenset(name for name, value in row.items() if not is_empty(value))
+    found = [shape for shape in _with_columns(there) if _fits(shape, row)]
     if found and (found[0].key in STRONGER or len(found) == 1):
-        return found[0]
-    found = [shape for shape in found if shape.key != "content"]  # a column that many rows have
-    if len(found) == 1:
         return found[0]
     names = ", ".join(map(repr, row)) or "none"
     if found:
@@ -154,12 +151,19 @@ def find_shape(row: Mapping[str, Any]) -> Shape:
     raise ValueError(f"the row's columns are {names}, which is no known shape of rows{_nearly(there, row)}")
 
 
+@lru_cache(256)
+def _with_columns(there: frozenset[str]) -> list[Shape]:
+    """Return the shapes with these columns, without the weak one of ``content`` where there are others."""
+    found = [shape for shape in SHAPES if there.issuperset(shape.needs)]
+    return found if len(found) < 2 else [shape for shape in found if shape.key != "content"]
+
+
 def _fits(shape: Shape, row: Mapping[str, Any]) -> bool:
     """Return whether ids are ids: ``tokens`` may be their number, beside a text."""
     return shape.encoder != TOKENS or _is_list(row[shape.needs[0]]) or len(row) == 1
 
 
-def _nearly(there: set[str], row: Mapping[str, Any]) -> str:
+def _nearly(there: frozenset[str], row: Mapping[str, Any]) -> str:
     """Say which columns are empty, or nearly have the name of one of ours."""
     for shape in SHAPES:
         lacking = [name for name in shape.needs if name not in there]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 from streampack.packing.encoders.shaped import ShapeEncoder
 from streampack.packing.groups import Group
 from streampack.packing.shapes import find_shape, is_empty
-from streampack.sources.examples import first_rows
+from streampack.sources.examples import Example, first_rows
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import Reading
 from streampack.streaming.lane_config import LaneConfig
@@ -26,7 +27,10 @@ def first_look(config: LaneConfig) -> list[str]:
     lines = []
     for number, (name, source) in enumerate(config.source.leaves().items()):
         prefix = (number,) if isinstance(config.source, Mix) else ()
-        for example in first_rows(source.read(Reading()), TRIED):
+        examples = list[Example]()
+        with suppress(OSError, ValueError):  # reading for training raises it again, on all ranks
+            examples = first_rows(source.read(Reading()), TRIED)
+        for example in examples:
             row_id = (*prefix, *example.row_id)
             sample = None if example.data is None else _encoded(config, Row(example.data, row_id))
             if sample is not None:

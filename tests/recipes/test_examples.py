@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from streampack import cli
 from tests.harness import hf_trainers
 from tests.harness.hf_tokenizers import byte_level
+from tests.harness.preferences import dpo_config
+from tests.packing.test_shapes import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -142,3 +145,56 @@ def test_chats_longer_than_a_pack_are_told_before_the_first_step_as_by_inspect(
         line = f"2 of 8 samples looked at are too long for max_seq_len=128: overlong={choice} loses {tokens} of the tok"
         assert line in caplog.text
         assert not stops
+
+
+SHAPES = {name: (row, how) for name, (row, _, parts, how) in PUBLISHED.items() if parts is not None}
+QUICK = "16 question, as turns"
+
+
+@pytest.mark.parametrize(
+    "name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name != QUICK)]
+)
+def test_a_published_shape_is_trained_from_its_file_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps of chat_sft, or of dpo if the rows are pairs; both show the first sample before the first step."""
+    row, how = SHAPES[name]
+    monkeypatch.chdir(tmp_path)
+    byte_level(pad_token="</s>").save_pretrained("my_model")
+    Path("rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    if "pair" in name:
+        train = import_module("streampack_recipes.dpo").train
+        Path("rows.jsonl").rename("of_pairs.jsonl")  # the harness writes rows of its own
+        assert train(of_pairs(tmp_path))["step"] == 2
+    else:
+        hf_trainers.model().save_pretrained("my_model")
+        main = runpy.run_module("streampack_examples.chat_sft")["main"]
+        command = ["--model", "my_model", "--data", "rows.jsonl", "--max_steps", "2", "--max_seq_len", "256"]
+        for option, value in how.items():
+            text = (
+                value
+                if isinstance(value, str)
+                else ",".join(f"{theirs}={ours}" for theirs, ours in value.items())
+            )
+            command += [f"--{option}", text]
+        trainer = main([*command, "--use_cpu", "True", "--disable_tqdm", "True"])
+        assert trainer.state.global_step == 2
+    printed = capsys.readouterr().out
+    assert f"rows are {PUBLISHED[name][1]}" in printed
+    assert ("⟦" in printed) == ("the first sample" in printed)
+
+
+def of_pairs(folder: Path) -> Any:
+    from torchtune.models.llama3 import llama3
+
+    config = dpo_config(folder)
+    del config.data.encoder
+    config.tokenizer = {"_component_": "streampack.HFTokenizer", "path": "my_model"}
+    config.data.source = {"_component_": "streampack.JSONLSource", "paths": "of_pairs.jsonl"}
+    model = {key: value for key, value in config.model.items() if key != "_component_"}
+    model |= {"vocab_size": 400, "max_seq_len": 256}
+    torch.save(llama3(**model).state_dict(), Path(config.checkpointer.checkpoint_dir) / "model.bin")
+    config.model.update(model)
+    config.data.max_seq_len, config.data.num_lanes = 256, 1
+    config.max_steps, config.validation = 2, None
+    return config

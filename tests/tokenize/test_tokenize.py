@@ -13,10 +13,20 @@ from typing import Any
 
 import pytest
 
-from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, TextEncoder, TokenShardSource, cli
+from streampack import (
+    IterablePackedDataset,
+    JSONLSource,
+    MapSource,
+    Mix,
+    ShapeEncoder,
+    TextEncoder,
+    TokenShardSource,
+    cli,
+)
 from streampack.sources import Holdout, Reading
 from streampack.tokenize import tokenize
 from streampack.types import Sample
+from tests.harness.hf_tokenizers import byte_level
 from tests.harness.tokenizing import Dies, Killed, Letters, content, corpus, run, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,3 +307,24 @@ def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_part_of_a_file(
     assert not [path for path in files if path.name.startswith(".")]
     assert cli.main(words) == 0
     assert TokenShardSource(out).tokens == 3
+
+
+def test_the_encoder_of_the_command_follows_from_the_rows(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    row = {"q": "Hi", "a": "Hello"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "data.yaml").write_text(
+        f"tokenizer: {{_component_: streampack.HFTokenizer, path: {tmp_path / 'tokenizer'}}}\n"
+        f"data: {{source: {{_component_: streampack.JSONLSource, paths: {tmp_path / 'rows.jsonl'}}}, "
+        "columns: {q: instruction, a: output}}\n"
+    )
+    assert (
+        cli.main(["tokenize", "--config", str(tmp_path / "data.yaml"), "--out", str(tmp_path / "out")]) == 0
+    )
+    [stored] = [row.data for row in TokenShardSource(tmp_path / "out").read(Reading())]
+    sample = ShapeEncoder(tokenizer, shape="alpaca")({"instruction": "Hi", "output": "Hello"})
+    assert (list(stored["tokens"]), list(stored["labels"])) == (
+        sample.tokens.tolist(),
+        sample.labels.tolist(),
+    )
