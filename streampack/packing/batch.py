@@ -146,6 +146,11 @@ class Batch:
         return sum(map(len, self.fragments))
 
     @property
+    def num_samples(self) -> int:
+        """Number of samples that begin in the batch: a group counts once, and so does a sample in several parts."""
+        return sum(fragment.start == 0 for pack in self.fragments for fragment in pack)
+
+    @property
     def num_trained(self) -> torch.Tensor:
         """Number of tokens that the loss counts, as a 0-d tensor on the batch's device."""
         trained = (self.labels[:, 1:] != IGNORE_INDEX).sum()  # nothing predicts the first token of a row

@@ -54,7 +54,7 @@ class CountMeter:
         if z_loss is not None:
             self.z_loss = self.z_loss + z_loss.detach()
         weight, trained = float(weights.sum()), int(weights.count_nonzero()) if trained is None else trained
-        counts = (0.0, 0.0, weight, trained, batch.num_tokens, batch.tokens.numel(), batch.num_seqs)
+        counts = (0.0, 0.0, weight, trained, batch.num_tokens, batch.tokens.numel(), batch.num_samples)
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
     def reduce(self) -> torch.Tensor:

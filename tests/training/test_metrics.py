@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
+from streampack.packing.groups import Group
 from streampack.training.checks import read_config
 from streampack.training.meters import CountMeter, SourceMeter, run_ledger, stream_metrics
 
@@ -49,6 +50,22 @@ def test_metrics_of_a_step_cover_its_batches(loss_norm, weight):
     assert metrics["trained_tokens"] == 6
     assert metrics["samples_per_step"] == 3
     assert metrics["padding"] == 1 - 9 / 16
+
+
+def test_a_group_is_one_sample_of_a_step_and_so_is_a_sample_in_parts():
+    pair = Group([1, 2, 3, 4], [-100, 2, 3, 4], lengths=[2, 2])
+    packs = [
+        IterablePackedDataset([0, 1, 2], encoder=lambda _: pair, max_seq_len=8, num_lanes=1),
+        IterablePackedDataset(ROWS, max_seq_len=4, num_lanes=1, split_across_pack=True),
+    ]
+    for data in packs:
+        meter = CountMeter(World(), CPU)
+        meter.start()
+        for batch in PackedDataLoader(data, batch_size=1):
+            meter.add(batch, torch.tensor(6.0), label_weights(batch, loss_norm="token"))
+        meter.reduce()
+        meter.stop()
+        assert meter.metrics()["samples_per_step"] == 3
 
 
 def test_metrics_are_the_last_loss_and_means_since_the_last_call(monkeypatch):
