@@ -40,6 +40,7 @@ from streampack.training.run_folder import (
     hold_output,
     open_checkpoints,
     record_end,
+    require_same_config,
     saved_seed,
     stop_on_signals,
     warn_of_unheeded,
@@ -384,6 +385,7 @@ def open_run(
         nullcontext() if check else hold_output(cfg, world=run.world),
         ExitStack() as run._closing,
     ):
+        require_same_config(cfg, world=run.world)
         if not check and (end := finished(cfg, world=run.world)) is not None:
             run.over = {"step": end}
             yield run

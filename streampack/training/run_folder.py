@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from streampack.fingerprint import digest
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.storage.folders import lock_folder, write_whole
 from streampack.training.checkpoint import Checkpoints, read_run, step_of
@@ -27,6 +28,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TOGETHER = 1.0
 """Seconds within which several signals count as one: what signals all processes of a job at once (systemd, some Slurm
 sites) reaches a rank directly and again through torchrun."""
+
+OF_A_MACHINE = {
+    "output_dir", "tokenizer", "checkpointer", "ref_checkpointer", "data", "dataset", "dataset_val", "resume_from",
+    "metric_logger", "profiler", "device", "num_workers", "seed",
+}  # fmt: skip
+"""Keys whose values may differ between ranks: they name files, which machines may keep in other places, or rank 0's is
+taken. The loader compares what is read."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -81,6 +89,27 @@ def stop_on_signals(world: World) -> Iterator[Callable[[], int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def require_same_config(config: RunConfig, *, world: World) -> None:
+    """Collective: raise on all ranks unless all have the same config, as when machines have copies of their own.
+
+    Other settings of an optimizer would train another part of the model in silence, and other numbers of steps, or
+    other things to log, leave ranks waiting for one another.
+    """
+    ours = {name: value is None if name in OF_A_MACHINE else value for name, value in vars(config).items()}
+    if (held_out := config.validation) is not None:
+        ours["validation"] = {"fraction": held_out.fraction, "max_packs": held_out.max_packs}
+    if len({*world.gather(digest(ours))}) == 1:
+        return
+    first, *others = world.gather(ours)
+    for rank, theirs in enumerate(others, 1):
+        for name, value in theirs.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"rank {rank} has {name}={value!r} and rank 0 has {name}={first[name]!r}; give all ranks the same "
+                    "config"
+                )
 
 
 @contextmanager

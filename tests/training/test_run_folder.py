@@ -64,6 +64,43 @@ def test_a_second_run_in_one_folder_is_refused(
 # Finished runs.
 
 
+def train_rank_by_rank(*configs: Any) -> list[str]:
+    """Train each config, of which ranks have different ones; return the message of each."""
+    said = []
+    for of_ranks in configs:
+        with pytest.raises(ValueError, match="give all ranks the same config") as found:
+            train(of_ranks[int(os.environ["RANK"])])
+        said.append(str(found.value))
+    return said
+
+
+def test_ranks_with_different_configs_say_so_before_they_train(tmp_path: Path) -> None:
+    """Other learning rates would train a part of the model each, other numbers of steps would wait for one another."""
+    plain = {"max_steps": 4, "collective_timeout": 40, "validation": None, "save_every_n_steps": None}
+    changes = {
+        "optimizer.lr": 1.0, "max_steps": 2, "clip_grad_norm": 3.0, "log_every_n_steps": 3,
+        "validation": {"fraction": 0.1},
+    }  # fmt: skip
+    configs = [tiny_config(tmp_path, **plain)]
+    configs += [tiny_config(tmp_path, **plain | {key: value}) for key, value in changes.items()]
+    first, second = run_ranks(train_rank_by_rank, 2, *[(configs[0], other) for other in configs[1:]])
+    assert first == second
+    for said, key in zip(first, changes, strict=True):
+        assert said.startswith(f"rank 1 has {key.partition('.')[0]}=")
+
+
+def train_with_workers_of_its_own(config: Any) -> int:
+    config.num_workers = config.seed = int(os.environ["RANK"])
+    config.output_dir += "/." * config.num_workers
+    step: int = train(config)["step"]
+    return step
+
+
+def test_machines_may_have_names_of_files_and_workers_of_their_own(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_steps=2, validation=None, save_every_n_steps=None)
+    assert run_ranks(train_with_workers_of_its_own, 2, config) == [2, 2]
+
+
 def written(folder):
     """Return time and content of every file but the lock."""
     files = [path for path in (folder / "out").rglob("*") if path.is_file() and path.name != LOCK_FILE]
