@@ -84,15 +84,18 @@ def opening(
 class MetricLogger:
     """Rank 0's metric logger, the config's, and the run's own record beside it; nothing on the other ranks.
 
+    Making it is a collective.
+
     A run that goes on does so from the step ``resumed``, None for a new run. ``written`` is the config to log.
     """
 
     def __init__(self, config: RunConfig, *, written: Any, world: World, resumed: int | None) -> None:
         self.path = Path(config.output_dir, METRICS_FILE)
-        self.logger = build(config.metric_logger) if world.is_main else None
-        if self.logger is not None:
-            keep_until(self.path, resumed)
-            self.logger.log_config(written)
+        with world.raise_on_all():
+            self.logger = build(config.metric_logger) if world.is_main else None
+            if self.logger is not None:
+                keep_until(self.path, resumed)
+                self.logger.log_config(written)
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
         """Log numbers by name. A logger that prints gets lines of its own, apart from the progress bar."""

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,11 +96,18 @@ def torchtune_rows(
         tokenizer.max_seq_len = None
     with world.main_first():
         datasets = [_built(node, key, tokenizer) for node in each]
-    first = [_first_row(dataset, node, key, collate) for dataset, node in zip(datasets, each, strict=True)]
-    pairs = _common("whether rows are preference pairs", ["chosen_input_ids" in row for row in first], key)
+    with world.raise_on_all():
+        first = [
+            _first_row(dataset, node, key, collate) for dataset, node in zip(datasets, each, strict=True)
+        ]
+        pairs = _common(
+            "whether rows are preference pairs", ["chosen_input_ids" in row for row in first], key
+        )
     if limit is not None and not splits and collate is None and world.is_main:
         for dataset in datasets:
-            _warn_of_cuts(dataset, limit, key)
+            # The error of a bad row is raised where training reads it, with its number.
+            with suppress(Exception):
+                _warn_of_cuts(dataset, limit, key)
     size = limit or positions or UNLIMITED
     settings: dict[str, Any] = {"max_seq_len": min(2 * size, positions or 2 * size) if pairs else size}
     if splits:

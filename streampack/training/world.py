@@ -166,12 +166,18 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let rank 0 run the block before the other ranks, which then find its downloads and caches."""
-        if self.is_main:
-            yield
-        self.gather(None)
+        """Let rank 0 run the block before the other ranks, which then find its downloads and caches.
+
+        If it raises on one rank, it raises on all, as in `raise_on_all`.
+        """
         if not self.is_main:
+            with self.raise_on_all():
+                pass
+        with self.raise_on_all():
             yield
+        if self.is_main:
+            with self.raise_on_all():
+                pass
 
 
 @contextmanager

@@ -19,13 +19,15 @@ from torchtune.datasets.multimodal import the_cauldron_transform
 from torchtune.models.llama3 import llama3_tokenizer
 
 from streampack import IterablePackedDataset, PackedDataLoader
+from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.instantiate import build
 from streampack.training.checks import read_config
 from streampack.training.collated_rows import prepare_inputs
 from streampack.training.config import RunConfig
 from streampack.training.data import Datasets, build_datasets
-from streampack.training.world import World
+from streampack.training.world import World, join_world
 from streampack.types import IGNORE_INDEX
+from tests.harness.processes import run_ranks
 from tests.harness.threads import Topology, run
 from tests.harness.tiny import tiny_config
 
@@ -33,6 +35,8 @@ LIMIT = 400
 VOCAB = 600
 TURNS = "conversations"
 COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"
+CPU = torch.device("cpu")
+
 Samples = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -235,6 +239,40 @@ def test_what_a_builder_does_wrong_is_one_line_with_the_key_and_the_way_out(
         with pytest.raises(ValueError, match=said) as error:
             data_of(config_of(place, tmp_path, dataset, limit=limit))
         assert "\n" not in str(error.value)
+
+
+def said_on_each_rank(config: RunConfig, wrong: dict[str, Any]) -> list[str]:
+    """Build the data of a config on ranks of which one after another has settings that are wrong there."""
+    said, plain = [], config.dataset
+    for bad in range(2):
+        with pytest.raises((ValueError, OtherRankFailed)) as error, join_world(CPU) as world:
+            config.dataset = plain | (wrong if world.rank == bad else {})
+            build_datasets(config, tokenizer=build(config.tokenizer), vocab_size=None, world=world)
+        said.append(f"{error.value}")
+    return said
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [
+    ({"data_files": "none.json"}, "Unable to find"), ({"column_map": {"output": "none"}}, "the first row: "),
+])  # fmt: skip
+def test_what_one_rank_cannot_read_is_said_on_all(
+    place: Path, tmp_path: Path, wrong: dict[str, Any], reason: str
+) -> None:
+    """And not waited for until the timeout, 600 s."""
+    config = config_of(place, tmp_path, node(place, "alpaca"))
+    for rank, said in enumerate(run_ranks(said_on_each_rank, 2, config, wrong)):
+        for bad, each in enumerate(said):
+            assert reason in each
+            assert each.startswith("dataset: " if rank == bad else f"rank {bad} failed: ValueError: dataset: ")
+
+
+def test_a_bad_row_ends_no_run_before_it_is_read(place: Path, tmp_path: Path) -> None:
+    rows = [json.dumps(row(number) | ({"output": None} if number == 40 else {})) for number in range(60)]
+    (tmp_path / "rows.json").write_text("\n".join(rows))
+    dataset = node(place, "alpaca", packed=True, data_files=str(tmp_path / "rows.json"))
+    ours = data_of(config_of(place, tmp_path, dataset)).train
+    with pytest.raises(ValueError, match="sample 40"):
+        list(ours.stream())
 
 
 # Batches that a config's collate_fn makes.

@@ -61,6 +61,13 @@ def call_every_collective(folder):
         except (OSError, OtherRankFailed) as error:
             found.append((type(error), str(error)))
         found.append(world.run_on_main(lambda: f"by rank {world.rank}", of="the same"))
+        for failing in (0, 1):
+            try:
+                with world.main_first():
+                    if world.rank == failing:
+                        raise OSError("no file")
+            except (OSError, OtherRankFailed) as error:
+                found.append((type(error), str(error)))
         for of in ("the same", f"rank {world.rank}'s"):
             try:
                 world.run_on_main(lambda: 1 // world.rank, of=of)
@@ -77,10 +84,13 @@ def test_every_collective_on_two_ranks(tmp_path):
     assert first[4] == (OtherRankFailed, "rank 1 failed: OSError: disk full")
     assert second[4] == (OSError, "disk full")
     assert first[5] == second[5] == "by rank 0"
-    assert first[6][0] is ZeroDivisionError
-    assert second[6] == (OtherRankFailed, f"rank 0 failed: ZeroDivisionError: {first[6][1]}")
+    failed = [(OSError, "no file"), (OtherRankFailed, "rank 1 failed: OSError: no file")]
+    assert first[6:8] == failed
+    assert second[6:8] == [(OtherRankFailed, "rank 0 failed: OSError: no file"), (OSError, "no file")]
+    assert first[8][0] is ZeroDivisionError
+    assert second[8] == (OtherRankFailed, f"rank 0 failed: ZeroDivisionError: {first[8][1]}")
     refused = "rank 1 reads rank 1's, and rank 0 rank 0's; all ranks must read the same corpus"
-    assert first[7] == second[7] == (ValueError, refused)
+    assert first[9] == second[9] == (ValueError, refused)
 
 
 def fail_in_training(config):
