@@ -86,34 +86,18 @@ def refuse_several_ranks(of_parent: int) -> None:
         _warn_of_missing_group()
 
 
-def require_data_parallel(what: str) -> None:
-    """Raise if ranks of one tensor-, context- or pipeline-parallel group would get different data.
-
-    They are known by the names of the process groups that a `DeviceMesh` makes for its dimensions. A mesh of one
-    dimension over all ranks makes none (see `model_parallel_warning`). ``what`` says who gives each rank its own data.
-    """
-    for group in dist.distributed_c10d._world.pg_map:
-        prefix, _, name = group.group_desc.partition("_")
-        if prefix == "mesh" and name in MODEL_PARALLEL_DIMS and group.size() > 1:
-            raise ValueError(_message_of_same_batches(name, group.size(), what))
-
-
 def model_parallel_warning(model: nn.Module) -> str | None:
     """Return a warning if the mesh of a model's parameters has ranks that must get the same batches, else None."""
     for parameter in model.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)  # a DTensor has one
         for dimension, name in enumerate(getattr(mesh, "mesh_dim_names", None) or ()):
             if name in MODEL_PARALLEL_DIMS and (size := mesh.size(dimension)) > 1:
-                return _message_of_same_batches(name, size, "a PackedDataLoader gives each rank its own")
+                return (
+                    f"the device mesh has a dimension {name!r} of {size} ranks, which must be given the same batches, "
+                    "and a PackedDataLoader gives each rank its own; tell it so: PackedDataLoader(..., "
+                    "data_ranks=mesh['dp']), with the dimensions along which batches differ"
+                )
     return None
-
-
-def _message_of_same_batches(name: str, size: int, what: str) -> str:
-    return (
-        f"the device mesh has a dimension {name!r} of {size} ranks, which must be given the same batches, and {what}; "
-        "iterate a PackedDataLoader that is told so: PackedDataLoader(..., data_ranks=mesh['dp']), with the dimensions "
-        "along which batches differ"
-    )
 
 
 def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
@@ -124,13 +108,11 @@ def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
     ranks = ranks_here()
     if ranks is None:
         _warn_of_missing_group()
-    elif ranks > 1:
-        if made_for_one_rank:
-            raise ValueError(
-                f"this loader was made before the process group of {ranks} ranks, and each would read all "
-                "the data; make it after torch.distributed.init_process_group (in Lightning: in train_dataloader())"
-            )
-        require_data_parallel("a PackedDataLoader gives each rank its own")
+    elif ranks > 1 and made_for_one_rank:
+        raise ValueError(
+            f"this loader was made before the process group of {ranks} ranks, and each would read all "
+            "the data; make it after torch.distributed.init_process_group (in Lightning: in train_dataloader())"
+        )
 
 
 def _warn_of_missing_group() -> None:

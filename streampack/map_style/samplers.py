@@ -13,7 +13,6 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from streampack.distributed.ranks import require_data_parallel
 from streampack.packing.strategies import exact_fit
 from streampack.sources.reading import permutation
 from streampack.validation import require_multiple, require_positive
@@ -103,15 +102,13 @@ class PlannedSampler(Sampler[T]):
     [[3]]
 
     Raises:
-        ValueError: for a rank outside the range, and in a model-parallel group if ``rank`` is left out.
+        ValueError: for a rank outside the range.
     """
 
     def __init__(
         self, plan: Callable[..., Sequence[T]], *, num_replicas: int | None = None, rank: int | None = None
     ) -> None:
         grouped = dist.is_available() and dist.is_initialized()
-        if grouped and rank is None and (num_replicas is None or num_replicas > 1):
-            require_data_parallel("without rank= each rank gets its own")
         if num_replicas is None:
             num_replicas = dist.get_world_size() if grouped else 1
         if rank is None:

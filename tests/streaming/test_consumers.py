@@ -66,19 +66,9 @@ def read_plainly() -> dict[str, Any]:
         "endless": refusal(lambda: next(iter(stream()))),
     }
     sent = pickle.dumps(stream())
-    for name in ("tp", "dp"):
-        init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))  # nothing shows in these names
-        init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))  # a group of one is no group
-        found["before " + name] = refusal(lambda: next(iter(PackedDataLoader(stream()))))
-    # What torch makes of the dimensions of a mesh; two ranks are not enough for one of two dimensions.
-    dist.new_group([0, 1], group_desc="mesh_tp")
-    for name, action in (
-        ("tp loader", lambda: next(iter(PackedDataLoader(stream())))),
-        ("tp sampler", lambda: MultipackBatchSampler([8] * 32, max_tokens=8)),
-    ):
-        found[name] = refusal(action)
     rank = dist.get_rank()
     assert MultipackBatchSampler([8] * 32, max_tokens=8, num_replicas=2, rank=rank).rank == rank
+    dist.barrier()  # or the other rank may still connect to one that has left
     dist.destroy_process_group()
 
     # A worker process that is spawned has no group; what the rank knew came with the dataset.
@@ -130,13 +120,6 @@ def test_ranks_in_plain_torch() -> None:
         assert rank["epochs"].startswith(ALONE)
         assert rank["endless"].startswith(ALONE)
         assert rank["spawned"].startswith(ALONE)
-        assert rank["before tp"] == rank["before dp"] == ""
-        for name, why in {
-            "loader": "a PackedDataLoader gives each rank its own",
-            "sampler": "without rank= each rank gets its own",
-        }.items():
-            assert rank[f"tp {name}"].startswith("the device mesh has a dimension 'tp' of 2 ranks")
-            assert f"the same batches, and {why}; iterate a PackedDataLoader" in rank[f"tp {name}"]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -177,7 +160,6 @@ def two_ranks() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["tp", "dp_shard"])
 def test_a_sharded_models_mesh_is_looked_at(two_ranks: None, name: str) -> None:
-    """A mesh of one dimension over all ranks makes no group that a loader could see."""
     from torch.distributed.tensor import DTensor, Shard
 
     llama = hf_trainers.model()
