@@ -80,28 +80,15 @@ class ReportWriter:
 
         path, mix = self.path, self.lanes.mix
         try:
-            metrics = read_metrics(path.with_name(METRICS_FILE))
             write_run_page(
                 path,
                 ended=ended,
                 in_effect=self.in_effect,
                 config=OmegaConf.to_yaml(asdict(self.config) | to_plain(self.written)),
-                metrics=metrics,
-                ledger=_last_ledger(metrics) if ledger is None else ledger.as_dict(),
+                metrics=read_metrics(path.with_name(METRICS_FILE)),
+                ledger=None if ledger is None else ledger.as_dict(),
                 packs=[(step, view(pack, self.lanes)) for step, pack in self.packs],
                 sources=() if mix is None else mix.names,
             )
         except Exception as error:  # the weights are worth more than a picture of the run
             warn_user(f"{path} could not be written: {type(error).__name__}: {error}")
-
-
-def _last_ledger(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Return the ledger that was logged last, by the names of `Ledger.as_dict`; empty if there is none."""
-    last: dict[str, float] = {}
-    for values in metrics.values():
-        last |= {
-            name.removeprefix("ledger_"): value
-            for name, value in values.items()
-            if name.startswith("ledger_")
-        }
-    return last

@@ -75,7 +75,7 @@ def write_run_page(
     in_effect: Mapping[str, str],
     config: str,
     metrics: Logged,
-    ledger: Mapping[str, float],
+    ledger: Mapping[str, float] | None,
     packs: Sequence[tuple[int, PackView]],
     sources: Sequence[str] = (),
 ) -> None:
@@ -87,15 +87,21 @@ def write_run_page(
         in_effect: what was printed at its start, by name.
         config: all settings, as text.
         metrics: what was logged.
-        ledger: counts of `Ledger.as_dict`; empty if there are none.
+        ledger: counts of `Ledger.as_dict`; None: those that were logged last, if any.
         packs: the first ones, with the step that trained each.
         sources: names of a mixture's sources.
     """
     charts = [draw(metric, points) for metric in METRICS if (points := metric.points(metrics))]
     tables = [_metrics(metrics)]
+    last: dict[str, float] = {}
+    for logged in metrics.values():
+        last |= logged
+    if ledger is None:
+        names = {name: name.removeprefix("ledger_") for name in last if name.startswith("ledger_")}
+        ledger = {short: last[name] for name, short in names.items()}
     if ledger:
         tables.append(_ledger(ledger))
-    if shares := [*_sources(metrics, sources)]:
+    if shares := [*_sources(last, sources)]:
         columns = ("source", "of the trained tokens", "trained tokens", "epochs")
         tables.append(Table("Sources of the mixture", columns, shares))
     tables.append(Table("In effect", ("what", "at the start"), list(in_effect.items()), text=(1,)))
@@ -185,12 +191,11 @@ def _ledger(ledger: Mapping[str, float]) -> Table:
     return Table("Where every token went", ("where", "tokens", "of all"), rows, notes=[note])
 
 
-def _sources(metrics: Logged, sources: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    last: dict[str, float] = {}
-    for values in metrics.values():
-        last |= {name: value for name, value in values.items() if name.startswith("source_")}
-    for name in sources if last else ():
-        fraction, trained, epochs = (
-            last.get(f"source_{name}_{what}", 0) for what in ("fraction", "trained", "epochs")
-        )
-        yield name, percent(fraction), f"{trained:,.0f}", f"{epochs:.4g}"
+def _sources(last: Mapping[str, float], sources: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each source of which something was logged, as it was ``last``."""
+    for name in sources:
+        if f"source_{name}_fraction" in last:
+            fraction, trained, epochs = (
+                last[f"source_{name}_{what}"] for what in ("fraction", "trained", "epochs")
+            )
+            yield name, percent(fraction), f"{trained:,.0f}", f"{epochs:.4g}"
