@@ -32,7 +32,7 @@ def transformed_dataset(
 
 
 def with_dataset(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with ``dataset`` in place of ``datasets`` and ``dataloader``; any other is returned unchanged.
+    """Return a config with ``dataset`` in place of its ``datasets`` and ``dataloader``.
 
     >>> made = with_dataset({"datasets": [{"source": "a", "weight": 1.0}], "dataloader": {"shuffle": True}})
     >>> made["shuffle"], made["dataset"][0]["source"], made["dataset"][0]["packed"]
@@ -41,8 +41,6 @@ def with_dataset(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: for keys that are not used, and beside ``dataset`` or ``data``.
     """
-    if "datasets" not in config and "dataloader" not in config:
-        return config
     if both := [key for key in ("dataset", "data") if config.get(key) is not None]:
         raise ValueError(f"datasets and {both[0]} are two answers to what is trained; give one of the two")
     rest = {key: value for key, value in config.items() if key not in ("datasets", "dataloader")}

@@ -1,4 +1,4 @@
-"""Training on preference pairs: which configs fit, the reference's log-probabilities, metrics, held-out pairs."""
+"""Training on preference pairs: the reference's log-probabilities, metrics, held-out pairs."""
 
 from __future__ import annotations
 

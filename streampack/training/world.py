@@ -192,24 +192,21 @@ def join_world(
     Raises:
         ValueError: if ``replicas`` x ``tensor_parallel`` does not divide the number of ranks.
     """
-    ranks, parts = (
-        int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1,
-        replicas * tensor_parallel,
-    )
-    if ranks % parts:
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if size % (parts := replicas * tensor_parallel):
         raise ValueError(
             f"data_parallel_replicate_dim={replicas} and tensor_parallel_dim={tensor_parallel} need a multiple of "
-            f"{parts} ranks, and there are {ranks}; start more (--nproc_per_node), or set both to 1"
+            f"{parts} ranks, and there are {size}; start more (--nproc_per_node), or set both to 1"
         )
     end_with_launcher()
-    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+    if size == 1:
         yield World()
         return
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
-    _allow_connections(int(os.environ["WORLD_SIZE"]))
+    _allow_connections(size)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
         store = _open_store(rank, size, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     else:
