@@ -187,21 +187,21 @@ def misspelt(shape: Shape, names: tuple[str, ...]) -> dict[str, str]:
     {'inputs': 'input'}
     """
     lacking = [name for name in shape.uses if name not in names]
-    near = {name: get_close_matches(name, lacking, n=1, cutoff=0.8) for name in names if name not in OURS}
-    return {name: found[0] for name, found in near.items() if found}
+    near = {name: get_close_matches(name, lacking, n=1, cutoff=0.8) for name in names}
+    return {name: found[0] for name, found in near.items() if found and name not in OURS}
 
 
 def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
     """Return a row with the user's columns under our names."""
-    made: Row = {
-        columns.get(name, name): value for name, value in row.items() if name not in columns.values()
-    }
-    for name, ours in columns.items():
-        if name not in columns.values() and ours in row and not is_empty(row[ours]) and ours not in columns:
+    taken = {ours: name for name, ours in columns.items() if name in row}
+    for ours, name in taken.items():
+        if ours not in columns and not is_empty(row.get(ours)):
             raise ValueError(
                 f"there are both {name!r}, which columns= maps to {ours!r}, and {ours!r}; remove one"
             )
-    return made
+    return {
+        columns.get(name, name): value for name, value in row.items() if name in columns or name not in taken
+    }
 
 
 def plain_message(given: Mapping[str, Any], place: str, roles: Mapping[str, str] | None) -> Row:

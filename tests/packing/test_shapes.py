@@ -350,6 +350,13 @@ def test_a_door_that_is_told_wrong_refuses(
         encoder_for(rows, tok, **how)([*rows, A][0])
 
 
+def test_a_column_is_mapped_where_a_row_has_it(tok: Any) -> None:
+    rows = [A, without(A, "output", answer="5"), A | {"output": None, "answer": "5"}]
+    encoder = encoder_for(rows, tok, columns={"answer": "output"})
+    expected = [masked(tok, chat(user("Add.\n2 and 3"), answer("5")))]
+    assert [wholes(encoder(row)) for row in rows] == [expected] * 3
+
+
 def test_what_is_ambiguous_is_read_when_one_reading_is_left_out(tok: Any) -> None:
     row = M | {"text": "Hi Hello"}
     assert wholes(encoder_for([row], tok, ignore="text")(row)) == [masked(tok, PLAIN)]

@@ -163,6 +163,9 @@ def test_a_published_shape_is_trained_from_its_file_alone(
     byte_level(pad_token="</s>").save_pretrained("my_model")
     Path("rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
     if "pair" in name:
+        main = runpy.run_module("streampack_examples.chat_sft")["main"]
+        with pytest.raises(ValueError, match="train their bad answers like good ones; run dpo"):
+            main(["--model", "my_model", "--data", "rows.jsonl", "--use_cpu", "True"])
         train = import_module("streampack_recipes.dpo").train
         Path("rows.jsonl").rename("of_pairs.jsonl")  # the harness writes rows of its own
         assert train(of_pairs(tmp_path))["step"] == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from streampack.packing.encoders.answers import AnswersEncoder
@@ -24,7 +24,7 @@ from streampack.packing.shapes import (
 )
 from streampack.sources.as_source import as_source
 from streampack.sources.mixture import Mix
-from streampack.sources.reading import BadRecord, Reading, own_row
+from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.source import Source
 from streampack.types import Sample
 from streampack.validation import require
@@ -132,14 +132,6 @@ class ShapeEncoder(Encoder):
         return str(self.tokenizer.decode(tokens))
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The first rows of a source: how many of each shape, and the first places of each, and of rows of no shape."""
-
-    counts: Counter[str]
-    places: dict[str, list[str]]
-
-
 def encoder_for(
     source: Any,
     tokenizer: Any,
@@ -172,16 +164,15 @@ def encoder_for(
     source = as_source(source)
     # Renames columns of rows whose shape is not known yet.
     probe = ShapeEncoder(None, shape="tokens", columns=columns, roles=roles, answers=answers, ignore=ignore)
-    seen = _first_rows(source, probe)
-    if not seen.counts:
-        raise ValueError(
-            seen.places[""][0] if "" in seen.places else "the source has no rows; check its paths"
-        )
-    [(key, most)] = seen.counts.most_common(1)
-    others = [place for name, places in seen.places.items() if name != key for place in places]
+    counts, places = _first_rows(source, probe)
+    known = Counter({key: count for key, count in counts.items() if key})
+    if not known:
+        raise ValueError(places[""][0] if places else "the source has no rows; check its paths")
+    [(key, most)] = known.most_common(1)
+    others = [place for name, found in places.items() if name != key for place in found]
     if others:
-        text = f"{most:,} of the first {seen.counts.total() + len(seen.places.get('', ())):,} rows are "
-        text += f"{_described(BY_KEY[key])}; {'; '.join(others[:NAMED])}"
+        text = f"{most:,} of the first {counts.total():,} rows are {_described(BY_KEY[key])}"
+        text += f"; {'; '.join(others[:NAMED])}"
         if strict:
             raise ValueError(
                 f"{text}. Move such rows to files of their own, or leave them out (skip_bad: True)"
@@ -202,9 +193,12 @@ def encoder_for(
     return ShapeEncoder(tokenizer, shape=key, columns=columns, roles=roles, answers=answers, ignore=ignore)
 
 
-def _first_rows(source: Source, probe: ShapeEncoder) -> _Seen:
-    """Look at the first rows of a source; those that cannot be read are bad records of their own."""
-    seen, unmapped = _Seen(Counter(), {}), set(probe.columns)
+def _first_rows(source: Source, probe: ShapeEncoder) -> tuple[Counter[str], dict[str, list[str]]]:
+    """Count the shapes of a source's first rows, by their keys, and name some of each; a row of no shape has no key.
+
+    Rows that cannot be read are bad records of their own.
+    """
+    counts, places, unmapped = Counter[str](), dict[str, list[str]](), set(probe.columns)
     reader, left = source.read(Reading()), LOOKED_AT
     while left:
         left -= 1
@@ -213,29 +207,24 @@ def _first_rows(source: Source, probe: ShapeEncoder) -> _Seen:
                 break
         except BadRecord:
             continue
-        data = own_row(row.data)
-        if not isinstance(data, Mapping):  # bare ids
-            seen.counts["tokens"] += 1
-            continue
+        data = row.data if isinstance(row.data, Mapping) else {"input_ids": row.data}
         unmapped.difference_update(data)
-        place = source.locate(row.row_id)
+        place, key = source.locate(row.row_id), ""
         try:
             shape = find_shape(probe.named(data))
-        except ValueError as error:
-            key, why = "", f"{place}: {error}"
-        else:
             key, why = shape.key, f"{place} is {_described(shape)}"
-            seen.counts[key] += 1
-            if shape.encoder == TOKENS and seen.counts.total() == seen.counts[key] >= NAMED:
-                break  # such rows are many, and checked as they are read
-        places = seen.places.setdefault(key, [])
-        if len(places) < NAMED:
-            places.append(why)
-    if unmapped and seen.places:
+        except ValueError as error:
+            why = f"{place}: {error}"
+        counts[key] += 1
+        if len(found := places.setdefault(key, [])) < NAMED:
+            found.append(why)
+        if key and shape.encoder == TOKENS and counts.total() == counts[key] == NAMED:
+            break  # such rows are many, and checked as they are read
+    if unmapped and places:
         raise ValueError(
             f"columns maps {sorted(unmapped)[0]!r}, which none of the first rows has; name one of theirs"
         )
-    return seen
+    return counts, places
 
 
 def with_encoders(
