@@ -99,6 +99,7 @@ def keys(callable_: Callable[..., Any], section: str = "Args") -> list[list[str]
 HEAD = ["key", "type", "default", "meaning"]
 SOURCES = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
+    *("TextSource", "ArrowSource", "WebDatasetSource"),
     *("MegatronSource", "DatatroveSource", "FlatTokensSource"),
 )
 ENCODERS = (

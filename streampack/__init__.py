@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from streampack.packing.planner import plan_packs
     from streampack.scoring import Score, score
     from streampack.sources import (
+        ArrowSource,
         DatatroveSource,
         FlatTokensSource,
         HFSource,
@@ -60,7 +61,9 @@ if TYPE_CHECKING:
         Mix,
         ParquetSource,
         Source,
+        TextSource,
         TokenShardSource,
+        WebDatasetSource,
     )
     from streampack.sources.bad_records import Quarantine
     from streampack.storage import Storage
@@ -72,6 +75,7 @@ __version__ = "0.2.0"  # pyproject.toml reads it from here
 __all__ = [
     "IGNORE_INDEX",
     "AnswersEncoder",
+    "ArrowSource",
     "Batch",
     "ChatEncoder",
     "DatatroveSource",
@@ -105,9 +109,11 @@ __all__ = [
     "Source",
     "Storage",
     "TextEncoder",
+    "TextSource",
     "TokenShardSource",
     "TokensEncoder",
     "VisionEncoder",
+    "WebDatasetSource",
     "collate_packed",
     "encoder_for",
     "find_leaks",
@@ -136,8 +142,8 @@ _MODULES = {
     "packing.media": "MediaSample",
     "packing.planner": "plan_packs",
     "scoring": "Score score",
-    "sources": "DatatroveSource FlatTokensSource HFSource Holdout IterableSource JSONLSource MDSSource MapSource "
-    "MegatronSource Mix ParquetSource Source TokenShardSource",
+    "sources": "ArrowSource DatatroveSource FlatTokensSource HFSource Holdout IterableSource JSONLSource MDSSource "
+    "MapSource MegatronSource Mix ParquetSource Source TextSource TokenShardSource WebDatasetSource",
     "sources.bad_records": "Quarantine",
     "storage": "Storage",
     "streaming": "IterablePackedDataset",

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "text file": (
         lambda: of_text("hello world\n"),
-        "another kind, let datasets read it: HFSource('text', data_files='rows.jsonl', split='train'), or by 'csv' or",
+        "if it is text, TextSource('rows.jsonl'); if it is CSV, let datasets read it: HFSource('csv', data_files=",
     ),
     "latin-1": (
         lambda: of_text('{"text": "é"}\n'.encode("latin-1")),

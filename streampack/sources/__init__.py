@@ -1,5 +1,6 @@
 """Rows: from files, token shards, Hugging Face datasets, memory and iterables; shuffled, mixed, or held out."""
 
+from streampack.sources.arrow_files import ArrowSource
 from streampack.sources.as_source import as_source
 from streampack.sources.datatrove import DatatroveSource
 from streampack.sources.flat_tokens import FlatTokensSource
@@ -13,9 +14,12 @@ from streampack.sources.mixture import Mix
 from streampack.sources.parquet import ParquetSource
 from streampack.sources.reading import Reading
 from streampack.sources.source import Source
+from streampack.sources.text import TextSource
 from streampack.sources.token_shards import TokenShardSource
+from streampack.sources.webdataset import WebDatasetSource
 
 __all__ = [
+    "ArrowSource",
     "DatatroveSource",
     "FlatTokensSource",
     "HFSource",
@@ -29,6 +33,8 @@ __all__ = [
     "ParquetSource",
     "Reading",
     "Source",
+    "TextSource",
     "TokenShardSource",
+    "WebDatasetSource",
     "as_source",
 ]

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from glob import glob
 from typing import Any
 
 import numpy as np
 
+from streampack.sources.arrow_files import ARROW, ArrowSource
 from streampack.sources.arrow_rows import clean_unknown
 from streampack.sources.hugging_face import HFSource
 from streampack.sources.indexed import INDEX, read_index
-from streampack.sources.jsonl import JSON_LINES, JSONLSource
+from streampack.sources.jsonl import JSON, JSON_LINES, JSONLSource
 from streampack.sources.mds import MDSSource
 from streampack.sources.memory import Columns, IterableSource, MapSource
 from streampack.sources.parquet import PARQUET, ParquetSource
 from streampack.sources.source import Source
+from streampack.sources.text import TEXT, TextSource
 from streampack.sources.token_shards import FORMAT, TokenShardSource
+from streampack.sources.webdataset import TAR, WebDatasetSource
 from streampack.storage.base import path_in, redact
-from streampack.storage.listing import names_in, storage_of
+from streampack.storage.listing import names_in, placed, resolved, storage_of
+
+FilesOf = Callable[[Any], Source]
+"""Makes a source of a path, a folder, a glob, or a list of paths."""
+
+FORMATS: Sequence[tuple[FilesOf, tuple[str, ...], str]] = (
+    (ParquetSource, PARQUET, "Parquet"),
+    (JSONLSource, JSON_LINES, "JSON lines"),
+    (ArrowSource, ARROW, "Arrow"),
+    (WebDatasetSource, TAR, "tar files"),
+)
+"""(source, endings of its files' names, what they are)."""
+OTHERWISE: Sequence[tuple[FilesOf, tuple[str, ...], str]] = (
+    (JSONLSource, JSON, "JSON"),
+    (TextSource, TEXT, "text"),
+)
+"""Formats of files that in a folder with others only describe those."""
+
+SAVED, SPLITS = "state.json", "dataset_dict.json"
+"""Files that `save_to_disk` of datasets writes beside a dataset, and beside several splits."""
 
 
 def by_rows(data: Any) -> Any:
@@ -54,9 +77,10 @@ def by_rows(data: Any) -> Any:
 def as_source(data: Any) -> Source:
     """Make a `Source` of a source, a path or glob, a map-style dataset, columns, or an iterable.
 
-    Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines. A folder, here or
-    behind a URL, that has an index holds token shards or MosaicML's; of other folders, the Parquet or JSON lines files
-    in it are read, at any depth.
+    A file is read by the ending of its name: ``.parquet``, ``.jsonl``, ``.json``, ``.arrow``, ``.feather``, ``.tar``,
+    ``.txt``; others as JSON lines. A folder, here or behind a URL, that has an index holds token shards or MosaicML's;
+    one that datasets saved is read as that says; of other folders, the files of one format are read, at any depth:
+    ``.json`` and ``.txt`` only if there is nothing else.
 
     >>> type(as_source([{"tokens": [1], "labels": [1]}])).__name__
     'MapSource'
@@ -104,22 +128,39 @@ def _are_paths(data: Any) -> bool:
     return isinstance(first, os.PathLike) or "://" in first or bool(glob(first))
 
 
-def _kind_of(path: str) -> type[ParquetSource] | type[JSONLSource]:
-    return ParquetSource if path_in(path).endswith(PARQUET) else JSONLSource
+def _kind_of(path: str) -> FilesOf:
+    """Return the source for a file, by the ending of its name; another one is read as JSON lines, or refused."""
+    name = path_in(path)
+    return next((kind for kind, endings, _ in (*FORMATS, *OTHERWISE) if name.endswith(endings)), JSONLSource)
 
 
 def _of_path(path: str) -> Source:
     # A URL that names a file by its ending costs no request here.
-    named = "://" in path and path_in(path).endswith((*PARQUET, *JSON_LINES))
+    named = "://" in path and path_in(path).endswith((*PARQUET, *JSON_LINES, *JSON, *TEXT, *TAR, *ARROW))
     if named or (names := names_in(path)) is None:
         return _kind_of(path)(path)
     if INDEX in names:
         _, index = read_index(path, storage_of([path], None))
         return TokenShardSource(path) if index.get("format") == FORMAT else MDSSource(path)
-    kinds = {_kind_of(name) for name in names if name.endswith((*PARQUET, *JSON_LINES))}
-    if len(kinds) > 1:
-        shown = redact(path).rstrip("/")
+    shown = redact(path).rstrip("/")
+    if SPLITS in names:
+        splits = sorted({name.partition("/")[0] for name in names if "/" in name})
         raise ValueError(
-            f"{shown} holds Parquet and JSON lines; name those to read, such as {shown}/*.parquet"
+            f"{shown} has several splits: {', '.join(splits)}; name one, such as {shown}/{splits[0]}"
         )
-    return (kinds.pop() if kinds else JSONLSource)(path)
+    if SAVED in names:
+        return ArrowSource(_saved(path))
+    kinds = [each for each in FORMATS if any(name.endswith(each[1]) for name in names)]
+    if len(kinds) > 1:
+        (_, (ending, *_), one), (_, _, other), *_ = kinds
+        raise ValueError(f"{shown} holds {one} and {other}; name those to read, such as {shown}/*{ending}")
+    kinds += [each for each in OTHERWISE if any(name.endswith(each[1]) for name in names)]
+    return (kinds[0][0] if kinds else JSONLSource)(path)
+
+
+def _saved(folder: str) -> list[str]:
+    """Return the files of a folder that datasets saved: those of an earlier save may be there, too."""
+    index = f"{folder.rstrip('/')}/{SAVED}"
+    held = storage_of([folder], None)
+    state = json.loads(held.head(held.pinned([index])[0])[0])
+    return [placed(resolved(index), each["filename"]).path for each in state["_data_files"]]

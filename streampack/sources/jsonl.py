@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from typing_extensions import override
 
 from streampack.sources.json_array import array_records, starts_after
-from streampack.sources.lines import BYTE_ORDER_MARK, LONGEST_LINE, LineSource, torn
+from streampack.sources.lines import BYTE_ORDER_MARK, LONGEST_LINE, LOOKED_AT, LineSource, torn
 from streampack.sources.other_kinds import like_row, one_object, other_kind, way_out
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import path_in
@@ -24,7 +23,6 @@ from streampack.types import RowId
 
 JSON_LINES = tuple(f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *COMPRESSED))
 JSON = tuple(f".json{packed}" for packed in ("", *COMPRESSED))
-LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind, or an array
 
 _scan = json.JSONDecoder().raw_decode
 
@@ -87,17 +85,7 @@ class JSONLSource(LineSource):
             storage=storage,
             max_line_bytes=max_line_bytes,
         )
-        self._kinds: dict[int, str | None] = {}
         self._openings: dict[int, int | None] = {}
-
-    @override
-    def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
-        _, lines = self._lines(part, offset, fetcher)
-        if offset != part.start or self._opening(part.file) or (first := next(lines, None)) is None:
-            return lines
-        if not like_row(first[1]) and (problem := self._other_kind(part.file)) is not None:
-            raise Damage(problem, offset=offset)
-        return chain([first], lines)
 
     @override
     def decode(self, part: Part, offset: int, raw: bytes | Damage) -> Mapping[str, Any]:
@@ -118,13 +106,13 @@ class JSONLSource(LineSource):
             raise ValueError(problem)
         return row
 
-    def _other_kind(self, number: int) -> str | None:
-        """Return why a file is no JSON lines, by its beginning, which is read once; None if it is, or may be."""
-        if number not in self._kinds:
-            self._kinds[number] = None
-            with suppress(FileNotFoundError, *DAMAGED):
-                self._kinds[number] = other_kind(self.files[number].shown, self._beginning(number, LOOKED_AT))
-        return self._kinds[number]
+    @override
+    def like_row(self, number: int, line: bytes | Damage) -> bool:
+        return like_row(line) or self._opening(number) is not None
+
+    @override
+    def other_kind(self, path: str, head: bytes) -> str | None:
+        return other_kind(path, head)
 
     def _way_out(self, part: Part, offset: int, line: bytes) -> str:
         """Return the end of the message for a file's first line that is not even like a row: what may read the file."""

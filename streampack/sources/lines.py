@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from typing_extensions import override
@@ -25,6 +26,7 @@ LONGEST_LINE = 1 << 26  # bytes
 # Bytes; where parts are shorter than most lines, opening them takes longer than reading their lines.
 LEAST_PART = 256
 COUNTED_BYTES = 1 << 24  # of a file before a row, in which its lines are counted: many rows may be located
+LOOKED_AT = 1 << 16  # bytes at the beginning of a file that may be of another kind, or an array
 SKIPPED_BYTES = BUFFER_BYTES // 4  # that are read at a time where they are not kept
 PROBED_FILES = 16  # compressed files that `sample` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `sample` decompresses of each, to learn how well they compress
@@ -61,6 +63,7 @@ class LineSource(FileSource):
         super().__init__(
             find_files(paths, manifest=manifest, endings=endings, otherwise=otherwise, storage=storage)
         )
+        self._kinds: dict[int, str | None] = {}
         sound = [number for number in range(len(self.files)) if number not in self.bad]
         self._plain = [number for number in sound if self.files[number].seekable]
         self._compressed = [number for number in sound if not self.files[number].seekable]
@@ -86,7 +89,29 @@ class LineSource(FileSource):
 
     @override
     def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
-        return self._lines(part, offset, fetcher)[1]
+        _, lines = self._lines(part, offset, fetcher)
+        if offset != part.start or (first := next(lines, None)) is None:
+            return lines
+        if not self.like_row(part.file, first[1]) and (problem := self._other_kind(part.file)) is not None:
+            raise Damage(problem, offset=offset)
+        return chain([first], lines)
+
+    def like_row(self, number: int, line: bytes | Damage) -> bool:
+        """Return whether the first line of a part looks like a row; else the file's beginning is looked at."""
+        raise NotImplementedError
+
+    def other_kind(self, path: str, head: bytes) -> str | None:
+        """Return why a file with this beginning is of another kind, and what reads it; None if it may be read."""
+        raise NotImplementedError
+
+    def _other_kind(self, number: int) -> str | None:
+        if number not in self._kinds:
+            self._kinds[number] = None
+            with suppress(FileNotFoundError, *DAMAGED):
+                self._kinds[number] = self.other_kind(
+                    self.files[number].shown, self._beginning(number, LOOKED_AT)
+                )
+        return self._kinds[number]
 
     @override
     def locate(self, row_id: RowId) -> str:

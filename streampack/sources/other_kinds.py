@@ -21,7 +21,6 @@ COMPRESSIONS = {
 }
 ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream as `datasets` writes
 ARRAY = "it is a JSON array: let its name end in .json"
-BUILDERS = {".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 
 
 def like_row(line: object) -> bool:
@@ -37,7 +36,7 @@ def other_kind(path: str, head: bytes) -> str | None:
         return ARRAY
     if rows:
         return None
-    if (found := _by_content(path, head)) is not None:
+    if (found := by_content(path, head)) is not None:
         return found
     if len(lines) < FEWEST_LINES and b"\0" not in head:
         return None
@@ -48,10 +47,10 @@ def other_kind(path: str, head: bytes) -> str | None:
 def way_out(path: str, head: bytes) -> str:
     """Return what to do with a file that is no JSON lines.
 
-    >>> way_out("a.txt", b"Once upon a time")
-    "let datasets read it: HFSource('text', data_files='a.txt', split='train')"
+    >>> way_out("a.csv", b"n,text")
+    "let datasets read it: HFSource('csv', data_files='a.csv', split='train')"
     """
-    if (found := _by_content(path, head)) is not None:
+    if (found := by_content(path, head)) is not None:
         return found
     if _is_array(head, 0):
         return ARRAY
@@ -59,13 +58,11 @@ def way_out(path: str, head: bytes) -> str:
         jq = f" (jq -c . {path} > {path.removesuffix('.json')}.jsonl)"  # which reads no compressed file and no URL
         jq = "" if path.endswith(COMPRESSED) or "://" in path else jq
         return f"write each object on one line{jq}, or an array of them, and not a list of rows in one object"
-    ending = path[path.rfind(".") :]
-    if ending == ".tsv":
+    if path.endswith(".tsv"):
         load = f"datasets.load_dataset('csv', data_files={path!r}, sep='\\t', split='train', streaming=True)"
         return f"let datasets read it: HFSource({load})"
-    if ending in BUILDERS:
-        return _by_datasets(BUILDERS[ending], path)
-    return f"if it is of another kind, {_by_datasets('text', path)}, or by 'csv' or 'json'"
+    csv = f"let datasets read it: HFSource('csv', data_files={path!r}, split='train')"
+    return csv if path.endswith(".csv") else f"if it is text, TextSource({path!r}); if it is CSV, {csv}"
 
 
 def one_object(row: Mapping[str, Any], path: str) -> str | None:
@@ -84,9 +81,9 @@ def one_object(row: Mapping[str, Any], path: str) -> str | None:
     return None
 
 
-def _by_content(path: str, head: bytes) -> str | None:
+def by_content(path: str, head: bytes) -> str | None:
     """Return what to do with a file whose first bytes say what it is; None if they do not."""
-    if not head.strip(b"\0"):
+    if head and not head.strip(b"\0"):
         return f"its first {len(head):,} bytes are zeros: it was not written to its end, so write or copy it again"
     for magic, ending in COMPRESSIONS.items():
         if head.startswith(magic):
@@ -94,9 +91,11 @@ def _by_content(path: str, head: bytes) -> str | None:
     if head.startswith(b"PAR1"):
         return f"it is a Parquet file: ParquetSource({path!r})"
     if head.startswith(ARROW):
-        return f"it is an Arrow file: {_by_datasets('arrow', path)}"
+        return f"it is an Arrow file: ArrowSource({path!r})"
     if head[257:262] == b"ustar":
-        return f"it is a tar: {_by_datasets('webdataset', path)}"
+        return f"it is a tar: WebDatasetSource({path!r})"
+    if head.startswith(b"PK\x03\x04"):
+        return "it is a zip: unpack it"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "it is UTF-16: convert it to UTF-8"
     return None
@@ -110,7 +109,3 @@ def _is_array(head: bytes, rows: int) -> bool:
     begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     first = begin.split(b"\n", 1)[0].rstrip()
     return begin.startswith(b"[") and (rows == 0 or (rows == 1 and not first.endswith(b"]")))
-
-
-def _by_datasets(builder: str, path: str) -> str:
-    return f"let datasets read it: HFSource({builder!r}, data_files={path!r}, split='train')"

@@ -436,7 +436,7 @@ CASES = [
     ("jsonl", "gzip data", "it is compressed: let its name end in .gz"),
     ("jsonl", "UTF-16 text", "it is UTF-16: convert it to UTF-8"),
     ("jsonl", "a JSON array", "it is a JSON array: let its name end in .json"),
-    ("jsonl", "CSV", "if it is of another kind, let datasets read it"),
+    ("jsonl", "CSV", "if it is text, TextSource("),
     ("gz", "binary", "lines is a JSON object"),
     ("gz", "empty", "it is empty"),
     ("gz", "zeros", "it cannot be decompressed"),

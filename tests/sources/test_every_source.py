@@ -3,20 +3,24 @@ number, resumed at every cursor and every pack, and told from another corpus."""
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import random
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
 from streampack import (
+    ArrowSource,
     DatatroveSource,
     FlatTokensSource,
     HFSource,
@@ -31,9 +35,10 @@ from streampack import (
     ParquetSource,
     Sample,
     Source,
+    TextSource,
     TokenShardSource,
 )
-from streampack.sources import Reading
+from streampack.sources import Reading, as_source
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_cursors, check_resume_everywhere, content, lists
 from tests.harness.corpus import PACK, identity_of, in_memory, numbered, write
@@ -83,6 +88,45 @@ def arrays(folder: Path, rows: Rows, *suffixes: str) -> Path:
     return folder
 
 
+def saved(folder: Path, rows: Rows) -> Path:
+    path = folder / f"{folder.name}-saved"
+    Dataset.from_list(rows).save_to_disk(path, num_shards=3)
+    return path
+
+
+def feather(folder: Path, rows: Rows) -> Path:
+    for i, part in enumerate(files(rows)):
+        pa.feather.write_feather(pa.Table.from_pylist(part), folder / f"{i}.feather", chunksize=5)
+    return folder
+
+
+def texts(folder: Path, rows: Rows, *suffixes: str, each: bool = False) -> Path:
+    """Write a line for each row, or a file."""
+    for i, part in enumerate([[row] for row in rows] if each else files(rows)):
+        data = "\n".join(json.dumps(row) for row in part).encode()
+        (folder / f"{i:02}.txt{suffixes[i % 3]}").write_bytes(PACK[suffixes[i % 3]](data))
+    return folder
+
+
+def tars(folder: Path, rows: Rows, *suffixes: str) -> Path:
+    """Write three tars, whose samples have two members and now and then one that is left out."""
+    for i, part in enumerate(files(rows)):
+        with tarfile.open(fileobj=(file := io.BytesIO()), mode="w") as tar:
+            for row in part:
+                fields = json.dumps({"i": row["i"]}).encode()
+                members = {
+                    "json": fields,
+                    "txt": row["text"].encode(),
+                    **({} if row["i"] % 3 else {"npy": b"x" * 700}),
+                }
+                for ending, data in members.items():
+                    info = tarfile.TarInfo(f"{'deep/' * (row['i'] % 30)}{row['i']}.{ending}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        (folder / f"{i}.tar{suffixes[i]}").write_bytes(PACK[suffixes[i]](file.getvalue()))
+    return folder
+
+
 def parquet_files(folder: Path, rows: Rows, *, row_group_size: int = 4) -> ParquetSource:
     for i, part in enumerate(files(rows)):
         pq.write_table(pa.Table.from_pylist(part), folder / f"{i}.parquet", row_group_size=row_group_size)
@@ -127,6 +171,16 @@ MAKE: dict[str, Callable[[Path, Rows], Any]] = {
     "one compressed file": lambda folder, rows: JSONLSource(write(folder / "all.jsonl.zst", rows)),
     "json arrays": lambda folder, rows: JSONLSource(arrays(folder, rows, "", "", "")),
     "json arrays by url": lambda folder, rows: JSONLSource(in_memory(arrays(folder, rows, "", ".xz", ""))),
+    "saved by datasets": lambda folder, rows: as_source(saved(folder, rows)),
+    "arrow streams by url": lambda folder, rows: ArrowSource(in_memory(saved(folder, rows))),
+    "feather": lambda folder, rows: as_source(feather(folder, rows)),
+    "feather by url": lambda folder, rows: as_source(in_memory(feather(folder, rows))),
+    "text": lambda folder, rows: as_source(texts(folder, rows, "", ".bz2", ".xz")),
+    "documents": lambda folder, rows: TextSource(
+        texts(folder, rows, "", "", ".gz", each=True), sample_by="document"
+    ),
+    "tars": lambda folder, rows: as_source(tars(folder, rows, "", "", ".xz")),
+    "tars by url": lambda folder, rows: as_source(in_memory(tars(folder, rows, "", ".bz2", ""))),
     "parquet": parquet_files,
     "large row groups": lambda folder, rows: parquet_files(folder, rows, row_group_size=100),
     "one row group": one_row_group,
@@ -171,6 +225,11 @@ MAKE: dict[str, Callable[[Path, Rows], Any]] = {
     "own": lambda folder, rows: Own(rows),
 }
 SHARED = {
+    **dict.fromkeys(
+        ("arrow streams by url", "feather by url"),
+        "3 Arrow files are shared by 8 lanes: each is read by 2 to 3",
+    ),
+    "tars by url": "2 tar files are shared by 7 lanes: each is read by 3 to 4",
     "compressed": "2 compressed files are shared by 4 lanes: each is read by 2",
     "bzip2, xz, lz4": "3 compressed files are shared by 8 lanes: each is read by 2 to 3",
     "one compressed file": "1 compressed file is shared by 8 lanes: each is read by 8",
@@ -180,7 +239,9 @@ SHARED = {
     "iterable": "1 iterable is shared by 8 lanes: each is read by 8",
 }
 STREAMS = ("stream", "one shard", "filtered stream", "taken stream", "tables")
-UNKNOWN = ("iterable", "own")  # how many rows there are
+# Several files, of different lengths.
+SEVERAL = ("compressed", "bzip2, xz, lz4", "arrow streams by url", "feather by url", "tars by url")
+UNKNOWN = ("iterable", "own", "arrow streams by url", "feather by url")  # how many rows there are
 
 
 @pytest.fixture(params=MAKE)
@@ -195,6 +256,8 @@ def source(kind: str, tmp_path: Path) -> Any:
 
 
 def number(row: Mapping[str, Any]) -> int:
+    if row.keys() == {"text"}:
+        row = json.loads(row["text"])
     return int(row["i"] if "i" in row else next(token for token in row["tokens"] if token != 999))
 
 
@@ -242,7 +305,7 @@ def test_each_row_comes_once_and_is_fetched_again(
         assert list(map(lists, source.fetch_many(ids))) == [rows[row_id] for row_id in ids]
     assert sorted(found) == expected(source, kind)
     assert num_lanes > 1 or found == sorted(found)
-    if kind in SHARED and kind not in ("compressed", "bzip2, xz, lz4"):  # several files, of different lengths
+    if kind in SHARED and kind not in SEVERAL:
         assert max(came.values()) - min(came.values()) <= 2, "lanes that share are about as long"
 
 

@@ -1,0 +1,338 @@
+"""`WebDatasetSource`: tar files whose members of one base name are a sample, as WebDataset reads them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from typing_extensions import override
+
+from streampack.sources.examples import EXAMPLES, Example, example
+from streampack.sources.files import FileSource, divide, divide_scanned
+from streampack.sources.lines import SKIPPED_BYTES, torn
+from streampack.sources.other_kinds import by_content
+from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.reading import spread
+from streampack.storage.base import ParallelMap, path_in
+from streampack.storage.compression import COMPRESSED, DAMAGED, content
+from streampack.storage.listing import Name, find_files
+from streampack.storage.ranges import Fetcher, RangeStream
+from streampack.storage.retries import Storage
+
+log = logging.getLogger(__name__)
+TAR = tuple(f".tar{packed}" for packed in ("", *COMPRESSED))
+IMAGES = ("jpg", "jpeg", "png", "webp")
+DECODED = ("txt", "json", "cls", *IMAGES)
+BLOCK = tarfile.BLOCKSIZE
+MOST_BYTES = 1 << 28  # of a member that is read
+PROBED_FILES = 16
+RENAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE)  # members that hold the next one's name
+
+
+class Member(NamedTuple):
+    """A file in a tar."""
+
+    begin: int  # byte of its first header
+    end: int  # byte after it
+    name: str
+    data: bytes | Damage | None  # None if it was skipped
+
+    @property
+    def key(self) -> str:
+        """Its path up to the first dot of the base name, which all members of a sample have."""
+        folder, slash, base = self.name.rpartition("/")
+        return folder + slash + base.partition(".")[0]
+
+    @property
+    def ending(self) -> str:
+        """What follows that dot, in lower case."""
+        return self.name.rpartition("/")[2].partition(".")[2].lower()
+
+
+class WebDatasetSource(FileSource):
+    """The samples of WebDataset's tar files. A sample is the members that follow each other and share a base name.
+
+    A row has the fields of the sample's ``.json``, ``text`` of its ``.txt``, ``cls`` of its ``.cls``, a list ``images``
+    of the bytes of its ``.jpg``, ``.jpeg``, ``.png`` and ``.webp``, which `VisionEncoder` takes, and ``__key__``. Other
+    members are left out: the log names each kind once, and ``left_out`` counts them. A sample without a member that is
+    read is no row.
+
+    A tar of this machine is cut into lanes at samples; its headers are read once for that. A resume seeks to a sample.
+    One behind a URL, or a compressed one, is not cut: if there are fewer than lanes, several lanes read the same one
+    and take turns with its samples. A resume reads a compressed one from its beginning.
+
+    >>> import io, tarfile, tempfile
+    >>> from streampack.sources import Reading
+    >>> path = tempfile.mkdtemp() + "/a.tar"
+    >>> with tarfile.open(path, "w") as tar:
+    ...     (member := tarfile.TarInfo("0001.txt")).size = 4
+    ...     tar.addfile(member, io.BytesIO(b"Once"))
+    >>> [row.data for row in WebDatasetSource(path).read(Reading())]
+    [{'__key__': '0001', 'text': 'Once'}]
+
+    Args:
+        paths: files, folders or globs, see `JSONLSource`. Of a folder, the ``.tar`` files in it.
+        manifest: see `JSONLSource`.
+        storage: see `JSONLSource`.
+
+    Raises:
+        ValueError: as `JSONLSource`; when rows are read, for a tar without a member that is read, one that was cut off,
+            and a member of more than 256 MiB.
+    """
+
+    unit = "byte"
+    near = 1 << 18
+    whole = "tar file"
+    probed_by_bytes = True
+
+    def __init__(
+        self,
+        paths: Name | Iterable[Name] | None = None,
+        *,
+        manifest: Name | None = None,
+        storage: Storage | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(find_files(paths, manifest=manifest, endings=TAR, storage=storage))
+        self.left_out: Counter[str] = Counter()
+
+    @override
+    def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
+        if not self.local:
+            return divide([file.size for file in self.files], num_lanes, whole=range(len(self.files)))
+        scanned = {number for number, file in enumerate(self.files) if file.seekable and file.size}
+        return divide_scanned(
+            self.files,
+            num_lanes,
+            scanned=scanned - self.bad.keys(),
+            starts_after=self._starts_after,
+            parallel_map=parallel_map,
+            least=BLOCK,
+        )
+
+    @override
+    def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
+        file = self.files[part.file]
+        begin = offset if file.seekable else 0
+        stop = part.stop if file.seekable and part.stop is not None else file.size
+        stream = RangeStream(fetcher, file, begin, stop)
+        opened = content(stream, name=path_in(file.path))
+        at = begin
+        try:
+            if not begin and (problem := _other_kind(file.shown, opened.peek(BLOCK)[:BLOCK])) is not None:
+                raise Damage(problem, offset=0)
+            found, first = False, None
+            skip = partial(_skip, opened)
+            for sample in samples(members(opened, begin, part.stop, wanted=self._wanted, skip=skip)):
+                first = first or sample[0].name
+                at = sample[-1].end
+                kept = [member for member in sample if member.data is not None]
+                found = found or bool(kept)
+                if kept and sample[0].begin >= offset:
+                    yield sample[0].begin, kept, at
+        except DAMAGED as error:
+            raise torn(at, error) from None
+        if not begin and not found and part.stop in (None, file.size):
+            what = f"its first member is {first}" if first else "it is empty"
+            raise Damage(f"no member of it ends in .{', .'.join(DECODED)}; {what}", offset=0)
+
+    @override
+    def decode(self, part: Part, offset: int, raw: Sequence[Member]) -> Mapping[str, Any]:
+        row: dict[str, Any] = {"__key__": raw[0].key}
+        # The fields of the .json come first, so that none of them takes another member's place.
+        for member in sorted(raw, key=lambda member: not member.ending.endswith("json")):
+            try:
+                row |= _decoded(member, row.get("images", []) if _kind(member) in IMAGES else [])
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{member.name}: {error}") from None
+        return row
+
+    @override
+    def natural_lanes(self) -> int:
+        """Return one lane per MiB of tars that can be cut, and one for each other."""
+        return max(
+            1, sum(max(1, file.size >> 20 if self.local and file.seekable else 1) for file in self.files)
+        )
+
+    @override
+    def sample(self, count: int) -> tuple[list[Example], float]:
+        """Return the first rows of up to 16 files."""
+        sound = [number for number in range(len(self.files)) if number not in self.bad]
+        some = [sound[i] for i in spread(len(sound), PROBED_FILES)]
+        found, read = list[Example](), 0.0
+        for number in some:
+            rows, end = self._first(number, -(-count // len(some)))
+            found, read = found + rows, read + end
+        return found, sum(file.size for file in self.files) / max(1, read)
+
+    @override
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
+        """Return the first rows of the first file."""
+        return self._first(next(n for n in range(len(self.files)) if n not in self.bad), count)[0]
+
+    def _first(self, number: int, count: int) -> tuple[list[Example], float]:
+        """Return the first rows of a file, and how many stored bytes they take."""
+        found, file, fetcher = list[Example](), self.files[number], self.fetcher()
+        end, whole = 0, True
+        try:
+            for offset, raw, after in self.records(Part(number), 0, fetcher):
+                if len(found) == count:
+                    whole = False
+                    break
+                found.append(example((number, offset), partial(self.decode, Part(number), offset, raw)))
+                end = after
+        except (ValueError, FileNotFoundError):  # training reports it
+            found.append(Example((number, end), None))
+        return found, file.size if whole else end if file.seekable else fetcher.bytes
+
+    def _wanted(self, name: str) -> bool:
+        ending = name.rpartition(".")[2].lower()
+        if ending in DECODED:
+            return True
+        self.left_out[ending] += 1
+        if self.left_out[ending] == 1:
+            log.warning("members such as %s are left out: .%s is not read", name, ending)
+        return False
+
+    def _starts_after(self, number: int, at: Sequence[int]) -> Sequence[int]:
+        """Return for each of some bytes of a tar of this machine where the next sample begins."""
+        found, size, usable = list[int](), self.files[number].size, False
+        try:
+            with Path(self.files[number].path).open("rb") as file:
+                skip = partial(_skip_here, file)
+                for sample in samples(members(file, 0, wanted=lambda name: False, skip=skip)):
+                    usable = usable or any(_kind(member) in DECODED for member in sample)
+                    while len(found) < len(at) and sample[0].begin >= at[len(found)]:
+                        found.append(sample[0].begin)
+        except (Damage, FileNotFoundError):
+            pass  # is raised again where the part is read
+        found = found if usable else []  # else it is one part, which says so
+        return [*found, *[size] * (len(at) - len(found))]
+
+
+def members(
+    stream: Any,
+    at: int,
+    stop: int | None = None,
+    *,
+    wanted: Callable[[str], bool],
+    skip: Callable[[int], int],
+) -> Iterator[Member]:
+    """Yield the files in a tar, from a stream that is at byte ``at`` of it, where a header begins.
+
+    Ends where a sample begins at byte ``stop`` or later.
+
+    Python's tarfile takes a broken header for the end, so headers are parsed one by one, by its `TarInfo`.
+
+    Raises:
+        Damage: if a header is broken, or the tar was cut off.
+    """
+    begin, name, size = at, "", None
+    key: str | None = None  # of the last one
+    while True:
+        block = stream.read(BLOCK)
+        if len(block) == BLOCK and not block.strip(b"\0"):
+            return
+        try:
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            what = f"damaged ({error})" if len(block) == BLOCK else "cut off"
+            raise Damage(f"the tar is {what} at byte {begin:,}; copy it again", offset=begin) from None
+        length = info.size if size is None else size
+        padded = -(-length // BLOCK) * BLOCK
+        at += BLOCK + padded
+        renames = info.type in RENAMES
+        member = Member(begin, at, (name or info.name).removeprefix("./"), None)
+        is_file = info.isreg() and not member.name.rpartition("/")[2].startswith(".")
+        if stop is not None and is_file and begin >= stop and member.key != key:
+            return
+        data: bytes | Damage | None = None
+        if renames or (is_file and wanted(member.name) and length <= MOST_BYTES):
+            stored: bytes = stream.read(padded)
+            missing = len(stored) < padded
+            data = stored[:length]
+        else:
+            missing = skip(padded) < padded
+            if is_file and length > MOST_BYTES:
+                data = Damage(f"it has {length:,} bytes, {MOST_BYTES:,} at most are read", offset=begin)
+        if missing:
+            raise Damage(f"the tar is cut off at byte {begin:,}; copy it again", offset=begin)
+        if renames:
+            assert isinstance(data, bytes)
+            name, size = _renamed(info, data, name, size)
+            continue
+        if is_file:
+            key = member.key
+            yield member._replace(data=data)
+        begin, name, size = at, "", None
+
+
+def samples(found: Iterable[Member]) -> Iterator[list[Member]]:
+    """Yield the members of each sample."""
+    sample = list[Member]()
+    for member in found:
+        if sample and member.key != sample[0].key:
+            yield sample
+            sample = []
+        sample.append(member)
+    if sample:
+        yield sample
+
+
+def _renamed(info: tarfile.TarInfo, data: bytes, name: str, size: int | None) -> tuple[str, int | None]:
+    """Return the name and size of the next member, by GNU's header for a long name or by a pax header."""
+    if info.type == tarfile.GNUTYPE_LONGNAME:
+        return data.rstrip(b"\0").decode("utf-8", "surrogateescape"), size
+    while data:  # each entry is b"30 path=...\n", with its own length first
+        length = int(data.partition(b" ")[0] or b"0")
+        key, _, value = data[:length].partition(b" ")[2].rstrip(b"\n").partition(b"=")
+        if key == b"path":
+            name = value.decode("utf-8", "surrogateescape")
+        elif key == b"size":
+            size = int(value)
+        data = data[max(1, length) :]
+    return name, size
+
+
+def _kind(member: Member) -> str:
+    return member.ending.rpartition(".")[2]
+
+
+def _decoded(member: Member, images: list[bytes]) -> Mapping[str, Any]:
+    """Return the columns of a member. ``images`` are those of the members before."""
+    if isinstance(member.data, Damage):
+        raise member.data
+    assert member.data is not None
+    kind = _kind(member)
+    if kind in IMAGES:
+        return {"images": [*images, member.data]}
+    if kind == "cls":
+        return {"cls": int(member.data)}
+    if kind == "txt":
+        return {"text": member.data.decode()}
+    value = json.loads(member.data)
+    if not isinstance(value, dict):
+        raise ValueError(f"a row must be a JSON object, this is a {type(value).__name__}")
+    return value
+
+
+def _other_kind(path: str, head: bytes) -> str | None:
+    return None if head[257:262] == b"ustar" else by_content(path, head)
+
+
+def _skip(stream: Any, count: int) -> int:
+    left = count
+    while left and (some := stream.read(min(left, SKIPPED_BYTES))):
+        left -= len(some)
+    return count - left
+
+
+def _skip_here(file: Any, count: int) -> int:
+    """Skip bytes of a file of this machine, whose end is noticed at the next header."""
+    file.seek(count, 1)
+    return count
