@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,8 @@ from streampack.sources.webdataset import TAR, WebDatasetSource
 from streampack.storage.base import path_in, redact
 from streampack.storage.listing import names_in, placed, resolved, storage_of
 
+log = logging.getLogger(__name__)
+
 FilesOf = Callable[[Any], Source]
 """Makes a source of a path, a folder, a glob, or a list of paths."""
 
@@ -42,6 +45,7 @@ OTHERWISE: Sequence[tuple[FilesOf, tuple[str, ...], str]] = (
 )
 """Formats of files that in a folder with others only describe those."""
 
+BY_NUMBER = "give MapSource an object whose len() is the number of rows, and whose [n] reads one by"
 SAVED, SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` of datasets writes beside a dataset, and beside several splits."""
 
@@ -138,11 +142,15 @@ def _of_path(path: str) -> Source:
     # A URL that names a file by its ending costs no request here.
     named = "://" in path and path_in(path).endswith((*PARQUET, *JSON_LINES, *JSON, *TEXT, *TAR, *ARROW))
     if named or (names := names_in(path)) is None:
-        return _kind_of(path)(path)
+        return _named(_kind_of(path)(path))
+    shown = redact(path).rstrip("/")
     if INDEX in names:
         _, index = read_index(path, storage_of([path], None))
+        if "chunks" in index:
+            raise ValueError(f"{shown} is of litData; {BY_NUMBER} litdata.StreamingDataset(folder)")
         return TokenShardSource(path) if index.get("format") == FORMAT else MDSSource(path)
-    shown = redact(path).rstrip("/")
+    if any(name.endswith(".lance") for name in names):
+        raise ValueError(f"{shown} is of Lance; {BY_NUMBER} lance.dataset(folder).take")
     if SPLITS in names:
         splits = sorted({name.partition("/")[0] for name in names if "/" in name})
         raise ValueError(
@@ -155,7 +163,16 @@ def _of_path(path: str) -> Source:
         (_, (ending, *_), one), (_, _, other), *_ = kinds
         raise ValueError(f"{shown} holds {one} and {other}; name those to read, such as {shown}/*{ending}")
     kinds += [each for each in OTHERWISE if any(name.endswith(each[1]) for name in names)]
-    return (kinds[0][0] if kinds else JSONLSource)(path)
+    return _named((kinds[0][0] if kinds else JSONLSource)(path))
+
+
+def _named(source: Source) -> Source:
+    """Log what a row is where that is not told by the file, and return the source."""
+    if isinstance(source, TextSource):
+        log.warning(
+            "text files: each line is a row; TextSource(..., sample_by='document') makes each file one"
+        )
+    return source
 
 
 def _saved(folder: str) -> list[str]:

@@ -288,7 +288,7 @@ def divide_scanned(
         least: as for `divide`.
     """
     sizes = [file.size for file in files]
-    step = max(least, sum(sizes) // (num_lanes * PARTS_PER_LANE))
+    step = sum(sizes) // (num_lanes * PARTS_PER_LANE)
     # An empty file is a part, too, so that a lane lists it as a bad record.
     whole = {number for number, file in enumerate(files) if not file.seekable or not file.size}
     whole |= {number for number in scanned if sizes[number] <= WHOLE_FILE_PARTS * step}

@@ -8,21 +8,20 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, divide_scanned
-from streampack.sources.lines import SKIPPED_BYTES, torn
+from streampack.sources.lines import torn
 from streampack.sources.other_kinds import by_content
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import ParallelMap, path_in
 from streampack.storage.compression import COMPRESSED, DAMAGED, content
 from streampack.storage.listing import Name, find_files
-from streampack.storage.ranges import Fetcher, RangeStream
+from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 from streampack.storage.retries import Storage
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ DECODED = ("txt", "json", "cls", *IMAGES)
 BLOCK = tarfile.BLOCKSIZE
 MOST_BYTES = 1 << 28  # of a member that is read
 PROBED_FILES = 16
-RENAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE)  # members that hold the next one's name
 
 
 class Member(NamedTuple):
@@ -120,15 +118,15 @@ class WebDatasetSource(FileSource):
         file = self.files[part.file]
         begin = offset if file.seekable else 0
         stop = part.stop if file.seekable and part.stop is not None else file.size
-        stream = RangeStream(fetcher, file, begin, stop)
+        stream = RangeStream(fetcher, file, begin, stop, tail=tail_of(begin, stop))
         opened = content(stream, name=path_in(file.path))
         at = begin
         try:
             if not begin and (problem := _other_kind(file.shown, opened.peek(BLOCK)[:BLOCK])) is not None:
                 raise Damage(problem, offset=0)
             found, first = False, None
-            skip = partial(_skip, opened)
-            for sample in samples(members(opened, begin, part.stop, wanted=self._wanted, skip=skip)):
+            archive = tarfile.open(fileobj=opened, mode="r|", tarinfo=_Strict)  # noqa: SIM115 - closes nothing
+            for sample in samples(members(archive, begin, part.stop, wanted=self._wanted)):
                 first = first or sample[0].name
                 at = sample[-1].end
                 kept = [member for member in sample if member.data is not None]
@@ -137,6 +135,9 @@ class WebDatasetSource(FileSource):
                     yield sample[0].begin, kept, at
         except DAMAGED as error:
             raise torn(at, error) from None
+        except tarfile.ReadError as error:
+            what = f"the tar is damaged or cut off after byte {at:,} ({error}); copy it again"
+            raise Damage(what, offset=at) from None
         if not begin and not found and part.stop in (None, file.size):
             what = f"its first member is {first}" if first else "it is empty"
             raise Damage(f"no member of it ends in .{', .'.join(DECODED)}; {what}", offset=0)
@@ -203,73 +204,53 @@ class WebDatasetSource(FileSource):
         """Return for each of some bytes of a tar of this machine where the next sample begins."""
         found, size, usable = list[int](), self.files[number].size, False
         try:
-            with Path(self.files[number].path).open("rb") as file:
-                skip = partial(_skip_here, file)
-                for sample in samples(members(file, 0, wanted=lambda name: False, skip=skip)):
+            with tarfile.open(self.files[number].path, "r:", tarinfo=_Strict) as archive:
+                for sample in samples(members(archive, 0, wanted=lambda name: False)):
                     usable = usable or any(_kind(member) in DECODED for member in sample)
                     while len(found) < len(at) and sample[0].begin >= at[len(found)]:
                         found.append(sample[0].begin)
-        except (Damage, FileNotFoundError):
+        except (FileNotFoundError, tarfile.ReadError):
             pass  # is raised again where the part is read
         found = found if usable else []  # else it is one part, which says so
         return [*found, *[size] * (len(at) - len(found))]
 
 
+class _Strict(tarfile.TarInfo):
+    """A member's header. `TarFile` itself takes a broken one for the end, and a missing end for one."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+
 def members(
-    stream: Any,
-    at: int,
-    stop: int | None = None,
-    *,
-    wanted: Callable[[str], bool],
-    skip: Callable[[int], int],
+    archive: tarfile.TarFile, base: int, stop: int | None = None, *, wanted: Callable[[str], bool]
 ) -> Iterator[Member]:
-    """Yield the files in a tar, from a stream that is at byte ``at`` of it, where a header begins.
-
-    Ends where a sample begins at byte ``stop`` or later.
-
-    Python's tarfile takes a broken header for the end, so headers are parsed one by one, by its `TarInfo`.
+    """Yield the files in a tar, whose bytes are read from byte ``base`` on, up to the first sample from ``stop`` on.
 
     Raises:
-        Damage: if a header is broken, or the tar was cut off.
+        tarfile.ReadError: if a header is broken, or the tar was cut off.
     """
-    begin, name, size = at, "", None
     key: str | None = None  # of the last one
-    while True:
-        block = stream.read(BLOCK)
-        if len(block) == BLOCK and not block.strip(b"\0"):
-            return
-        try:
-            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as error:
-            what = f"damaged ({error})" if len(block) == BLOCK else "cut off"
-            raise Damage(f"the tar is {what} at byte {begin:,}; copy it again", offset=begin) from None
-        length = info.size if size is None else size
-        padded = -(-length // BLOCK) * BLOCK
-        at += BLOCK + padded
-        renames = info.type in RENAMES
-        member = Member(begin, at, (name or info.name).removeprefix("./"), None)
-        is_file = info.isreg() and not member.name.rpartition("/")[2].startswith(".")
-        if stop is not None and is_file and begin >= stop and member.key != key:
-            return
-        data: bytes | Damage | None = None
-        if renames or (is_file and wanted(member.name) and length <= MOST_BYTES):
-            stored: bytes = stream.read(padded)
-            missing = len(stored) < padded
-            data = stored[:length]
-        else:
-            missing = skip(padded) < padded
-            if is_file and length > MOST_BYTES:
-                data = Damage(f"it has {length:,} bytes, {MOST_BYTES:,} at most are read", offset=begin)
-        if missing:
-            raise Damage(f"the tar is cut off at byte {begin:,}; copy it again", offset=begin)
-        if renames:
-            assert isinstance(data, bytes)
-            name, size = _renamed(info, data, name, size)
+    for info in archive:
+        archive.members = []  # type: ignore[attr-defined] # else they would all be kept
+        begin, end = base + info.offset, base + archive.offset
+        member = Member(begin, end, info.name.removeprefix("./"), None)
+        if not info.isreg() or member.name.rpartition("/")[2].startswith("."):
             continue
-        if is_file:
-            key = member.key
-            yield member._replace(data=data)
-        begin, name, size = at, "", None
+        if stop is not None and begin >= stop and member.key != key:
+            return
+        if wanted(member.name):
+            file = archive.extractfile(info) if info.size <= MOST_BYTES else None
+            what = f"it has {info.size:,} bytes, {MOST_BYTES:,} at most are read"
+            member = member._replace(data=file.read() if file else Damage(what, offset=begin))
+        key = member.key
+        yield member
 
 
 def samples(found: Iterable[Member]) -> Iterator[list[Member]]:
@@ -282,21 +263,6 @@ def samples(found: Iterable[Member]) -> Iterator[list[Member]]:
         sample.append(member)
     if sample:
         yield sample
-
-
-def _renamed(info: tarfile.TarInfo, data: bytes, name: str, size: int | None) -> tuple[str, int | None]:
-    """Return the name and size of the next member, by GNU's header for a long name or by a pax header."""
-    if info.type == tarfile.GNUTYPE_LONGNAME:
-        return data.rstrip(b"\0").decode("utf-8", "surrogateescape"), size
-    while data:  # each entry is b"30 path=...\n", with its own length first
-        length = int(data.partition(b" ")[0] or b"0")
-        key, _, value = data[:length].partition(b" ")[2].rstrip(b"\n").partition(b"=")
-        if key == b"path":
-            name = value.decode("utf-8", "surrogateescape")
-        elif key == b"size":
-            size = int(value)
-        data = data[max(1, length) :]
-    return name, size
 
 
 def _kind(member: Member) -> str:
@@ -323,16 +289,3 @@ def _decoded(member: Member, images: list[bytes]) -> Mapping[str, Any]:
 
 def _other_kind(path: str, head: bytes) -> str | None:
     return None if head[257:262] == b"ustar" else by_content(path, head)
-
-
-def _skip(stream: Any, count: int) -> int:
-    left = count
-    while left and (some := stream.read(min(left, SKIPPED_BYTES))):
-        left -= len(some)
-    return count - left
-
-
-def _skip_here(file: Any, count: int) -> int:
-    """Skip bytes of a file of this machine, whose end is noticed at the next header."""
-    file.seek(count, 1)
-    return count

@@ -108,9 +108,9 @@ def not_json(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "count", "reason"),
     [
-        (torn, 17, "the tar is cut off at byte "),
-        (no_end, 29, "the tar is cut off at byte "),
-        (flipped, 19, r"the tar is damaged \(bad checksum\) at byte 40,960; copy it again"),
+        (torn, 17, "the tar is damaged or cut off after byte "),
+        (no_end, 29, "the tar is damaged or cut off after byte "),
+        (flipped, 19, r"the tar is damaged or cut off after byte 38,912 \(bad checksum\); copy it again"),
         (not_json, 29, "007.json: Expecting property name"),
     ],
 )
@@ -200,11 +200,14 @@ def test_an_arrow_file_that_was_cut_off(tmp_path: Path, kind: str, by_url: bool)
 # Text.
 
 
-def test_a_row_of_text_is_a_line_or_a_file(tmp_path: Path) -> None:
+def test_a_row_of_text_is_a_line_or_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOnce\r\n\n upon \xe2\x80\xa8a\ntime")
     (tmp_path / "b.txt").write_bytes(b"\n\n")
     lines = [{"text": "Once"}, {"text": " upon \u2028a"}, {"text": "time"}]
     assert read_all(as_source(tmp_path)) == lines
+    assert caplog.messages == [
+        "text files: each line is a row; TextSource(..., sample_by='document') makes each file one"
+    ]
     whole = [{"text": "Once\r\n\n upon \u2028a\ntime"}, {"text": "\n\n"}]
     assert read_all(TextSource(tmp_path, sample_by="document")) == whole
     with pytest.raises(ValueError, match="sample_by='paragraph' is unknown; choose one of"):
@@ -216,6 +219,19 @@ def test_a_row_of_text_is_a_line_or_a_file(tmp_path: Path) -> None:
 
 
 # What a file is not.
+
+
+def test_folders_of_lance_and_litdata_are_refused_with_what_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "lit").mkdir()
+    (tmp_path / "lit" / "index.json").write_text('{"chunks": [], "config": {}}')
+    (tmp_path / "a.lance" / "data").mkdir(parents=True)
+    (tmp_path / "a.lance" / "data" / "0.lance").write_bytes(b"")
+    for name, said in (
+        ("lit", "is of litData; give MapSource an "),
+        ("a.lance", "is of Lance; give MapSource an "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            as_source(tmp_path / name)
 
 
 def zipped(path: Path) -> None:
@@ -242,6 +258,11 @@ ARE_NOT: list[tuple[str, Callable[[Path], Any], str]] = [
         "no member of it ends in .txt, .json, ",
     ),
     ("a.tar", lambda path: tar(path, {}), "bytes are zeros"),
+    (
+        "a.tar",
+        lambda path: path.write_text("i,t\n" * 999),
+        "the tar is damaged or cut off after byte 0 (invalid header)",
+    ),
     ("a.txt", lambda path: path.write_bytes("naïve\n".encode("utf-16")), "it is UTF-16: convert it to UTF-8"),
     (
         "a.feather",
