@@ -297,7 +297,8 @@ def divide_scanned(
     for part in sorted(chain.from_iterable(lanes)):
         if part.start and part.file in scanned:
             cuts.setdefault(part.file, []).append(part.start)
-    found = parallel_map(lambda number: starts_after(number, cuts[number]), [*cuts])
+    # A collective, which files that need no scan are spared.
+    found = parallel_map(lambda number: starts_after(number, cuts[number]), [*cuts]) if scanned else []
     moved = {
         (number, place): start
         for number, starts in zip(cuts, found, strict=True)

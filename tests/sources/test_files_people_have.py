@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
-from streampack import ArrowSource, TextSource, WebDatasetSource
+from streampack import ArrowSource, IterablePackedDataset, TextSource, WebDatasetSource
 from streampack.sources import Reading, as_source
 from streampack.sources.reading import BadRecord
 from tests.harness.conformance import lists
-from tests.harness.corpus import in_memory, numbered, read_all
+from tests.harness.corpus import Numbers, in_memory, numbered, read_all, rows
+from tests.harness.threads import Run, Topology, packs_of, run, steps_of
 
 
 def tar(path: Path, members: Mapping[str, bytes], **settings: Any) -> Path:
@@ -33,17 +34,17 @@ def tar(path: Path, members: Mapping[str, bytes], **settings: Any) -> Path:
 
 
 def rows_and_reasons(source: Any, lanes: int = 1) -> tuple[list[Any], list[str]]:
-    rows, reasons = [], []
+    found, reasons = [], []
     for lane in range(lanes):
         reader = source.read(Reading(lane, num_lanes=lanes))
         while True:
             try:
                 if (row := next(reader, None)) is None:
                     break
-                rows.append(lists(row.data))
+                found.append(lists(row.data))
             except BadRecord as error:
                 reasons.append(error.reason)
-    return rows, reasons
+    return found, reasons
 
 
 # WebDataset.
@@ -285,3 +286,33 @@ def test_what_a_file_is_not_is_refused_by_what_was_found(
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         next(as_source(tmp_path / name).read(Reading()))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["json", "tar", "saved"])
+def test_steps_are_the_same_on_one_rank_two_and_one_again(tmp_path: Path, kind: str) -> None:
+    data = rows(240)
+    if kind == "json":
+        (path := tmp_path / "a.json").write_text(json.dumps(data, indent=1))
+    elif kind == "tar":
+        path = tar(tmp_path / "a.tar", {f"{row['i']}.json": json.dumps(row).encode() for row in data})
+    else:
+        Dataset.from_list(data).save_to_disk(path := tmp_path / "saved")
+
+    def make() -> IterablePackedDataset:
+        return IterablePackedDataset(
+            str(path), encoder=Numbers(), max_seq_len=24, buffer_size=4, num_lanes=4, shuffle=9, epochs=1
+        )
+
+    one, two = Topology(1, batch_size=4), Topology(2, batch_size=2)
+
+    def steps(result: Run) -> list[Any]:
+        made = steps_of([[packs_of(batch) for batch in batches] for batches in result.batches], 1)
+        return list(map(sorted, made))  # ranks have other slots
+
+    whole = steps(run(make, one, limit=8))
+    assert len(steps(run(make, one))) > 9, "no lane ends before"
+    for stop in range(6):
+        parts = [run(make, one, limit=stop)]
+        parts.append(run(make, two, state=parts[0].states[0], limit=3))
+        parts.append(run(make, one, state=parts[1].states[1], limit=5 - stop))
+        assert [step for part in parts for step in steps(part)] == whole, f"cut after {stop}"
