@@ -133,9 +133,12 @@ def _are_paths(data: Any) -> bool:
 
 
 def _kind_of(path: str) -> FilesOf:
-    """Return the source for a file, by the ending of its name; another one is read as JSON lines, or refused."""
-    name = path_in(path)
-    return next((kind for kind, endings, _ in (*FORMATS, *OTHERWISE) if name.endswith(endings)), JSONLSource)
+    """Return the source for a file or glob, by the ending of a name; another one is read as JSON lines, or refused."""
+    names = [path_in(path), *([] if "://" in path else glob(path)[:1])]
+    known = ((kind, endings) for kind, endings, _ in (*FORMATS, *OTHERWISE))
+    return next(
+        (kind for kind, endings in known if any(name.endswith(endings) for name in names)), JSONLSource
+    )
 
 
 def _of_path(path: str) -> Source:

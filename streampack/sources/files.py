@@ -273,19 +273,10 @@ def divide_scanned(
     parallel_map: ParallelMap,
     least: int = 1,
 ) -> list[list[Part]]:
-    """Divide files by bytes, as `divide` does. In some of them only a scan finds where records begin.
+    """Divide files by bytes, as `divide` does. In the ``scanned`` ones only a scan finds where records begin.
 
-    A file that cannot be read from the middle, or is empty, is not cut. A scanned one is cut if it is larger than two
-    parts.
-
-    Args:
-        files: the files of the corpus.
-        num_lanes: how many lanes.
-        scanned: numbers of the files to scan.
-        starts_after: ``(number, places)`` returns for each byte the one where the next record of the file begins, or
-            the file's size.
-        parallel_map: divides the files to scan among ranks, or threads.
-        least: as for `divide`.
+    A file that cannot be read from the middle is not cut. A scanned one is cut if it is larger than two parts:
+    ``starts_after(number, places)`` returns for each byte where the next record begins, or the file's size.
     """
     sizes = [file.size for file in files]
     step = sum(sizes) // (num_lanes * PARTS_PER_LANE)

@@ -67,7 +67,9 @@ def test_a_sample_is_the_members_of_one_base_name(
         "0003.npy": b"",
         "deep/0003.txt": b"",
     }
-    source = WebDatasetSource(tar(tmp_path / "a.tar", members, format=form))
+    tar(tmp_path / "a.tar", members, format=form)
+    source = as_source(tmp_path / "*")
+    assert isinstance(source, WebDatasetSource)
     assert read_all(source) == [
         {
             "__key__": "0001",
