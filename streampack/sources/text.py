@@ -21,9 +21,10 @@ TEXT = tuple(f".txt{packed}" for packed in ("", *COMPRESSED))
 
 
 class TextSource(LineSource):
-    r"""Rows ``{"text": ...}`` of UTF-8 text files: one for each line, as in datasets' builder "text", or for each file.
+    r"""Rows ``{"text": ...}`` of UTF-8 text files: one for each line, or for each file.
 
-    Blank lines are skipped. Files are compressed, divided into lanes and resumed as those of `JSONLSource`.
+    Blank lines are skipped, which datasets' builder "text" keeps. Files are compressed, divided into lanes and resumed
+    as those of `JSONLSource`.
 
     >>> import tempfile, pathlib
     >>> from streampack.sources import Reading
