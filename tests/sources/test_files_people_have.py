@@ -21,7 +21,7 @@ from streampack import ArrowSource, IterablePackedDataset, TextSource, WebDatase
 from streampack.sources import Reading, as_source
 from streampack.sources.reading import BadRecord
 from tests.harness.conformance import lists
-from tests.harness.corpus import Numbers, in_memory, numbered, read_all, rows
+from tests.harness.corpus import PACK, Numbers, in_memory, numbered, read_all, rows
 from tests.harness.threads import Run, Topology, packs_of, run, steps_of
 
 
@@ -318,3 +318,26 @@ def test_steps_are_the_same_on_one_rank_two_and_one_again(tmp_path: Path, kind: 
         parts.append(run(make, two, state=parts[0].states[0], limit=3))
         parts.append(run(make, one, state=parts[1].states[1], limit=5 - stop))
         assert [step for part in parts for step in steps(part)] == whole, f"cut after {stop}"
+
+
+@pytest.mark.parametrize("suffix", [".bz2", ".xz"])
+def test_every_format_of_text_is_read_compressed_by_path_and_by_url(tmp_path: Path, suffix: str) -> None:
+    data = numbered(30)
+    lines = [json.dumps(row) for row in data]
+    tar(tmp_path / "a.tar", {f"{row['i']}.json": json.dumps(row).encode() for row in data})
+    contents = {
+        "jsonl": "\n".join(lines).encode(),
+        "json": json.dumps(data, indent=1).encode(),
+        "txt": "\n".join(lines).encode(),
+        "tar": (tmp_path / "a.tar").read_bytes(),
+    }
+    (tmp_path / "a.tar").unlink()
+    folder = tmp_path / f"{tmp_path.name}{suffix}"
+    folder.mkdir()
+    for ending, content in contents.items():
+        (folder / f"a.{ending}{suffix}").write_bytes(PACK[suffix](content))
+    for place in (str(folder), in_memory(folder)):
+        for ending in contents:
+            found = read_all(as_source(f"{place}/a.{ending}{suffix}"), num_lanes=2)
+            numbers = [json.loads(row["text"])["i"] if ending == "txt" else row["i"] for row in found]
+            assert sorted(numbers) == list(range(30)), (place, ending)
