@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
@@ -41,6 +41,8 @@ NOT_USED = {
     "train_from_scratch": "is not used; streampack.training.weights.random_weights makes a checkpoint to begin from",
 }  # fmt: skip
 """Keys that users of torchtune may expect, and what to do about each."""
+OF_RESUMES = ("adapter_checkpoint", "recipe_checkpoint", "should_load_recipe_state", "resume_from_checkpoint")
+"""Arguments of torchtune's checkpointers for a resume of its own recipes."""
 
 
 def read_config(config: Any, *, built: Collection[str] | None = None) -> RunConfig:
@@ -236,6 +238,16 @@ def _beside(cfg: RunConfig) -> Iterator[str]:
             "ac_mode='selective' needs ac_option, the distance of the layers that are checkpointed: 2 is every second",
         ),
         (
+            cfg.ac_mode != "selective" and cfg.ac_option is not None,
+            f"ac_option={cfg.ac_option} is of ac_mode='selective', and ac_mode is {cfg.ac_mode}; set that, or remove "
+            "ac_option",
+        ),
+        (
+            cfg.cudnn_deterministic_mode not in (None, 0, 1, 2),
+            f"cudnn_deterministic_mode={cfg.cudnn_deterministic_mode} is no mode of torch's; give 0, 1 (warn), 2 "
+            "(error), or null",
+        ),
+        (
             cfg.ac_mode is not None and cfg.enable_activation_checkpointing,
             f"ac_mode={cfg.ac_mode!r} chooses layers, and enable_activation_checkpointing=True takes all; keep one",
         ),
@@ -265,6 +277,12 @@ def _nodes(cfg: RunConfig) -> Iterator[str]:
         node = getattr(cfg, each.name)
         if isinstance(node, dict) and each.name not in ("data", "fsdp", "dataset") and COMPONENT not in node:
             yield f"{each.name} names no {COMPONENT}, so there is nothing to build"
+    for key in OF_RESUMES:
+        if value := cfg.checkpointer.get(key):
+            yield (
+                f"checkpointer.{key}={value} is not used: a run resumes from checkpoints of streampack's own; remove "
+                "it, or set resume_from_checkpoint=True to continue from the newest in output_dir"
+            )
 
 
 def loss_problems(cfg: RunConfig, *, pairs: bool, adapters: bool | None = None) -> Iterator[str]:
@@ -281,6 +299,8 @@ def loss_problems(cfg: RunConfig, *, pairs: bool, adapters: bool | None = None) 
         for key, plain in (("loss_norm", "token"), ("z_loss", 0), ("document_masking", True)):
             if (value := getattr(cfg, key)) != plain:
                 yield f"{key}={value} is for cross-entropy, and dpo compares pairs; remove the key"
+        if cfg.quantizer is not None:
+            yield "quantizer: dpo does not train with rounding; remove the key, or run full_finetune or lora_finetune"
         return
     for key, plain in (("z_loss", 0), ("document_masking", True), ("optimizer_in_bwd", False)):
         if adapters and (value := getattr(cfg, key)) != plain:
@@ -313,6 +333,11 @@ def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, set[str], 
         raise ValueError(f"a config is a mapping of keys to values, this is a {type(config).__name__}")
     if "datasets" in given or "dataloader" in given:
         given = OmegaConf.create(with_dataset(to_plain(given)))
+    for name in (each.name for each in fields(RunConfig) if each.default is MISSING):
+        if name in given and OmegaConf.select(given, name, throw_on_missing=False) is None:
+            problems.append(f"{name} is null; the run needs one")
+            refused.add(name)
+            given[name] = "???"  # OmegaConf's word for what is missing; other keys may refer to it
     while True:
         try:
             merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), given)
@@ -323,20 +348,19 @@ def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, set[str], 
             node = OmegaConf.select(given, above) if above else given
             reason = NOT_USED.get(key)
             if reason is None or node[key]:  # null and False ask for nothing
-                problems.append(
-                    _of_a_node(given, key) or _named(error) if reason is None else f"{key} {reason}"
-                )
+                problems.append(_slip(given, key) or _named(error) if reason is None else f"{key} {reason}")
             if not last or node is None or last not in node:
                 raise ValueError("\n".join(problems)) from None
             refused.add(key)
             del node[last]
     try:
-        missing = OmegaConf.missing_keys(merged) - refused
+        # Values inside of nodes may refer to one that is missing.
+        unfilled = {name for name in OmegaConf.missing_keys(merged) if name in RunConfig.__dataclass_fields__}
+        for name in unfilled:
+            merged[name] = "" if name == "output_dir" else {COMPONENT: ""}
+        missing = (unfilled | OmegaConf.missing_keys(merged)) - refused
     except OmegaConfBaseException as error:  # perhaps of a variable that was no key, and is removed
         raise ValueError("\n".join(problems or [_named(error)])) from None
-    unfilled = OmegaConf.missing_keys(merged)
-    for name in unfilled:
-        merged[name] = "" if name == "output_dir" else {COMPONENT: ""}
     if missing := missing if built is None else missing & {*built}:
         problems.append(
             f"missing: {', '.join(sorted(missing))}; the keys without a default must be in a config"
@@ -345,10 +369,15 @@ def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, set[str], 
     return merged, keys - unfilled, problems
 
 
-def _of_a_node(given: Any, key: str) -> str | None:
-    """Return a message for a key of the config that belongs into one of its nodes; None if it does not."""
-    if key in RunConfig.__dataclass_fields__:
-        return None  # its value does not fit
+def _slip(given: Any, key: str) -> str | None:
+    """Return a message for a key that belongs into a node of the config, and for text in place of a node; else None."""
+    if (known := RunConfig.__dataclass_fields__.get(key)) is not None:
+        text = str(known.type).startswith("Node") and isinstance(given[key], str)
+        return (
+            f"{key}={given[key]!r} is text; write it as a component: {{{COMPONENT}: {given[key]}}}"
+            if text
+            else None
+        )
     for name, node in given.items_ex(resolve=False):
         if isinstance(node, Mapping) and key in node:
             return f"{key} is no key by itself; set {name}.{key}"

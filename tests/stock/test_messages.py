@@ -56,6 +56,21 @@ SLIPS: list[tuple[dict[str, Any], str]] = [
         "gradient_accumulation_steps=8 sums .* optimizer_in_bwd=True frees; leave one out",
     ),
     ({"ac_mode": "selective"}, "ac_mode='selective' needs ac_option"),
+    ({"ac_option": 2}, "ac_option=2 is of ac_mode='selective', .*; set that, or remove"),
+    ({"cudnn_deterministic_mode": 7}, "cudnn_deterministic_mode=7 is no mode of torch's; give 0, 1 .*, or null"),
+    (
+        {"checkpointer.recipe_checkpoint": "recipe_state.pt"},
+        r"checkpointer\.recipe_checkpoint=recipe_state\.pt is not used: .*; remove it, or set resume_from",
+    ),
+    (
+        {"checkpointer.adapter_checkpoint": "adapter_0.pt"},
+        r"checkpointer\.adapter_checkpoint=adapter_0\.pt is not used: .*; remove it",
+    ),
+    ({"checkpointer.should_load_recipe_state": True}, r"checkpointer\.should_load_recipe_state=True is not used"),
+    (
+        {"lr_scheduler": "torch.optim.lr_scheduler.ConstantLR"},
+        "lr_scheduler='torch.optim.lr_scheduler.ConstantLR' is text; write it as a component: {_component_: torch",
+    ),
     (
         {"tensor_parallel_dim": 2, "optimizer.fused": False},
         "tensor_parallel_dim=2 needs tensor_parallel_plan, such as",
@@ -98,7 +113,7 @@ def test_a_slip_is_one_line(changes: dict[str, Any], message: str) -> None:
 
 
 def test_all_slips_are_told_at_once() -> None:
-    alone = {"loss._component_", "data", *PACKED, "dataset", "optimizer.learning_rate"}
+    alone = {"loss._component_", "data", *PACKED, "dataset", "optimizer.learning_rate", "ac_option"}
     slips = [changes for changes, _ in SLIPS if not alone & {*changes}]
     changes = {key: value for slip in slips for key, value in slip.items()}
     together = problems(FULL, changes)
@@ -114,6 +129,24 @@ def test_a_config_of_pairs_needs_a_loss_that_compares_them() -> None:
     assert "compares no pairs; name torchtune.rlhf.loss.DPOLoss" in said
 
 
+def test_a_missing_value_is_named_and_not_the_keys_that_refer_to_it() -> None:
+    (said,) = problems(FULL, {"output_dir": None})
+    assert said == "output_dir is null; the run needs one"
+    (said,) = problems(FULL, {"output_dir": "???"})
+    assert said.startswith("missing: output_dir; ")
+    (said,) = problems(FULL, {"tokenizer.path": "???"})
+    assert said.startswith("missing: tokenizer.path; ")
+
+
+def test_pairs_are_not_compared_with_rounding() -> None:
+    """The reference would round from the first step on, whatever the policy does."""
+    quantizer = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}
+    (said,) = problems("llama3_1/8B_full_dpo", {"quantizer": quantizer})
+    assert said.startswith(
+        "quantizer: dpo does not train with rounding; remove the key, or run full_finetune"
+    )
+
+
 LORA, DPO = "llama3_2/1B_lora_single_device", "llama3_1/8B_lora_dpo_single_device"
 PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
 PAIRS = "torchtune.datasets.stack_exchange_paired_dataset"
@@ -124,7 +157,7 @@ IN_RECIPES: list[tuple[str, str, dict[str, Any], str]] = [
     ("dpo", LORA, {}, "loss: .*CEWithChunkedOutputLoss compares no pairs; name .*DPOLoss, or run full_finetune"),
     (
         "full_finetune", FULL, {"checkpointer.checkpoint_files": ["a.bin"]},
-        r"checkpointer: torchtune\.training\.FullModelHFCheckpointer: No file with name: a\.bin found in ",
+        r"checkpointer\.checkpoint_files: there is no 'a\.bin' in ",
     ),
     ("full_finetune", FULL, {"checkpointer.model_type": "GEMMA2"}, "the checkpointer's weights do not fit .*; name"),
     (
