@@ -33,6 +33,7 @@ COMPONENTS = {
     r"streampack\.losses": r"PreferenceLoss",
     r"streampack\.training\.weights": r"random_weights",
     r"streampack_recipes\.quickstart": r"corpus_file",
+    r"torch\.nn": r"CrossEntropyLoss",
     r"torch\.optim": r"[A-Z]\w+",
     r"torch\.optim\.lr_scheduler": r"[A-Z]\w+",
     r"torchao\.optim": r"Adam\w+",
@@ -54,6 +55,8 @@ COMPONENTS = {
 """Patterns of modules, and of the names in them that a config may use. tests/test_instantiate.py lists names that must
 not match."""
 
+MOST_LISTED = 8
+"""Names of a module that are listed where none is like the one that a config has."""
 UNSAFE_BUILDERS = ("pandas", "iceberg")  # of `datasets`: the first reads pickles, the second imports by name
 
 
@@ -176,7 +179,10 @@ def resolve(path: str) -> Any:
             ) from error
     else:
         found = getattr(holder, name, None)
-        hint = "" if found is not None else did_you_mean(name, getattr(holder, "__all__", dir(holder)))
+        there = getattr(holder, "__all__", dir(holder))
+        hint = "" if found is not None else did_you_mean(name, there)
+        if not hint and len(there) <= MOST_LISTED:
+            hint = f"; {module} has {', '.join(sorted(there))}"
     if not callable(found):
         raise ValueError(
             f"_component_ {path!r} leads to nothing that can be called{hint or '; check the spelling'}"

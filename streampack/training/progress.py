@@ -12,7 +12,7 @@ from typing import Any
 
 from streampack.accounting import Ledger
 from streampack.attention.prepare import Inputs
-from streampack.instantiate import build
+from streampack.instantiate import build, errors_of
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.strategies import PADDED
 from streampack.sources.bad_records import Quarantine
@@ -91,8 +91,10 @@ class MetricLogger:
 
     def __init__(self, config: RunConfig, *, written: Any, world: World, resumed: int | None) -> None:
         self.path = Path(config.output_dir, METRICS_FILE)
+        way_out = "install what it needs, or name torchtune.training.metric_logging.DiskLogger"
         with world.raise_on_all():
-            self.logger = build(config.metric_logger) if world.is_main else None
+            with errors_of("metric_logger", way_out):
+                self.logger = build(config.metric_logger) if world.is_main else None
             if self.logger is not None:
                 keep_until(self.path, resumed)
                 self.logger.log_config(written)

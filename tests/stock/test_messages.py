@@ -138,6 +138,16 @@ def test_a_missing_value_is_named_and_not_the_keys_that_refer_to_it() -> None:
     assert said.startswith("missing: tokenizer.path; ")
 
 
+def test_a_loss_of_another_torchtune_is_answered_by_the_losses_that_there_are() -> None:
+    (said,) = problems(FULL, {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}})
+    assert re.match(
+        r"loss: .*LinearCrossEntropyLoss' leads to nothing .*; .* has CEWithChunkedOutputLoss, ", said
+    )
+    assert not problems(FULL, {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}})
+    (said,) = problems(FULL, {"loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}})
+    assert re.match(r"loss\.label_smoothing=0\.1 is not used: ", said)
+
+
 def test_pairs_are_not_compared_with_rounding() -> None:
     """The reference would round from the first step on, whatever the policy does."""
     quantizer = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}
@@ -158,6 +168,10 @@ IN_RECIPES: list[tuple[str, str, dict[str, Any], str]] = [
     (
         "full_finetune", FULL, {"checkpointer.checkpoint_files": ["a.bin"]},
         r"checkpointer\.checkpoint_files: there is no 'a\.bin' in ",
+    ),
+    (
+        "full_finetune", FULL, {"metric_logger._component_": "torchtune.training.metric_logging.CometLogger"},
+        "metric_logger: .*comet_ml.* not found.*; install what it needs, or name torchtune",
     ),
     ("full_finetune", FULL, {"checkpointer.model_type": "GEMMA2"}, "the checkpointer's weights do not fit .*; name"),
     (
