@@ -424,3 +424,5 @@ def test_all_commands_take_a_config_alike(here: Path, capsys: Capture, words: li
     assert said.startswith("streampack: error: missing: tokenizer; the keys")
     said = error_of(capsys, "tokenize", *words, "--out", "tokens", status=1)
     assert said.startswith("streampack: error: data.source is missing")
+    said = error_of(capsys, "tokenize", *words, "--out", "tokens", "dataset.split=train", status=1)
+    assert "and not torchtune's dataset, which this command does not read" in said

@@ -187,7 +187,10 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         inject = dict.fromkeys(("tokenizer", "model_transform"), check_tokenizer(tokenizer))
     data = config.get("data")
     if not isinstance(data, Mapping) or "source" not in data:
-        raise ValueError("data.source is missing; name where the rows come from")
+        of = ", and not torchtune's dataset, which this command does not read" * (
+            config.get("dataset") is not None
+        )
+        raise ValueError(f"data.source is missing; name where the rows come from{of}")
     source = as_source(build(data["source"], inject=inject))
     source, encoder = with_encoders(
         source,
