@@ -257,10 +257,14 @@ def finished(config: RunConfig, *, world: World) -> int | None:
     """
     step = world.broadcast(_finished(config) if config.resume_from_checkpoint and world.is_main else None)
     if step is not None and world.is_main:
+        longer = (
+            "give it more max_steps or epochs to train on"
+            if Checkpoints(checkpoints_folder(config)).steps()
+            else "it kept no checkpoint (save_every_n_steps), so to train on, begin another run from these weights"
+        )
         print(  # noqa: T201
             f"{config.output_dir} holds a run that is over: step {step}, weights in "
-            f"{' and '.join(weights_folders(config))}. Nothing was changed; give it more max_steps or epochs to train "
-            "on"
+            f"{' and '.join(weights_folders(config))}. Nothing was changed; {longer}"
         )
     return step
 

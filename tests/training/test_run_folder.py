@@ -150,7 +150,9 @@ def test_missing_weights_are_written_again(tmp_path: Path, whole: Run, lost: str
     assert losses(tmp_path) == losses(whole.folder)
 
 
-def test_weights_without_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
+def test_weights_without_checkpoints_are_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(tmp_path, max_steps=4, save_every_n_steps=None, validation=None)
     train(config)
     before = written(tmp_path)
@@ -160,6 +162,11 @@ def test_weights_without_checkpoints_are_not_overwritten(tmp_path: Path) -> None
     )
     with pytest.raises(ValueError, match=message):
         train(OmegaConf.merge(config, {"resume_from_checkpoint": True, "max_steps": 5}))
+    capsys.readouterr()
+    train(OmegaConf.merge(config, {"resume_from_checkpoint": True}))
+    assert (
+        "it kept no checkpoint (save_every_n_steps), so to train on, begin another" in capsys.readouterr().out
+    )
     assert written(tmp_path) == before
 
 
