@@ -18,6 +18,7 @@ from streampack.instantiate import COMPONENT, build
 from streampack.training.config import RunConfig
 from streampack.training.quantization import quantize_in_training
 from streampack.training.world import World
+from streampack.validation import did_you_mean
 
 # torchtune copies the logits to fp32. In this many chunks, each copy is freed before the next is made.
 OUTPUT_CHUNKS = 8
@@ -44,6 +45,10 @@ def build_model(
         model: nn.Module = build(config.model)
         if config.quantizer is not None:
             quantize_in_training(model, build(config.quantizer), dtype=torch_dtype)
+    known = dict(model.named_modules())
+    for name in config.custom_sharded_layers or ():
+        if name not in known:
+            raise ValueError(f"custom_sharded_layers: the model has no {name!r}{did_you_mean(name, known)}")
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
     if adapters_only:

@@ -176,6 +176,7 @@ REFUSED = [
     ({"ac_mode": "full", "enable_activation_checkpointing": True}, "ac_mode='full' chooses layers, and enable_act"),
     ({"enable_activation_offloading": True, "enable_activation_checkpointing": True, "device": "auto"},
      "moves activations off a GPU, and the device is cpu"),
+    ({"custom_sharded_layers": ["tok_embedings"]}, "custom_sharded_layers: the model has no 'tok_embedings'; did you "),
     ({"compile": True, **QAT}, "compile=True does not work with quantizer in torchtune"),
     ({"quantizer": INT4}, "Int8DynActInt4WeightQuantizer quantizes weights after training; name one"),
     ({"quantizer": QAT["quantizer"] | {"groupsize": 256}}, "groupsize=256 divides the input size of no layer"),
