@@ -263,7 +263,9 @@ def test_what_one_rank_cannot_read_is_said_on_all(
     for rank, said in enumerate(run_ranks(said_on_each_rank, 2, config, wrong)):
         for bad, each in enumerate(said):
             assert reason in each
-            assert each.startswith("dataset: " if rank == bad else f"rank {bad} failed: ValueError: dataset: ")
+            assert each.startswith(
+                "dataset: " if rank == bad else f"rank {bad} failed: ValueError: dataset: "
+            )
 
 
 def test_a_bad_row_ends_no_run_before_it_is_read(place: Path, tmp_path: Path) -> None:
