@@ -178,6 +178,8 @@ def _weights(config: Any, node: Any, folder: Path) -> Path:
         for name, value in model.named_parameters():
             if "tok_embeddings" in name:
                 value *= 0.02  # or the loss would begin at a hundred
+            elif name.endswith("scale.scale") and value.numel() == 1:
+                value += 0.5  # a gate of images: closed, it would give what is behind it no gradient
     parts = _in_format(model, node)
     where.mkdir(parents=True)
     _write_parts(parts, files, where)

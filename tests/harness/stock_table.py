@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.harness.stock import configs_folder, recipe_of, shrink, shrunk_config, stock_names
+from tests.harness.stock import configs_folder, read_stock, recipe_of, shrink, shrunk_config, stock_names
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "stock_configs.md"
 MARKS = "<!-- stock configs -->", "<!-- end -->"
@@ -37,6 +37,8 @@ def run(name: str, folder: Path, *, packed: bool) -> tuple[str, str]:
     """Train two steps of a stock config. Return the refusals of a CPU, and what happened without these keys."""
     train = import_module(f"streampack_recipes.{recipe_of(name)}").train
     changes: dict[str, Any] = {"max_steps": STEPS}
+    if not read_stock(name).get("optimizer_in_bwd"):
+        changes["clip_grad_norm"] = math.inf  # only logs it
     refused = []
     while True:
         config = shrunk_config(name, folder, packed=packed, **changes)
@@ -58,9 +60,10 @@ def run(name: str, folder: Path, *, packed: bool) -> tuple[str, str]:
 
 def _trained(folder: Path) -> str:
     """What the metrics of a run say."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert all(map(math.isfinite, losses.values())), losses
+    assert all(line["grad_norm"] > 0 for line in lines if "grad_norm" in line), "nothing was trained"
     return f"trained {len(losses)} steps"
 
 
