@@ -275,15 +275,17 @@ def require_lanes(value: object, name: str, source: Source) -> int:
     return lanes
 
 
-def lanes_text(lanes: int) -> str:
+def lanes_text(lanes: int, *, fixed: bool = False) -> str:
     """Say what the number of lanes means for a run, for its first lines.
 
     >>> print(lanes_text(8))
     8 lanes for the life of the run: steps are the same on ranks that divide 8, at most 8; num_lanes sets another number
+
+    ``fixed``: nobody can set another number.
     """
     return (
         f"{lanes} lane{'s' * (lanes > 1)} for the life of the run: steps are the same on ranks that divide {lanes}, at "
-        f"most {lanes}; num_lanes sets another number"
+        f"most {lanes}{'' if fixed else '; num_lanes sets another number'}"
     )
 
 

@@ -54,7 +54,7 @@ def opening(
     if packing.strategy == PADDED:
         lines["step"] = f"{loader.packs_per_step:,} samples, each padded to the longest of its batch"
     if not done:
-        lines["lanes"] = lanes_text(lanes)
+        lines["lanes"] = lanes_text(lanes, fixed=config.dataset is not None)
     else:
         ledger = loader.ledger()  # of all lanes, as it was loaded
         lines["so far"] = f"{ledger.tokens_in:,} tokens read, {dropped_tokens(ledger)}"
