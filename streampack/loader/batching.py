@@ -112,7 +112,7 @@ class Batching:
                 "lanes, or in a new run a num_lanes that the ranks divide",
             )
         whole = self.batches_per_step * ranks * self.packs_per_batch
-        if whole != self.packs_per_step and rank == 0:
+        if whole != self.packs_per_step and num_lanes % ranks == 0 and rank == 0:
             log.warning(
                 "packs_per_step=%d cannot be shared out evenly over %d rank(s) in batches of %d: every step holds %d "
                 "null packs, which cost time and train nothing; a multiple of %d holds none",

@@ -30,6 +30,7 @@ from streampack import (
     ParquetSource,
     collate_packed,
 )
+from streampack.loader.batching import Batching
 from streampack.map_style import collators  # private: its warning, said once in a process, is reset
 from tests.harness.corpus import Numbers, write
 from tests.harness.corpus import rows as numbers
@@ -157,6 +158,14 @@ def test_null_packs_of_every_step_are_logged(caplog):
         "packs_per_step=7 cannot be shared out evenly over 1 rank(s) in batches of 4: every step holds 1 null packs, "
         "which cost time and train nothing; a multiple of 4 holds none"
     ]
+
+
+def test_no_multiple_is_named_where_the_ranks_do_not_divide_the_lanes(caplog):
+    """Whatever its number of packs, each step has null packs then."""
+    batching = Batching(batch_size=2, packs_per_step=4, world_size=2, num_lanes=1)
+    with pytest.warns(UserWarning, match="2 ranks do not divide 1 lane evenly"):
+        batching.warn(num_workers=0, rank=0)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("packs_per_step", "sizes"), [(3, [3]), (9, [3, 3, 3])])
