@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -50,6 +51,8 @@ from streampack.training.secrets import shown
 from streampack.training.validate import Checked, require_isolation, require_recipe
 from streampack.training.weights import write_weights
 from streampack.training.world import World, join_world, pick_device
+
+log = logging.getLogger(__name__)
 
 Result = dict[str, Any]
 """A recipe's return value, the same on every rank, about the whole run.
@@ -166,6 +169,12 @@ class Run:
             world=world,
             packs_per_step=before["packs_per_step"] if before is not None and same else None,
         )
+        if before is not None and self.loader.packs_per_step != before["packs_per_step"] and world.is_main:
+            log.warning(
+                "a step has %d packs from here on; up to step %d it had %d, as batch_size and "
+                "gradient_accumulation_steps were others",
+                self.loader.packs_per_step, self.saved_step, before["packs_per_step"],
+            )  # fmt: skip
         lanes = self.dataset.lane_config
         if cfg.verify_isolation and cfg.document_masking and not own_collate(cfg.collate_fn):
             shared = self._pairs and shares_prefixes(lanes)

@@ -193,8 +193,10 @@ def made_again(config: Any, folder: Path, step: int) -> Counter[Any]:
     return found
 
 
-def test_the_packs_of_each_step_of_a_run_are_made_again(whole: Run, tmp_path: Path) -> None:
-    """A resume may have changed how many packs a step has."""
+def test_the_packs_of_each_step_of_a_run_are_made_again(
+    whole: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume may have changed how many packs a step has, and says so."""
     settings = {"log_rows": True, "keep_last_n_checkpoints": 9}  # as the run has them
     config = tiny_config(
         whole.copy_to(tmp_path),
@@ -204,6 +206,7 @@ def test_the_packs_of_each_step_of_a_run_are_made_again(whole: Run, tmp_path: Pa
         **settings,
     )
     assert train(config)["step"] == 18
+    assert "a step has 8 packs from here on; up to step 12 it had 4, as batch_size and" in caplog.text
     for step in range(1, 19):
         assert made_again(config, tmp_path, step) == logged(tmp_path, step), step
 
