@@ -17,7 +17,7 @@ from tests.harness import chains as fuzz
 pytestmark = [
     # Lanes and ranks are drawn at random, for a resume too.
     pytest.mark.filterwarnings("ignore:.*do not divide .* evenly"),
-    pytest.mark.filterwarnings("ignore:num_lanes=.* is not heeded"),
+    pytest.mark.filterwarnings("ignore:num_lanes=.* is not used"),
     # An interrupt within a generator that is being closed: Python can only report it.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -30,7 +30,7 @@ KERNELS = frozenset(
         *("Qwen4ExpTextGatedDeltaNet", "KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
     )
 )
-"""Mixers of transformers 5.23 that hand boundaries to kernels which heed them; `make test-kernels` runs these."""
+"""Mixers of transformers 5.23 that hand boundaries to kernels that use them; `make test-kernels` runs these."""
 
 MIXERS = KERNELS | {
     *("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer", "RecurrentGemmaRecurrentBlock"),

@@ -20,7 +20,7 @@ from streampack.types import IGNORE_INDEX, IntArray, Sample
 def strategy_of(
     strategy: str | None, *, split_across_pack: bool, pad_seqs_to: int, **others: object
 ) -> str | None:
-    """Return torchtune's strategy, and refuse settings that would change the packs, or that it does not heed."""
+    """Return torchtune's strategy, and refuse settings that would change the packs, or that it does not use."""
     changed = pad_seqs_to != 1 or any(value is not None for value in others.values())
     if strategy not in (None, "exact_fit", "next_fit") or changed:
         raise ValueError(

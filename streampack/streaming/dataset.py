@@ -424,7 +424,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             before, asked = getattr(loaded, name), self._asked_for.get(name)
             if None not in (before, asked) and before != asked:
                 warn_user(
-                    f"{name}={asked} is not heeded: the state was made with {name}={before}, which a run keeps; start "
+                    f"{name}={asked} is not used: the state was made with {name}={before}, which a run keeps; start "
                     "a new run for another number"
                 )
             if before is not None:

@@ -44,7 +44,7 @@ from streampack.training.run_folder import (
     require_same_config,
     saved_seed,
     stop_on_signals,
-    warn_of_unheeded,
+    warn_of_unused,
 )
 from streampack.training.schedule import asked_of, build_schedule, step_schedule, total_steps
 from streampack.training.secrets import shown
@@ -191,7 +191,7 @@ class Run:
         if self.saved_step is not None:
             run = self.checkpoints.load(self.saved_step, model=model, optimizer=optimizer)
             self.loader.load_state_dict(run["stream"])  # refuses the state of another release
-            warn_of_unheeded(cfg, run["optimizer_settings"], world=world)
+            warn_of_unused(cfg, run["optimizer_settings"], world=world)
         elif cfg.resume_from is not None:
             run["begun"] = run["step"] = begin_phase(
                 cfg, model=model, optimizer=optimizer, loader=self.loader, world=world

@@ -222,7 +222,7 @@ def begin_phase(
     return step
 
 
-def warn_of_unheeded(config: RunConfig, saved: Mapping[str, Any], *, world: World) -> None:
+def warn_of_unused(config: RunConfig, saved: Mapping[str, Any], *, world: World) -> None:
     """Warn of settings of the optimizer other than those in ``saved``, with which the checkpoint was made."""
     now = config.optimizer
     changed = [
@@ -232,7 +232,7 @@ def warn_of_unheeded(config: RunConfig, saved: Mapping[str, Any], *, world: Worl
     ]
     if changed and world.is_main:
         warn_user(
-            f"{', '.join(changed)}: not heeded as far as the checkpoint has such a number, such as lr or weight_decay, "
+            f"{', '.join(changed)}: not used as far as the checkpoint has such a number, such as lr or weight_decay, "
             "with which the optimizer goes on; start a new run, or a second phase (resume_from), for another"
         )
 

@@ -141,19 +141,19 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_settings_that_a_resume_cannot_heed_are_named(tmp_path: Path, whole: Run, recwarn: Any) -> None:
     whole.copy_to(tmp_path, newest=8)
     assert train(tiny_config(tmp_path, resume_from_checkpoint=True, max_steps=9))["step"] == 9
-    assert not [warning for warning in recwarn if "not heeded" in str(warning.message)]
+    assert not [warning for warning in recwarn if "not used" in str(warning.message)]
     changes = {"data.num_lanes": 4, "optimizer.lr": 0.5, "optimizer.eps": 1e-3, "max_steps": 11}
     changes["optimizer._component_"] = "torch.optim.Adam"
     train(tiny_config(tmp_path, resume_from_checkpoint=True, **changes))
     said = " ".join(str(warning.message) for warning in recwarn)
-    assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
+    assert "num_lanes=4 is not used: the state was made with num_lanes=2, which a run keeps" in said
     for changed in (
         "optimizer._component_=torch.optim.Adam (it was torch.optim.AdamW)",
         "optimizer.eps=0.001 (it was None)",
         "optimizer.lr=0.5 (it was ",
     ):
         assert changed in said
-    assert "not heeded as far as the checkpoint has such a number" in said
+    assert "not used as far as the checkpoint has such a number" in said
     assert max(numbers(tmp_path, "lr").values()) <= 0.02
 
 

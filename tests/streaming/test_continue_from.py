@@ -260,7 +260,7 @@ def test_what_cannot_go_on_is_refused_with_the_way_out() -> None:
             now.continue_from(state)
     with pytest.raises(ValueError, match="with max_seq_len=16"):
         new().load_state_dict(state)
-    with pytest.warns(UserWarning, match=r"^num_lanes=5 is not heeded"):
+    with pytest.warns(UserWarning, match=r"^num_lanes=5 is not used"):
         new(num_lanes=5).continue_from(state)
     # More waits than the new buffer holds; it is packed all the same.
     check_once(lengths, first, list(behind(new(max_seq_len=4, buffer_size=2), state)))

@@ -204,7 +204,7 @@ def test_a_run_keeps_its_lanes_and_its_window(name: str, ours: int | None) -> No
     iterator = iter(before)
     list(islice(iterator, 9))
     after = make(MapSource(rows(100)), **{name: ours})
-    named = rf"{name}={ours} is not heeded: the state was made with {name}=4, which a run keeps"
+    named = rf"{name}={ours} is not used: the state was made with {name}=4, which a run keeps"
     with nullcontext() if ours in (None, 4) else pytest.warns(UserWarning, match=named):
         after.load_state_dict(before.state_dict())
     assert getattr(after, name) == 4
