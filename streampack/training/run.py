@@ -198,6 +198,7 @@ class Run:
             )
         require_one_batch(cfg, self.loader.batches_per_step)
         self.before, self.step, self.held_out = run, run["step"], run["held_out"]
+        delay_fake_quant(model, cfg, step=self.step)  # a validation may come before the first step
 
     def setup_schedule(self) -> None:
         """Collective: count the steps to make, and build the schedule of the learning rate for them."""

@@ -150,6 +150,14 @@ def test_rounding_begins_after_its_steps_and_a_resume_knows(tmp_path, plain):
     assert_same(outcome(tmp_path / "resumed"), rounded)
 
 
+def test_held_out_rows_before_the_first_step_are_measured_without_rounding_that_begins_later(tmp_path):
+    found = []
+    for name, changes in (("plain", {}), ("qat", {**QAT, "fake_quant_after_n_steps": 1})):
+        config = config_of(tmp_path / name, max_steps=1, validation={"fraction": 0.2}, **changes)
+        found.append(train(config)[0]["held_out"][0])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_adapters_on_a_base_that_rounds(tmp_path):
     small = {
         "rows": 60,
