@@ -331,6 +331,16 @@ def test_one_thing_off_is_refused_with_file_line_and_way_out(name: str, tok: Any
     )
 
 
+@pytest.mark.parametrize("wrong", ["judged", "images", "role misspelt", "tools no JSON", "another shape"])
+def test_rows_that_make_no_sample_are_known_before_training(tok: Any, tmp_path: Path, wrong: str) -> None:
+    good, bad, fragment = WRONG[wrong]
+    path = write(tmp_path / "rows.jsonl", [*[good] * 900, bad, good])
+    with pytest.raises(ValueError, match=rf"(?s)rows\.jsonl:901.*{fragment}"):
+        encoder_for(str(path), tok)
+    write(path, [*[good] * 1000, bad, good])
+    assert encoder_for(str(path), tok), "further rows are errors when they are read"
+
+
 @pytest.mark.parametrize(
     ("rows", "how", "fragment"),
     [

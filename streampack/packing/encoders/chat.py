@@ -103,6 +103,11 @@ class ChatEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
+        prompt, answer, tools, column = self.contents(row)
+        return self.encode(prompt, answer, tools=tools, name=f"column {column!r}")
+
+    def contents(self, row: Mapping[str, Any]) -> tuple[Content, Content, Any, str]:
+        """Return a row's prompt, which may be no message, its answer, tools, and the answer's column, all checked."""
         read = self._columns_of(row)
         for option, column in read.items():
             if column not in row:
@@ -115,10 +120,9 @@ class ChatEncoder(Encoder):
             prompt, answer = (read_content(row[name], name, roles=self.roles) for name in read.values())
         if isinstance(prompt, str) and isinstance(answer, str):  # nothing renders tools
             self.columns.check(row, *read.values())
-            return self.encode_text(prompt, answer)
+            return prompt, answer, None, column
         self.columns.check(row, *read.values(), self.tools)
-        tools = read_tools(row, self.tools, ignore=self.ignore)
-        return self.encode(prompt, answer, tools=tools, name=f"column {column!r}")
+        return prompt, answer, read_tools(row, self.tools, ignore=self.ignore), column
 
     def characters(self, row: Mapping[str, Any], /) -> int:
         """See `Encoder`."""

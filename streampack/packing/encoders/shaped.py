@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from streampack.sources.as_source import as_source
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import BadRecord, Reading
 from streampack.sources.source import Source
-from streampack.types import Sample
+from streampack.types import RowId, Sample
 from streampack.validation import require
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,16 @@ class ShapeEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
+        return self.inner(self.read(row))
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Raise for a row that makes no sample, as far as that shows without a tokenizer."""
+        made = self.read(row)
+        if isinstance(self.inner, ChatEncoder):
+            self.inner.contents(made)
+
+    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row as the encoder within takes it."""
         made = self.named(row)
         if (found := find_shape(made)) is not self.shape:
             raise ValueError(
@@ -114,7 +125,7 @@ class ShapeEncoder(Encoder):
             if self.answers == "all":  # Alpaca's earlier answers, too
                 for message in made.get("messages", ()) if self.shape.key == "alpaca" else ():
                     message.pop("weight", None)
-        return self.inner(made)
+        return made
 
     def named(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row under our names of columns, without those to leave out."""
@@ -164,7 +175,7 @@ def encoder_for(
     source = as_source(source)
     # Renames columns of rows whose shape is not known yet.
     probe = ShapeEncoder(None, shape="tokens", columns=columns, roles=roles, answers=answers, ignore=ignore)
-    counts, places = _first_rows(source, probe)
+    counts, places = _count_shapes(source, probe)
     known = Counter({key: count for key, count in counts.items() if key})
     if not known:
         raise ValueError(places[""][0] if places else "the source has no rows; check its paths")
@@ -190,28 +201,33 @@ def encoder_for(
         )
     if BY_KEY[key].encoder == TOKENS and not probe.columns:
         return TokensEncoder()
-    return ShapeEncoder(tokenizer, shape=key, columns=columns, roles=roles, answers=answers, ignore=ignore)
-
-
-def _first_rows(source: Source, probe: ShapeEncoder) -> tuple[Counter[str], dict[str, list[str]]]:
-    """Count the shapes of a source's first rows, by their keys, and name some of each; a row of no shape has no key.
-
-    Rows that cannot be read are bad records of their own.
-    """
-    counts, places, unmapped = Counter[str](), dict[str, list[str]](), set(probe.columns)
-    reader, left = source.read(Reading()), LOOKED_AT
-    while left:
-        left -= 1
+    made = ShapeEncoder(tokenizer, shape=key, columns=columns, roles=roles, answers=answers, ignore=ignore)
+    for row_id, row in _first_rows(source) if strict else ():
         try:
+            made.check(row)
+        except ValueError as error:
+            raise ValueError(f"{source.locate(row_id)}: {error}") from None
+    return made
+
+
+def _first_rows(source: Source) -> Iterator[tuple[RowId, Mapping[str, Any]]]:
+    """Yield the first rows of a source; those that cannot be read are bad records of their own."""
+    reader = source.read(Reading())
+    for _ in range(LOOKED_AT):
+        with suppress(BadRecord):
             if (row := next(reader, None)) is None:
-                break
-        except BadRecord:
-            continue
-        data = row.data if isinstance(row.data, Mapping) else {"input_ids": row.data}
-        unmapped.difference_update(data)
-        place, key = source.locate(row.row_id), ""
+                return
+            yield row.row_id, row.data if isinstance(row.data, Mapping) else {"input_ids": row.data}
+
+
+def _count_shapes(source: Source, probe: ShapeEncoder) -> tuple[Counter[str], dict[str, list[str]]]:
+    """Count the shapes of a source's first rows, by their keys, and name some of each; a row of no shape has no key."""
+    counts, places, unmapped = Counter[str](), dict[str, list[str]](), set(probe.columns)
+    for row_id, row in _first_rows(source):
+        unmapped.difference_update(row)
+        place, key = source.locate(row_id), ""
         try:
-            shape = find_shape(probe.named(data))
+            shape = find_shape(probe.named(row))
             key, why = shape.key, f"{place} is {_described(shape)}"
         except ValueError as error:
             why = f"{place}: {error}"
