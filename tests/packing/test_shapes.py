@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from streampack import IGNORE_INDEX, Group, IterablePackedDataset, ShapeEncoder, cli, encoder_for
+from streampack.streaming.first_look import first_look
 from tests.harness.hf_tokenizers import CHATML, byte_level
 
 Part = tuple[str, bool]
@@ -386,3 +387,19 @@ def test_rows_of_a_second_shape_are_counted_before_training(
     assert isinstance(made := encoder_for(str(path), tok, strict=False), ShapeEncoder)
     assert made.shape.key == "alpaca"
     assert "rows.jsonl:62" in caplog.text, "the row of no shape, too"
+
+
+def test_the_first_sample_is_short_and_moves_no_cursor(tok: Any, tmp_path: Path) -> None:
+    """The first rows may be bad ones; the middle of long texts is cut, and escape codes of the data are not printed."""
+    long = {"instruction": "one " * 500 + "\x1b[2J", "output": "two"}
+    path = write(tmp_path / "rows.jsonl", [A | {"output": None}, long])
+    encoder = encoder_for(str(path), tok, strict=False)
+    packs = IterablePackedDataset(str(path), encoder=encoder, max_seq_len=4096, skip_bad=True)
+    first, place, *lines = first_look(packs.lane_config)
+    assert first == "rows are Alpaca's: instruction, output"
+    assert "rows.jsonl:2" in place
+    text = "\n".join(lines)
+    assert text.endswith("⟦two<|im_end|>\n    ⟧")
+    assert " [...] " in text
+    assert len(text) < 400
+    assert "\x1b" not in text
