@@ -174,17 +174,18 @@ class RankSync:
         return wait
 
 
-_shared: WeakKeyDictionary[dist.ProcessGroup, dict[timedelta, RankSync]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[Any, RankSync]] = WeakKeyDictionary()
 
 
-def shared_sync(*, timeout: timedelta) -> RankSync:
-    """Return one `RankSync` of all ranks for all calls with a timeout; the first of them is a collective.
+def shared_sync(*, timeout: timedelta, place: DataPlace | None = None) -> RankSync:
+    """Return one `RankSync` of all ranks for all calls with these arguments; the first of them is a collective.
 
     For what is called often: each gloo group keeps connections between all ranks until the process group is destroyed.
     """
-    world = dist.group.WORLD
-    assert world is not None
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None:
+        return RankSync(timeout=timeout, place=place)
     made = _shared.setdefault(world, {})
-    if timeout not in made:
-        made[timeout] = RankSync(timeout=timeout)
-    return made[timeout]
+    if (timeout, place) not in made:
+        made[timeout, place] = RankSync(timeout=timeout, place=place)
+    return made[timeout, place]

@@ -71,7 +71,7 @@ class PackedDataLoader:
         pin_memory: bool = False,
         timeout: float = 1800.0,
         data_ranks: DeviceMesh | DataPlace | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | RankSync | None = None,
     ) -> None:
         if not isinstance(dataset, IterablePackedDataset):
             raise ValueError(
@@ -88,7 +88,9 @@ class PackedDataLoader:
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         limit = timedelta(seconds=require_duration(timeout, "timeout", "seconds"))
-        self.rank_sync = RankSync(timeout=limit, group=process_group, place=data_place(data_ranks))
+        if not isinstance(process_group, RankSync):  # else several loaders share it
+            process_group = RankSync(timeout=limit, group=process_group, place=data_place(data_ranks))
+        self.rank_sync = process_group
         self._packs_per_step = packs_per_step
         self._turn: int | None = None  # of the newest iteration, see `Readers`
         self._meter = StepMeter(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan and what it i
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch.distributed.checkpoint as dcp
+    import tyro
 
     from streampack.integrations.torchtitan import StreampackDataLoader
 
@@ -246,6 +247,23 @@ def test_nodes_are_built_with_torchtitans_tokenizer(tmp_path: Path) -> None:
     )
     [(inputs, _)] = build(made, batch=1)
     assert inputs["input"][0, :7].tolist() == [*b"abc", EOS, *b"de", EOS]
+
+
+def test_the_command_line_sets_numbers_and_leaves_objects() -> None:
+    made = config(settings={"vocab_size": 99, "columns": Tokenizer()})
+    found = tyro.cli(StreampackDataLoader.Config, default=made, args=["--num_workers", "3"])
+    assert (found.source, found.encoder, found.settings) == (made.source, made.encoder, made.settings)
+    assert found.num_workers == 3
+
+
+def test_torchtitans_log_of_a_config_reads_no_rows() -> None:
+    class Stored(list[Any]):
+        def to_dict(self) -> Any:  # as a Dataset of Hugging Face has
+            raise AssertionError("reads all rows")
+
+    shown = config(source=Stored(rows(9))).to_dict()
+    assert "MapSource" in shown["source"]
+    assert config(source="corpus/*.jsonl").to_dict()["source"] == "corpus/*.jsonl"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -99,7 +99,7 @@ def test_ranks_of_one_dp_rank_train_as_one(
     assert list(found.values()) == pytest.approx([whole[1], whole[2]], rel=1e-4)
 
 
-def test_the_example_trains_validates_and_takes_options(tmp_path: Path) -> None:
+def test_the_example_trains_and_validates(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
     example = ROOT / "examples" / "torchtitan_packs.py"
@@ -107,10 +107,5 @@ def test_the_example_trains_validates_and_takes_options(tmp_path: Path) -> None:
     flags = ("--training.seq_len=128", "--validator.freq=2", "--checkpoint.no-enable")
     found = losses(train(tmp_path, 4, *flags, module="torchtitan_packs"))
     assert found[4] < found[1]
-    others = train(
-        tmp_path, 2, *flags, "--dataloader.source=build/torchtitan/corpus.jsonl",
-        '--dataloader.settings={"overlong": "truncate", "seed": 9, "shuffle": true}', module="torchtitan_packs",
-    )  # fmt: skip
-    assert losses(others)[2] != found[2]
     [failed] = train(tmp_path, 2, "--dataloader.dataset=c4", module="torchtitan_packs", to_fail=True)
     assert "dataloader.dataset='c4' names data" in failed["error"]

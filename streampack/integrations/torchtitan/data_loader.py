@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from reprlib import repr as short_repr
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, Any
 
 import torch
@@ -15,13 +14,16 @@ import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 
 from streampack.attention.layout import as_packed
+from streampack.distributed.rank_sync import shared_sync
 from streampack.instantiate import COMPONENT, build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.losses import require_unshared
 from streampack.packing.batch import Batch
 from streampack.packing.encoders.tokenizer import padding_id
+from streampack.sources.as_source import as_source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.types import IGNORE_INDEX
+from streampack.validation import require_duration
 
 STATE = "streampack"
 """Key of the state in a checkpoint: the same on any number of ranks, so that any number can load it."""
@@ -33,24 +35,6 @@ DECIDED = {
     "epochs": "dataloader.infinite",
 }
 """Arguments of `IterablePackedDataset` that ``settings`` may not hold, and the field of a config that decides each."""
-
-
-def _from_option(texts: list[str]) -> Any:
-    """Return the value of an option of the command line: JSON, or a path."""
-    try:
-        return json.loads(texts[0])
-    except ValueError:
-        return texts[0]
-
-
-# tyro would look for options in the arguments of an object's class, and fail at most sources.
-_JSON_OR_PATH = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="JSON|PATH",
-    instance_from_str=_from_option,
-    is_instance=lambda value: True,
-    str_from_instance=lambda value: [short_repr(value)],
-)
 
 
 class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
@@ -92,23 +76,25 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
-        """Where the packs come from. Sources and encoders are objects, or nodes with a ``_component_``.
+        """Where the packs come from, and how they are read.
 
-        On the command line they are paths or JSON: ``--dataloader.source "corpus/*.jsonl"``. ``dataset`` and
-        ``dataset_path``, which all loaders of torchtitan have, are refused.
+        Sources and encoders are objects, or nodes with a ``_component_``. As torchtitan's ``model_spec``, they and
+        ``settings`` are set in a config registry; the other fields are options of the command line, too. ``dataset``
+        and ``dataset_path``, which all loaders of torchtitan have, are refused.
 
         Raises:
             ValueError: without a source, or for values that another field decides.
         """
 
-        source: Annotated[Any, _JSON_OR_PATH] = None
+        # Without `| None`, tyro would look for options in the classes of objects here, and fail at most of them.
+        source: Annotated[Any | None, tyro.conf.Suppress] = None
         """The corpus: any source that `IterablePackedDataset` takes, or a node of one."""
 
-        encoder: Annotated[Any, _JSON_OR_PATH] = None
+        encoder: Annotated[Any | None, tyro.conf.Suppress] = None
         """The function that turns a row into a sample, or a node of one; a node without a tokenizer is given
         torchtitan's."""
 
-        settings: Annotated[dict[str, Any], _JSON_OR_PATH] = field(default_factory=dict)
+        settings: Annotated[dict[str, Any] | None, tyro.conf.Suppress] = None
         """The other arguments of `IterablePackedDataset`, such as ``shuffle``, ``seed`` and ``num_lanes``."""
 
         infinite: bool = True
@@ -123,8 +109,6 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         timeout: float = 1800.0
         """Seconds that ranks wait in the loader for one another."""
 
-        _built: Any = field(default=None, init=False, repr=False, compare=False)
-
         def __post_init__(self) -> None:
             for name, value in (("dataset", self.dataset), ("dataset_path", self.dataset_path)):
                 if value:
@@ -137,36 +121,14 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
                     "dataloader.source is None; give StreampackDataLoader.Config a source, such as "
                     "source='corpus/*.jsonl'"
                 )
-            if not isinstance(self.settings, dict):
+            settings = self.settings or {}
+            for name in settings.keys() & DECIDED.keys():
                 raise ValueError(
-                    f"dataloader.settings={self.settings!r} must be a dict of arguments, on the command line in JSON: "
-                    '--dataloader.settings \'{"shuffle": true, "seed": 7}\''
+                    f"settings[{name!r}]={settings[name]!r}: remove it; {DECIDED[name]} decides it"
                 )
-            for name in self.settings.keys() & DECIDED.keys():
-                raise ValueError(
-                    f"settings[{name!r}]={self.settings[name]!r}: remove it; {DECIDED[name]} decides it"
-                )
-
-        def build(self, **arguments: Any) -> StreampackDataLoader:
-            """Return a loader; at its beginning, the one that was built before with the same arguments.
-
-            torchtitan's validator builds a loader whenever it validates, and each new one would keep connections
-            between all ranks until the process ends.
-            """
-            if self._built is None or self._built.built_with != arguments or self._built.resumed:
-                self._built = BaseDataLoader.Config.build(self, **arguments)
-                self._built.built_with = arguments
-            else:
-                self._built.loader.dataset.set_epoch(0)
-            loader: StreampackDataLoader = self._built
-            return loader
-
-        def to_dict(self) -> dict[str, Any]:
-            """Return the config for logs, with objects by their names."""
-            # The base class calls to_dict of whatever has it: that of a Dataset reads all rows.
-            named = replace(self, source=_named(self.source), encoder=_named(self.encoder))
-            shown: dict[str, Any] = BaseDataLoader.Config.to_dict(named)
-            return shown
+            if not isinstance(self.source, str) and not _is_node(self.source):
+                # torchtitan logs a config by to_dict, which would copy the rows of a list or a Dataset.
+                self.source = as_source(self.source)
 
     def __init__(
         self,
@@ -184,24 +146,24 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
                 "comm.mode simulates ranks, and the loader would wait for them; run on real ranks, or simulate with "
                 "torchtitan's own loader"
             )
-        self.built_with: dict[str, Any] = {}
-        self.resumed = False  # whether a state was loaded
         made_of = {"tokenizer": tokenizer}
         packs = IterablePackedDataset(
-            _built(config.source, made_of),
-            encoder=_built(config.encoder, made_of),
+            build(config.source, inject=made_of),
+            encoder=build(config.encoder, inject=made_of),
             max_seq_len=seq_len,
             epochs=None if config.infinite else 1,
-            **{"padding_idx": padding_id(tokenizer), **config.settings},
+            **{"padding_idx": padding_id(tokenizer), **(config.settings or {})},
         )
+        # torchtitan's validator builds a loader whenever it validates: all of them use the same connections.
+        limit = timedelta(seconds=require_duration(config.timeout, "dataloader.timeout", "seconds"))
+        ranks = shared_sync(timeout=limit, place=(dp_rank, dp_world_size))
         self.loader = PackedDataLoader(
             packs,
             batch_size=local_batch_size,
             packs_per_step=local_batch_size * dp_world_size,  # one batch: torchtitan counts those of a step
             num_workers=config.num_workers,
             pin_memory=config.pin_memory,
-            timeout=config.timeout,
-            data_ranks=(dp_rank, dp_world_size),
+            process_group=ranks,
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -232,7 +194,6 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
                 f"the state has the keys {sorted(state_dict)} and not {STATE!r}: another loader made it; begin the "
                 "data anew with --checkpoint.exclude_from_loading dataloader"
             )
-        self.resumed = True
         self.loader.load_state_dict(torch.load(io.BytesIO(state_dict[STATE]), weights_only=True))
 
 
@@ -251,16 +212,6 @@ def trainer_batch(batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     labels = torch.full_like(batch.labels, IGNORE_INDEX)
     labels[:, :-1] = batch.labels[:, 1:]
     return {"input": batch.tokens, "positions": batch.input_pos}, labels
-
-
-def _built(value: Any, arguments: Mapping[str, Any]) -> Any:
-    """Build a node; return anything else as it is."""
-    return build(value, inject=arguments) if _is_node(value) else value
-
-
-def _named(value: Any) -> Any:
-    """Return nodes and paths as they are, and a short text for any other object."""
-    return value if value is None or isinstance(value, str) or _is_node(value) else short_repr(value)
 
 
 def _is_node(value: Any) -> bool:
