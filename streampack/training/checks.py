@@ -27,6 +27,7 @@ CROSS_ENTROPIES = (
 )  # fmt: skip
 """Losses that a config may name for recipes other than dpo."""
 DISTILLATION = "is of torchtune's distillation; run its recipe, with streampack.packed_dataset as the dataset"
+FP8 = "is not in these recipes; set dtype=bf16"
 NOT_USED = {
     "packs_per_step": "is now gradient_accumulation_steps, the batches of one rank in a step",
     "resume": "is now resume_from_checkpoint", "checkpoint_every": "is now save_every_n_steps",
@@ -38,6 +39,10 @@ NOT_USED = {
     "kd_ratio": DISTILLATION, "max_seq_len": "is that of the tokenizer; set tokenizer.max_seq_len",
     "log_level": "is not used; Python's logging decides",
     "memory_efficient_fsdp_wrap": "is not used; name large modules in custom_sharded_layers",
+    "enable_fp8_training": FP8, "fp8_recipe_name": FP8,
+    "expert_parallel_dim": "is not in these recipes; shard by data_parallel_replicate_dim and tensor_parallel_dim",
+    "save_last_epoch_only": "is always so; save_every_n_steps keeps more",
+    "activation_offloading_use_streams": "is not used; enable_activation_offloading takes torchtune's default",
     "train_from_scratch": "is not used; streampack.training.weights.random_weights makes a checkpoint to begin from",
 }  # fmt: skip
 """Keys that users of torchtune may expect, and what to do about each."""
@@ -185,7 +190,9 @@ def _dataset(cfg: RunConfig) -> Iterator[str]:
         yield f"collate_fn={cfg.collate_fn} is for padded samples, and dataset.packed=True packs them; remove one"
     if cfg.validation is not None and cfg.validation.source is not None:
         yield "validation.source is for data; with dataset, set dataset_val"
-    yield from _too_long(cfg, "tokenizer.max_seq_len", cfg.tokenizer.get("max_seq_len"))
+    if (longest := cfg.tokenizer.get("max_seq_len")) is not None:
+        yield from _message(require_positive, longest, "tokenizer.max_seq_len")
+    yield from _too_long(cfg, "tokenizer.max_seq_len", longest)
 
 
 def _too_long(cfg: RunConfig, name: str, wanted: Any) -> Iterator[str]:
@@ -312,6 +319,8 @@ def loss_problems(cfg: RunConfig, *, pairs: bool, adapters: bool | None = None) 
         )
     elif cfg.loss is not None:
         used = {"num_output_chunks", "ignore_index"} if name == CROSS_ENTROPIES[0] else {"ignore_index"}
+        if (chunks := cfg.loss.get("num_output_chunks")) is not None:
+            yield from _message(require_positive, chunks, "loss.num_output_chunks")
         for key, value in cfg.loss.items():
             if key not in (COMPONENT, *used) or (key == "ignore_index" and value != -100):
                 yield f"loss.{key}={value} is not used: all labels but -100 are trained, and weigh the same; remove it"
@@ -347,7 +356,7 @@ def _merged(config: Any, built: Collection[str] | None) -> tuple[Any, set[str], 
             above, _, last = key.rpartition(".")
             node = OmegaConf.select(given, above) if above else given
             reason = NOT_USED.get(key)
-            if reason is None or node[key]:  # null and False ask for nothing
+            if reason is None or not _asks_for_nothing(key, node[key]):
                 problems.append(_slip(given, key) or _named(error) if reason is None else f"{key} {reason}")
             if not last or node is None or last not in node:
                 raise ValueError("\n".join(problems)) from None
@@ -382,6 +391,11 @@ def _slip(given: Any, key: str) -> str | None:
         if isinstance(node, Mapping) and key in node:
             return f"{key} is no key by itself; set {name}.{key}"
     return None
+
+
+def _asks_for_nothing(key: str, value: Any) -> bool:
+    """Return whether torchtune, too, does nothing with this value of a key that is not used here."""
+    return value is None or value is False or (key.endswith("_dim") and value in (1, -1))
 
 
 def _named(error: Any) -> str:

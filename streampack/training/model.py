@@ -50,7 +50,7 @@ def build_model(
         if name not in known:
             raise ValueError(f"custom_sharded_layers: the model has no {name!r}{did_you_mean(name, known)}")
     if hasattr(model, "set_num_output_chunks"):
-        model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
+        model.set_num_output_chunks((config.loss or {}).get("num_output_chunks", OUTPUT_CHUNKS))  # type: ignore[operator]
     if adapters_only:
         weights = {**weights, **start_adapters(model, seed=config.seed or 0)}
     if config.compile:

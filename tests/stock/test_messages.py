@@ -75,6 +75,10 @@ SLIPS: list[tuple[dict[str, Any], str]] = [
         {"tensor_parallel_dim": 2, "optimizer.fused": False},
         "tensor_parallel_dim=2 needs tensor_parallel_plan, such as",
     ),
+    ({"memory_efficient_fsdp_wrap": True}, "memory_efficient_fsdp_wrap is not used; name large modules"),
+    ({"tokenizer.max_seq_len": 0}, "tokenizer.max_seq_len=0 is below 1"),
+    ({"loss.num_output_chunks": 0}, "loss.num_output_chunks=0 is below 1"),
+    ({"enable_fp8_training": True}, "enable_fp8_training is not in these recipes; set dtype=bf16"),
     ({"context_parallel_dim": 2}, "context_parallel_dim is not in these recipes; .* shows it"),
     ({"kd_ratio": 0.5}, "kd_ratio is of torchtune's distillation; run its recipe"),
     (
@@ -113,7 +117,15 @@ def test_a_slip_is_one_line(changes: dict[str, Any], message: str) -> None:
 
 
 def test_all_slips_are_told_at_once() -> None:
-    alone = {"loss._component_", "data", *PACKED, "dataset", "optimizer.learning_rate", "ac_option"}
+    alone = {
+        "loss._component_",
+        "loss.num_output_chunks",
+        "data",
+        *PACKED,
+        "dataset",
+        "optimizer.learning_rate",
+        "ac_option",
+    }
     slips = [changes for changes, _ in SLIPS if not alone & {*changes}]
     changes = {key: value for slip in slips for key, value in slip.items()}
     together = problems(FULL, changes)
