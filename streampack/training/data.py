@@ -42,7 +42,6 @@ class Datasets:
     train: IterablePackedDataset
     held_out: dict[str, IterablePackedDataset]  # by the source's name, in one lane and not shuffled
     weights: dict[str, float]  # target fraction of the trained tokens, by the source's name
-    settings: dict[str, Any]  # arguments that all datasets share, without encoder and epochs
 
 
 def build_data(
@@ -110,7 +109,7 @@ def build_datasets(
     if common.get("corpus_lists") is None:
         train.keep_corpus_lists(Path(config.output_dir, "corpus_lists"))
     if held_out is None:
-        return Datasets(train, {}, {}, common)
+        return Datasets(train, {}, {})
     # The limit of bad records is for each lane of the training rows. A held-out dataset has one lane and reads only
     # until it has enough packs, so no limit is needed.
     # All ranks read the held-out rows, so only rank 0 lists their bad records, in a folder of their own.
@@ -120,7 +119,7 @@ def build_datasets(
     entries = entries_of(held_out.source, held_out.encoder or train.lane_config.encode)
     fixed = common | held_out.settings | {"skip_bad": kept}
     datasets = {entry.name: first_rows(entry, fixed) for entry in entries}
-    return Datasets(train, datasets, {entry.name: entry.weight for entry in entries}, common)
+    return Datasets(train, datasets, {entry.name: entry.weight for entry in entries})
 
 
 def _rows_of(config: RunConfig, key: str, *, tokenizer: Any, positions: int | None, world: World) -> RunRows:
