@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streampack import IGNORE_INDEX, Group, IterablePackedDataset, ShapeEncoder, cli, encoder_for
+from streampack import IGNORE_INDEX, Group, IterablePackedDataset, JSONLSource, ShapeEncoder, cli, encoder_for
 from streampack.streaming.first_look import first_look
 from tests.harness.hf_tokenizers import CHATML, byte_level
 
@@ -333,12 +333,15 @@ def test_one_thing_off_is_refused_with_file_line_and_way_out(name: str, tok: Any
 
 
 @pytest.mark.parametrize("wrong", ["judged", "images", "role misspelt", "tools no JSON", "another shape"])
-def test_rows_that_make_no_sample_are_known_before_training(tok: Any, tmp_path: Path, wrong: str) -> None:
+def test_rows_that_make_no_sample_are_known_before_training(
+    tok: Any, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, bad, fragment = WRONG[wrong]
     path = write(tmp_path / "rows.jsonl", [*[good] * 900, bad, good])
     with pytest.raises(ValueError, match=rf"(?s)rows\.jsonl:901.*{fragment}"):
         encoder_for(str(path), tok)
     write(path, [*[good] * 1000, bad, good])
+    monkeypatch.setattr(JSONLSource, "locate", None)  # it reads a file up to the row
     assert encoder_for(str(path), tok), "further rows are errors when they are read"
 
 

@@ -178,12 +178,14 @@ def encoder_for(
     counts, places = _count_shapes(source, probe)
     known = Counter({key: count for key, count in counts.items() if key})
     if not known:
-        raise ValueError(places[""][0] if places else "the source has no rows; check its paths")
+        raise ValueError(
+            _named(source, places[""][0]) if places else "the source has no rows; check its paths"
+        )
     [(key, most)] = known.most_common(1)
-    others = [place for name, found in places.items() if name != key for place in found]
+    others = [row for name, found in places.items() if name != key for row in found]
     if others:
         text = f"{most:,} of the first {counts.total():,} rows are {_described(BY_KEY[key])}"
-        text += f"; {'; '.join(others[:NAMED])}"
+        text += f"; {'; '.join(_named(source, row) for row in others[:NAMED])}"
         if strict:
             raise ValueError(
                 f"{text}. Move such rows to files of their own, or leave them out (skip_bad: True)"
@@ -220,20 +222,28 @@ def _first_rows(source: Source) -> Iterator[tuple[RowId, Mapping[str, Any]]]:
             yield row.row_id, row.data if isinstance(row.data, Mapping) else {"input_ids": row.data}
 
 
-def _count_shapes(source: Source, probe: ShapeEncoder) -> tuple[Counter[str], dict[str, list[str]]]:
+Reason = tuple[RowId, str]
+"""A row, and what is said of it after its place, which may take reading the file up to there."""
+
+
+def _named(source: Source, row: Reason) -> str:
+    return source.locate(row[0]) + row[1]
+
+
+def _count_shapes(source: Source, probe: ShapeEncoder) -> tuple[Counter[str], dict[str, list[Reason]]]:
     """Count the shapes of a source's first rows, by their keys, and name some of each; a row of no shape has no key."""
-    counts, places, unmapped = Counter[str](), dict[str, list[str]](), set(probe.columns)
+    counts, places, unmapped = Counter[str](), dict[str, list[Reason]](), set(probe.columns)
     for row_id, row in _first_rows(source):
         unmapped.difference_update(row)
-        place, key = source.locate(row_id), ""
+        key = ""
         try:
             shape = find_shape(probe.named(row))
-            key, why = shape.key, f"{place} is {_described(shape)}"
+            key, why = shape.key, f" is {_described(shape)}"
         except ValueError as error:
-            why = f"{place}: {error}"
+            why = f": {error}"
         counts[key] += 1
         if len(found := places.setdefault(key, [])) < NAMED:
-            found.append(why)
+            found.append((row_id, why))
         if key and shape.encoder == TOKENS and counts.total() == counts[key] == NAMED:
             break  # such rows are many, and checked as they are read
     if unmapped and places:
