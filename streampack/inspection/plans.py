@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from streampack.packing.settings import Packing
 from streampack.packing.strategies import PADDED, STRATEGIES
 from streampack.sources.reading import permutation
 from streampack.streaming.epoch_rows import Epoch
-from streampack.streaming.estimate import Plan, PlannedEpoch, padding_error, plan_epoch
+from streampack.streaming.estimate import Plan, PlannedEpoch, padding_error, plan_epoch, plan_lanes
 from streampack.types import IntArray
 
 SIMULATED_WINDOWS = 4
@@ -29,7 +30,11 @@ def plan_outcomes(
         ways["split_across_pack"] = replace(packing, split_across_pack=True, strategy=None)
     planned = {name: plan_epoch(epoch, way) for name, way in ways.items()}
     own, batching = packing.strategy == PADDED, shape.batching(shape.ranks[0])
-    plan = (plan_epoch(epoch, packing) if own else planned[packing.filled_by]).plan
+    plan = (
+        plan_lanes([[sizes] for sizes, *_ in epoch.lanes], packing)
+        if own
+        else planned[packing.filled_by].plan
+    )
     packed = [_packed(name, epoch, each, packing, batching) for name, each in planned.items()]
     padding = _padded(epoch, ways["next_fit"], batching, shape.padded_batch(packing), own=own, seed=seed)
     outcomes = [
@@ -50,11 +55,7 @@ def _packed(name: str, epoch: Epoch, planned: PlannedEpoch, packing: Packing, ba
     media = None
     if epoch.rows.media is not None and packing.max_media is not None:
         media = float(epoch.weights @ epoch.rows.media) / (packs * packing.max_media)
-    steps = packs / batching.packs_per_step
-    if epoch.exact:
-        lanes, ranks = planned.plan.lanes, batching.world_size
-        own = [sum(lanes[rank::ranks]) for rank in range(ranks)]
-        steps = replace(batching, num_lanes=len(lanes)).steps(own)
+    steps = steps_of(planned.plan.lanes, batching) if epoch.exact else packs / batching.packs_per_step
     return Outcome(
         name=name,
         packs=float(packs),
@@ -100,6 +101,24 @@ def _padded(
         last_packs=0.0,
         sequence_ends=0.0,
     )
+
+
+def steps_of(packs: Sequence[int], batching: Batching) -> int:
+    """Return the optimizer steps of an epoch whose lanes have these packs.
+
+    >>> steps_of([5, 4], Batching(batch_size=1, packs_per_step=4, world_size=1, num_lanes=2))
+    3
+    >>> steps_of([5, 4], Batching(batch_size=1, packs_per_step=2, world_size=2, num_lanes=2))
+    5
+    """
+    ranks, most, batching = batching.world_size, 0, replace(batching, num_lanes=len(packs))
+    for rank in range(ranks):
+        left, number = sum(packs[rank::ranks]), 0
+        while left > 0:
+            left -= batching.room(number, slot=0, rank=rank)
+            number += 1
+        most = max(most, number)
+    return -(-most // batching.batches_per_step)
 
 
 def slowest_over_mean(

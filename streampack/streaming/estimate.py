@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import PADDED
 from streampack.sources import MapSource
+from streampack.sources.bad_records import Quarantine
 from streampack.sources.reading import Reading
 from streampack.streaming.epoch_rows import Epoch, Sizes, Tally, ratio, read_lanes, read_sample
 from streampack.streaming.first_look import Seen, tolerant
@@ -156,9 +158,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     Raises:
         TooLong: if samples are too long for a pack, and ``overlong`` is ``"error"``.
     """
-    reading = tolerant(config)
-    if config.quarantine is None:
-        reading = replace(reading, quarantine=None)
+    reading = replace(tolerant(config), quarantine=_one_epoch(config).quarantine)
     packing, long = reading.packing, list[Seen]()
     # What ``max_document_tokens`` leaves out is no matter of ``overlong``; giant texts have a length of 0.
     most = config.max_document_tokens or math.inf
@@ -193,11 +193,15 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     return Estimate(packs, error, looked_at, lost, padding, len(long), cut, each)
 
 
+def _one_epoch(config: LaneConfig) -> LaneConfig:
+    """Return the configuration of a pass before the run, which lists no bad records."""
+    quiet = None if config.quarantine is None else Quarantine(limit=sys.maxsize, quiet=True)
+    return replace(config, endless=False, quarantine=quiet)
+
+
 def packed_lengths(config: LaneConfig, rows: range) -> list[int]:
     """Return how many tokens are packed of every n-th row of map-style data, 0 for rows that are dropped."""
-    quarantine = None if config.quarantine is None else tolerant(config).quarantine
-    reading = replace(config, endless=False, shuffle_window=0, quarantine=quarantine)
-    reader = PieceReader(reading, lane=rows.start, num_lanes=rows.step)
+    reader = PieceReader(replace(_one_epoch(config), shuffle_window=0), lane=rows.start, num_lanes=rows.step)
     reader.open(0)
     lengths = dict.fromkeys(rows, 0)
     for piece in iter(reader.next, None):

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from streampack.loader.batching import Batching
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.estimate import TooLong, count_packs, packed_lengths
@@ -116,9 +115,21 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
         ]
 
     counts = ranks.gather_results(count, doing="counting packs")
-    batching = Batching(loader.batch_size, loader.packs_per_step, ranks.world_size, num_lanes)
     return Plan(
-        tuple(max(1, batching.steps(of_ranks)) for of_ranks in zip(*counts, strict=True)),
+        tuple(_steps(of_ranks, loader, num_lanes) for of_ranks in zip(*counts, strict=True)),
         epochs,
         exact=True,
     )
+
+
+def _steps(packs: tuple[int, ...], loader: PackedDataLoader, num_lanes: int) -> int:
+    """Return the steps of an epoch in which each rank has so many packs.
+
+    Slots belong to the lanes in turn, so the last pack of the epoch is in the last slot of one of the ranks.
+    """
+    ranks, last_slot = loader.rank_sync.world_size, 0
+    for rank, count in enumerate(packs):
+        if count:
+            rounds, lane = divmod(count - 1, len(range(rank, num_lanes, ranks)))
+            last_slot = max(last_slot, rounds * num_lanes + rank + lane * ranks)
+    return last_slot // loader.packs_per_step + 1
