@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 
 from streampack.inspection.report import Outcome, RunShape
+from streampack.inspection.rows import Epoch, Sizes
 from streampack.loader.batching import Batching
+from streampack.packing.groups import attention_cost
+from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import PADDED, STRATEGIES
 from streampack.sources.reading import permutation
-from streampack.streaming.epoch_rows import Epoch
-from streampack.streaming.estimate import Plan, PlannedEpoch, padding_error, plan_epoch, plan_lanes
 from streampack.types import IntArray
 
+BLOCKS = 10
+"""Consecutive stretches of a sample's packs, from whose differences the standard error is taken."""
+ENOUGH_PACKS = 200
+"""A sample with fewer packs is read again and again, because its last packs are not full."""
 SIMULATED_WINDOWS = 4
 """So many windows of packs are handed out by each lane of the simulation, or an epoch if that is less."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The packs of some lanes."""
+
+    held: IntArray  # [packs] tokens of each, padding left out
+    pairs: IntArray  # [packs] cost of the attention
+    lanes: tuple[int, ...]  # packs of each lane
+    last: int  # padding in the last pack of each lane
+    ends: int  # padding at the ends of sequences (`pad_seqs_to`)
 
 
 def plan_outcomes(
@@ -28,15 +46,13 @@ def plan_outcomes(
     ways = {name: replace(packing, split_across_pack=False, strategy=name) for name in STRATEGIES}
     if packing.max_media is None:  # samples with images are never split
         ways["split_across_pack"] = replace(packing, split_across_pack=True, strategy=None)
-    planned = {name: plan_epoch(epoch, way) for name, way in ways.items()}
-    own, batching = packing.strategy == PADDED, shape.batching(shape.ranks[0])
+    planned = {name: _packed(name, epoch, way, shape) for name, way in ways.items()}
+    own = packing.strategy == PADDED
     plan = (
-        plan_lanes([[sizes] for sizes, *_ in epoch.lanes], packing)
-        if own
-        else planned[packing.filled_by].plan
+        plan_lanes([[sizes] for sizes, *_ in epoch.lanes], packing) if own else planned[packing.filled_by][0]
     )
-    packed = [_packed(name, epoch, each, packing, batching) for name, each in planned.items()]
-    padding = _padded(epoch, ways["next_fit"], batching, shape.padded_batch(packing), own=own, seed=seed)
+    batch = shape.padded_batch(packing)
+    padding = _padded(epoch, ways["next_fit"], shape.batching(shape.ranks[0]), batch, own=own, seed=seed)
     outcomes = [
         replace(
             each,
@@ -44,28 +60,42 @@ def plan_outcomes(
             samples_per_step=epoch.samples / max(1.0, each.steps),
             speedup=padding.tokens / each.tokens,
         )
-        for each in (*packed, padding)
+        for each in (*(outcome for _, outcome in planned.values()), padding)
     ]
     return outcomes, plan
 
 
-def _packed(name: str, epoch: Epoch, planned: PlannedEpoch, packing: Packing, batching: Batching) -> Outcome:
-    packs, capacity = planned.packs, planned.packs * packing.max_seq_len
-    scale = epoch.tokens / int(planned.plan.held.sum())
-    media = None
+def _packed(name: str, epoch: Epoch, packing: Packing, shape: RunShape) -> tuple[Plan, Outcome]:
+    """Plan the packs of an epoch, or those of a sample, from which its numbers are scaled up."""
+    width, batching = packing.max_seq_len, shape.batching(shape.ranks[0])
+    # A sample is planned as often as it takes for its end not to count, and each lane has a last pack that is half
+    # empty. How full those of an epoch's lanes are is chance.
+    again = 1 if epoch.exact else -(-ENOUGH_PACKS * width // max(1, sum(epoch.lanes[0][0])))
+    plan = plan_lanes([[sizes * again for sizes in lane] for lane in epoch.lanes], packing)
+    scale = epoch.tokens / int(plan.held.sum())
+    if epoch.exact:
+        packs, last, steps = float(len(plan.held)), float(plan.last), float(steps_of(plan.lanes, batching))
+    else:
+        last = epoch.num_lanes * width / 2
+        packs = (scale * (len(plan.held) * width - plan.last) + last) / width
+        steps = max(1.0, packs / batching.packs_per_step)
+    padding, media = 1 - epoch.tokens / (packs * width), None
     if epoch.rows.media is not None and packing.max_media is not None:
         media = float(epoch.weights @ epoch.rows.media) / (packs * packing.max_media)
-    steps = steps_of(planned.plan.lanes, batching) if epoch.exact else packs / batching.packs_per_step
-    return Outcome(
+    error = 0.0
+    if not epoch.exact:
+        differs = _error(plan.held[:-1], np.full(len(plan.held) - 1, width), unknown=padding, again=again)
+        error = math.hypot(differs, math.sqrt(epoch.num_lanes / 12) / packs)
+    return plan, Outcome(
         name=name,
-        packs=float(packs),
-        padding=planned.padding,
-        error=planned.error,
-        steps=max(1.0, steps),
-        tokens=capacity,
-        pairs=float(planned.plan.pairs.sum()) * scale,
-        last_packs=planned.last / capacity,
-        sequence_ends=scale * planned.plan.ends / capacity,
+        packs=packs,
+        padding=padding,
+        error=error,
+        steps=steps,
+        tokens=packs * width,
+        pairs=float(plan.pairs.sum()) * scale,
+        last_packs=last / (packs * width),
+        sequence_ends=scale * plan.ends / (packs * width),
         media=media,
     )
 
@@ -94,13 +124,34 @@ def _padded(
         name=PADDED,
         packs=len(lengths) * scale,
         padding=1 - held / width,
-        error=0.0 if epoch.exact else padding_error(lengths, widths, unknown=1 - held / width),
+        error=0.0 if epoch.exact else _error(lengths, widths, unknown=1 - held / width),
         steps=steps if epoch.exact else max(1.0, steps * scale),
         tokens=width * scale,
         pairs=float((widths * (widths + 1) // 2).sum()) * scale,  # the `attention_cost` of each
         last_packs=0.0,
         sequence_ends=0.0,
     )
+
+
+def plan_lanes(lanes: Iterable[Sizes], packing: Packing) -> Plan:
+    """Plan the packs of each lane from the sizes of its samples.
+
+    >>> plan = plan_lanes([[array("i", [5, 4, 2, 3, 4])]], Packing(8))
+    >>> plan.held.tolist(), plan.lanes, plan.last
+    ([8, 8, 2], (3,), 6)
+    """
+    held, pairs, counts, last, ends = array("q"), array("q"), [], 0, 0
+    for lane in lanes:
+        before = len(held)
+        for pack in plan_samples(zip(count(), *lane), packing):
+            lengths = [stop - start for _, start, stop in pack]
+            padded = [packing.padded(length) for length in lengths]
+            held.append(sum(lengths))
+            pairs.append(attention_cost(padded))
+            ends += sum(padded) - held[-1]
+        counts.append(len(held) - before)
+        last += packing.max_seq_len - sum(padded) if counts[-1] else 0
+    return Plan(np.array(held, np.int64), np.array(pairs, np.int64), tuple(counts), last, ends)
 
 
 def steps_of(packs: Sequence[int], batching: Batching) -> int:
@@ -119,6 +170,19 @@ def steps_of(packs: Sequence[int], batching: Batching) -> int:
             number += 1
         most = max(most, number)
     return -(-most // batching.batches_per_step)
+
+
+def _error(held: IntArray, widths: IntArray, *, unknown: float, again: int = 1) -> float:
+    """Return the standard error of the padding, from the differences between parts of the rows of batches.
+
+    The rows are those of a sample that was read so many times ``again``. Fewer than ten of them tell nothing, nor do
+    parts that each hold more than half of the sample, and so hardly differ: the error is ``unknown`` then.
+    """
+    if len(held) < BLOCKS * again or again > BLOCKS / 2:
+        return unknown
+    parts = zip(np.array_split(held, BLOCKS), np.array_split(widths, BLOCKS), strict=True)
+    full = [own.sum() / width.sum() for own, width in parts]
+    return float(np.std(full, ddof=1) * math.sqrt(again / BLOCKS))
 
 
 def slowest_over_mean(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -25,64 +23,16 @@ from streampack.inspection.report import (
     Settings,
     SourceShare,
 )
-from streampack.sources.bad_records import kind_of
-from streampack.sources.mixture import Mix
+from streampack.inspection.rows import Epoch, Progress, Tally, read_epoch
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.epoch_rows import FIRST_LOOK, Epoch, Rows, Tally, ratio, read_lanes, read_sample
-from streampack.streaming.first_look import Seen, first_look, tolerant
+from streampack.streaming.estimate import tolerant
+from streampack.streaming.first_look import first_look
 from streampack.streaming.lane_config import LaneConfig
-from streampack.types import IntArray, RowId
+from streampack.types import IntArray
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
 BINS = 24
-EXAMPLES_OF_A_LOSS = 3
-LONGEST = 5
-WHOLE = 2.5
-"""An epoch with up to so many times the rows asked for is read whole. Of half of 800 rows, what is dropped was off by
-0.3 points."""
-
-Progress = Callable[[int], None]
-"""Called with the number of rows read so far."""
-
-
-class NamedRows:
-    """Keeps the longest rows, and by each reason the first rows of the corpus that were lost."""
-
-    def __init__(self, config: LaneConfig, progress: Progress) -> None:
-        self.source, self.progress = config.source, progress
-        self.seen = 0
-        # By the reason the first rows of the corpus; of bad rows, one of each kind.
-        self.firsts: dict[str, dict[object, tuple[RowId, str]]] = {}
-        self.longest: list[tuple[int, int, RowId]] = []  # a heap of (length, trained, row_id)
-
-    def see(self, seen: Seen) -> None:
-        """Look at one more row."""
-        self.seen += 1
-        self.progress(self.seen)
-        long = (seen.length, seen.trained, seen.row_id)
-        if long not in self.longest:  # a mixture reads rows again
-            push = heapq.heappush if len(self.longest) < LONGEST else heapq.heappushpop
-            push(self.longest, long)
-        if seen.reason:
-            self._exemplify(seen.reason, seen, seen.detail)
-        if seen.length and not (seen.kept_trained if seen.kept else seen.trained):
-            self._exemplify("untrained", seen, "no token is trained")
-
-    def _exemplify(self, reason: str, seen: Seen, detail: str) -> None:
-        firsts = self.firsts.setdefault(reason, {})
-        kind = kind_of(detail) if reason == "bad" else seen.row_id
-        if kind not in firsts or seen.row_id < firsts[kind][0]:
-            firsts[kind] = seen.row_id, detail
-            if len(firsts) > EXAMPLES_OF_A_LOSS:
-                del firsts[max(firsts, key=lambda each: firsts[each][0])]
-
-    def examples(self, reason: str) -> list[str]:
-        """Return the first rows of the corpus that were lost by this reason, one of each kind, with their places."""
-        return [
-            f"{self.source.locate(row_id)}: {detail}"
-            for row_id, detail in sorted(self.firsts[reason].values())
-        ]
 
 
 def inspect_dataset(
@@ -123,15 +73,15 @@ def inspect_dataset(
         balance_window=dataset.window_for(ranks),
     )
     reading = replace(tolerant(config), balance_window=settings.balance_window)
-    named = NamedRows(config, progress)
-    epoch = _read_epoch(reading, named, num_lanes=settings.lanes, rows=rows)
-    losses = _losses(named, config, epoch)
+    tally = Tally(config, progress)
+    epoch = read_epoch(reading, tally, num_lanes=settings.lanes, rows=rows)
+    losses = _losses(tally, config, epoch)
     if not epoch.rows.kept.any():
         reasons = ", ".join(f"{loss.rows:,} {loss.reason}" for loss in losses)
         examples = "; ".join(loss.examples[0] for loss in losses)
         raise ValueError(
-            f"none of the {named.seen:,} rows looked at can be packed ({reasons}): {examples}"
-            if named.seen
+            f"none of the {len(tally):,} rows looked at can be packed ({reasons}): {examples}"
+            if len(tally)
             else "the source has no rows; check its paths"
         )
     outcomes, plan = plan_outcomes(epoch, reading.packing, shape, seed=config.seed)
@@ -140,12 +90,12 @@ def inspect_dataset(
         title=title,
         settings=settings,
         coverage=Coverage(
-            rows=named.seen,
+            rows=len(tally),
             rows_in_all=float(epoch.weights.sum()) if epoch.known else None,
             exact=epoch.exact,
             error=epoch.error,
         ),
-        lengths=_lengths(epoch.rows, named, limit=config.packing.max_seq_len),
+        lengths=_lengths(tally, limit=config.packing.max_seq_len),
         losses=losses,
         outcomes=outcomes,
         imbalance=[_imbalance(dataset, plan.pairs, chosen, shape, each) for each in shape.ranks if each > 1],
@@ -158,34 +108,8 @@ def inspect_dataset(
     return replace(report, advice=advise(report))
 
 
-def _read_epoch(config: LaneConfig, named: NamedRows, *, num_lanes: int, rows: int | None) -> Epoch:
-    """Read an epoch, or about ``rows`` rows of it from all over the corpus; ``config`` is a `tolerant` one.
-
-    Of a stream of unknown length, its first rows are read. A mixture that never ends is read until each of its sources
-    was read once.
-    """
-    mix = config.mix
-    if mix is not None and mix.stop == "never":
-        config = replace(config, source=Mix(mix.entries, stop="all_exhausted"))
-    size, tally = None if rows is None else _rows_in(config), Tally(config, named.see)
-    if rows is None or (size is not None and size <= WHOLE * rows):
-        return read_lanes(config, tally, num_lanes=num_lanes)
-    if mix is None and size is None:
-        return read_lanes(config, tally, num_lanes=num_lanes, rows=rows)
-    read_from = 1 if mix is None else sum(entry.weight > 0 for entry in mix.entries)
-    return read_sample(config, tally, num_lanes=num_lanes, rows=max(1, rows // read_from))
-
-
-def _rows_in(config: LaneConfig) -> float | None:
-    """Return about how many rows an epoch has; None if its source cannot tell."""
-    try:
-        epoch = read_sample(config, Tally(config), num_lanes=1, rows=FIRST_LOOK)
-    except ValueError:  # of a source that cannot tell its size, or of which so few rows train nothing
-        return None
-    return float(epoch.weights.sum())
-
-
-def _lengths(rows: Rows, named: NamedRows, *, limit: int) -> Lengths:
+def _lengths(tally: Tally, *, limit: int) -> Lengths:
+    rows = tally.rows
     whole = rows.length[~rows.lost_by("bad")]
     return Lengths(
         samples=len(whole),
@@ -195,8 +119,8 @@ def _lengths(rows: Rows, named: NamedRows, *, limit: int) -> Lengths:
         quantiles={str(q): int(np.quantile(whole, q, method="inverted_cdf")) for q in QUANTILES},
         histogram=_histogram(whole, limit),
         longest=[
-            LongRow(named.source.locate(row_id), tokens, trained)
-            for tokens, trained, row_id in sorted(named.longest, reverse=True)
+            LongRow(tally.source.locate(row_id), tokens, trained)
+            for tokens, trained, row_id in sorted(tally.longest, reverse=True)
         ],
     )
 
@@ -212,22 +136,26 @@ def _histogram(lengths: IntArray, limit: int) -> list[tuple[int, int, int]]:
     return list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
 
 
-def _losses(named: NamedRows, config: LaneConfig, epoch: Epoch) -> list[Loss]:
+def _losses(tally: Tally, config: LaneConfig, epoch: Epoch) -> list[Loss]:
     stops = {
         "overlong": config.packing.overlong == "error",
         "untrained": config.untrained == "error",
         "bad": config.quarantine is None,
     }
-    rows, found = epoch.rows, list[Loss]()
+    rows, weights, found = epoch.rows, epoch.weights, []
+    whole = max(1.0, float(weights @ rows.length))
     for reason in sorted(DROP_REASONS):
         by = rows.lost_by(reason)
         lost = np.where(by, rows.length - rows.kept, 0)
         # Rows that train nothing are told of where they are packed, too.
         count = int(by.sum() or (rows.untrained.sum() if reason == "untrained" else 0))
         if count:
-            fraction, error = ratio(lost, rows.length, weights=epoch.weights, unread=epoch.unread)
+            fraction = float(weights @ lost) / whole
+            # Of a ratio: long rows count in both of its sums.
+            differs = weights * (lost - fraction * rows.length)
+            error = 0.0 if epoch.exact else float(np.std(differs)) * math.sqrt(len(lost)) / whole
             stop = bool(by.any()) and stops.get(reason, False)
-            examples = named.examples(reason)
+            examples = tally.examples(reason)
             found.append(Loss(reason, count, int(lost.sum()), fraction, error, stop, examples))
     return found
 

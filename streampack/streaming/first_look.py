@@ -1,85 +1,25 @@
-"""Rows before a run: what a lane makes of each, their shape, and the first sample with its trained part marked."""
+"""What a run says of its rows before the first step: their shape, and the first sample with its trained part marked."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from streampack.accounting import trained_tokens
 from streampack.packing.encoders.shaped import ShapeEncoder
-from streampack.packing.groups import Group, lacks_training
-from streampack.packing.media import MediaSample
+from streampack.packing.groups import Group
 from streampack.packing.shapes import find_shape, is_empty
-from streampack.sources.bad_records import Quarantine
 from streampack.sources.examples import Example, first_rows
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import Reading
-from streampack.streaming.lane_config import CHARACTERS_OF_A_TOKEN, GIANT, LaneConfig
-from streampack.types import IGNORE_INDEX, Row, RowId, Sample
+from streampack.streaming.lane_config import LaneConfig
+from streampack.types import IGNORE_INDEX, Row
 
 MOST = 240
 """Characters of consecutive tokens that are all trained, or all masked, of which more are cut in the middle."""
 TRIED = 12
 """Rows that are tried until one can be encoded."""
-
-
-class Seen(NamedTuple):
-    """The result of reading one row: its lengths and trained tokens, or why it was dropped."""
-
-    row_id: RowId
-    length: int  # tokens of the whole sample
-    trained: int
-    kept: int  # tokens of its pieces
-    kept_trained: int
-    reason: str | None  # one of DROP_REASONS
-    detail: str
-    media: int = 0  # of its pieces
-
-
-def tolerant(config: LaneConfig) -> LaneConfig:
-    """Return a configuration that drops what would stop the run, so that it can be counted."""
-    packing = config.packing
-    return replace(
-        config,
-        endless=False,
-        untrained="drop" if config.untrained == "error" else config.untrained,
-        packing=replace(packing, overlong="drop") if packing.overlong == "error" else packing,
-        quarantine=Quarantine(limit=sys.maxsize, quiet=True),
-    )
-
-
-def look(config: LaneConfig, row: Row) -> tuple[Seen, list[Sample]]:
-    """Encode and cut a row as a lane of a `tolerant` configuration does; return its counts and its pieces."""
-    sample = config.sample(row)
-    if isinstance(sample, str):
-        return Seen(row.row_id, 0, 0, 0, 0, "bad", sample), []
-    if sample is GIANT:
-        detail = f"more than {CHARACTERS_OF_A_TOKEN} * max_document_tokens characters, which were not encoded"
-        return Seen(row.row_id, 0, 0, 0, 0, "overlong", detail), []
-    length = sample.tokens.size
-    trained = trained_tokens(sample)
-    parts = config.cut(sample)
-    pieces = [piece for _, piece in parts]
-    kept = sum(piece.tokens.size for piece in pieces)
-    kept_trained = sum(map(trained_tokens, pieces)) if kept < length or len(pieces) > 1 else trained
-    reason, detail = None, ""
-    lacks = bool(parts) and (lacks_training(parts[0][1]) if len(parts) == 1 else not kept_trained)
-    nothing = "no token is trained" + (" of an answer" if isinstance(sample, Group) else "")
-    if lacks and config.drops_untrained(sample, parts):
-        pieces, kept, kept_trained, reason, detail = [], 0, 0, "untrained", nothing
-    elif not pieces:
-        over = f", {sample.cost:,} of max_media" if isinstance(sample, MediaSample) else ""
-        reason, detail = "overlong", f"{length:,} tokens{over}"
-    elif kept < length:
-        reason, detail = "truncated", f"{length:,} tokens, {trained - kept_trained:,} trained ones cut off"
-    elif lacks and isinstance(sample, Group):  # `Rows.untrained` finds the plain ones
-        reason, detail = "untrained", nothing
-    media = sum(piece.cost for piece in pieces if isinstance(piece, MediaSample))
-    return Seen(row.row_id, length, trained, kept, kept_trained, reason, detail, media), pieces
 
 
 def first_look(config: LaneConfig) -> list[str]:

