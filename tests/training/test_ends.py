@@ -49,7 +49,7 @@ def ends(status):
     (["{good}", "lr"], 2, "'lr' is no override; write KEY=VALUE"),
     (
         ["{whole}", "checkpointer.checkpoint_dir=/nowhere"], 1,
-        "error: torchtune.training.FullModelTorchTuneCheckpointer: /nowhere is not a valid directory",
+        "error: checkpointer.checkpoint_dir='/nowhere' is no folder; download the weights, or correct",
     ),
     (["{good}", "output_dir=${nothing}"], 1, "Interpolation key 'nothing' not found"),
 ])  # fmt: skip
