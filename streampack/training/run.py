@@ -299,9 +299,10 @@ class Run:
             self.logger.log(losses, step=self.step)
 
     def save(self, *, last: bool = False) -> None:
-        """Collective: write a checkpoint every ``save_every_n_steps``, after a signal, and at last."""
+        """Collective: write a checkpoint after a signal, and with ``save_every_n_steps`` after so many and at last."""
         cfg, every = self.cfg, self.cfg.save_every_n_steps
-        if not every or self.saved_step == self.step or not (last or self.stopped or self.step % every == 0):
+        due = self.stopped or (every and (last or self.step % every == 0))
+        if not due or self.saved_step == self.step:
             return
         self.by_row.write()  # a run that continues from here has no other rows of the steps since the last log
         state = self._totals() | {

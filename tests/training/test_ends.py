@@ -182,7 +182,7 @@ def steps_of(folder):
 
 
 @pytest.mark.parametrize(("number", "step", "changes"), [
-    (signal.SIGINT, 2, {"enable_async_checkpointing": True}),  # before its first checkpoint
+    (signal.SIGINT, 2, {"enable_async_checkpointing": True, "save_every_n_steps": None}),  # its only one
     (signal.SIGTERM, 5, {"num_workers": 1}),  # a validation is due after it
     pytest.param(signal.SIGTERM, 8, {}, marks=pytest.mark.slow),  # a checkpoint is due after it
 ])  # fmt: skip
