@@ -105,7 +105,7 @@ class RunConfig:
         quantizer: a node of one of torchtune's quantizers for training (QAT).
         fake_quant_after_n_steps: QAT: steps that are made before numbers are rounded.
         collective_timeout: seconds that ranks wait for the slowest one.
-        save_every_n_steps: steps between checkpoints; without it, a checkpoint is only made where a signal ends the run.
+        save_every_n_steps: steps between checkpoints; without it, there is only one where a signal ends the run.
         keep_last_n_checkpoints: how many of the newest checkpoints are kept.
         enable_async_checkpointing: whether to write while training continues, from a copy in memory.
         save_adapter_weights_only: LoRA: whether to leave out the merged weights.
