@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 # private: how files are cut into lanes has no public name
 from streampack.sources.files import divide
-from streampack.sources.jsonl import LEAST_PART
+from streampack.sources.lines import LEAST_PART
 
 Ints = npt.NDArray[np.int64]
 
