@@ -192,7 +192,7 @@ def _ledger(ledger: Mapping[str, float]) -> Table:
 
 
 def _sources(last: Mapping[str, float], sources: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each source of which something was logged, as it was ``last``."""
+    """Yield a row for each source that was logged, with its ``last`` values."""
     for name in sources:
         if f"source_{name}_fraction" in last:
             fraction, trained, epochs = (

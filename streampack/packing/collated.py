@@ -56,7 +56,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def collate_rows(packs: Sequence[Pack]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]] | None:
     """Return tokens, labels and the model's further inputs for packs of one `RowSample` each; None for other packs.
 
-    Null packs have a row, too, of which nothing is trained, so that all ranks run the same parts of the model.
+    A null pack also has a row, without trained tokens. So all ranks run the same parts of the model.
 
     Raises:
         ValueError: for a batch that is not padded on the right.

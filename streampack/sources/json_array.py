@@ -13,7 +13,7 @@ QUOTE, BACKSLASH = b'"\\'
 SPECIAL = bytes(int(byte in b'"\\[]{}') for byte in range(256))  # a table of `bytes.translate`
 OPENING = np.isin(np.arange(256), list(b"[{"))
 BETWEEN = b" \t\r\n,"
-"""What may be between two records. A comma too many loses nothing, so it is no error."""
+"""Bytes allowed between two records. An extra comma loses nothing, so it is no error."""
 OBJECTS = "write an array of JSON objects"
 READ_BYTES = 1 << 18  # that are looked through at a time
 

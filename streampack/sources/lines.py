@@ -35,7 +35,7 @@ NEWLINE = b"\n"
 
 
 class LineSource(FileSource):
-    """Files of which each line that is not blank is a row. A format implements `decode`.
+    """Files with a row on each line that is not blank. A format implements `decode`.
 
     Args:
         endings, otherwise: names of the files to read of a folder, see `find_files`.
@@ -236,7 +236,7 @@ class LineSource(FileSource):
     def _records_in(self, stream: Any, at: int, offset: int, stop: int | None) -> Iterator[Record]:
         """Yield the lines that are not blank and begin in ``[offset, stop)`` of a stream, which is at byte ``at``.
 
-        Reading begins one byte before ``offset``, and goes on to the next line's end. If the byte is a line's end, the
+        Reading begins one byte before ``offset`` and continues to the line's end. If the byte is a line's end, the
         line that begins at ``offset`` is kept; otherwise ``offset`` is in the middle of a line of the part before.
         """
         longest, readline = self.max_line_bytes, stream.readline

@@ -49,7 +49,7 @@ class Member(NamedTuple):
 
     @property
     def ending(self) -> str:
-        """What follows that dot, in lower case."""
+        """Extension after that dot, in lower case."""
         return self.name.rpartition("/")[2].partition(".")[2].lower()
 
 

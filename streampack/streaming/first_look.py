@@ -1,4 +1,4 @@
-"""What a run says of its rows before the first step: their shape, and the first sample with its trained part marked."""
+"""Text about the rows of a run, before the first step: their shape, and the first sample, its trained part marked."""
 
 from __future__ import annotations
 

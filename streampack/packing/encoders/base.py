@@ -164,7 +164,7 @@ def characters_in(value: Any) -> int:
         return 0
     characters = 0
     for message in messages:
-        if not isinstance(message, Mapping):  # ids, of which there may be many
+        if not isinstance(message, Mapping):  # ids; there may be many
             break
         for part in parts_of(message) or parts_of({"content": message.get("value")}):
             kind, text = read_part(part)
