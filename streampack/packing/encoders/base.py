@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,26 @@ class Encoder(ABC):
 
     A sample that ended with the ``eos_id`` of its encoder, or of the encoder's ``tokenizer``, and is cut by
     ``overlong="truncate"`` ends with it again.
+
+    Attributes:
+        batch_rows: the number of rows to pass to `encode_many`; 1 if batches are no faster than single rows.
     """
+
+    batch_rows: int = 1
 
     @abstractmethod
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """Encode a row. Raise ValueError for one that makes no sample; the caller adds its place."""
+
+    def encode_many(self, rows: Sequence[Mapping[str, Any]], /) -> list[Sample | Exception]:
+        """Encode rows as one by one. A row that makes no sample has the exception that a call with it raises."""
+        made: list[Sample | Exception] = []
+        for row in rows:
+            try:
+                made.append(self(row))
+            except Exception as error:  # any is a bad record
+                made.append(error)
+        return made
 
     def characters(self, row: Mapping[str, Any], /) -> int:
         """Return how many characters of a row are encoded, or fewer; 0 where that is not known before."""
