@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import activate_flash_attention_impl
 
-from streampack.attention.varlen import padded_values, under_autocast, varlen_attention, why_not_varlen
+from streampack.attention.varlen import compute_dtype, padded_values, varlen_attention, why_not_varlen
 
 # Implementations by the GPU's major compute capability, best first; others have 2 alone. On Hopper (9), 4 comes after
 # 3, because it is less mature there.
@@ -28,11 +28,6 @@ def auto_backends(device: torch.device) -> tuple[str, ...]:
     """
     orders = {"cuda": ("varlen", "flex", "dense"), "cpu": ("varlen", "dense")}
     return orders.get(device.type, ("dense",))
-
-
-def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which attention computes with weights of ``dtype``: autocast's, if it is on."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def why_not_backend(
@@ -114,7 +109,7 @@ def flash_attention(
     if _flash2 is None:
         given = {"window": window, "scale": scale, "softcap": softcap, "cu_seqlens_k": cu_seqlens_k}
         return varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **given)  # type: ignore[arg-type]
-    q, k, v = under_autocast(q, k, v)
+    q, k, v = (x.to(compute_dtype(x.device, x.dtype)) for x in (q, k, v))
     out: torch.Tensor = _flash2(
         q,
         k,

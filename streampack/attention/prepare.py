@@ -15,6 +15,7 @@ from streampack.attention.backends import auto_backends
 from streampack.attention.calls import PREPARED
 from streampack.attention.layout import Packed, as_packed, visible_of
 from streampack.attention.masks import dense_mask, flex_mask
+from streampack.attention.varlen import compute_dtype
 from streampack.distributed.ranks import model_parallel_warning
 from streampack.validation import require, warn_user
 
@@ -32,8 +33,8 @@ class Inputs(Protocol):
         """The backend: ``"dense"``, ``"flex"``, ``"varlen"`` or ``"flash"``."""
 
     @property
-    def refused(self) -> Mapping[str, str]:
-        """The backends that ``"auto"`` tried before this one, each with why it cannot compute the model."""
+    def summary(self) -> str:
+        """One line to print: the backend, dtype and device, and why ``"auto"`` refused each better backend."""
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments for a batch, on its device.
@@ -67,6 +68,8 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     >>> inputs = prepare_model_for_packing(model)
     >>> inputs.attention, model(**inputs(batch)).shape
     ('varlen', torch.Size([1, 6, 16]))
+    >>> inputs.summary
+    'attention=varlen, float32 on cpu'
 
     ``inputs`` takes a `Batch`, or a dict such as `FlatteningCollator` returns, whose ``labels`` it passes on:
     ``loss = model(**inputs(batch)).loss``. Called without ``inputs``, the model computes what it did before. A model
@@ -107,12 +110,16 @@ def _prepare(library: Any, model: nn.Module, attention: str) -> Inputs:
     """Set the first backend that computes a model of a library; ``attention`` names one, or is ``"auto"``."""
     inner = library.find(model)
     refused: dict[str, str] = {}
-    for backend in auto_backends(next(inner.parameters()).device) if attention == "auto" else (attention,):
+    weights = next(inner.parameters())
+    for backend in auto_backends(weights.device) if attention == "auto" else (attention,):
         if why := library.why_not(inner, backend, chosen=attention != "auto"):
             refused[backend] = why
             continue
         library.set_up(inner, backend)
-        PREPARED[inner] = partial(library.make_inputs, attention=backend, refused=refused)
+        dtype = str(compute_dtype(weights.device, weights.dtype)).removeprefix("torch.")
+        reasons = (f"; {name} refused: {why}" for name, why in refused.items())
+        summary = f"attention={backend}, {dtype} on {weights.device.type}{''.join(reasons)}"
+        PREPARED[inner] = partial(library.make_inputs, attention=backend, summary=summary)
         return cast(Inputs, PREPARED[inner](inner))
     others = [repr(name) for name in ("dense", "flex", "varlen") if library.why_not(inner, name) is None]
     raise ValueError(

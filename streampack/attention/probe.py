@@ -22,6 +22,7 @@ from streampack.attention.families import media_tokens, position_table
 from streampack.attention.layout import untrained_batch
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.report import Kind, Leak, LeakReport
+from streampack.attention.varlen import compute_dtype
 from streampack.attention.vision_probe import own_arguments, probe_pack, with_other_images
 from streampack.packing.batch import Batch
 from streampack.packing.groups import paths_of
@@ -363,10 +364,7 @@ def _vocabulary_of(module: nn.Module | None) -> int:
 
 def _limit(module: nn.Module | None, dtype: torch.dtype, device: torch.device) -> float:
     """Return the limit for the coarsest dtype in use."""
-    dtypes = {dtype} | (
-        {parameter.dtype for parameter in module.parameters()} if module is not None else set()
-    )
-    if torch.is_autocast_enabled(device.type):
-        dtypes.add(torch.get_autocast_dtype(device.type))
+    dtypes = {dtype, compute_dtype(device, dtype)}
+    dtypes |= {parameter.dtype for parameter in module.parameters()} if module is not None else set()
     full = LIMIT if torch.get_float32_matmul_precision() == "highest" else LIMIT_TF32
     return max(LIMIT_16_BIT.get(dtype, full) for dtype in dtypes)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
-from streampack.attention.backends import compute_dtype, flash_attention, why_not_backend
+from streampack.attention.backends import flash_attention, why_not_backend
 from streampack.attention.layout import as_packed, shares_prefixes, visible_of
 from streampack.attention.masks import dense_mask, flex_attention_of, flex_mask
-from streampack.attention.varlen import Boundaries, varlen_attention
+from streampack.attention.varlen import Boundaries, compute_dtype, varlen_attention
 from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TorchtuneInputs:
 
     model: TransformerDecoder  # without its wrappers
     attention: str
-    refused: Mapping[str, str] = field(default_factory=dict)
+    summary: str
 
     @cached_property
     def _window(self) -> int | None:

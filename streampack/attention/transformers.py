@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from streampack.attention import families
-from streampack.attention.backends import compute_dtype, why_not_backend
+from streampack.attention.backends import why_not_backend
 from streampack.attention.layout import (
     as_packed,
     labels_of,
@@ -40,7 +40,7 @@ from streampack.attention.pretrained import (
     why_not_settable,
 )
 from streampack.attention.probe import TRIED, find_leaks
-from streampack.attention.varlen import Boundaries
+from streampack.attention.varlen import Boundaries, compute_dtype
 from streampack.attention.vision import image_blocks, media_inputs, text_of
 from streampack.packing.batch import Batch
 from streampack.validation import require_token_ids
@@ -68,7 +68,7 @@ class TransformersInputs:
 
     model: Any  # the PreTrainedModel, without its wrappers
     attention: str  # "dense", "flex", "varlen" or "flash"
-    refused: Mapping[str, str] = field(default_factory=dict)
+    summary: str
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.

@@ -150,7 +150,7 @@ def varlen_attention(
             ``head_dim`` above 256 or no multiple of 8. On a CPU, for a sequence longer than ``max_seqlen``, the rest
             of which kernels leave uncomputed in silence.
     """
-    q, k, v = under_autocast(q, k, v)
+    q, k, v = (x.to(compute_dtype(x.device, x.dtype)) for x in (q, k, v))  # autocast does not know kernels
     if q.device.type != "cuda":
         out: torch.Tensor = _attend_sequences(
             q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, window, scale, softcap
@@ -168,12 +168,11 @@ def varlen_attention(
     return out.narrow(-1, 0, v.shape[-1])
 
 
-def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors in autocast's dtype where autocast is on: it does not know these kernels."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which attention computes: autocast's where it is on, otherwise ``dtype``."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else dtype
 
 
 def padded_values(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

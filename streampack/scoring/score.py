@@ -48,6 +48,20 @@ class Score:
     token_logps: npt.NDArray[np.float64] | None = None
 
 
+class Scores(Iterator[Score]):
+    """An iterator over scores, as `score` returns it.
+
+    Attributes:
+        summary: one line to print: the attention backend, dtype and device, and why better backends were refused.
+    """
+
+    def __init__(self, values: Iterator[Score], summary: str) -> None:
+        self._values, self.summary = values, summary
+
+    def __next__(self) -> Score:
+        return next(self._values)
+
+
 def score(
     model: nn.Module,
     samples: Iterable[Any],
@@ -61,8 +75,8 @@ def score(
     across_ranks: bool = True,
     timeout: float = 1800,
     progress: bool = True,
-) -> Iterator[Score]:
-    """Yield the log-likelihood of each sample, in the order of ``samples``, computed in packs.
+) -> Scores:
+    """Return an iterator over the log-likelihood of each sample, in the order of ``samples``, computed in packs.
 
     >>> from torchtune.models.llama3 import llama3
     >>> model = llama3(vocab_size=16, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=8, max_seq_len=64)
@@ -130,7 +144,7 @@ def score(
     else:
         values = (each for window in windows for each in _answers(window, plan(window), forward))
     total = len(samples) if isinstance(samples, Sized) else None
-    return _scores(values, per_token=per_token, total=total, shown=progress)
+    return Scores(_scores(values, per_token=per_token, total=total, shown=progress), inputs.summary)
 
 
 def _scores(values: Iterator[Values], *, per_token: bool, total: int | None, shown: bool) -> Iterator[Score]:

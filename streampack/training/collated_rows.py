@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ class CollatedInputs:
 
     model: nn.Module
     attention: str = "padded"
-    refused: Mapping[str, str] = field(default_factory=dict)
+    summary: str = "attention=padded: causal in each row"
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """Return ``tokens`` and the further inputs of a batch on the model's device, floats in the model's dtype."""

@@ -45,11 +45,10 @@ def opening(
     dataset = loader.dataset
     packing, lanes = dataset.lane_config.packing, dataset.lanes_for(world.data_size)
     name = f"strategy={packing.strategy}" if packing.strategy else packing.filled_by
-    refused = [f"{backend} will not do: {why}" for backend, why in inputs.refused.items()]
     lines = {
         "data": f"{lanes} lane{'s' * (lanes > 1)} for {world.size} rank{'s' * (world.size > 1)}",
         "packing": f"{name}, max_seq_len={packing.max_seq_len}, balance_window={dataset.window_for(world.data_size)}",
-        "attention": "; ".join([f"{inputs.attention}, by attention={config.attention}", *refused]),
+        "attention": inputs.summary.removeprefix("attention="),
     }
     if packing.strategy == PADDED:
         lines["step"] = f"{loader.packs_per_step:,} samples, each padded to the longest of its batch"

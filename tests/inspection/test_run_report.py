@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_run_writes_its_page_and_says_where(whole: Run) -> None:
     assert whole.said.splitlines()[-1].split() == ["report", str(whole.folder / "out" / REPORT_FILE)]
     page = page_of(whole.folder)
-    for words in ("finished after 12 steps", "varlen, by attention=auto", "max_steps: 12"):
+    for words in ("finished after 12 steps", "varlen, float32 on cpu", "max_steps: 12"):
         assert words in page.text
     ledger = whole.result["ledger"]
     assert page.after("packed", 1) == [f"{ledger.packed:,}"]

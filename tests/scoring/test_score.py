@@ -85,6 +85,9 @@ def test_hugging_face_models(family: str, attention: str) -> None:
     inputs = prepare_model_for_packing(model, attention=attention)
     pairs = requests()
     check(scored(model, pairs, inputs=inputs, per_token=True), [alone(plain, pair) for pair in pairs])
+    backend = "varlen" if attention == "auto" else attention
+    summary = score(model, pairs, inputs=inputs, max_seq_len=32).summary
+    assert summary == inputs.summary == f"attention={backend}, float32 on cpu"
 
 
 def test_the_likeliest_answer_beside_another_one(llama: Any) -> None:

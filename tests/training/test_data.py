@@ -25,7 +25,7 @@ from streampack.training.world import World
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.tiny import WordTokenizer, mixed_config, tiny_config
 
-INPUTS: Any = SimpleNamespace(attention="varlen", refused={})
+INPUTS: Any = SimpleNamespace(summary="attention=varlen, float32 on cpu")
 
 
 class OneOfTwo(World):
