@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import Any, TypeVar
 
 READ_AHEAD = 256 << 20  # bytes for all lanes of a process, unless the user says otherwise
@@ -87,10 +87,6 @@ def result_of(future: Future[Result], call: Callable[[], Result]) -> Result:
     return call() if future.cancel() else future.result()
 
 
-POLL = 0.002
-"""Seconds between two looks of a thread at the call that it waits for."""
-
-
 class Shared:
     """Calls by key, of functions that keep what they find. Threads that come during the first wait until it is over.
 
@@ -98,22 +94,25 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._first: dict[tuple[int, Any], list[bool]] = {}  # whether it is running
+        self._first: dict[tuple[int, Any], Lock] = {}  # which the first call holds while it runs
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_first": {}}
 
     def __call__(self, key: Any, call: Callable[[], Result]) -> Result:
-        """Call a function, behind the first call for this key."""
-        own = [True]  # no lock or event: an interrupt while it is taken would leave it taken
+        """Call a function, after the first call for this key."""
+        # No event, which an interrupt in its own methods would leave unset: a lock's are in C.
+        own = Lock()
+        own.acquire()
         try:
             # A process that is forked meanwhile does not have the thread of the first call.
             first = self._first.setdefault((os.getpid(), key), own)
-            while first is not own and first[0]:
-                time.sleep(POLL)
+            if first is not own:
+                with first:
+                    pass
             return call()
         finally:
-            own[0] = False
+            own.release()
 
 
 @dataclass(frozen=True, slots=True)
