@@ -16,7 +16,7 @@ from streampack.sources.examples import EXAMPLES, Example, leading, leading_mark
 from streampack.sources.memory import MapSource
 from streampack.sources.parts import Part, Record, deal, share, sharing
 from streampack.sources.parts_reader import PartsReader
-from streampack.sources.reading import Reader, Reading, own_row
+from streampack.sources.reading import Reader, Reading, picked
 from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
 from streampack.sources.source import Source
 from streampack.sources.wrapped import WrappedSource
@@ -199,8 +199,8 @@ class _Stream(Source):
         found: dict[RowId, Mapping[str, Any]] = {}
         for shard, ids in groupby(sorted(set(row_ids)), key=itemgetter(0)):
             numbers = [number for _, number in ids]
-            rows = islice(self._rows(shard, numbers[0]), numbers[-1] - numbers[0] + 1)
-            found |= {(shard, n): own_row(row) for n, row in enumerate(rows, numbers[0]) if n in numbers}
+            rows = picked(self._rows(shard, numbers[0]), numbers)
+            found |= {(shard, number): row for number, row in rows.items()}
         return [found[row_id] for row_id in row_ids]
 
     def natural_lanes(self) -> int:

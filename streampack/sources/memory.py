@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -258,15 +258,6 @@ class IterableSource(Source):
         for number, row in enumerate(self._iterate()):
             if number >= start and (number - start) % step == 0:
                 yield row
-
-    @override
-    def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
-        numbers = {row_id[-1] for row_id in row_ids}
-        rows = islice(enumerate(self._iterate()), max(numbers, default=-1) + 1)
-        found = {number: own_row(row) for number, row in rows if number in numbers}
-        if len(found) < len(numbers):
-            raise ValueError(f"the iterable ends before row {min(numbers - {*found})}; the data changed")
-        return [found[row_id[-1]] for row_id in row_ids]
 
     @override
     def shared(self, num_lanes: int) -> list[str]:

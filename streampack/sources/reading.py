@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,6 +163,20 @@ def own_row(value: Any) -> Any:
     if hasattr(value, "__array__") and hasattr(value, "shape"):
         return value.clone() if hasattr(value, "clone") else value.copy()
     return copy.copy(value) if isinstance(value, Mapping) else value
+
+
+def picked(rows: Iterator[Mapping[str, Any]], numbers: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+    """Return copies of the rows with these numbers, which rise. The first of ``rows`` is that of the first number.
+
+    Raises:
+        ValueError: if the rows end before the last of them.
+    """
+    first, wanted = numbers[0], {*numbers}
+    between = islice(enumerate(rows, first), numbers[-1] - first + 1)
+    found = {number: own_row(row) for number, row in between if number in wanted}
+    if lacking := wanted - found.keys():
+        raise ValueError(f"the rows end before row {min(lacking)}; the data changed")
+    return found
 
 
 def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:

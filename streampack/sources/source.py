@@ -9,7 +9,7 @@ from typing import Any
 from streampack.sources.examples import EXAMPLES, Example, first_rows
 from streampack.sources.parts import Part, Record
 from streampack.sources.parts_reader import PartsReader
-from streampack.sources.reading import Reader, Reading, own_row
+from streampack.sources.reading import Reader, Reading, own_row, picked
 from streampack.types import Cursor, RowId
 
 
@@ -80,9 +80,15 @@ class Source(ABC):
     def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
         """Read some rows again, in the order given: those that waited to be packed when a run was stopped.
 
-        By default one by one. A source overrides it that can read rows which lie near one another at once.
+        By default in one pass over `rows`, from the first of them to the last.
+
+        Raises:
+            ValueError: if the source ends before.
         """
-        return [own_row(next(iter(self.rows(row_id[-1], 1)))) for row_id in row_ids]
+        if not (numbers := sorted({row_id[-1] for row_id in row_ids})):
+            return []
+        found = picked(self.rows(numbers[0], 1), numbers)
+        return [found[row_id[-1]] for row_id in row_ids]
 
     @property
     def size(self) -> int | None:

@@ -231,6 +231,41 @@ def test_an_error_names_the_row_and_is_raised_again() -> None:
         assert "while reading row 5" in error.value.__notes__[0]
 
 
+def test_a_resume_reads_the_rows_that_wait_in_one_pass() -> None:
+    class Slow(Squares):
+        """A source that comes to a row by the rows before it, as a stream does."""
+
+        passes = yielded = 0
+
+        def rows(self, start: int, step: int) -> Iterator[dict[str, Any]]:
+            self.passes += 1
+            for n, row in enumerate(super().rows(0, 1)):
+                self.yielded += 1
+                if n >= start and not (n - start) % step:
+                    yield row
+
+    def make(source: Source) -> IterablePackedDataset:
+        return IterablePackedDataset(source, max_seq_len=512, num_lanes=1, buffer_size=400)
+
+    first = make(Slow(3000))
+    packs = iter(first)
+    for _ in range(9):
+        next(packs)
+    state, rest = first.state_dict(), [pack["tokens"].tolist() for pack in packs]
+    source = Slow(3000)
+    [expected] = source.fetch_many([(0, 7)])
+    assert source.fetch_many([(0, 7), (0, 2), (0, 7)]) == [expected, *source.fetch_many([(0, 2)]), expected]
+    assert source.fetch_many([]) == []
+    with pytest.raises(ValueError, match="the rows end before row 3000; the data changed"):
+        source.fetch_many([(0, 5), (0, 3000)])
+    source = Slow(3000)
+    second = make(source)
+    second.load_state_dict(state)
+    assert [pack["tokens"].tolist() for pack in second] == rest
+    assert source.passes == 2, "for the rows that wait, and from the cursor on"
+    assert source.yielded < 1.5 * 3000
+
+
 def test_a_source_without_rows_or_read_is_an_error() -> None:
     class Empty(Source):
         def identity(self) -> dict[str, Any]:
