@@ -124,7 +124,7 @@ class FileSource(Source):
             if reading.epoch < earlier.until:
                 assert len(earlier.lanes) == reading.num_lanes, "a resume keeps the number of lanes"
                 return earlier.lanes[reading.lane]
-        return self._lanes(reading.num_lanes)[reading.lane]
+        return self.lanes(reading.num_lanes)[reading.lane]
 
     def listed(self) -> list[Entry]:
         """Return the files as a `CorpusList` holds them."""
@@ -134,7 +134,7 @@ class FileSource(Source):
 
     def corpus_list(self, num_lanes: int) -> CorpusList:
         """Return the files and the parts of each lane, to be kept for a resume with other files."""
-        return CorpusList(self.listed(), self._lanes(num_lanes))
+        return CorpusList(self.listed(), self.lanes(num_lanes))
 
     def place(self, part: Part, offset: int) -> str:
         """Describe where reading stands, for errors of the storage."""
@@ -206,9 +206,10 @@ class FileSource(Source):
 
     def shared(self, num_lanes: int) -> list[str]:
         """See `Source.shared`."""
-        return sharing(self._lanes(num_lanes), what=self.whole)
+        return sharing(self.lanes(num_lanes), what=self.whole)
 
-    def _lanes(self, num_lanes: int) -> list[list[Part]]:
+    def lanes(self, num_lanes: int) -> list[list[Part]]:
+        """Return the parts of each lane, in corpus order."""
         if not self.is_divided(num_lanes):
             self.divide(num_lanes, map_in_threads)
         return self._divided[num_lanes]

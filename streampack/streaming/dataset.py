@@ -30,6 +30,7 @@ from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check, require_lanes
 from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.mixing import AUTO, SHUFFLE_WINDOW, auto_window
 from streampack.streaming.readers import PackDicts, Readers
 from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import OF_READING, RunIdentity
@@ -44,8 +45,6 @@ from streampack.validation import (
 )
 
 log = logging.getLogger(__name__)
-
-SHUFFLE_WINDOW = 2048  # rows, with shuffle=True
 
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
@@ -102,8 +101,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             sources of a mixture, were added, removed or changed; without, that is refused.
 
         shuffle: whether to read in a shuffled order, a function of (seed, epoch, lane): parts of files are shuffled,
-            and rows within windows of 2048, or of as many as are given in place of True. Map-style data are shuffled
-            entirely.
+            and rows within windows of 2,048, or of the given number. Map-style data are shuffled entirely. ``"auto"``
+            chooses the smallest window with which the rows of one file lie within 90 % of an epoch, or the largest
+            that fits into 256 MiB for all lanes; a resume keeps that of its run.
         seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
@@ -139,7 +139,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
         untrained: str | None = None,
-        shuffle: bool | int = False,
+        shuffle: bool | int | str = False,
         seed: int = 0,
         epochs: int | None = 1,
         num_lanes: int | None = None,
@@ -158,8 +158,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if value is not None:
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
-        refuse_text(shuffle, "shuffle", "True, False or a number of rows")
-        window = SHUFFLE_WINDOW * shuffle if isinstance(shuffle, bool) else shuffle
+        self._auto_shuffle = shuffle == AUTO
+        if not self._auto_shuffle:
+            refuse_text(shuffle, "shuffle", "True, False, 'auto' or a number of rows")
         padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
         packing = Packing(
             max_seq_len,
@@ -175,6 +176,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
         self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
+        num_lanes = None if num_lanes is None else require_lanes(num_lanes, "num_lanes", source)
+        window: Any = SHUFFLE_WINDOW * shuffle if isinstance(shuffle, bool) else shuffle
+        if self._auto_shuffle:
+            window = auto_window(source, num_lanes or default_lanes(source, 1), seed=seed)
         self.lane_config = LaneConfig(
             source=source,
             encode=encode,
@@ -192,7 +197,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.lane_config.check_shards()
         self.epochs = epochs
         # As the user set them, as a state has them, or as the run began with them; None until then.
-        self.num_lanes = None if num_lanes is None else require_lanes(num_lanes, "num_lanes", source)
+        self.num_lanes = num_lanes
         self.balance_window = None if balance_window is None else require_window(balance_window)
         # What the user set, and no state has replaced.
         self._asked_for = {"num_lanes": self.num_lanes, "balance_window": self.balance_window}
@@ -406,7 +411,13 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._go_on(loaded.behind(), resumed)
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
-        resumed = self._changes.resume(state, checked_state(state), self.lane_config)
+        checked = checked_state(state)
+        if self._auto_shuffle:  # a run keeps its window, also where files were added since
+            self.lane_config = replace(
+                self.lane_config, shuffle_window=state["identity"]["shuffle"] or SHUFFLE_WINDOW
+            )
+            self._identity = RunIdentity(self.lane_config)
+        resumed = self._changes.resume(state, checked, self.lane_config)
         self._identity.require(state["identity"], names=names, changed=resumed.changed)
         if resumed.loaded.partial and get_worker_info() is None:
             raise ValueError(

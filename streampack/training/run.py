@@ -20,6 +20,7 @@ from streampack.instantiate import build, errors_of
 from streampack.packing.batch import Batch
 from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.first_look import first_look
+from streampack.streaming.mixing import mixing_lines
 from streampack.training.checkpoint import Checkpoints, read_run
 from streampack.training.checks import read_config
 from streampack.training.collated_rows import own_collate, vocab_size_of
@@ -220,7 +221,8 @@ class Run:
         cfg, world, lanes = self.cfg, self.world, self.dataset.lane_config
         in_effect = opening(cfg, self.loader, inputs=self._inputs, world=world, done=self.step)
         if world.is_main:
-            print(aligned(in_effect), *first_look(lanes), sep="\n", flush=True)  # noqa: T201
+            mixed = mixing_lines(lanes, self.dataset.lanes_for(self.loader.rank_sync.data_world_size))
+            print(aligned(in_effect), *first_look(lanes), *mixed, sep="\n", flush=True)  # noqa: T201
         if self._check:
             first = next(iter(self.loader), None)
             if first is None or not int(first.num_trained):
