@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,16 +21,17 @@ import streampack
 from benchmarks.lengths import DISTRIBUTIONS, lengths, lower_bound
 from docs.drawings import FOLDER, PICTURES
 from docs.tables import DOCS, documented, put, tables
-from streampack import IterablePackedDataset
+from streampack import IterablePackedDataset, cli
 from streampack.training.config import RunConfig
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.models_table import BACKENDS, PAGE, read_page
 from tests.harness.processes import run_ranks
+from tests.harness.stock import SIZES, shrunk, shrunk_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OWN_TESTS = {"after_training.md", "models.md"}  # they need more than is printed
-AGAIN = "`make docs` writes it anew"
+AGAIN = "`make docs` writes it again"
 
 
 def blocks(page: Path) -> list[str]:
@@ -37,20 +41,9 @@ def blocks(page: Path) -> list[str]:
 WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name not in OWN_TESTS]
 
 
-def test_readme_counts_the_families_of_the_page_of_models() -> None:
-    pytest.importorskip("transformers")
-    from tests.harness.hybrid_models import HYBRIDS
-
-    taken: dict[str, set[str]] = {"of torchtune": set(), "of transformers": set()}
-    for (library, family, backend), outcome in read_page(PAGE.read_text(encoding="utf-8")).items():
-        if backend in BACKENDS and not outcome.startswith("refused"):
-            # Behind a comma stands a variant of the family.
-            taken[f"of {library}"].add(family.partition(",")[0])
-    counts = {what: len(families) for what, families in taken.items()}
-    counts |= {"model families": sum(counts.values()), "of them with layers that no mask": len(HYBRIDS)}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    told = {what: [int(number) for number in re.findall(rf"(\d+) {what}\b", readme)] for what in counts}
-    assert told == {what: [count] for what, count in counts.items()}
+README = ROOT / "README.md"
+COMPARISON = ROOT / "docs" / "comparison.md"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -62,57 +55,140 @@ def rows_of(text: str) -> list[list[str]]:
     ]
 
 
-def test_readme_has_the_packs_of_the_run_that_the_comparison_names() -> None:
-    comparison = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
-    [name] = re.findall(r"benchmarks/results/(density-\S+\.md)", comparison)
-    _, *corpora = (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8").split("\n## ")[:4]
-    assert [each.partition("\n")[0] for each in corpora] == ["flan", "orca", "stack"]
-    measured = [{row[0]: row for row in rows_of(each)} for each in corpora]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Packing efficiency")[2]
-    [packers, eight, *told] = [
-        row[:4] for row in rows_of(readme.partition("\n## ")[0]) if "---" not in row[0]
-    ]
-    assert packers == ["packer", "flan", "orca", "stack"]
+def results(page: Path, name: str) -> dict[str, list[list[str]]]:
+    """The tables of the run that a page names, by their headings."""
+    [file] = re.findall(rf"benchmarks/results/({name}-\S+?\.md)", page.read_text(encoding="utf-8"))
+    _, *parts = (RESULTS / file).read_text(encoding="utf-8").split("\n## ")
+    return {part.partition("\n")[0]: rows_of(part) for part in parts}
 
-    def cells(above: int, padding: float) -> tuple[int, float]:
-        return above, round(padding, 2 if padding < 1.5 else 1)
 
-    def read(cell: str) -> tuple[int, float]:
-        above, padding = re.fullmatch(r"([\d,]+)\** \(([\d.]+) %\)", cell).groups()  # type: ignore[union-attr]
-        return int(above.replace(",", "")), float(padding)
+def test_readme_is_short() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 90
+    assert len(text.split()) <= 700
 
-    for label, *row in told:
-        packer = "exact_fit" if "exact_fit" in label else label.replace("`", "")
-        runs = [each[packer] for each in measured]
-        assert [read(cell) for cell in row] == [
-            cells(int(run[2].replace(",", "")), float(run[3].rstrip("%"))) for run in runs
-        ], label
-    assert "num_lanes=1" in told[0][0]
-    assert "num_lanes=8" in eight[0]
-    for name, cell in zip(DISTRIBUTIONS, eight[1:], strict=True):
+
+def test_readme_counts_the_families_of_the_page_of_models() -> None:
+    families: dict[str, set[str]] = {"torchtune": set(), "transformers": set()}
+    for (library, family, backend), outcome in read_page(PAGE.read_text(encoding="utf-8")).items():
+        if backend in BACKENDS and not outcome.startswith("refused"):
+            families[library].add(family.partition(",")[0])  # the rest names a variant
+    tune, hf = len(families["torchtune"]), len(families["transformers"])
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"{tune + hf} model families, {tune} of torchtune and {hf} of transformers" in text
+
+
+def test_readme_has_the_figures_of_the_run_that_it_names() -> None:
+    run = results(README, "paper")
+    told = [row for row in rows_of(README.read_text(encoding="utf-8")) if "%" in row[1]]
+    for (_, *cells), corpus in zip(told, ("flan", "orca", "stack"), strict=True):
+        [padded] = [row for row in run[corpus] if row[0] == "random_padding"]
+        [packed] = [row for row in run[corpus] if row[:2] == ["exact_fit", "1 pack"]]
+        padding = ", ".join(f"{row[4].rstrip('%')} %" for row in (padded, packed))
+        assert cells == [padding, f"{padded[6]}, {packed[6]}", f"{float(packed[7]):.1f}x"]
+
+
+def test_the_comparison_has_the_figures_of_the_runs_that_it_names() -> None:
+    text = COMPARISON.read_text(encoding="utf-8")
+    density, inputs = results(COMPARISON, "density"), results(COMPARISON, "inputs")
+    told = {row[0]: row[1:] for row in rows_of(text)}
+
+    def cells(above: int, padding: float) -> str:
+        return f"{above:,} ({padding:.{2 if padding < 1.5 else 1}f} %)"
+
+    for label, row in told.items():
+        packer = "exact_fit" if label.endswith("`num_lanes=1`") else label.replace("`", "")
+        runs = [{each[0]: each for each in density[corpus]} for corpus in ("flan", "orca", "stack")]
+        if packer in runs[0] and packer != "packer":
+            found = [each[packer] for each in runs]
+            assert row[:3] == [
+                cells(int(run[2].replace(",", "")), float(run[3].rstrip("%"))) for run in found
+            ]
+    for name, cell in zip(DISTRIBUTIONS, told["streampack `exact_fit`, `num_lanes=8`"], strict=False):
         samples = lengths(name)
         rows = [{"input_ids": np.ones(length, np.int32)} for length in samples]
         packs = sum(1 for _ in IterablePackedDataset(rows, max_seq_len=4096).stream())
-        found = packs - lower_bound(samples, 4096), 100 * (1 - samples.sum() / (packs * 4096))
-        assert read(cell) == cells(*found), "the default is 8 lanes here"
+        above, padding = packs - lower_bound(samples, 4096), 100 * (1 - samples.sum() / (packs * 4096))
+        assert cell == cells(above, padding), "the default is 8 lanes here"
 
-
-def test_readme_has_the_speeds_of_the_runs_that_it_names() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [name] = re.findall(r"\((benchmarks/results/inputs-\S+\.md)\)", readme)
-    _, *inputs = (ROOT / name).read_text(encoding="utf-8").split("\n## ")
-    of_files = [rows_of(each) for each in inputs if each.partition("\n")[0].endswith(("Parquet", "datasets"))]
+    of_files = [rows for name, rows in inputs.items() if name.endswith(("Parquet", "datasets"))]
     assert len(of_files) == 3
-    for packer, words in (
-        ("torchtune PackedDataset", "torchtune's\npacker"),
-        ("TRL bfd, its collator", "TRL's `bfd` with"),
+    for label, packer in (
+        ("torchtune 0.6.1 `PackedDataset`", "torchtune PackedDataset"),
+        ("TRL 1.16.0 `bfd` with its collator", "TRL bfd, its collator"),
+        ("Grain 0.2.18 best-fit, 64 bins", "Grain best-fit, 64 bins"),
     ):
         ratios = [float(row[2]) for rows in of_files for row in rows if row[0] == packer]
-        assert f"{min(ratios):.1f}x to {max(ratios):.1f}x as fast as {words}" in readme
-    comparison = rows_of((ROOT / "docs" / "comparison.md").read_text(encoding="utf-8"))
-    [ours] = [row for row in comparison if row[0].startswith("streampack `exact_fit`")]
-    [in_memory] = re.findall(r"nothing is read, it is (\S+)x as fast as torchtune's", readme)
-    assert in_memory == ours[3]
+        assert told[label][0] == f"{min(ratios):.1f}x to {max(ratios):.1f}x"
+    [ours] = [row for row in density["flan"] if row[0] == "exact_fit"]
+    assert f"it is {float(ours[6]):.1f}x\nas fast as torchtune's packer" in text
+
+
+def make_model(folder: Path) -> None:
+    """A small model with a tokenizer and a chat template."""
+    transformers = pytest.importorskip("transformers")
+    byte_level(pad_token="</s>").save_pretrained(folder)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=1000, num_attention_heads=2, pad_token_id=0, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make_data(folder: Path) -> None:
+    """Write data/*.jsonl and chats/*.jsonl."""
+    (folder / "data").mkdir()
+    lines = [json.dumps({"text": "one two three " * (i % 7 + 1)}) for i in range(40)]
+    (folder / "data" / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "chats").mkdir()
+    turns = [{"role": "user", "content": "what is this"}, {"role": "assistant", "content": "a test"}]
+    (folder / "chats" / "rows.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 400)
+
+
+@pytest.mark.usefixtures(shrunk.__name__)
+@pytest.mark.filterwarnings("ignore")  # of transformers and torchtune
+def test_readmes_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: ``my_model`` and the chats are small, and a stock config reads local files on a CPU."""
+    pytest.importorskip("rich")
+    from omegaconf import OmegaConf
+    from torchtune._cli.tune import main as tune
+
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "my_model")
+    make_data(tmp_path)
+    stock = shrunk_config(
+        "qwen2_5/0.5B_full_single_device", tmp_path, max_steps_per_epoch=1, gradient_accumulation_steps=1
+    )
+    keys = "output_dir device tokenizer.path tokenizer.merges_file checkpointer.checkpoint_dir dataset.source"
+    keys += " dataset.data_files dataset.split max_steps_per_epoch gradient_accumulation_steps"
+    local = [f"{key}={OmegaConf.select(stock, key)}" for key in keys.split()]
+    text = README.read_text(encoding="utf-8").replace("\\\n", " ")
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "".join(block for language, block in fences if not language).splitlines()
+    ran = []
+    for line in lines:
+        program, *words = shlex.split(line)
+        ran.append(program)
+        if program == "pip":
+            [wanted] = re.findall(r"\.\[(.*)\]", words[1])
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert words[0] == "install"
+            assert set(wanted.split(",")) <= set(extras)
+        elif program == "streampack":
+            assert cli.main(words) == 0
+            assert "chats/rows.jsonl" in Path("packs.html").read_text()
+        elif program == "python":
+            assert words[0] == "-m"
+            runpy.run_module(words[1])["main"](words[2:])
+            assert "chats/rows.jsonl" in Path("outputs/chat/report.html").read_text()
+            assert Path("outputs/chat/model.safetensors").is_file()
+            assert json.loads(Path("outputs/chat/config.json").read_text())["use_cache"]
+        elif program == "tune":
+            monkeypatch.setattr(sys, "argv", ["tune", *words, *local])
+            monkeypatch.setitem(SIZES, "max_seq_len", 4096)
+            with pytest.raises(SystemExit) as ended:
+                tune()
+            assert not ended.value.code
+            assert list(Path(stock.output_dir).rglob("*.safetensors"))
+    assert ran == ["pip", "streampack", "python", "tune"]
 
 
 def test_there_are_pages_with_blocks() -> None:
@@ -124,22 +200,16 @@ def test_there_are_pages_with_blocks() -> None:
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
 @pytest.mark.filterwarnings("ignore")  # of transformers and TRL, which a reader sees and may ignore
 def test_python_blocks_run_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, in a folder with data/*.jsonl and chats/*.jsonl, a small ``model`` and ``tokenizer``."""
+    """One after the other, in a folder with data/*.jsonl, chats/*.jsonl and my_model; ``model`` is loaded from it."""
     transformers = pytest.importorskip("transformers")
     if "trl" in page.read_text(encoding="utf-8"):
         pytest.importorskip("trl")
-    (tmp_path / "data").mkdir()
-    lines = [json.dumps({"text": "one two three " * (i % 7 + 1)}) for i in range(40)]
-    (tmp_path / "data" / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "chats").mkdir()
-    turns = [{"role": "user", "content": "what is this"}, {"role": "assistant", "content": "a test"}]
-    (tmp_path / "chats" / "rows.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    make_data(tmp_path)
+    make_model(tmp_path / "my_model")
     monkeypatch.chdir(tmp_path)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(vocab_size=1000, num_attention_heads=2, pad_token_id=0, **sizes)
     names: dict[str, Any] = {
         "__name__": "page",
-        "model": transformers.LlamaForCausalLM(config),
+        "model": transformers.AutoModelForCausalLM.from_pretrained("my_model"),
         "tokenizer": byte_level(),
     }
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

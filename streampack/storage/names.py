@@ -65,7 +65,9 @@ class Place:
             mark = "\0"
             found = with_path(index, lambda path: f"{path.rpartition('/')[0]}/{mark}")
             self.before, _, self.after = found.partition(mark)
-        self._sound = {self.before.rstrip("/"): True}  # whether folders within it are no links that lead out of it
+        self._sound = {
+            self.before.rstrip("/"): True
+        }  # whether folders within it are no links that lead out of it
 
     def __call__(self, name: str) -> str:
         """Return the path of the file with this name."""

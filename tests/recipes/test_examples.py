@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
-import shlex
-import tomllib
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -66,43 +63,6 @@ def test_an_example_trains_and_resumes(name: str, needs: str, tmp_path: Path) ->
     named = ["--resume_from_checkpoint", str(tmp_path / "kept"), "--max_steps", "4"]
     assert run(name, tmp_path / "other", *named, *small).state.log_history[-1]["step"] == 4
     assert not list((tmp_path / "other").glob("checkpoint-*"))
-
-
-def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a folder with a model and chats to trained weights and a page, as they are written there."""
-    pytest.importorskip("rich")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [block] = re.findall(
-        r"^## Your chats, in three commands\n.*?^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL
-    )
-    install, train, inspect = map(shlex.split, block.splitlines())
-
-    assert install[:2] == ["pip", "install"]
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"\w+", install[2])) <= {"streampack", *extras}
-
-    monkeypatch.chdir(tmp_path)
-    tokenizer = byte_level(pad_token="</s>")
-    tokenizer.save_pretrained("my_model")
-    hf_trainers.model().save_pretrained("my_model")
-    Path("chats").mkdir()
-    turns = [{"role": "user", "content": "what is this"}, {"role": "assistant", "content": "a test"}]
-    Path("chats/rows.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 400)
-
-    assert train[:2] == ["python", "-m"]
-    main = runpy.run_module(train[2])["main"]
-    trainer = main([*train[3:], "--use_cpu", "True", "--disable_tqdm", "True", "--strategy", "best_fit"])
-    assert "best_fit" in (Path(trainer.args.output_dir) / "report.html").read_text(), (
-        "as inspect may recommend"
-    )
-    assert json.loads((Path(trainer.args.output_dir) / "config.json").read_text())["use_cache"]
-    assert trainer.state.global_step > 1
-    assert (Path(trainer.args.output_dir) / "model.safetensors").is_file()
-    assert "chats/rows.jsonl" in (Path(trainer.args.output_dir) / "report.html").read_text()
-
-    assert inspect[0] == "streampack"
-    assert cli.main(inspect[1:]) == 0
-    assert "chats/rows.jsonl" in Path(inspect[inspect.index("--html") + 1]).read_text()
 
 
 def test_chats_longer_than_a_pack_are_told_before_the_first_step_as_by_inspect(
