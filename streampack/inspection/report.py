@@ -11,7 +11,7 @@ from streampack.loader.batching import Batching
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import PADDED
 
-VERSION = 3
+VERSION = 4
 """Version of the JSON's format. It rises when a name or a meaning changes; new names may come without."""
 
 PADDED_BATCH = 8
@@ -54,7 +54,6 @@ class Settings:
 
     packing: Packing
     shape: RunShape
-    shuffle: bool
     lanes: int
     packs_per_step: int
     balance_window: int
@@ -96,7 +95,6 @@ class Lengths:
     trained: int  # tokens whose label is not -100, without the first of each sample
     mean: float
     quantiles: dict[str, int]  # "0.5" -> the median
-    histogram: list[tuple[int, int, int]]  # (from, to, samples), lengths in [from, to)
     longest: list[LongRow]
 
 
@@ -125,10 +123,9 @@ class Outcome:
     steps: float
     samples_per_step: float = 0.0
     tokens: float  # forwarded, padding included
-    pairs: float  # of tokens, which attention computes
     speedup: float = 1.0  # tokens forwarded by padding / by this one
-    last_packs: float  # part of the padding that lies in part-empty last packs, of which each lane has one
-    sequence_ends: float  # part of the padding that lies at the ends of sequences (`pad_seqs_to`)
+    last_packs: float = 0.0  # fraction of the tokens: padding in the last pack of each lane
+    sequence_ends: float = 0.0  # fraction of the tokens: padding at the ends of sequences (`pad_seqs_to`)
     media: float | None = None  # fraction of ``max_media`` that is used; None without, and for padding
 
 
@@ -137,10 +134,8 @@ class Imbalance:
     """How long ranks wait for the one whose packs cost most attention: cost of the slowest / mean of the ranks."""
 
     ranks: int
-    packs_per_step: int
-    null_packs: int  # in each step, because ranks and batches do not divide the packs
-    steps: float
-    planned: float  # packs handed out as they are planned
+    steps: int
+    planned: float  # packs in the order in which they are planned
     window: int
     balanced: float  # with ``balance_window=window``
 
@@ -182,7 +177,7 @@ class Report:
     sources: list[SourceShare]
     advice: list[Advice]
     assumed: list[str]
-    first: list[str] = field(default_factory=list)  # lines of `first_look`
+    first: list[str] = field(default_factory=list)  # lines of `first_look` and `mixing_lines`
 
     @property
     def chosen(self) -> Outcome:

@@ -1,8 +1,9 @@
-"""One pass over a corpus, or a sample of it, and the report that comes of it."""
+"""One pass over a corpus, or over a sample of it, and the report about it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,16 +24,55 @@ from streampack.inspection.report import (
     Settings,
     SourceShare,
 )
-from streampack.inspection.rows import Epoch, Progress, Tally, read_epoch
+from streampack.sources.bad_records import kind_of
+from streampack.sources.mixture import Mix
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.estimate import tolerant
+from streampack.streaming.epoch_rows import Epoch, Seen, ratio, read_lanes, read_sample, tolerant
 from streampack.streaming.first_look import first_look
 from streampack.streaming.lane_config import LaneConfig
-from streampack.types import IntArray
+from streampack.streaming.mixing import mixing_lines
+from streampack.types import IntArray, RowId
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
-BINS = 24
+EXAMPLES = 3
+LONGEST = 5
+FIRST_ROWS = 256
+"""Rows from which the size of an epoch is estimated, to see whether all of it can be read."""
+COMPLETE = 2.5
+"""All of an epoch is read if it has at most this many times the rows asked for. From half of 800 rows, what is dropped
+was off by 0.3 points."""
+
+Progress = Callable[[int], None]
+"""Called with the number of rows read so far."""
+
+
+class NamedRows:
+    """Keeps the longest rows, and for each reason the first lost rows of the corpus; of bad rows one of each kind."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.count = progress, 0
+        self.lost: dict[str, dict[object, tuple[RowId, str]]] = {}  # by reason, then by kind
+        self.longest: list[tuple[int, int, RowId]] = []  # (length, trained, row_id)
+
+    def see(self, seen: Seen) -> None:
+        """Look at one more row."""
+        self.count += 1
+        self.progress(self.count)
+        long = (seen.length, seen.trained, seen.row_id)
+        if (len(self.longest) < LONGEST or long > self.longest[-1]) and long not in self.longest:
+            self.longest = sorted([*self.longest, long], reverse=True)[:LONGEST]
+        if seen.reason:
+            self._add(seen.reason, seen.row_id, seen.detail)
+        if seen.length and not (seen.kept_trained if seen.kept else seen.trained):
+            self._add("untrained", seen.row_id, "no token is trained")
+
+    def _add(self, reason: str, row_id: RowId, detail: str) -> None:
+        found = self.lost.setdefault(reason, {})
+        kind = kind_of(detail) if reason == "bad" else row_id
+        found[kind] = min(found.get(kind, (row_id, detail)), (row_id, detail))
+        if len(found) > EXAMPLES:
+            del found[max(found, key=lambda each: found[each])]
 
 
 def inspect_dataset(
@@ -67,106 +107,111 @@ def inspect_dataset(
     settings = Settings(
         packing=config.packing,
         shape=shape,
-        shuffle=config.shuffle_window > 0,
         lanes=dataset.num_lanes or dataset.lanes_for(ranks),
         packs_per_step=shape.batching(ranks).packs_per_step,
         balance_window=dataset.window_for(ranks),
     )
     reading = replace(tolerant(config), balance_window=settings.balance_window)
-    tally = Tally(config, progress)
-    epoch = read_epoch(reading, tally, num_lanes=settings.lanes, rows=rows)
-    losses = _losses(tally, config, epoch)
+    named = NamedRows(progress)
+    epoch = _read_epoch(reading, named, num_lanes=settings.lanes, rows=rows)
+    losses = _losses(named, config, epoch)
     if not epoch.rows.kept.any():
         reasons = ", ".join(f"{loss.rows:,} {loss.reason}" for loss in losses)
         examples = "; ".join(loss.examples[0] for loss in losses)
         raise ValueError(
-            f"none of the {len(tally):,} rows looked at can be packed ({reasons}): {examples}"
-            if len(tally)
+            f"none of the {len(epoch.rows):,} rows looked at can be packed ({reasons}): {examples}"
+            if len(epoch.rows)
             else "the source has no rows; check its paths"
         )
-    outcomes, plan = plan_outcomes(epoch, reading.packing, shape, seed=config.seed)
+    outcomes, planned = plan_outcomes(epoch, reading.packing, shape, seed=config.seed)
     [chosen] = [outcome for outcome in outcomes if outcome.chosen]
     report = Report(
         title=title,
         settings=settings,
         coverage=Coverage(
-            rows=len(tally),
+            rows=len(epoch.rows),
             rows_in_all=float(epoch.weights.sum()) if epoch.known else None,
             exact=epoch.exact,
-            error=epoch.error,
+            error=epoch.relative_error(epoch.rows.kept),
         ),
-        lengths=_lengths(tally, limit=config.packing.max_seq_len),
+        lengths=_lengths(epoch, named, config),
         losses=losses,
         outcomes=outcomes,
-        imbalance=[_imbalance(dataset, plan.pairs, chosen, shape, each) for each in shape.ranks if each > 1],
+        imbalance=[_imbalance(dataset, planned.pairs, chosen, shape, n) for n in shape.ranks if n > 1],
         packs=first_packs(reading, settings.lanes, packs),
         sources=_shares(config, epoch, chosen, settings),
         advice=[],
         assumed=_assumed(dataset, epoch, settings),
-        first=first_look(reading),
+        first=[*first_look(reading), *mixing_lines(reading, settings.lanes)],
     )
     return replace(report, advice=advise(report))
 
 
-def _lengths(tally: Tally, *, limit: int) -> Lengths:
-    rows = tally.rows
-    whole = rows.length[~rows.lost_by("bad")]
+def _read_epoch(config: LaneConfig, named: NamedRows, *, num_lanes: int, rows: int | None) -> Epoch:
+    """Read an epoch, or about ``rows`` rows of it; ``config`` is a `tolerant` one.
+
+    A stream of unknown length gives its first rows. A mixture that never ends gives each of its sources once.
+    """
+    mix = config.mix
+    if mix is not None and mix.stop == "never":
+        config = replace(config, source=Mix(mix.entries, stop="all_exhausted"))
+    if rows is not None:
+        try:
+            size = read_sample(config, num_lanes=num_lanes, rows=FIRST_ROWS).weights.sum()
+        except ValueError:  # a source cannot tell its size, or these rows of a mixture's source train nothing
+            size = math.inf
+            if mix is None:
+                return read_lanes(config, num_lanes=num_lanes, limit=rows, see=named.see)
+        if size > COMPLETE * rows:
+            each = rows if mix is None else max(1, rows // sum(entry.weight > 0 for entry in mix.entries))
+            return read_sample(config, num_lanes=num_lanes, rows=each, see=named.see)
+    return read_lanes(config, num_lanes=num_lanes, see=named.see)
+
+
+def _lengths(epoch: Epoch, named: NamedRows, config: LaneConfig) -> Lengths:
+    lengths = epoch.rows.length[epoch.rows.reason != 1 + DROP_REASONS.index("bad")]
     return Lengths(
-        samples=len(whole),
-        tokens=int(whole.sum()),
-        trained=int(rows.trained.sum()),
-        mean=float(whole.mean()),
-        quantiles={str(q): int(np.quantile(whole, q, method="inverted_cdf")) for q in QUANTILES},
-        histogram=_histogram(whole, limit),
+        samples=len(lengths),
+        tokens=int(lengths.sum()),
+        trained=int(epoch.rows.trained.sum()),
+        mean=float(lengths.mean()),
+        quantiles={str(q): int(np.quantile(lengths, q, method="inverted_cdf")) for q in QUANTILES},
         longest=[
-            LongRow(tally.source.locate(row_id), tokens, trained)
-            for tokens, trained, row_id in sorted(tally.longest, reverse=True)
+            LongRow(config.source.locate(row_id), tokens, trained)
+            for tokens, trained, row_id in named.longest
         ],
     )
 
 
-def _histogram(lengths: IntArray, limit: int) -> list[tuple[int, int, int]]:
-    """Count lengths in bins of equal ratio, or of equal width where they differ little; one begins behind ``limit``."""
-    least, most = max(1, int(lengths.min())), int(lengths.max())
-    space = np.geomspace if most > 4 * least else np.linspace
-    edges = np.unique(space(least, most + 1, BINS + 1).round().astype(np.int64))
-    if least <= limit < most:
-        edges = np.unique([*edges, limit + 1])
-    counts, _ = np.histogram(lengths, edges)
-    return list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
-
-
-def _losses(tally: Tally, config: LaneConfig, epoch: Epoch) -> list[Loss]:
+def _losses(named: NamedRows, config: LaneConfig, epoch: Epoch) -> list[Loss]:
     stops = {
         "overlong": config.packing.overlong == "error",
         "untrained": config.untrained == "error",
         "bad": config.quarantine is None,
     }
-    rows, weights, found = epoch.rows, epoch.weights, []
-    whole = max(1.0, float(weights @ rows.length))
-    for reason in sorted(DROP_REASONS):
-        by = rows.lost_by(reason)
+    rows, found = epoch.rows, list[Loss]()
+    for reason in sorted(named.lost):
+        by = rows.reason == 1 + DROP_REASONS.index(reason)
+        count = int(by.sum())
+        if not count:  # rows that train nothing and are packed
+            trained = np.where(rows.kept > 0, rows.kept_trained, rows.trained)
+            count = int(((rows.length > 0) & (trained == 0)).sum())
         lost = np.where(by, rows.length - rows.kept, 0)
-        # Rows that train nothing are told of where they are packed, too.
-        count = int(by.sum() or (rows.untrained.sum() if reason == "untrained" else 0))
-        if count:
-            fraction = float(weights @ lost) / whole
-            # Of a ratio: long rows count in both of its sums.
-            differs = weights * (lost - fraction * rows.length)
-            error = 0.0 if epoch.exact else float(np.std(differs)) * math.sqrt(len(lost)) / whole
-            stop = bool(by.any()) and stops.get(reason, False)
-            examples = tally.examples(reason)
-            found.append(Loss(reason, count, int(lost.sum()), fraction, error, stop, examples))
+        unread = epoch.unread[rows.source]
+        fraction, error = ratio(lost, rows.length, weights=epoch.weights, unread=unread)
+        stop = bool(by.any()) and stops.get(reason, False)
+        examples = [f"{config.source.locate(at)}: {why}" for at, why in sorted(named.lost[reason].values())]
+        found.append(Loss(reason, count, int(lost.sum()), fraction, error, stop, examples))
     return found
 
 
 def _imbalance(
-    dataset: IterablePackedDataset, pairs: IntArray, chosen: Outcome, shape: RunShape, ranks: int
+    dataset: IterablePackedDataset, costs: IntArray, chosen: Outcome, shape: RunShape, ranks: int
 ) -> Imbalance:
     batching, most = shape.batching(ranks), dataset.balance_window or DEFAULT_WINDOW
     planned, balanced = (
         slowest_over_mean(
-            pairs,
+            costs,
             ranks=ranks,
             lanes=dataset.num_lanes or dataset.lanes_for(ranks),
             packs_per_rank=batching.packs_per_rank,
@@ -176,27 +221,19 @@ def _imbalance(
         )
         for window in (0, most)
     )
-    whole = batching.batches_per_step * ranks * batching.packs_per_batch
-    return Imbalance(
-        ranks=ranks,
-        packs_per_step=batching.packs_per_step,
-        null_packs=whole - batching.packs_per_step,
-        steps=math.ceil(chosen.packs / batching.packs_per_step),
-        planned=planned,
-        window=most,
-        balanced=balanced,
-    )
+    return Imbalance(ranks, math.ceil(chosen.packs / batching.packs_per_step), planned, most, balanced)
 
 
 def _shares(config: LaneConfig, epoch: Epoch, chosen: Outcome, settings: Settings) -> list[SourceShare]:
-    """Return the sources of a mixture in an epoch, and in the whole run, if it has a number of steps."""
+    """Return the sources of a mixture in an epoch, and in the complete run if it has a number of steps."""
     if config.mix is None:
         return []
     steps, rows = settings.shape.max_steps, epoch.rows
-    in_epoch = [np.where(rows.source == i, epoch.weights, 0) for i in range(len(config.mix.entries))]
     trained = max(1e-9, float(epoch.weights @ rows.kept_trained))
-    return [
-        SourceShare(
+    shares = []
+    for number, entry in enumerate(config.mix.entries):
+        own, passes = np.where(rows.source == number, epoch.weights, 0), float(epoch.passes[number])
+        share = SourceShare(
             name=entry.name,
             weight=entry.weight,
             rows=float(own.sum()) / max(passes, 1e-9),
@@ -205,8 +242,8 @@ def _shares(config: LaneConfig, epoch: Epoch, chosen: Outcome, settings: Setting
             passes=passes,
             passes_in_run=None if steps is None else passes * steps * settings.packs_per_step / chosen.packs,
         )
-        for entry, own, passes in zip(config.mix.entries, in_epoch, epoch.passes.tolist(), strict=True)
-    ]
+        shares.append(share)
+    return shares
 
 
 def _assumed(dataset: IterablePackedDataset, epoch: Epoch, settings: Settings) -> list[str]:
@@ -219,11 +256,11 @@ def _assumed(dataset: IterablePackedDataset, epoch: Epoch, settings: Settings) -
         "attention computes no pair of tokens of different samples (flex, varlen, flash; dense attention computes all)",
     ]
     if mix is not None and mix.stop == "never":
-        found.append("the mixture has no end: an epoch is what it takes until each source was read once")
+        found.append("the mixture has no end: in an epoch each source is read at least once")
     elif dataset.epochs is None:
         found.append("the data is read again and again: only its last packs would be part-empty")
     if not epoch.known:
         found.append("the source does not tell its size: figures are of an epoch of the rows looked at")
     elif not epoch.exact:
-        found.append("the rows looked at stand for all; --all reads every row")
+        found.append("the rows looked at stand for all, in random order; --all reads every row")
     return found

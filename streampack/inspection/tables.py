@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from streampack.inspection.report import Report
 from streampack.packing.strategies import PADDED
-
-
-class Bar(NamedTuple):
-    """A cell that is a bar."""
-
-    size: float  # fraction of the longest one
-    lost: bool  # in the colour of what is lost
 
 
 @dataclass(frozen=True)
@@ -23,7 +15,7 @@ class Table:
 
     title: str
     columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str | Bar]] = ()
+    rows: Sequence[Sequence[str]] = ()
     notes: Sequence[str] = ()
     text: Sequence[int] = ()  # numbers of the columns that hold text; others hold numbers
     chosen: int | None = None  # the row that stands out
@@ -50,7 +42,7 @@ def lead(report: Report) -> str:
 
 def report_tables(report: Report) -> list[Table]:
     """Return the tables of an inspection."""
-    tables = [_short(report), _ways(report), _quantiles(report), _histogram(report), _longest(report)]
+    tables = [_short(report), _ways(report), _quantiles(report), _longest(report)]
     if report.losses:
         tables.append(_losses(report))
     if report.sources:
@@ -108,18 +100,6 @@ def _quantiles(report: Report) -> Table:
     return Table("Lengths, in tokens", names, [row])
 
 
-def _histogram(report: Report) -> Table:
-    bins, limit = report.lengths.histogram, report.settings.packing.max_seq_len
-    most = max(count for *_, count in bins)
-    rows = [
-        (f"{start:,} - {stop - 1:,}", Bar(count / most, start > limit), f"{count:,}")
-        for start, stop, count in bins
-    ]
-    longer = any(start > limit and count for start, _, count in bins)
-    notes = [f"In another shade: longer than max_seq_len={limit:,}."] if longer else []
-    return Table("", ("tokens", "samples", "number"), rows, notes=notes)
-
-
 def _longest(report: Report) -> Table:
     rows = [(each.place, f"{each.tokens:,}", f"{each.trained:,}") for each in report.lengths.longest]
     return Table("", ("the longest rows", "tokens", "trained"), rows)
@@ -162,8 +142,6 @@ def _imbalance(report: Report) -> Table:
     rows = [
         (
             str(each.ranks),
-            f"{each.packs_per_step:,}",
-            f"{each.null_packs:,}",
             f"{each.steps:,.0f}",
             f"{each.planned:.3f}",
             f"{each.balanced:.3f}",
@@ -174,5 +152,5 @@ def _imbalance(report: Report) -> Table:
         "slowest / mean: attention of the slowest rank of a step over the mean of the ranks; balanced: with "
         f"balance_window={report.imbalance[0].window}."
     )
-    columns = ("ranks", "packs a step", "null packs", "steps", "slowest / mean", "balanced")
+    columns = ("ranks", "steps", "slowest / mean", "balanced")
     return Table("Ranks that wait for the slowest", columns, rows, notes=[note])

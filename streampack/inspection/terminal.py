@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 from streampack.inspection.packs import LEGEND, draw_packs
 from streampack.inspection.report import Report
-from streampack.inspection.tables import Bar, Table, lead, report_tables
+from streampack.inspection.tables import Table, lead, report_tables
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.text import Text
 
 WIDTH = 110
-BAR = 60
-"""Characters of the longest bar."""
 
 
 def print_report(report: Report, *, console: Console | None = None) -> None:
@@ -73,17 +70,7 @@ def _table(table: Table) -> Iterator[RenderableType]:
         return
     shown = RichTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for at, column in enumerate(table.columns):
-        left = at in (0, *table.text) or isinstance(table.rows[0][at], Bar)
-        shown.add_column(column, justify="left" if left else "right", overflow="fold")
+        shown.add_column(column, justify="left" if at in (0, *table.text) else "right", overflow="fold")
     for number, row in enumerate(table.rows):
-        cells = [_bar(cell) if isinstance(cell, Bar) else Text(cell) for cell in row]
-        shown.add_row(*cells, style="bold" if number == table.chosen else None)
+        shown.add_row(*map(Text, row), style="bold" if number == table.chosen else None)
     yield shown
-
-
-def _bar(bar: Bar) -> Text:
-    from rich.text import Text
-
-    return Text(
-        ("▒" if bar.lost else "█") * max(round(BAR * bar.size), bar.size > 0), "red" if bar.lost else "blue"
-    )

@@ -10,7 +10,7 @@ from streampack.inspection.packs import first_packs
 from streampack.inspection.report_writer import PACKS, REPORT_FILE
 from streampack.inspection.run_page import write_run_page
 from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
-from streampack.streaming.estimate import tolerant
+from streampack.streaming.epoch_rows import tolerant
 
 if TYPE_CHECKING:
     from transformers import Trainer

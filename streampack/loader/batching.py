@@ -86,6 +86,21 @@ class Batching:
 
         return slots_below(begin + self.packs_per_step) - slots_below(begin)
 
+    def steps(self, packs: Sequence[int]) -> int:
+        """Return the steps of an epoch in which each rank has this many packs.
+
+        >>> Batching(batch_size=1, packs_per_step=4, world_size=1, num_lanes=2).steps([9])
+        3
+        >>> Batching(batch_size=1, packs_per_step=2, world_size=2, num_lanes=2).steps([5, 4])
+        5
+        """
+        last_slot = -1
+        for rank, count in enumerate(packs):
+            if count:
+                rounds, lane = divmod(count - 1, len(range(rank, self.num_lanes, self.world_size)))
+                last_slot = max(last_slot, rounds * self.num_lanes + rank + lane * self.world_size)
+        return last_slot // self.packs_per_step + 1
+
     def workers(self, num_workers: int) -> int:
         """Return how many of ``num_workers`` processes the rank with the most lanes has a lane for."""
         return min(num_workers, -(-self.num_lanes // self.world_size))

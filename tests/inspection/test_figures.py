@@ -73,9 +73,6 @@ def test_each_way_to_pack_comes_to_what_a_run_measures(
     ends = sum(fragment.padding for fragment in fragments)
     assert found.sequence_ends == pytest.approx(ends / ledger.capacity, abs=1e-12)
     assert (ends > 0) == (multiple > 1)
-    if multiple == 1:
-        pairs = [sum(n * (n + 1) // 2 for n in pack.seq_lens) for pack in corpus(name, **WAYS[way]).stream()]
-        assert found.pairs == pytest.approx(sum(pairs))
 
 
 def test_a_run_of_padded_batches_is_told_its_own_padding() -> None:
@@ -128,6 +125,25 @@ def test_a_sample_comes_near_and_says_how_near(name: str, corpus: Any, whole: An
     fractions = {loss.reason: loss.fraction for loss in true.losses}
     for loss in sampled.losses:
         assert abs(loss.fraction - fractions[loss.reason]) <= 4 * loss.error + 0.005
+
+
+def test_the_stated_errors_are_the_spread_of_samples() -> None:
+    """Of tokens, of what is truncated, and of padding, where a sample is planned three times."""
+    lengths, found = log_normal(4000, 60, 1.2), []
+    for seed in range(20):
+        rows = token_rows([lengths[i] for i in np.random.default_rng(seed).permutation(len(lengths))])
+        data = IterablePackedDataset(rows, max_seq_len=500, overlong="truncate", num_lanes=1)
+        report = inspect_dataset(data, rows=400)
+        own = outcome(report, "next_fit")
+        [loss] = [each for each in report.losses if each.reason == "truncated"]
+        tokens = own.packs * (1 - own.padding)
+        found.append(
+            [(tokens, tokens * report.coverage.error), (loss.fraction, loss.error), (own.padding, own.error)]
+        )
+    values, errors = np.moveaxis(np.array(found), 2, 0)  # [20, 3] each
+    spread = values.std(0, ddof=1) / errors.mean(0)
+    # That of padding is a bound: another order each time evens out what the order does.
+    assert ((spread > 0.4) & (spread < 1.6)).all(), spread
 
 
 def test_rows_that_stop_a_run_are_counted_and_named() -> None:
@@ -215,14 +231,6 @@ def test_what_is_lost_of_a_mixture_counts_by_its_weights() -> None:
     exact, sampled = (inspect_dataset(mixed(), rows=rows) for rows in (None, 400))
     assert exact.losses[0].fraction < 0.1
     assert sampled.losses[0].fraction == pytest.approx(exact.losses[0].fraction, abs=0.02)
-    means = [each.chosen.pairs / each.chosen.packs for each in (exact, sampled)]
-    assert means[1] == pytest.approx(means[0], rel=0.1)
-
-
-def test_a_bin_of_the_histogram_begins_behind_max_seq_len() -> None:
-    bins = inspected(token_rows([20, 90, 95, 96, 400]), max_seq_len=95, overlong="truncate").lengths.histogram
-    assert sum(count for start, _, count in bins if start > 95) == 2
-    assert sum(count for *_, count in bins) == 5
 
 
 @pytest.mark.parametrize(("rows", "way"), [*((n, "exact_fit") for n in (1, 5, 25)), (300, "next_fit")])

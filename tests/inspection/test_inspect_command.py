@@ -64,7 +64,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Shown:
 
 def test_the_figures_shown_are_those_of_the_report(files: Shown) -> None:
     report, lines = files.report, files.printed.splitlines()
-    assert (report["version"], report["coverage"]["rows"], report["coverage"]["exact"]) == (3, 120, True)
+    assert (report["version"], report["coverage"]["rows"], report["coverage"]["exact"]) == (4, 120, True)
     assert report["settings"]["packing"]["max_seq_len"] == 512
     assert [each["ranks"] for each in report["imbalance"]] == [2, 4]
     for outcome in report["outcomes"]:
@@ -80,6 +80,7 @@ def test_the_figures_shown_are_those_of_the_report(files: Shown) -> None:
     words += [f"{loss['rows']:,}" for loss in report["losses"]]
     words += ["exact_fit", "yours", "split_across_pack", "slowest / mean"]
     words += ["skip_bad: True", *report["assumed"][1:]]
+    assert "shuffle: all rows are mixed" in files.printed
     for word in words:
         assert all(word in " ".join(text.split()) for text in files.texts), word
     assert all(row["place"] in files.page.text for row in report["lengths"]["longest"])
@@ -279,7 +280,7 @@ def test_without_rich_it_writes_json(
     assert cli.main(words) == 2
     assert "pip install 'streampack[data]'; or --json -" in capsys.readouterr().err
     assert cli.main([*words, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["version"] == 3
+    assert json.loads(capsys.readouterr().out)["version"] == 4
 
 
 def test_a_name_that_is_not_utf_8_is_shown_escaped_and_a_failure_keeps_the_old_page(

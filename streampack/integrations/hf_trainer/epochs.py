@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from streampack.loader.batching import Batching
 from streampack.loader.data_loader import PackedDataLoader
+from streampack.packing.planner import plan_samples
+from streampack.sources import MapSource
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.estimate import TooLong, count_packs, packed_lengths
+from streampack.streaming.epoch_rows import tolerant
+from streampack.streaming.estimate import TooLong
+from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.piece_reader import PieceReader
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -115,21 +121,26 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
         ]
 
     counts = ranks.gather_results(count, doing="counting packs")
-    return Plan(
-        tuple(_steps(of_ranks, loader, num_lanes) for of_ranks in zip(*counts, strict=True)),
-        epochs,
-        exact=True,
-    )
+    batching = Batching(loader.batch_size, loader.packs_per_step, ranks.world_size, num_lanes)
+    of_epochs = tuple(max(1, batching.steps(packs)) for packs in zip(*counts, strict=True))
+    return Plan(of_epochs, epochs, exact=True)
 
 
-def _steps(packs: tuple[int, ...], loader: PackedDataLoader, num_lanes: int) -> int:
-    """Return the steps of an epoch in which each rank has so many packs.
+def packed_lengths(config: LaneConfig, rows: range) -> list[int]:
+    """Return how many tokens are packed of every n-th row of map-style data, 0 for rows that are dropped."""
+    quarantine = None if config.quarantine is None else tolerant(config).quarantine
+    config = replace(config, endless=False, shuffle_window=0, quarantine=quarantine)
+    reader = PieceReader(config, lane=rows.start, num_lanes=rows.step)
+    reader.open(0)
+    lengths = dict.fromkeys(rows, 0)
+    for piece in iter(reader.next, None):
+        lengths[piece.address.row_id[0]] += piece.length
+    return list(lengths.values())
 
-    Slots belong to the lanes in turn, so the last pack of the epoch is in the last slot of one of the ranks.
-    """
-    ranks, last_slot = loader.rank_sync.world_size, 0
-    for rank, count in enumerate(packs):
-        if count:
-            rounds, lane = divmod(count - 1, len(range(rank, num_lanes, ranks)))
-            last_slot = max(last_slot, rounds * num_lanes + rank + lane * ranks)
-    return last_slot // loader.packs_per_step + 1
+
+def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int, num_lanes: int) -> int:
+    """Count the packs that one lane makes of an epoch of map-style data, from its `packed_lengths`."""
+    rows = replace(config, source=MapSource(range(len(lengths)))).open(lane, num_lanes=num_lanes, epoch=epoch)
+    numbers = (row.row_id[0] for row in rows)
+    kept = ((number, lengths[number]) for number in numbers if lengths[number])
+    return sum(1 for _ in plan_samples(kept, config.packing))
