@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -13,6 +14,21 @@ SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 def digest(*parts: object) -> str:
     """Return a short stable digest of plain values; 16 hex digits."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def digest_of(parts: Iterable[object]) -> str:
+    """Return what `digest` returns of all these parts, which may be too many to hold.
+
+    >>> digest_of(iter("abc")) == digest(*"abc")
+    True
+    """
+    left, count, found = iter(parts), 0, hashlib.sha256(b"(")
+    while some := tuple(islice(left, 1024)):
+        shown = repr(some)[1:-1].removesuffix(",")  # one alone has a comma
+        found.update(f"{', ' if count else ''}{shown}".encode())
+        count += len(some)
+    found.update(b",)" if count == 1 else b")")
+    return found.hexdigest()[:16]
 
 
 def plain(value: Any) -> Any:

@@ -11,7 +11,6 @@ from streampack.fingerprint import digest
 from streampack.sources.corpus_identity import first_difference
 from streampack.sources.files import file_sources
 from streampack.sources.source import Source
-from streampack.storage.hub import commit_of
 from streampack.streaming.dataset import IterablePackedDataset
 
 ADVICE = {
@@ -61,12 +60,13 @@ def require_same_run(
 
 
 def _summary_of_files(source: Source) -> dict[str, Any]:
-    files = [file for leaf in file_sources(source).values() for file in leaf.listing()]
-    listed = [(file.name, file.size, file.tag, commit_of(file.path)) for file in files]
+    leaves = file_sources(source).values()
     return {
-        "number": len(files),
-        "bytes": sum(file.size for file in files),
-        "names_sizes_and_versions": digest(*listed),
+        "number": sum(len(leaf.files) for leaf in leaves),
+        "bytes": sum(sum(leaf.files.sizes) for leaf in leaves),
+        "names_sizes_and_versions": digest(
+            *(leaf.corpus.listed(read=not leaf.reads_tags) for leaf in leaves)
+        ),
     }
 
 
@@ -76,7 +76,7 @@ def identify_across_ranks(source: Source, rank_sync: RankSync) -> None:
         for leaf in file_sources(source).values():
             if leaf.reads_tags:
                 corpus, doing = leaf.corpus, "reading the ends of the corpus's files"
-                corpus.identify(rank_sync.map(corpus.tag, corpus.files, doing=doing))
+                corpus.identify(corpus.find_tags(partial(rank_sync.map, doing=doing)))
 
 
 def divide_across_ranks(source: Source, num_lanes: int, rank_sync: RankSync) -> None:

@@ -85,7 +85,7 @@ class ArrowSource(FileSource):
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         counts = parallel_map(self._rows_of, range(len(self.files)))
         whole = {number for number, count in enumerate(counts) if not count}
-        return divide(counts, num_lanes, sizes=[file.size for file in self.files], whole=whole)
+        return divide(counts, num_lanes, sizes=self.files.sizes, whole=whole)
 
     @override
     def records(self, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Record]:
@@ -131,7 +131,7 @@ class ArrowSource(FileSource):
         """Return one lane per 64 KiB, but no more than there are rows; behind a URL, one per file."""
         if (rows := self.size) is None:
             return len(self.files)
-        return max(1, min(rows, sum(file.size for file in self.files) >> 16))
+        return max(1, min(rows, sum(self.files.sizes) >> 16))
 
     def _rows_of(self, number: int) -> int:
         """Return how many rows a file of this machine has; 0 if that is not known."""

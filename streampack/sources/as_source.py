@@ -25,7 +25,8 @@ from streampack.sources.text import TEXT, TextSource
 from streampack.sources.token_shards import FORMAT, TokenShardSource
 from streampack.sources.webdataset import TAR, WebDatasetSource
 from streampack.storage.base import path_in, redact
-from streampack.storage.listing import names_in, placed, resolved, storage_of
+from streampack.storage.listing import names_in, storage_of
+from streampack.storage.names import Place
 
 log = logging.getLogger(__name__)
 
@@ -183,4 +184,4 @@ def _saved(folder: str) -> list[str]:
     index = f"{folder.rstrip('/')}/{SAVED}"
     held = storage_of([folder], None)
     state = json.loads(held.head(held.pinned([index])[0])[0])
-    return [placed(resolved(index), each["filename"]).path for each in state["_data_files"]]
+    return [Place(index).file(each["filename"]).path for each in state["_data_files"]]

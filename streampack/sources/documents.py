@@ -25,6 +25,7 @@ from streampack.sources.indexed import cut_off
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, Resized, map_in_threads, resized
 from streampack.storage.corpus import Corpus
+from streampack.storage.names import Files
 from streampack.storage.ranges import Block, Fetcher
 from streampack.types import IGNORE_INDEX, IntArray
 
@@ -118,7 +119,7 @@ class NumberedRecords(FileSource):
             files.append(
                 replace(file, problem=found if isinstance(found, str) else file.problem, beside=beside)
             )
-        super().__init__(Corpus(tuple(files), corpus.storage))
+        super().__init__(Corpus(Files.of(files), corpus.storage))
         self.counts = [layout.count for layout in self.layouts]
         # A file of which nothing is known is a part, too, so that a lane lists it.
         self.uncut = {*whole, *(number for number in self.bad if not self.counts[number])}

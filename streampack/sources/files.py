@@ -8,14 +8,16 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from streampack.sources.corpus_lists import CorpusList, Entry
 from streampack.sources.parts import Damage, Part, Record, deal, share, sharing
 from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.source import Source
-from streampack.storage.base import File, ParallelMap, Problem, gone, map_in_threads
+from streampack.storage.base import ParallelMap, Problem, gone, map_in_threads
 from streampack.storage.corpus import Corpus
+from streampack.storage.names import Files
 from streampack.storage.ranges import Fetcher
 from streampack.storage.read_ahead import NO_READ_AHEAD, READ_AHEAD, ReadAhead
 from streampack.types import RowId
@@ -51,10 +53,15 @@ class FileSource(Source):
         self.files = corpus.files
         self.local = corpus.local
         # For the numbers of files that cannot be read, why.
-        self.bad = {n: file.problem for n, file in enumerate(self.files) if file.problem is not None}
+        self.bad = self.files.problems
         # For a number of lanes, the parts of each lane.
         self._divided: dict[int, list[list[Part]]] = {}
         self._empty: set[Part] = set()  # parts that were read and have no records
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each file."""
+        return np.frombuffer(self.files.sizes, np.int64)
 
     @abstractmethod
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
@@ -78,10 +85,6 @@ class FileSource(Source):
         Modification times are no part of it, so a corpus may be copied.
         """
         return {"source": type(self).__name__, "files": self.corpus.described}
-
-    def listing(self) -> list[File]:
-        """Return the files that must be the same on all ranks."""
-        return list(self.files)
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
@@ -128,9 +131,7 @@ class FileSource(Source):
 
     def listed(self) -> list[Entry]:
         """Return the files as a `CorpusList` holds them."""
-        return [
-            Entry(file.name, file.size, tag) for file, tag in zip(self.files, self.corpus.tags(), strict=True)
-        ]
+        return list(map(Entry, self.files.names, self.files.sizes, self.corpus.tags()))
 
     def corpus_list(self, num_lanes: int) -> CorpusList:
         """Return the files and the parts of each lane, to be kept for a resume with other files."""
@@ -266,7 +267,7 @@ def divide(
 
 
 def divide_scanned(
-    files: Sequence[File],
+    files: Files,
     num_lanes: int,
     *,
     scanned: Collection[int],
@@ -279,10 +280,10 @@ def divide_scanned(
     A file that cannot be read from the middle is not cut. A scanned one is cut if it is larger than two parts:
     ``starts_after(number, places)`` returns for each byte where the next record begins, or the file's size.
     """
-    sizes = [file.size for file in files]
+    sizes = files.sizes
     step = sum(sizes) // (num_lanes * PARTS_PER_LANE)
     # An empty file is a part, too, so that a lane lists it as a bad record.
-    whole = {number for number, file in enumerate(files) if not file.seekable or not file.size}
+    whole = files.packed | {number for number, size in enumerate(sizes) if not size}
     whole |= {number for number in scanned if sizes[number] <= WHOLE_FILE_PARTS * step}
     lanes = divide(sizes, num_lanes, whole=whole, least=least)
     cuts: dict[int, list[int]] = {}
@@ -304,7 +305,7 @@ def divide_scanned(
     return [[part for part in map(aligned, lane) if part.start != part.stop] for lane in lanes]
 
 
-def places(lengths: Sequence[int], wanted: int) -> list[tuple[int, int]]:
+def places(lengths: Sequence[int] | npt.NDArray[np.int64], wanted: int) -> list[tuple[int, int]]:
     """Return about ``wanted`` places from all over the files: (index of the file, offset in it).
 
     ``lengths`` are the lengths of the files, in the unit of the offsets.

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from streampack.storage.base import GONE, File, FileStorage, LocalStorage, redact, with_path
 from streampack.storage.corpus import Corpus, once
-from streampack.storage.listing import Name, corpus_of, placed, resolved, storage_of
+from streampack.storage.listing import Name, corpus_of, storage_of
+from streampack.storage.names import Files, Place
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Storage
 
@@ -56,7 +57,7 @@ def read_indexes(
         entries = content.get("shards")
         if not isinstance(entries, list) or not entries:
             raise ValueError(f"{redact(path)} names no shards: it is no index of such")
-        index = resolved(path)
+        place = Place(path)
         for number, entry in enumerate(entries):
             try:
                 if not isinstance(entry, dict):
@@ -66,14 +67,14 @@ def read_indexes(
                     raise ValueError(
                         f"{name!r} of {size!r} bytes is no shard; an entry has a name and a size above 0"
                     )
-                file = placed(index, name, size)
+                file = place.file(name, size)
             except ValueError as error:
                 raise ValueError(f"{redact(path)}, shard {number}: {error}") from None
             if isinstance(held, LocalStorage):
                 file = _looked_at(file, held)
             found.append(replace(file, problem=file.problem or problem))
             shards.append(shard)
-    return corpus_of(found, held), shards
+    return corpus_of(Files.of(found), held), shards
 
 
 def read_index(folder: str, storage: LocalStorage | RemoteStorage) -> tuple[str, dict[str, Any]]:

@@ -122,7 +122,7 @@ class JSONLSource(LineSource):
 
     @override
     def _may_be_array(self, number: int) -> bool:
-        return path_in(self.files[number].path).endswith(JSON)
+        return self.files.names[number].endswith(JSON)
 
     def _opening(self, number: int) -> int | None:
         """Return the byte after the first bracket of a file that holds a JSON array; None if it holds lines."""

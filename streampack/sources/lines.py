@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
@@ -64,16 +65,16 @@ class LineSource(FileSource):
             find_files(paths, manifest=manifest, endings=endings, otherwise=otherwise, storage=storage)
         )
         self._kinds: dict[int, str | None] = {}
-        sound = [number for number in range(len(self.files)) if number not in self.bad]
-        self._plain = [number for number in sound if self.files[number].seekable]
-        self._compressed = [number for number in sound if not self.files[number].seekable]
+        packed = self.files.packed
+        self._compressed = sorted(packed - self.bad.keys())
+        self._plain = np.setdiff1d(np.arange(len(self.files)), [*packed | self.bad.keys()])
 
     @override
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         return divide_scanned(
             self.files,
             num_lanes,
-            scanned=set(filter(self._may_be_array, self._plain)),
+            scanned=set(filter(self._may_be_array, self._plain.tolist())),
             starts_after=self._starts_after,
             parallel_map=parallel_map,
             least=LEAST_PART,
@@ -134,15 +135,13 @@ class LineSource(FileSource):
     @override
     def natural_lanes(self) -> int:
         """Return one lane per 64 KiB of plain files, and one per compressed file."""
-        plain = sum(self.files[number].size for number in self._plain)
+        plain = int(self.sizes[self._plain].sum())
         return max(1, (plain >> 16) + len(self._compressed))
 
     @override
     def sample(self, count: int) -> tuple[list[Example], float]:
         """Return rows from all over the plain files, and the first rows of up to 16 compressed ones."""
-        plain, packed = (
-            sum(self.files[number].size for number in numbers) for numbers in (self._plain, self._compressed)
-        )
+        plain, packed = (int(self.sizes[numbers].sum()) for numbers in (self._plain, self._compressed))
         wanted = max(1, round(count * plain / (plain + packed)))
         found = self._lines_at(wanted, scan=True) if plain else {}
         some = [self._compressed[i] for i in spread(len(self._compressed), PROBED_FILES)]
@@ -160,7 +159,7 @@ class LineSource(FileSource):
         """Return rows from all over the plain files, or the first rows of the first compressed one."""
         return self._decoded(
             self._lines_at(count, scan=False)
-            if self._plain
+            if self._plain.size
             else self._first_lines(self._compressed[0], count, 0)[0]
         )
 
@@ -176,8 +175,7 @@ class LineSource(FileSource):
 
     def _places(self, count: int, *, scan: bool) -> list[RowId]:
         """Return about ``count`` places to look for lines; with ``scan``, files may be read for them."""
-        found = places([self.files[number].size for number in self._plain], count)
-        return [(self._plain[i], at) for i, at in found]
+        return [(int(self._plain[i]), at) for i, at in places(self.sizes[self._plain], count)]
 
     def _line_at(self, place: RowId) -> tuple[RowId, bytes | Damage]:
         """Return the first line that begins at or after a place; if there is none, the first one of the file."""

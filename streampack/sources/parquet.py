@@ -104,7 +104,7 @@ class ParquetSource(FileSource):
         """
         few = len(self.files) < 8
         parts = sum(len(self._runs(i, step=0)[0]) for i in range(len(self.files))) if few else len(self.files)
-        return max(1, min(parts, sum(file.size for file in self.files) >> 16))
+        return max(1, min(parts, sum(self.files.sizes) >> 16))
 
     def sample(self, count: int) -> tuple[list[Example], float]:
         """See `Source.sample`: the first rows of row groups of up to 16 files."""
@@ -123,12 +123,12 @@ class ParquetSource(FileSource):
                 for group in spread(len(starts) - 1, -(-wanted // max(1, each))):
                     part = Part(number, starts[group], min(starts[group] + each, starts[group + 1]))
                     rows += self._plain_rows(part)
-        whole = sum(file.size for file in self.files)
+        whole = sum(self.files.sizes)
         return rows, known / max(1, len(rows)) * whole / max(1, size)
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: the first rows of one row group."""
-        first = next(number for number, file in enumerate(self.files) if file.problem is None)
+        first = next(number for number in range(len(self.files)) if number not in self.files.problems)
         with suppress(ValueError, FileNotFoundError):  # training reports damage
             starts = starts_of(self.footers.get(first, self.fetcher().take))
             part = Part(first, 0, min(count, *starts[1:2]))
@@ -142,7 +142,7 @@ class ParquetSource(FileSource):
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""
-        step = sum(file.size for file in self.files) // max(1, num_lanes * PARTS_PER_LANE)
+        step = sum(self.files.sizes) // max(1, num_lanes * PARTS_PER_LANE)
         parts = self._parts(step, WHOLE_FILE_PARTS * step, parallel_map)
         if len(parts) < FEWEST_PARTS * num_lanes:
             parts = self._parts(0, 0, parallel_map)
@@ -150,7 +150,7 @@ class ParquetSource(FileSource):
 
     def _parts(self, step: int, whole: int, parallel_map: ParallelMap) -> list[tuple[Part, float]]:
         """Return (part, bytes) for all files: one part for up to ``whole`` bytes, else runs of ``step`` bytes."""
-        large = [number for number, file in enumerate(self.files) if file.size > whole]
+        large = [number for number, size in enumerate(self.files.sizes) if size > whole]
         cut = parallel_map(partial(self._runs, step=step), large)
         self.bad.update(
             {number: problem for number, (_, problem) in zip(large, cut, strict=True) if problem is not None}
@@ -158,8 +158,8 @@ class ParquetSource(FileSource):
         runs = {number: found for number, (found, _) in zip(large, cut, strict=True)}
         return [
             part
-            for number, file in enumerate(self.files)
-            for part in runs.get(number, [(Part(number), file.size)])
+            for number, size in enumerate(self.files.sizes)
+            for part in runs.get(number, [(Part(number), size)])
         ]
 
     def _runs(self, number: int, step: int) -> tuple[list[tuple[Part, float]], str | None]:

@@ -16,6 +16,7 @@ from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.reading import spread
 from streampack.storage.base import File, map_in_threads
+from streampack.storage.names import Files
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.read_ahead import Shared
 
@@ -37,7 +38,7 @@ class Footers:
         columns: the columns that every file must have, with values of one kind; None if it may have any.
     """
 
-    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
+    def __init__(self, files: Files, columns: Sequence[str] | None) -> None:
         self.files = files
         self.columns = columns
         self._kept: dict[int, Any] = {}
@@ -85,7 +86,7 @@ class Footers:
 
     def _compared(self, take: Callable[[Block], bytes]) -> dict[str, str]:
         if self._usual is None:
-            there = [number for number, file in enumerate(self.files) if file.size]
+            there = [number for number, size in enumerate(self.files.sizes) if size]
             some = [there[i] for i in spread(len(there), COMPARED_FILES)]
             found: dict[str, Counter[str]] = {}
             # Side by side: behind a URL each takes three requests, and all lanes wait for them.

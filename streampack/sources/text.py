@@ -69,7 +69,7 @@ class TextSource(LineSource):
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         if self.sample_by == "line":
             return super().cut(num_lanes, parallel_map)
-        return deal([(Part(number), file.size) for number, file in enumerate(self.files)], num_lanes)
+        return deal([(Part(number), size) for number, size in enumerate(self.files.sizes)], num_lanes)
 
     @override
     def natural_lanes(self) -> int:

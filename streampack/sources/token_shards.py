@@ -26,7 +26,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -289,10 +289,6 @@ class TokenShardSource(DocumentSource):
         self.corpus.identify([f"crc32 {shard.crc32}" for shard in self.shards])
         self._sound: set[int] = set()  # the numbers of shards whose header was compared with the index
         self._shared = Shared()
-
-    def listing(self) -> list[File]:
-        """Return the shards, each with the index's checksum as its tag."""
-        return [replace(file, tag=tag) for file, tag in zip(self.files, self.corpus.tags(), strict=True)]
 
     @override
     def offsets(self, part: Part, read: Read) -> tuple[Offsets, Checksums]:

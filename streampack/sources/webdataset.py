@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 from typing_extensions import override
 
 from streampack.sources.examples import EXAMPLES, Example, example
@@ -102,8 +103,8 @@ class WebDatasetSource(FileSource):
     @override
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         if not self.local:
-            return divide([file.size for file in self.files], num_lanes, whole=range(len(self.files)))
-        scanned = {number for number, file in enumerate(self.files) if file.seekable and file.size}
+            return divide(self.files.sizes, num_lanes, whole=range(len(self.files)))
+        scanned = set(np.flatnonzero(self.sizes).tolist()) - self.files.packed
         return divide_scanned(
             self.files,
             num_lanes,
@@ -156,9 +157,8 @@ class WebDatasetSource(FileSource):
     @override
     def natural_lanes(self) -> int:
         """Return one lane per MiB of tars that can be cut, and one for each other."""
-        return max(
-            1, sum(max(1, file.size >> 20 if self.local and file.seekable else 1) for file in self.files)
-        )
+        whole = set(range(len(self.files))) if not self.local else self.files.packed
+        return sum(1 if n in whole else max(1, size >> 20) for n, size in enumerate(self.files.sizes))
 
     @override
     def sample(self, count: int) -> tuple[list[Example], float]:
@@ -169,7 +169,7 @@ class WebDatasetSource(FileSource):
         for number in some:
             rows, end = self._first(number, -(-count // len(some)))
             found, read = found + rows, read + end
-        return found, sum(file.size for file in self.files) / max(1, read)
+        return found, sum(self.files.sizes) / max(1, read)
 
     @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:

@@ -10,8 +10,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from streampack.fingerprint import digest
-from streampack.storage.base import File, FileStorage, LocalStorage, map_in_threads, summarize, with_path
+from streampack.fingerprint import digest, digest_of
+from streampack.storage.base import (
+    File,
+    FileStorage,
+    LocalStorage,
+    ParallelMap,
+    map_in_threads,
+    summarize,
+    with_path,
+)
+from streampack.storage.hub import commit_of
+from streampack.storage.names import Files
 
 UNREADABLE = "unreadable"  # the tag of a file that is gone or cannot be read
 Result = TypeVar("Result")
@@ -61,14 +71,15 @@ class Corpus:
         ValueError: if none of the files can be read, with the reasons.
     """
 
-    files: tuple[File, ...]
+    files: Files
     storage: FileStorage
     # None until they are known, for which the files' ends may have to be read.
     _tags: Sequence[str] | None = field(default=None, init=False)
+    _digest: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        problems = [(file.shown, file.problem) for file in self.files if file.problem is not None]
-        if len(problems) == len(self.files):
+        if len(self.files.problems) == len(self.files):
+            problems = [(self.files[number].shown, why) for number, why in self.files.problems.items()]
             raise ValueError(summarize(problems, files=len(self.files)))
 
     @property
@@ -97,24 +108,43 @@ class Corpus:
 
         Modification times are no part of it, so a corpus may be copied.
         """
-        return digest(
-            *((file.name, file.size, tag) for file, tag in zip(self.files, self.tags(), strict=True))
-        )
+        if self._digest is None:
+            self._digest = digest_of(zip(self.files.names, self.files.sizes, self.tags(), strict=True))
+        return self._digest
+
+    def listed(self, *, read: bool) -> str:
+        """Return a digest of names, sizes and tags; without ``read``, of the tags that no file must be read for."""
+        files, tags = self.files, self.tags() if read else self.files.tags
+        commits = map(commit_of, map(files.path, range(len(files))))
+        return digest_of(zip(files.names, files.sizes, tags, commits, strict=True))
 
     def described(self) -> str:
         """Return the number of files, their bytes, and the digest, as the identity of a run holds them."""
-        size = sum(file.size for file in self.files)
-        return f"{len(self.files):,} file(s) of {size:,} bytes, digest {self.digest()}"
+        return f"{len(self.files):,} file(s) of {sum(self.files.sizes):,} bytes, digest {self.digest()}"
 
     def tags(self) -> Sequence[str]:
-        """Return the tags of the files, in their order. The first call may read the ends of all files."""
+        """Return the tags of the files, in their order. The first call may read the ends of files without one."""
         if self._tags is None:
-            self._tags = map_in_threads(self.tag, self.files)
+            self._tags = self.find_tags(map_in_threads)
         return self._tags
+
+    def find_tags(self, parallel_map: ParallelMap) -> Sequence[str]:
+        """Return the tags; ``parallel_map`` reads the files whose tags are not known."""
+        known, special = self.files.tags, self.files.special
+        lacking = [
+            number
+            for number, tag in enumerate(known)
+            if not tag or ((file := special.get(number)) is not None and (file.problem or file.beside))
+        ]
+        if not lacking:
+            return known
+        found = parallel_map(lambda number: self.tag(self.files[number]), lacking)
+        others = dict(zip(lacking, found, strict=True))
+        return [others.get(number, tag) for number, tag in enumerate(known)]
 
     def identify(self, tags: Sequence[str]) -> None:
         """Set the tags of the files, in the files' order, which other ranks may have read."""
-        self._tags = tags
+        self._tags, self._digest = tags, None
 
     def tag(self, file: File) -> str:
         """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is known to be unreadable.
@@ -147,7 +177,7 @@ def look_at_each(corpus: Corpus, describe: Callable[[Corpus, File], Result]) -> 
         except ValueError as error:
             return str(error)
 
-    names = digest([(file.name, file.size) for file in corpus.files])
+    names = digest_of(zip(corpus.files.names, corpus.files.sizes, strict=True))
     each = f"{len(corpus.files)} file(s) ({names})"
     return once(partial(map_in_threads, look, corpus.files), of=each, local=corpus.local)
 

@@ -13,13 +13,17 @@ import json
 import os
 import posixpath
 import re
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
 
 from streampack.fingerprint import digest
 from streampack.storage.base import (
@@ -38,6 +42,7 @@ from streampack.storage.base import (
 )
 from streampack.storage.compression import COMPRESSED
 from streampack.storage.corpus import Corpus, once
+from streampack.storage.names import Files, Place, Texts
 from streampack.storage.redirects import Check
 from streampack.storage.remote import RemoteStorage, opaque, scheme_of
 from streampack.storage.retries import Storage
@@ -91,7 +96,7 @@ def find_files(
         of=f"{len(shown)} path(s) from {shown[0]} on ({digest(shown)})",
         local=isinstance(held, LocalStorage),
     )
-    return corpus_of(sorted(found, key=lambda file: file.path), held)
+    return corpus_of(found.in_order(), held)
 
 
 def storage_of(
@@ -118,122 +123,111 @@ def storage_of(
     return RemoteStorage(scheme, settings, redirect) if scheme else LocalStorage(settings)
 
 
-def corpus_of(found: Sequence[File], storage: FileStorage) -> Corpus:
+def corpus_of(found: Files, storage: FileStorage) -> Corpus:
     """Return the corpus of files that were listed, in their order.
 
     Raises:
         ValueError: if no file can be read, one is said to be larger than any is, or one is listed twice, also if it has
             two names: a link, or ``./a`` beside ``a``.
     """
-    known: dict[Any, File] = {}
-    for file in found:
-        if file.size > MOST_BYTES:
-            raise ValueError(
-                f"{file.shown} is said to have {file.size:,} bytes, and a file has {MOST_BYTES:,} at most; correct the "
-                "server, index or manifest that says so"
-            )
-        key: Any = file.inode
-        if key is None:
-            parts = split_url(file.path)
-            key = (parts.scheme, posixpath.normpath("/".join(_parts_of(file.path))), parts.query)
-        if (first := known.setdefault(key, file)) is not file:
+    sizes = np.frombuffer(found.sizes, np.int64)
+    for number in np.flatnonzero(sizes > MOST_BYTES)[:1].tolist():
+        file = found[number]
+        raise ValueError(
+            f"{file.shown} is said to have {file.size:,} bytes, and a file has {MOST_BYTES:,} at most; correct the "
+            "server, index or manifest that says so"
+        )
+    keys = found.names if found.place is not None else map(_normal, found)
+    hashes = np.fromiter(map(hash, keys), np.int64, len(found))
+    for number, file in found.special.items():
+        hashes[number] = hashes[number] if file.inode is None else hash(file.inode)
+    order = np.argsort(hashes, kind="stable")
+    alike = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+    for number, other in sorted(zip(order[alike + 1].tolist(), order[alike].tolist(), strict=True)):
+        file, first = found[number], found[other]
+        if first.inode == file.inode and (first.inode is not None or _normal(first) == _normal(file)):
             twice = "is named twice" if first.path == file.path else f"and {file.shown} are one file"
             raise ValueError(f"{first.shown} {twice}; name every file once (a mixture can weight it)")
-    return Corpus(tuple(_without_size(file) if file.size < 1 else file for file in found), storage)
+    empty = {number: found[number] for number in np.flatnonzero(sizes < 1).tolist()}
+    problems = {n: replace(file, size=0, problem=file.problem or EMPTY) for n, file in empty.items()}
+    return Corpus(found.replaced(problems), storage)
 
 
-def _without_size(file: File) -> File:
-    return replace(file, size=0, problem=file.problem or EMPTY)
+def _normal(file: File) -> tuple[str, str, str]:
+    """Return what the paths of one file have in common, however they are written."""
+    parts = split_url(file.path)
+    return parts.scheme, posixpath.normpath("/".join(_parts_of(file.path))), parts.query
 
 
 def _listed(
     storage: LocalStorage | RemoteStorage, patterns: list[str], endings: Sequence[Sequence[str]]
-) -> list[File]:
+) -> Files:
     patterns = storage.pinned(patterns)
     if isinstance(storage, LocalStorage):
         alone = len(patterns) == 1
-        return [each for pattern in patterns for each in _here(storage, pattern, endings, alone=alone)]
-    found = _looked_up([each for pattern in patterns for each in _there(storage, pattern)], storage)
-    return [
+        return Files.of(
+            each for pattern in patterns for each in _here(storage, pattern, endings, alone=alone)
+        )
+    found = _looked_up(Files.of(each for pattern in patterns for each in _there(storage, pattern)), storage)
+    return Files.of(
         each
         for file in found
         for each in (_in_folder(storage, file.path, endings) if file.problem == FOLDER else [file])
-    ]
+    )
 
 
-def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: str) -> list[File]:
+def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: str) -> Files:
     holds = storage if scheme_of(manifest) else LocalStorage()
     beside = folder == manifest
     [folder] = storage.pinned([folder])
     [manifest] = [folder] if beside else holds.pinned([manifest])
-    index = resolved(manifest if beside else with_path(folder, lambda path: f"{path.rstrip('/')}/manifest"))
-    found: list[File] = []
-    for number, line in enumerate(holds.head(manifest)[0].decode().splitlines(), 1):
-        if line.strip():
-            try:
-                found.append(_entry(index, line.strip()))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{redact(manifest)}:{number}: {error}") from None
-    if not found:
+    place = Place(manifest if beside else with_path(folder, lambda path: f"{path.rstrip('/')}/manifest"))
+    names, sizes, tags, special = Texts(), array("q"), Texts(), dict[int, File]()
+    for number, line in enumerate(BytesIO(holds.head(manifest)[0]), 1):
+        try:
+            if not (text := line.decode().strip()):
+                continue
+            given, size, tag = _entry(text)
+            name = place.require_below(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{redact(manifest)}:{number}: {error}") from None
+        if name != given and place.url:
+            special[len(names)] = File(place(given), name, size, tag)
+        names.append(name)
+        sizes.append(size)
+        tags.append(tag or "")
+    if not names:
         raise ValueError(f"{redact(manifest)} names no file")
-    return _looked_up(found, storage)
+    return _looked_up(Files(names, sizes, tags, special=special, place=place), storage)
 
 
-def _entry(index: str, line: str) -> File:
-    entry: dict[str, Any] = json.loads(line) if line.startswith("{") else {"name": line}
+def _entry(line: str) -> tuple[str, int, str | None]:
+    """Return the name, the size and the tag in a line of a manifest."""
+    entry: dict[str, Any] = _scan(line) if line.startswith("{") else {"name": line}
     name, size, tag = entry.get("name"), entry.get("size"), entry.get("tag")
-    sound = size is None or (type(size) is int and size >= 0)
+    sound = size is None or (type(size) is int and 0 <= size < 1 << 63)
     if not isinstance(name, str) or not sound or not isinstance(tag, str | None):
         raise ValueError("an entry has a name (text), and may have a size (bytes) and a tag (text)")
-    return placed(index, name, UNKNOWN_SIZE if size is None else size, opaque(tag))
+    return name, UNKNOWN_SIZE if size is None else size, opaque(tag)
 
 
-def resolved(index: str) -> str:
-    """Return the path of a manifest or an index without links in that of its folder; a URL unchanged."""
-    return index if "://" in index else f"{os.path.realpath(Path(index).parent)}/{Path(index).name}"
+_scan = json.JSONDecoder().decode
 
 
-def placed(index: str, name: str, size: int = UNKNOWN_SIZE, tag: str | None = None) -> File:
-    """Return the file with this name in the folder of a manifest or an index, whose path was `resolved`.
-
-    >>> placed("https://host/corpus/shards.txt?key=1", "a.jsonl").path
-    'https://host/corpus/a.jsonl?key=1'
-
-    Raises:
-        ValueError: for a name or a link that leads out of the folder.
-    """
-    leads_out = name.startswith(("/", "~")) or ".." in name.split("/") or re.match(r"[\w+.-]+:", name)
-    if leads_out or "\\" in name or "::" in name or not name.isprintable():
-        raise ValueError(
-            f"the name {name!r} is refused: it must be relative and stay below the manifest's folder"
-        )
-    if "://" in index:
-        quoted = quote(name) if index.startswith(("http:", "https:")) else name
-        path = with_path(index, lambda path: f"{path.rpartition('/')[0]}/{quoted}")
-    else:
-        folder = index.rpartition("/")[0]
-        path = os.path.normpath(f"{folder}/{name}")
-        may_link = "/" in name or path == folder or Path(path).is_symlink()
-        if may_link and not os.path.realpath(path).startswith(f"{folder}/"):
-            raise ValueError(
-                f"the name {name!r} is refused: it is a link that leads out of the manifest's folder"
-            )
-    return File(path, posixpath.normpath(name), size, tag)
-
-
-def _looked_up(found: Sequence[File], storage: FileStorage) -> list[File]:
+def _looked_up(found: Files, storage: FileStorage) -> Files:
     """Look at the files whose sizes are not known."""
 
-    def look(file: File) -> File:
+    def look(number: int) -> File:
+        file = found[number]
         try:
             return replace(storage.look(file.path), name=file.name)
         except FileNotFoundError as error:
             return replace(file, problem=gone(error, file.shown))
 
-    lacking = [file for file in found if file.size == UNKNOWN_SIZE]
+    lacking = [number for number, size in enumerate(found.sizes) if size == UNKNOWN_SIZE]
     # The first file is looked up alone: on the Hub, that lists the folder, and the others are found in the listing.
-    looks = iter([*map(look, lacking[:1]), *map_in_threads(look, lacking[1:])])
-    return [next(looks) if file.size == UNKNOWN_SIZE else file for file in found]
+    looks = [*map(look, lacking[:1]), *map_in_threads(look, lacking[1:])] if lacking else []
+    return found.replaced(dict(zip(lacking, looks, strict=True)))
 
 
 def _here(
@@ -279,7 +273,7 @@ def names_in(folder: str) -> list[str] | None:
 
     def names() -> list[str] | None:
         [pinned] = held.pinned([folder])
-        [file] = _looked_up([File(pinned)], held)
+        [file] = _looked_up(Files.of([File(pinned)]), held)
         return sorted(each.name for each in _below(held, pinned)) if file.problem == FOLDER else None
 
     return once(names, of=f"the folder {redact(folder)}", local=False)

@@ -14,6 +14,7 @@ from streampack.storage.base import LocalStorage, redact, split_url
 from streampack.storage.compression import content
 from streampack.storage.folders import lock_folder, write_whole
 from streampack.storage.listing import find_files
+from streampack.storage.names import Files
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import PERMANENT, Storage
 from tests.mutants.registry import replaces
@@ -80,7 +81,7 @@ def files_in_the_order_given(good, paths, **settings):
     given = None if paths is None or isinstance(paths, str | os.PathLike) else list(paths)
     corpus = good(paths if given is None else given, **settings)
     places = {os.fspath(path): number for number, path in enumerate(given or ())}
-    return replace(corpus, files=tuple(sorted(corpus.files, key=lambda f: places.get(f.path, 0))))
+    return replace(corpus, files=Files.of(sorted(corpus.files, key=lambda f: places.get(f.path, 0))))
 
 
 @replaces(write_whole)

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import tarfile
+import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from streampack import (
     TokenShardSource,
     WebDatasetSource,
 )
+from streampack.fingerprint import digest
 from streampack.sources import Reading, as_source
+from streampack.storage import File
 from streampack.tokenize import tokenize
 from tests.harness.conformance import lists
 from tests.harness.corpus import PACK, identity_of, numbered, read_all, write
@@ -377,6 +381,50 @@ def test_a_manifest_with_sizes_saves_a_request_each(web: Web) -> None:
     )
     web.files["/c/shards.txt"] = b"000.jsonl\n\n003.jsonl\n"
     assert len(list(source("jsonl", manifest=f"{web.url}/c/shards.txt").read(Reading()))) == 80
+
+
+@pytest.mark.parametrize("place", ["here", "memory"])
+def test_a_manifest_is_kept_in_columns_and_its_tags_are_not_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    names = [f"shard-{i:05}.jsonl" for i in range(5000)]
+    lines = [
+        json.dumps({"name": name, "size": 10**8 + i, "tag": f"{i:016x}"}) for i, name in enumerate(names)
+    ]
+    manifest = tmp_path / "names.txt"
+    manifest.write_text("\n".join(reversed(lines)))
+    folder = f"{tmp_path}/corpus" if place == "here" else "memory://bucket/corpus"
+
+    def make() -> tuple[JSONLSource, Any]:
+        source = JSONLSource(folder, manifest=manifest)
+        return source, IterablePackedDataset(source, max_seq_len=64, num_lanes=4, skip_bad=True).state_dict()
+
+    made, first, pooled = 0, File.__init__, ThreadPoolExecutor.submit
+    calls: list[Any] = []
+
+    def counted(self: File, *args: Any, **settings: Any) -> None:
+        nonlocal made
+        made += 1
+        first(self, *args, **settings)
+
+    def submit(self: Any, *args: Any, **settings: Any) -> Any:
+        calls.append(args)
+        return pooled(self, *args, **settings)
+
+    monkeypatch.setattr(File, "__init__", counted)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    tracemalloc.start()
+    source, state = make()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert made < 200, "files are made where their rows are read: of the examples"
+    assert len(calls) < 20
+    assert held < 5000 * 150
+    assert list(source.files.names) == names
+    assert source.files[7] == File(f"{folder}/{names[7]}", names[7], 10**8 + 7, f"{7:016x}")
+    described = f"5,000 file(s) of {sum(source.files.sizes):,} bytes, digest {source.corpus.digest()}"
+    assert described in str(state)
+    assert source.corpus.digest() == digest(*((n, 10**8 + i, f"{i:016x}") for i, n in enumerate(names)))
 
 
 @pytest.mark.parametrize("place", ["here", "web"])
