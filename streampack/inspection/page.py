@@ -25,23 +25,14 @@ ENVIRONMENT = Environment(
 )
 
 
-class Line(NamedTuple):
-    """A metric, drawn."""
-
-    name: str
-    points: str
-    band: str  # of many points: the lowest and the highest of each part, so that spikes stay
-    gaps: list[str]  # places of values that are no numbers
-
-
 class Chart(NamedTuple):
-    """A picture of one or two metrics."""
+    """A chart of one or two metrics over the steps."""
 
     title: str
-    unit: str
-    lines: list[Line]
-    ticks: list[tuple[int, str]]
-    first: str
+    lines: dict[str, str]  # by name, the points of a polyline
+    low: str
+    high: str
+    first: str  # step
     last: str
 
 

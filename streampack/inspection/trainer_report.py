@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streampack.inspection.packs import first_packs
-from streampack.inspection.report_writer import PACKS, REPORT_FILE
-from streampack.inspection.run_page import write_run_page
-from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
+from streampack.inspection.report_writer import PACKS, REPORT_FILE, write_run_page
+from streampack.integrations.hf_trainer.hooks import hooks_of
 from streampack.streaming.epoch_rows import tolerant
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-METRICS = {
-    "loss": "loss",
-    "eval_loss": "validation_loss",
-    "grad_norm": "grad_norm",
-    "learning_rate": "lr",
-    "padding": "padding",
-    "data_wait": "data_wait",
-    "cost_imbalance": "cost_imbalance",
-}
-"""Names of numbers in Trainer's log, and the names of the same metrics in a recipe's."""
 
 
 def write_trainer_report(trainer: Trainer) -> Path:
@@ -38,34 +26,21 @@ def write_trainer_report(trainer: Trainer) -> Path:
     Raises:
         ValueError: for any other trainer.
     """
-    hooks = hooks_of(trainer)
+    hooks, args = hooks_of(trainer), trainer.args
     if hooks is None or hooks.steps is None or hooks.ledger is None:
         raise ValueError(
             "the trainer has trained no packs to the end; call prepare_trainer_for_packing(trainer) and "
             "trainer.train() first"
         )
-    path = Path(trainer.args.output_dir, REPORT_FILE)
-    if trainer.is_world_process_zero():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(trainer, hooks, path)
-    return path
-
-
-def _write(trainer: Trainer, hooks: Hooks, path: Path) -> None:
-    assert hooks.steps is not None
-    assert hooks.ledger is not None
-    args, loader, config = trainer.args, hooks.steps.loader, hooks.packs.lane_config
-    window = hooks.packs.window_for(args.world_size)
-    num_lanes = hooks.packs.lanes_for(args.world_size)
+    path = Path(args.output_dir, REPORT_FILE)
+    if not trainer.is_world_process_zero():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    loader, config = hooks.steps.loader, hooks.packs.lane_config
+    window, num_lanes = hooks.packs.window_for(args.world_size), hooks.packs.lanes_for(args.world_size)
     metrics: dict[int, dict[str, float]] = {}
-    packed = capacity = 0.0  # as of the log before
     for entry in trainer.state.log_history:
-        found = {METRICS[name]: float(value) for name, value in entry.items() if name in METRICS}
-        if "padding" in found:  # of the run so far; the page's is that of the steps since the log before
-            before, packed = packed, float(entry["num_tokens"])
-            begun, capacity = capacity, packed / (1 - found.pop("padding"))
-            if capacity > begun:
-                found["padding"] = 1 - (packed - before) / (capacity - begun)
+        found = {name: float(each) for name, each in entry.items() if isinstance(each, (int, float))}
         metrics.setdefault(entry["step"], {}).update(found)
     packs = first_packs(replace(tolerant(config), balance_window=window), num_lanes, PACKS)
     write_run_page(
@@ -77,8 +52,9 @@ def _write(trainer: Trainer, hooks: Hooks, path: Path) -> None:
             f"balance_window={window}",
             "attention": hooks.inputs.attention,
         },
-        config=args.to_json_string(),
+        settings=args.to_json_string(),
         metrics=metrics,
         ledger=hooks.ledger.as_dict(),
         packs=[((pack.number * num_lanes + pack.lane) // loader.packs_per_step + 1, pack) for pack in packs],
     )
+    return path
