@@ -9,13 +9,16 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import streampack
 from benchmarks.lengths import DISTRIBUTIONS, lengths, lower_bound
@@ -27,10 +30,11 @@ from tests.harness.hf_tokenizers import byte_level
 from tests.harness.models_table import BACKENDS, PAGE, read_page
 from tests.harness.processes import run_ranks
 from tests.harness.stock import SIZES, shrunk, shrunk_config
+from tests.harness.stores import Versioned
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OWN_TESTS = {"after_training.md", "models.md"}  # they need more than is printed
+OWN_TESTS = {"after_training.md", "models.md", "README.md"}  # they need more than is printed
 AGAIN = "`make docs` writes it again"
 
 
@@ -38,7 +42,9 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name not in OWN_TESTS]
+WITH_BLOCKS = [
+    page for page in PAGES if blocks(page) and page.name not in OWN_TESTS and page.parent.name != "tutorials"
+]
 
 
 README = ROOT / "README.md"
@@ -143,56 +149,109 @@ def make_data(folder: Path) -> None:
     (folder / "chats" / "rows.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 400)
 
 
-@pytest.mark.usefixtures(shrunk.__name__)
-@pytest.mark.filterwarnings("ignore")  # of transformers and torchtune
-def test_readmes_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process: ``my_model`` and the chats are small, and a stock config reads local files on a CPU."""
-    pytest.importorskip("rich")
-    from omegaconf import OmegaConf
-    from torchtune._cli.tune import main as tune
+def fences(page: Path) -> list[tuple[str, str]]:
+    """The language and the text of each block of code of a page."""
+    text = page.read_text(encoding="utf-8").replace("\\\n ", "")
+    return re.findall(r"^```([{}\w]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
-    monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "my_model")
-    make_data(tmp_path)
-    stock = shrunk_config(
-        "qwen2_5/0.5B_full_single_device", tmp_path, max_steps_per_epoch=1, gradient_accumulation_steps=1
-    )
-    keys = "output_dir device tokenizer.path tokenizer.merges_file checkpointer.checkpoint_dir dataset.source"
-    keys += " dataset.data_files dataset.split max_steps_per_epoch gradient_accumulation_steps"
-    local = [f"{key}={OmegaConf.select(stock, key)}" for key in keys.split()]
-    text = README.read_text(encoding="utf-8").replace("\\\n", " ")
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "".join(block for language, block in fences if not language).splitlines()
-    ran = []
-    for line in lines:
+
+class Bucket(Versioned):
+    """``s3://`` in memory."""
+
+    protocol = "s3"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("s3://"))
+
+
+STOCK = "qwen2_5/0.5B_full_single_device"
+
+
+def exit_code(main: Callable[[], Any]) -> Any:
+    """What a program exits with: returned or raised."""
+    try:
+        return main() or 0
+    except SystemExit as end:
+        return end.code or 0
+
+
+class Shell:
+    """Runs lines of a shell in this process; downloads are skipped, and a stock config reads small local files."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.ran: list[str] = []
+        self.patch = patch
+        once = {"max_steps_per_epoch": 1, "gradient_accumulation_steps": 1}
+        stock = shrunk_config(STOCK, folder, **once)
+        keys = "device tokenizer.path tokenizer.merges_file checkpointer.checkpoint_dir dataset.source"
+        keys += " dataset.data_files dataset.split max_steps_per_epoch gradient_accumulation_steps"
+        self.local = [f"{key}={OmegaConf.select(stock, key)}" for key in keys.split()]
+
+    def __call__(self, line: str) -> None:
         program, *words = shlex.split(line)
-        ran.append(program)
+        self.ran.append(f"{program} {words[0]}")
         if program == "pip":
             [wanted] = re.findall(r"\.\[(.*)\]", words[1])
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            assert words[0] == "install"
             assert set(wanted.split(",")) <= set(extras)
-        elif program == "streampack":
-            assert cli.main(words) == 0
-            assert "chats/rows.jsonl" in Path("packs.html").read_text()
         elif program == "python":
             assert words[0] == "-m"
             runpy.run_module(words[1])["main"](words[2:])
             assert "chats/rows.jsonl" in Path("outputs/chat/report.html").read_text()
-            assert Path("outputs/chat/model.safetensors").is_file()
             assert json.loads(Path("outputs/chat/config.json").read_text())["use_cache"]
-        elif program == "tune":
-            monkeypatch.setattr(sys, "argv", ["tune", *words, *local])
-            monkeypatch.setitem(SIZES, "max_seq_len", 4096)
-            with pytest.raises(SystemExit) as ended:
-                tune()
-            assert not ended.value.code
-            assert list(Path(stock.output_dir).rglob("*.safetensors"))
-    assert ran == ["pip", "streampack", "python", "tune"]
+        elif program == "tune" and words[0] == "run":
+            from torchtune._cli.tune import main
+
+            local = [f"output_dir=outputs/{'mine' if 'my.yaml' in words else 'stock'}", *self.local]
+            written = {word.partition("=")[0] for word in words}
+            local = [each for each in local if each.partition("=")[0] not in written]
+            self.patch.setattr(sys, "argv", ["tune", *words, *local])
+            assert exit_code(main) == 0
+            assert list(Path("outputs").rglob("epoch_0/*.safetensors"))
+        elif program == "streampack":
+            quick = {"run": ["max_steps=1"], "validate": self.local}
+            assert exit_code(lambda: cli.main([*words, *quick.get(words[0], [])])) == 0
+        else:
+            assert (program, words[0]) == ("tune", "download")
+
+
+TUTORIALS = [README, *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.usefixtures(shrunk.__name__)
+@pytest.mark.filterwarnings("ignore")  # of transformers and torchtune
+def test_a_tutorials_blocks_run_as_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, in this process, beside small data and a small model."""
+    pytest.importorskip("rich")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setitem(SIZES, "max_seq_len", 4096)
+    make_model(tmp_path / "my_model")
+    make_data(tmp_path)
+    before = fsspec.get_filesystem_class("s3")
+    fsspec.register_implementation("s3", Bucket, clobber=True)
+    Bucket(skip_instance_cache=True).pipe("/my-bucket/text/a.jsonl", Path("data/rows.jsonl").read_bytes())
+    shell, names = Shell(tmp_path, monkeypatch), {"__name__": "page"}
+    for number, (language, block) in enumerate(fences(page)):
+        if language == "python":
+            exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        elif not language:
+            for line in block.splitlines():
+                shell(line)
+    fsspec.register_implementation("s3", before, clobber=True)
+    assert {
+        "README": "python -m",
+        "fine_tune_chats": "python -m",
+        "run_a_stock_config": "streampack validate",
+    }.get(page.stem, "streampack run") in shell.ran
 
 
 def test_there_are_pages_with_blocks() -> None:
-    assert {"README.md", "data.md", "hugging_face.md", "several_devices.md"} <= {
+    assert {"index.md", "data.md", "hugging_face.md", "several_devices.md"} <= {
         page.name for page in WITH_BLOCKS
     }
 
