@@ -36,6 +36,7 @@ class Row(NamedTuple):
 
     data: Mapping[str, Any]
     row_id: RowId
+    made: Sample | Exception | None = None  # what its encoder made of it, if it was encoded with other rows
 
 
 class Sample(NamedTuple):

@@ -200,7 +200,7 @@ class MixtureReader(Reader):
                 break
             self._restart(current)
         self.awaits_charge = True
-        return Row(row.data, (current, *row.row_id))
+        return row._replace(row_id=(current, *row.row_id))
 
     @override
     def prepare(self) -> None:
@@ -243,7 +243,8 @@ class MixtureReader(Reader):
     def _reader(self, index: int) -> Reader:
         state = self.states[index]
         if state.reader is None:
-            state.reader = self._open(index, state.restarts, state.cursor or None)
+            entry, reader = self.entries[index], self._open(index, state.restarts, state.cursor or None)
+            state.reader = self.reading.wrap(reader, entry.source, entry.encoder)
         return state.reader
 
     def _open(self, index: int, restarts: int, start: Cursor | None = None) -> Reader:

@@ -48,6 +48,8 @@ class Reading:
         read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
         earlier: for each source of files, by its name in a mixture (otherwise an empty one), the divisions of the
             epochs that began before its files changed, in order.
+        wrap: called by a mixture with each reader that it opens, its source and the encoder of that; returns the reader
+            to use in its place.
     """
 
     lane: int = 0
@@ -60,6 +62,7 @@ class Reading:
     stagger: int = 0
     read_ahead: ReadAhead | None = None
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)
+    wrap: Callable[[Reader, Any, Any], Reader] = lambda reader, source, encoder: reader
 
     @property
     def key(self) -> tuple[int, int, int]:

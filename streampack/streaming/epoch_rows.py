@@ -81,9 +81,10 @@ def tolerant(config: LaneConfig) -> LaneConfig:
 
 def look(config: LaneConfig, row: Row) -> tuple[Seen, list[Sample]]:
     """Encode and cut a row as a lane of a `tolerant` configuration does; return its counts and its pieces."""
-    sample = config.sample(row)
-    if isinstance(sample, str):
-        return Seen(row.row_id, 0, 0, 0, 0, "bad", sample), []
+    try:
+        sample = config.sample(row)
+    except BadRecord as error:
+        return Seen(row.row_id, 0, 0, 0, 0, "bad", error.reason), []
     if sample is GIANT:
         detail = f"more than {CHARACTERS_OF_A_TOKEN} * max_document_tokens characters, which were not encoded"
         return Seen(row.row_id, 0, 0, 0, 0, "overlong", detail), []

@@ -99,4 +99,4 @@ def _encoded(config: LaneConfig, row: Row) -> Any:
         sample = config.sample(row)
     except Exception:
         return None
-    return None if isinstance(sample, str) or not sample.tokens.size else sample
+    return sample if sample.tokens.size else None

@@ -272,14 +272,14 @@ class Lane:
         """Go on behind an open window, and drop what it had planned: images are gone, so it cannot be planned again."""
         closed, before, config = state.closed(), self.piece_reader, self.config
         assert config.quarantine is not None
-        for row_id, reason in before.skipped:  # also those that were bad before, which are listed once
+        for record in before.skipped:  # also those that were bad before, which are listed once
             config.quarantine.skip(
-                self.lane, source=config.source, row_id=row_id, reason=reason, before=0, rows=0
+                self.lane, source=config.source, row_id=record.row_id, reason=record.reason, before=0, rows=0
             )
         log.warning(
             "lane %d: %d tokens are dropped, the rest of a balance window that cannot be planned again: %s: %s",
             self.lane, closed.ledger.dropped["removed"] - state.ledger.dropped["removed"],
-            config.source.locate(before.skipped[0][0]), before.skipped[0][1],
+            config.source.locate(before.skipped[0].row_id), before.skipped[0].reason,
         )  # fmt: skip
         again = PieceReader(config, lane=self.lane, num_lanes=before.num_lanes, read_ahead=before.read_ahead)
         self._open(again, closed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ from streampack.sources.arrow_rows import ArrowRow
 from streampack.sources.bad_records import Quarantine, require_sound
 from streampack.sources.files import FileSource
 from streampack.sources.mixture import Mix
-from streampack.sources.reading import Division, Reader, Reading
+from streampack.sources.reading import BadRecord, Division, Reader, Reading
 from streampack.sources.source import Source
 from streampack.storage.read_ahead import ReadAhead
+from streampack.streaming.window_reader import WindowReader
 from streampack.types import IGNORE_INDEX, INT32, Cursor, Pack, Row, RowId, Sample
 from streampack.validation import require_positive
 
@@ -106,19 +109,49 @@ class LaneConfig:
         read_ahead: ReadAhead | None = None,
     ) -> Reader:
         """Open a lane's rows of an epoch, at a cursor or at its beginning."""
-        return self.source.read(
-            Reading(
-                lane,
-                num_lanes=num_lanes,
-                epoch=epoch,
-                seed=self.seed,
-                shuffle_window=self.shuffle_window,
-                start=start,
-                stagger=self.packing.max_seq_len,
-                read_ahead=read_ahead,
-                earlier=self.earlier,
-            )
+        reading = Reading(
+            lane,
+            num_lanes=num_lanes,
+            epoch=epoch,
+            seed=self.seed,
+            shuffle_window=self.shuffle_window,
+            start=start,
+            stagger=self.packing.max_seq_len,
+            read_ahead=read_ahead,
+            earlier=self.earlier,
+            wrap=self._in_windows,
         )
+        reader = self.source.read(reading)
+        return reader if self.source.names else self._in_windows(reader, self.source, None)
+
+    def _in_windows(self, reader: Reader, source: Source, encoder: Encode | None) -> Reader:
+        """Return a reader that encodes the rows of a source in windows, if its encoder gains from that.
+
+        Rows of an iterable are encoded one by one: they may come slowly, and it may use their memory again.
+        """
+        encode = encoder or self.encode
+        keeps = all(leaf.map_style or isinstance(leaf, FileSource) for leaf in source.leaves().values())
+        if not isinstance(encode, Encoder) or encode.batch_rows == 1 or not keeps:
+            return reader
+        return WindowReader(
+            reader,
+            partial(self._encoded, encode),
+            rows=encode.batch_rows,
+            characters=partial(_characters, encode),
+        )
+
+    def _encoded(self, encode: Encoder, rows: Sequence[Row]) -> list[Row]:
+        """Encode some rows together, all but giants. Where that fails, `sample` encodes them one by one."""
+        most = self.max_document_tokens or math.inf
+        some = [row for row in rows if _characters(encode, row) <= CHARACTERS_OF_A_TOKEN * most]
+        try:
+            made = encode.encode_many(
+                [dict(row.data) if type(row.data) is ArrowRow else row.data for row in some]
+            )
+        except Exception:
+            return list(rows)
+        found = dict(zip(map(id, some), made, strict=True))
+        return [row._replace(made=found.get(id(row))) for row in rows]
 
     def null_pack(self) -> Pack:
         """Return a pack of padding only, which a rank takes where it has no pack and others do.
@@ -141,48 +174,50 @@ class LaneConfig:
         found = self.source.encoder(row_id) or self.encode
         return encoder_beside(found, self.source, row_id) if self.reads_beside else found
 
-    def sample(self, row: Row, *, unchecked: list[tuple[RowId, Sample]] | None = None) -> Sample | str:
-        """Encode and check a row. If bad records are skipped, return the reason instead of raising.
+    def sample(self, row: Row, *, unchecked: list[tuple[RowId, Sample]] | None = None) -> Sample:
+        """Encode and check a row.
 
         Args:
             row: of the source.
-            unchecked: takes the samples whose ids the caller checks, with `check_ids`. 64 at once take a quarter of the
-                time. Where bad records are skipped, they are checked here.
+            unchecked: receives samples whose ids the caller checks with `check_ids`: 64 at once take a quarter of the
+                time. Where bad records are skipped, samples are checked here.
+
+        Raises:
+            BadRecord: for a row that makes no sample, if bad records are skipped.
+            Exception: the encoder's, with the place of the row, if they are not, or if a server does not answer.
         """
         try:
-            encode, data, sample = self.encoder(row.row_id), row.data, None
-            if type(data) is ArrowRow:
+            encode, data, sample, sound = self.encoder(row.row_id), row.data, row.made, not self.checks
+            if isinstance(sample, Exception):
+                raise sample
+            if sample is None and type(data) is ArrowRow:
                 if type(encode) is not TokensEncoder:
                     data = dict(data)  # functions of users may change it, or add to its lists
                 elif (ids := encode.checked_in(data.batch)) is not None and (
                     self.vocab_size is None or ids.below <= self.vocab_size
                 ):
-                    sample = ids.sample(data.index)
+                    sample, sound = ids.sample(data.index), True
             if sample is None:
                 if is_giant(encode, data, self.max_document_tokens):
                     return GIANT
                 sample = encode(data)
-                if self.checks:
-                    # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms,
-                    # or memory that they use again, so that is converted and copied.
-                    if not type(encode).__module__.startswith("streampack."):
-                        sample = sample_from_row(sample)
-                    if (
-                        unchecked is not None
-                        and self.quarantine is None
-                        and not isinstance(sample, MediaSample)
-                    ):
-                        unchecked.append((row.row_id, sample))
-                    else:
-                        check_ids([sample], self.vocab_size)
+            if not sound:
+                # Encoders of this package return a `Sample` in new memory. Other encoders may return other forms, or
+                # memory that they use again, so that is converted and copied.
+                if not type(encode).__module__.startswith("streampack."):
+                    sample = sample_from_row(sample)
+                if unchecked is not None and self.quarantine is None and not isinstance(sample, MediaSample):
+                    unchecked.append((row.row_id, sample))
+                else:
+                    check_ids([sample], self.vocab_size)
             if not sample.tokens.size:
                 raise ValueError("it has no token; mend the row, or leave it out (skip_bad: True)")
             if isinstance(sample, MediaSample):
                 require_room(sample, self.packing)
         except Exception as error:
-            # A server that does not answer is no fault of a row's.
             if self.quarantine is not None and not isinstance(error, ConnectionError):
-                return f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
+                raise BadRecord(reason, row_id=row.row_id, locate=self.source.locate) from error
             place = self.source.locate(row.row_id)
             if isinstance(error, ValueError):
                 raise ValueError(f"{place}: {error}") from error
@@ -229,6 +264,14 @@ class LaneConfig:
         if bounds and bounds[-1][1] < length:  # cut on the right
             pieces = [(start, with_eos_of(sample, piece, self.eos_ids)) for start, piece in pieces]
         return pieces
+
+
+def _characters(encode: Encoder, row: Row) -> int:
+    """Return how many characters of a row are encoded; 0 for a row that its encoder will refuse."""
+    try:
+        return encode.characters(row.data)
+    except Exception:
+        return 0
 
 
 def is_giant(encode: Encode, data: Any, most: int | None) -> bool:

@@ -71,7 +71,7 @@ class PieceReader:
         # Bad records of the newest pass over each source: a record counts once, however often it is read.
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.planning_again = False  # whether what is read was read, counted and listed before a resume
-        self.skipped: list[tuple[RowId, str]] = []  # while it was: rows that are bad now, and why
+        self.skipped: list[BadRecord] = []  # while it was: rows that are bad now
         self.epoch_has_rows = False
         self.dropped_in_row = 0  # rows
         self.most_dropped = MOST_DROPPED if config.may_not_end else math.inf
@@ -103,21 +103,19 @@ class PieceReader:
         while not self.pending:
             try:
                 row = next(self.reader, None)
+                if row is None:
+                    if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
+                        self.check()
+                        return None
+                    self.begin_epoch(self.epoch + 1)
+                    continue
+                pieces = self._pieces_of(row)
             except BadRecord as error:
-                if self.config.quarantine is None:
-                    raise error.unskipped() from None
-                self.epoch_has_rows = True
-                self._skip_record(error.row_id, error.reason)
-                self._count_dropped()
-                continue
-            if row is None:
-                if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
-                    self.check()
-                    return None
-                self.begin_epoch(self.epoch + 1)
-                continue
+                self._skip(error)
+                self.reader.charge([])
+                pieces = []
             self.epoch_has_rows = True
-            if not (pieces := self._pieces_of(row)):
+            if not pieces:
                 self._count_dropped()
                 continue
             self.dropped_in_row = 0
@@ -141,8 +139,15 @@ class PieceReader:
     def restore(self, waiting: Sequence[Address], rows: Iterable[Mapping[str, Any]]) -> None:
         """Encode and cut rows that waited when a state was taken, so that their pieces come first."""
         for address, data in zip(waiting, rows, strict=True):
-            row = Row(data, address.row_id)
-            if pieces := self._pieces_at(address, row) if address.total else self._pieces_of(row):
+            row, pieces = Row(data, address.row_id), list[Piece]()
+            try:
+                pieces = self._pieces_at(address, row) if address.total else self._pieces_of(row)
+            except BadRecord as error:
+                self._skip(error)
+                if address.total and not self.config.reads_images:
+                    raise self._other_pieces(address) from error
+                self.ledger.drop("removed", address.tokens)  # its image is gone since
+            if pieces:
                 self.pending.append(deque(pieces))
 
     @property
@@ -165,11 +170,6 @@ class PieceReader:
         if len(self.unchecked) >= CHECKED_AT_ONCE:
             self.check()
         sample = config.sample(row, unchecked=self.unchecked)
-        if isinstance(sample, str):
-            self._skip_record(row_id, sample)
-            if not counted:
-                self.reader.charge([])
-            return []
         length, untrained = sample.tokens.size, False
         # As most are.
         if type(sample) is Sample and length <= self.max_seq_len and not trains_nothing(sample):
@@ -246,9 +246,10 @@ class PieceReader:
             return piece.sample
         row_id = piece.address.row_id
         [data] = self.config.source.fetch_many([row_id]) if piece.row is None else [piece.row]
-        again = self.config.sample(Row(data, row_id))
-        if isinstance(again, str):
-            self._skip_record(row_id, again)
+        try:
+            again = self.config.sample(Row(data, row_id))
+        except BadRecord as error:
+            self._skip(error)
             self.ledger.drop("removed", piece.length)
             return None
         same = isinstance(again, MediaSample) and again.cost == piece.media
@@ -261,21 +262,18 @@ class PieceReader:
         )
 
     def _pieces_at(self, address: Address, row: Row) -> list[Piece]:
-        before = self.ledger.dropped_samples["bad"] + len(self.skipped)
         pieces = self._pieces_of(row, counted=True)
-        bad = self.ledger.dropped_samples["bad"] + len(self.skipped) > before
-        if bad and self.config.reads_images:
-            # Its image is gone since. It is listed, and no other waits for it.
-            self.ledger.drop("removed", address.tokens)
-            return []
         waited = [piece for piece in pieces if address.start <= piece.address.start < address.stop]
         if not waited or waited[0].address._replace(stop=waited[-1].address.stop) != address:
-            raise ValueError(
-                f"lane {self.lane}: {self.config.source.locate(row.row_id)} makes other pieces than the tokens "
-                f"{address.start} to {address.stop} of {address.total} that the state says; the data or the encoder "
-                "changed since it was written"
-            )
+            raise self._other_pieces(address)
         return waited
+
+    def _other_pieces(self, address: Address) -> ValueError:
+        return ValueError(
+            f"lane {self.lane}: {self.config.source.locate(address.row_id)} makes other pieces than the tokens "
+            f"{address.start} to {address.stop} of {address.total} that the state says; the data or the encoder "
+            "changed since it was written"
+        )
 
     def _count_dropped(self) -> None:
         """Warn early if every row is dropped, because reading the whole corpus may take days.
@@ -291,11 +289,13 @@ class PieceReader:
         if self.dropped_in_row >= self.most_dropped:
             raise endless_drop(ledger, lane=self.lane, rows=self.dropped_in_row)
 
-    def _skip_record(self, row_id: RowId, reason: str) -> None:
-        quarantine, source = self.config.quarantine, self.config.source
-        assert quarantine is not None
+    def _skip(self, record: BadRecord) -> None:
+        """List and count a bad record; raise it if none is skipped."""
+        quarantine, source, row_id = self.config.quarantine, self.config.source, record.row_id
+        if quarantine is None:
+            raise record.unskipped() from None
         if self.planning_again:
-            self.skipped.append((row_id, reason))
+            self.skipped.append(record)
             return
         index = source.source_index(row_id)
         ended = self.bad_in_pass[index] if self.reader.passes_begun else 0
@@ -303,7 +303,7 @@ class PieceReader:
             self.lane,
             source=source,
             row_id=row_id,
-            reason=reason,
+            reason=record.reason,
             before=sum(self.bad_in_pass) - ended,
             rows=self.ledger.samples + self.ledger.dropped_samples["bad"],
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from streampack.sources.corpus_identity import first_difference
-from streampack.sources.reading import BadRecord, Reading
+from streampack.sources.reading import BadRecord
 from streampack.sources.token_shards import Shard, ShardWriter, read_header, shard_of
 from streampack.storage.folders import Folder
 from streampack.streaming.lane_config import LaneConfig
@@ -109,7 +109,7 @@ def _samples(job: Job, progress: Progress) -> Iterator[tuple[Cursor, int, tuple[
     """
     config, lane, bad = job.config, progress.lane, progress.bad
     documents = sum(shard.documents for shard in progress.shards)
-    reader = config.source.read(Reading(lane, num_lanes=job.plan["lanes"], start=progress.start))
+    reader = config.open(lane, num_lanes=job.plan["lanes"], epoch=0, start=progress.start)
     config.check_shards()
     while True:
         cursor = reader.cursor
@@ -117,22 +117,22 @@ def _samples(job: Job, progress: Progress) -> Iterator[tuple[Cursor, int, tuple[
             if (row := next(reader, None)) is None:
                 yield cursor, bad, None
                 return
-            row_id, sample = row.row_id, config.sample(row)
+            sample = config.sample(row)
         except BadRecord as error:
             if config.quarantine is None:
                 raise error.unskipped() from None
-            row_id, sample = error.row_id, error.reason
-        if not isinstance(sample, str):
-            assert row is not None
-            documents += 1
-            yield cursor, bad, (row, sample)
+            config.quarantine.skip(
+                lane,
+                source=config.source,
+                row_id=error.row_id,
+                reason=error.reason,
+                before=bad,
+                rows=documents + bad,
+            )
+            bad += 1
             continue
-        assert config.quarantine is not None
-        rows = documents + bad
-        config.quarantine.skip(
-            lane, source=config.source, row_id=row_id, reason=sample, before=bad, rows=rows
-        )
-        bad += 1
+        documents += 1
+        yield cursor, bad, (row, sample)
 
 
 def _append_document(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> None:
