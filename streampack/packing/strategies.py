@@ -65,14 +65,17 @@ def exact_fit(lengths: list[int], room: int, limit: int, pull: Pull) -> list[int
     while total < room and (seen < len(lengths) or pull()):
         total += lengths[seen]
         seen += 1
-    taken = list(range(seen)) if total <= room else _fullest(lengths, room, pull)
+    taken = list(range(seen)) if total <= room else _fullest(lengths, room, pull, seen - 1)
     return taken if len(taken) <= limit else best_fit(lengths, room, limit, lambda: False)
 
 
-def _fullest(lengths: list[int], room: int, pull: Pull) -> list[int]:
+def _fullest(lengths: list[int], room: int, pull: Pull, seen: int) -> list[int]:
+    """Return the fullest sum, given that all of the first ``seen`` pieces together leave room."""
     reach = 1 << room
     before: list[int] = []  # before[i] is the reach of lengths[:i]; the members of the sum are found from it
-    seen = 0
+    for length in lengths[:seen]:
+        before.append(reach)
+        reach |= reach >> length
     while not reach & 1 and (seen < len(lengths) or pull()):
         before.append(reach)
         reach |= reach >> lengths[seen]

@@ -111,6 +111,7 @@ class Lane:
                 self._plan()
             placed = self._take()
         else:
+            self.planner.packs = self.packs
             placed = self.planner.next_pack()
         self.piece_reader.check()
         self.done = not placed
@@ -212,6 +213,7 @@ class Lane:
     def _plan(self) -> None:
         """Plan the packs of a balance window that begins here, and ends at a multiple of its size, as in all lanes."""
         self.window = OpenWindow(self._stand(), self.ledger.tokens_in)
+        self.planner.packs = self.packs
         size, planned = self.config.balance_window, list[list[Placed[Piece]]]()
         while len(planned) < size - self.packs % size and (placed := self.planner.next_pack()):
             planned.append(placed)

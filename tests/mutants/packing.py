@@ -102,6 +102,14 @@ def padding_within_sequences_counted(good, self):
     return sum(each.length for pack in self.fragments for each in pack)
 
 
+@replaces(Planner, "next_pack")
+def drift_bounded_as_at_the_beginning(good, self):
+    """How many long pieces may wait follows from the packs since a resume, so it plans other packs than the run."""
+    self.packs = getattr(self, "packs_since_resume", 0)
+    self.packs_since_resume = self.packs + 1
+    return good(self)
+
+
 @replaces(Planner, "__init__")
 def no_limit_of_media(good, self, packing, pull):
     """Packs take more media than ``max_media``."""
