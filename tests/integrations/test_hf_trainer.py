@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from streampack import (
     prepare_trainer_for_packing,
 )
 from tests.harness.hf_trainers import (
+    MAX_SEQ_LEN,
     SAMPLES,
     Killed,
     Losses,
@@ -318,6 +320,28 @@ def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
         ):
             train(logging_steps)
     assert train(1, untrained="keep").training_loss == 0.0
+
+
+def live_mask_bytes() -> int:
+    """Count the bytes of the dense masks that are alive, as sdpa takes them: ``[batch, 1, query, key]``."""
+    found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.bool]
+    found = [each for each in found if each.ndim == 4 and each.shape[-2:] == (MAX_SEQ_LEN, MAX_SEQ_LEN)]
+    return sum(
+        storage.nbytes() for storage in {each.data_ptr(): each.untyped_storage() for each in found}.values()
+    )
+
+
+def test_masks_are_made_one_micro_batch_at_a_time(tmp_path: Path) -> None:
+    """Trainer collects the batches of a step before it begins: with their masks, 16 of 8,192 tokens take 1 GiB."""
+    trainer = trainer_of(tmp_path, max_steps=2, gradient_accumulation_steps=8, eval_dataset=held_out())
+    prepare_trainer_for_packing(trainer, train_dataset=stream(), attention="dense", verify_isolation=False)
+    seen: list[int] = []
+    trainer.model.register_forward_pre_hook(lambda *_: seen.append(live_mask_bytes()))
+    trainer.train()
+    assert seen == [2 * MAX_SEQ_LEN**2] * 16
+    seen.clear()
+    trainer.evaluate()
+    assert seen == [8 * MAX_SEQ_LEN**2]
 
 
 # Before the first step, samples of a pack must not see one another.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from streampack.integrations.hf_trainer.steps import AsInputs
+from streampack.integrations.hf_trainer.steps import ToDevice
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.streaming.dataset import IterablePackedDataset
 
@@ -26,15 +26,15 @@ def require_end(packs: IterablePackedDataset, name: str) -> None:
 
 
 class Evaluation:
-    """A loader of evaluation batches as the model's arguments; every iteration yields the same batches."""
+    """A loader of evaluation batches; every iteration yields the same ones."""
 
     # accelerate's GradientState reads these from the loader that is iterated.
     end_of_dataloader = False
     remainder = -1  # how many rows of the last batch are kept in predictions; -1 stands for all
 
-    def __init__(self, loader: PackedDataLoader, as_inputs: AsInputs) -> None:
+    def __init__(self, loader: PackedDataLoader, to_device: ToDevice) -> None:
         self.loader = loader
-        self.as_inputs = as_inputs
+        self.to_device = to_device
         self.packs = 0  # packs of this rank in the newest evaluation, without null packs
         self._epoch = loader.dataset.epoch
 
@@ -56,7 +56,7 @@ class Evaluation:
                     # With one rank, the last batch ends with its null packs. With several they can be anywhere.
                     self.remainder = packs
                 self.packs += packs
-                yield self.as_inputs(batch)
+                yield self.to_device(batch)
                 batch = following
         finally:
             state._remove_dataloader(self)

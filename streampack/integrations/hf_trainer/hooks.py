@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BATCH = "batch"
+"""Key of the `Batch` in what the loaders yield."""
+
 
 def hooks_of(trainer: Trainer) -> Hooks | None:
     """Return the hooks of a trainer that is prepared; None for any other."""
@@ -66,6 +69,7 @@ class Hooks:
         "evaluation_loop",
         "save_model",
         "log",
+        "_prepare_inputs",
         "compute_loss",
         "_get_num_items_in_batch",
         "_load_from_checkpoint",
@@ -128,8 +132,11 @@ class Hooks:
             self._inputs = made, model, model.device
         return self._inputs[0]
 
-    def as_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Turn a batch into the model's keyword arguments, on its device; refuse what cross-entropy cannot train."""
+    def to_device(self, batch: Batch) -> dict[str, Any]:
+        """Return a batch on the model's device, and what Trainer reads of it; refuse what cross-entropy cannot train.
+
+        Trainer collects all batches of a step before it begins. So `_prepare_inputs` makes their masks, one at a time.
+        """
         require_unshared(batch)
         model = find_pretrained(self.trainer.model)
         require_token_ids(batch.tokens, model.config.get_text_config().vocab_size)
@@ -138,7 +145,13 @@ class Hooks:
             require_announced(self.packs)
         self.inputs.require_tokens(text_of(batch, model.config))
         batch = batch.to(self.trainer.args.device)
-        return Arguments(self.inputs(batch), labels=batch.labels)
+        return {"input_ids": batch.tokens, "labels": batch.labels, BATCH: batch}
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's arguments for a batch of packs, with its masks."""
+        if isinstance(batch := inputs.get(BATCH), Batch):
+            inputs = Arguments(self.inputs(batch), labels=batch.labels)
+        return self.originals["_prepare_inputs"](inputs)  # type: ignore[no-any-return]
 
     def train(
         self,
@@ -226,7 +239,7 @@ class Hooks:
             log_overlong(loader)
         epochs = None if self.plan is None else self.packs.epochs
         self.steps = Steps(
-            loader, self.as_inputs, trainer=self.trainer, steps_before=steps_before, planned_epochs=epochs
+            loader, self.to_device, trainer=self.trainer, steps_before=steps_before, planned_epochs=epochs
         )
         return self.steps
 
@@ -240,7 +253,7 @@ class Hooks:
         if data not in self.evaluations:
             require_end(data, "eval_dataset")
             loader = self._loader(data, self.trainer.args.per_device_eval_batch_size)
-            self.evaluations[data] = Evaluation(loader, self.as_inputs)
+            self.evaluations[data] = Evaluation(loader, self.to_device)
         return self.evaluations[data]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The training loader: batches as the model's arguments, and the stream's state after a step, also in checkpoints."""
+"""The training loader: batches on the device, and the state of the stream after a step, also in checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AsInputs = Callable[[Batch], dict[str, Any]]
+ToDevice = Callable[[Batch], dict[str, Any]]
 
 METERED = ("data_wait", "data_wait_mean", "cost_imbalance", "cost_imbalance_mean")
 """What the logs have of `PackedDataLoader.metrics`."""
@@ -40,7 +40,7 @@ class Steps:
 
     Args:
         loader: yields the batches.
-        as_inputs: turns a batch into the model's arguments.
+        to_device: moves a batch to the device, as a dict that Trainer reads.
         trainer: is told to stop when the data ends.
         steps_before: steps that the run made before it was resumed.
         planned_epochs: epochs that the training reads, if ``num_train_epochs`` sets its length; None if
@@ -50,14 +50,14 @@ class Steps:
     def __init__(
         self,
         loader: PackedDataLoader,
-        as_inputs: AsInputs,
+        to_device: ToDevice,
         *,
         trainer: Trainer,
         steps_before: int,
         planned_epochs: int | None = None,
     ) -> None:
         self.loader = loader
-        self.as_inputs = as_inputs
+        self.to_device = to_device
         self.trainer = trainer
         self.planned_epochs = planned_epochs
         self.step = steps_before  # whose batches were handed out last
@@ -89,7 +89,7 @@ class Steps:
             self.step, self._left = self.step + 1, self.loader.batches_per_step
         self._left -= 1
         self.epoch = self._epoch()
-        return self.as_inputs(batch)
+        return self.to_device(batch)
 
     def _fetch(self) -> Batch | None:
         """Return the first batch of the next step, fetched once; None at the end of the data.
