@@ -46,7 +46,7 @@ test-torchtitan: $(VENV)-torchtitan/.installed  ## torchtitan's trainer on our p
 # The kernels lie in a folder of their own: transformers would use them in every other test, and without a GPU they fail.
 test-kernels: .site-kernels/.installed  ## kernels that are told where sequences begin, interpreted on the CPU
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
-		-p tests.harness.kernels_on_cpu tests/attention/test_mixers.py -k interpreted $(PYTEST_ARGS)
+		-p tests.harness.kernels_on_cpu tests/attention/test_mixers.py tests/integrations/test_hf_trainer.py -k interpreted $(PYTEST_ARGS)
 
 test-lowest: $(VENV)-lowest/.installed  ## `make test` with the oldest versions that pyproject.toml allows
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -p no:anyio -n $(JOBS) --dist worksteal \
@@ -169,7 +169,7 @@ $(VENV)/.installed-ray: $(VENV)/.installed
 	@touch $@
 
 .site-kernels/.installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) triton==3.7.1 flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) triton==3.7.1 flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2 liger-kernel==0.8.5
 	@touch $@
 
 # torchtitan needs other versions of datasets and torchao than torchtune: its environment has these, and sees .venv for all else.

@@ -106,6 +106,16 @@ class Estimate(NamedTuple):
         """The packs and two standard errors more, for schedules: one that ends too late is better than too early."""
         return max(1, math.ceil(self.packs + 2 * self.error))
 
+    def step(self, packing: Packing, packs: int) -> str:
+        """Describe an optimizer step of ``packs`` packs."""
+        if packing.strategy == PADDED:
+            return f"{packs:,} samples, each padded to the longest of its batch"
+        samples = self.samples_per_pack
+        return (
+            f"{packs:,} pack{'s' * (packs > 1)} of about {samples:.1f} samples: {packs * samples:,.0f} samples in up "
+            f"to {packs * packing.max_seq_len:,} tokens"
+        )
+
     def losses(self, packing: Packing) -> str | None:
         """Return what ``overlong`` loses of the samples looked at; None for nothing."""
         if not self.cut:

@@ -50,8 +50,6 @@ def opening(
         "packing": f"{name}, max_seq_len={packing.max_seq_len}, balance_window={dataset.window_for(world.data_size)}",
         "attention": inputs.summary.removeprefix("attention="),
     }
-    if packing.strategy == PADDED:
-        lines["step"] = f"{loader.packs_per_step:,} samples, each padded to the longest of its batch"
     if not done:
         lines["lanes"] = lanes_text(lanes, fixed=config.dataset is not None)
     else:
@@ -70,11 +68,7 @@ def opening(
         lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} packs{error}"
         if packing.strategy != PADDED:  # there it is that of batches
             lines["packing"] += f", about {estimate.padding:.1%} padding expected"
-            packs, samples = loader.packs_per_step, estimate.samples_per_pack
-            lines["step"] = (
-                f"{packs:,} pack{'s' * (packs > 1)} of about {samples:.1f} samples: {packs * samples:,.0f} samples in "
-                f"up to {packs * packing.max_seq_len:,} tokens"
-            )
+        lines["step"] = estimate.step(packing, loader.packs_per_step)
         if told := estimate.losses(packing):
             lines["overlong"] = f"{told}; streampack inspect says which"
     return lines

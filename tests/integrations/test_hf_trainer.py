@@ -6,10 +6,13 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +101,26 @@ def test_losses_on_cuda(tmp_path: Path, dtype: torch.dtype) -> None:
         tmp_path, lambda: model(hidden_size=64).to(dtype), use_cpu=False, bf16=True, max_steps=20
     )
     assert_same(*curves, within=5e-2, steps=range(1, 21))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or not find_spec("liger_kernel"), reason="make test-kernels"
+)
+def test_interpreted_loss_of_liger_is_that_of_the_model(tmp_path: Path) -> None:
+    """The kernel makes loss and gradients without the logits; the interpreter cannot run Liger's other kernels."""
+    of_loss = {"rope": False, "rms_norm": False, "swiglu": False}
+    curves = []
+    for liger in (False, True):
+        trainer = packed(
+            tmp_path / str(liger), max_steps=2, use_liger_kernel=liger, liger_kernel_config=of_loss,
+            per_device_train_batch_size=1, per_device_eval_batch_size=4, eval_dataset=held_out(),
+        )  # fmt: skip
+        trainer.train()
+        curves.append(losses(trainer) | {0: trainer.evaluate()["eval_loss"]})
+        assert ("liger" in trainer.model.forward.__func__.__module__) == liger
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
 
 
 def train_until_killed(folder: Path) -> None:
@@ -293,6 +316,34 @@ def test_bad_settings_are_refused(
     monkeypatch.setattr(target, name, value, raising=False)
     with pytest.raises(ValueError, match=message):
         prepare_trainer_for_packing(trainer)
+
+
+def test_one_line_says_what_is_in_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=3, of=model(torch_dtype="bfloat16"))
+    inputs = prepare_trainer_for_packing(trainer, train_dataset=stream(), attention="dense")
+    packs = len(list(stream(epochs=1)))
+    [line] = capsys.readouterr().out.splitlines()
+    found = re.fullmatch(
+        r"attention=dense, bfloat16 on cpu; a step is 6 packs of about ([\d.]+) samples: (\d+) samples in up to 384 "
+        r"tokens; about ([\d.]+)% padding expected", line,
+    )  # fmt: skip
+    assert found, line
+    assert line.startswith(inputs.summary)
+    assert float(found[1]) == pytest.approx(SAMPLES / packs, abs=0.1)
+    assert float(found[3]) == pytest.approx(
+        100 * (1 - sum(len(row["tokens"]) for row in samples()) / packs / MAX_SEQ_LEN), abs=0.1
+    )
+    # As a user of an H100 is told who loads fp32 and leaves bf16 off.
+    summary = "attention=flex, float32 on cuda; varlen refused: flash attention computes in 16 bits"
+    module = "streampack.integrations.hf_trainer.hooks.prepare_model_for_packing"
+    monkeypatch.setattr(module, lambda *_, **__: replace(inputs, summary=summary))
+    prepare_trainer_for_packing(trainer, attention="dense")
+    assert f"{summary}; set bf16=True in TrainingArguments" in capsys.readouterr().out
+    with patch.object(type(trainer.args), "process_index", 1):
+        prepare_trainer_for_packing(trainer, attention="dense")
+    assert not capsys.readouterr().out
 
 
 def test_answers_that_share_a_prompt_are_refused(tmp_path: Path) -> None:

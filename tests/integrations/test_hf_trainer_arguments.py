@@ -32,7 +32,7 @@ OTHERS = {
     "max_grad_norm", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32",
     "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
     "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode",
-    "use_liger_kernel", "liger_kernel_config", "torch_empty_cache_steps", "logging_first_step",
+    "torch_empty_cache_steps", "logging_first_step",
     "log_on_each_node", "logging_nan_inf_filter", "log_level", "log_level_replica", "disable_tqdm",
     "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
     "trackio_static_space_id", "eval_delay", "prediction_loss_only", "eval_do_concat_batches",
@@ -54,6 +54,7 @@ EFFECT = {
     "num_train_epochs", "max_steps", "label_smoothing_factor", "auto_find_batch_size", "logging_strategy",
     "logging_steps", "eval_strategy", "eval_steps", "eval_on_start", "save_strategy", "save_steps",
     "save_total_limit", "dataloader_num_workers", "dataloader_pin_memory", "use_cache",
+    "use_liger_kernel", "liger_kernel_config",
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[Any, str]] = {

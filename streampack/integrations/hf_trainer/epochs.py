@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from streampack.integrations.hf_trainer.opening import PROBED_ROWS
 from streampack.loader.batching import Batching
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.planner import plan_samples
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 log = logging.getLogger(__name__)
-
-PROBED_ROWS = 4096
-"""Rows from whose lengths the packs of an epoch are estimated."""
-FEW_ROWS = 256
-"""Rows that are looked at where each of them may take long."""
 
 
 def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> None:
@@ -66,21 +61,6 @@ class Plan:
     def position(self, epoch: int, step: int) -> float:
         """Return how many epochs are done after ``step`` steps of the epoch ``epoch``, counted from 0."""
         return epoch + min(1.0, step / self.steps[min(epoch, len(self.steps) - 1)])
-
-
-def log_overlong(loader: PackedDataLoader) -> None:
-    """Log what happens to samples that are too long for a pack, as far as some rows show."""
-    packs, config = loader.dataset, loader.dataset.lane_config
-    # Behind URLs each row is a request, and images are decoded.
-    rows = FEW_ROWS if config.packing.overlong in ("error", "split") or config.reads_images else PROBED_ROWS
-    # Of a stream of unknown length, or of a bad row, which training raises where it reads it.
-    with suppress(Exception):
-        try:
-            told = packs.estimate(rows=rows).losses(config.packing)
-        except TooLong as error:
-            told = str(error)
-        if told:
-            log.warning("%s", told)
 
 
 def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:

@@ -14,7 +14,7 @@ from streampack.accounting import Ledger
 from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.vision import text_of
-from streampack.integrations.hf_trainer.epochs import Plan, log_overlong, plan_epochs
+from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
 from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
 from streampack.integrations.hf_trainer.images import require_announced
 from streampack.integrations.hf_trainer.steps import (
@@ -235,8 +235,6 @@ class Hooks:
             self.packs.epochs = math.ceil(args.num_train_epochs)
             self.plan = plan_epochs(loader, args.num_train_epochs)
             args.max_steps = self.plan.total
-        if loader.rank_sync.rank == 0:
-            log_overlong(loader)
         epochs = None if self.plan is None else self.packs.epochs
         self.steps = Steps(
             loader, self.to_device, trainer=self.trainer, steps_before=steps_before, planned_epochs=epochs

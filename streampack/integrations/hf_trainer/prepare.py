@@ -12,6 +12,7 @@ from streampack.integrations.hf_trainer.callback import step_callback
 from streampack.integrations.hf_trainer.evaluation import require_end
 from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
 from streampack.integrations.hf_trainer.images import set_up_for_images
+from streampack.integrations.hf_trainer.opening import print_opening
 from streampack.streaming.dataset import IterablePackedDataset
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def prepare_trainer_for_packing(
     >>> args = TrainingArguments(tempfile.mkdtemp(), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
     ...     report_to="none", disable_tqdm=True, log_level="error", logging_strategy="no", save_strategy="no")
     >>> trainer = Trainer(model, args, train_dataset=packs)
-    >>> prepare_trainer_for_packing(trainer).attention
-    'varlen'
+    >>> inputs = prepare_trainer_for_packing(trainer)  # doctest: +ELLIPSIS
+    attention=varlen, float32 on cpu; a step is 2 packs of about 1.8 samples: 4 samples in up to 16 tokens; ...
     >>> trainer.train().global_step  # doctest: +ELLIPSIS
     {'train_runtime': ...}
     2
@@ -50,6 +51,9 @@ def prepare_trainer_for_packing(
     without ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read. A step that trains
     nothing is an error, unless the packs have ``untrained="keep"``. The guide tells what the logs have, and what
     differs.
+
+    Prints one line: the backend and why each better one was refused, the dtype, samples and tokens of a step, and the
+    padding expected. The backend's part is the ``summary`` of what this returns.
 
     A trainer may be prepared again; the last call counts. `Trainer` over map-style data needs none of this:
     ``data_collator=FlatteningCollator()`` suffices.
@@ -96,6 +100,7 @@ def prepare_trainer_for_packing(
     log_unused(trainer, packs)
     trainer.train_dataset, trainer.eval_dataset = packs, held_out
     hooks.patch(step_callback(hooks))
+    print_opening(trainer.args, packs, summary=inputs.summary)
     return inputs
 
 
