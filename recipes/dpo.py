@@ -79,8 +79,8 @@ def _train(run: Run) -> Result:
             loss_sum = compared.losses.sum()
             rewards.add(compared)
             # Meters count tokens; a pair is counted at the first token of its chosen answer.
-            ones = torch.ones(len(pairs[0]))
-            losses, counts = (at_first_token(each, batch, pairs[0]) for each in (compared.losses, ones))
+            of_pairs = torch.stack([compared.losses.detach(), torch.ones_like(compared.losses)])
+            losses, counts = at_first_token(of_pairs, batch, pairs[0])
             step.add(batch, loss_sum, losses, counts, trained=int(batch.num_trained))
             # An optimizer in the backward pass needs the gradients scaled before.
             scale = step.reduce() if cfg.optimizer_in_bwd else 1.0

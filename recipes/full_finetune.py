@@ -68,12 +68,11 @@ def _train(run: Run) -> Result:
         optimizer.zero_grad(set_to_none=True)
         for batch in step:
             batch = batch if cfg.document_masking else join_documents(batch)
-            label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
             batch = batch.to(device)
+            label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
             with activations:
                 logits = model(**inputs(batch))
-            weights_here = label_weight.to(device, non_blocking=True)
-            losses, z_terms = loss_terms(logits, batch.labels, weights=weights_here, compiled=cfg.compile)
+            losses, z_terms = loss_terms(logits, batch.labels, weights=label_weight, compiled=cfg.compile)
             del logits  # or they would stay through the backward pass
             loss = losses.sum()
             z_loss = cfg.z_loss * z_terms.sum() if cfg.z_loss else torch.zeros_like(loss)

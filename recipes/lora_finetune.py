@@ -65,12 +65,11 @@ def _train(run: Run) -> Result:
     for step in run.steps():
         optimizer.zero_grad(set_to_none=True)
         for batch in step:
-            label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
             batch = batch.to(device)
+            label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
             with activations:
                 logits = model(**inputs(batch))
-            weights_here = label_weight.to(device, non_blocking=True)
-            losses, _ = loss_terms(logits, batch.labels, weights=weights_here, compiled=cfg.compile)
+            losses, _ = loss_terms(logits, batch.labels, weights=label_weight, compiled=cfg.compile)
             del logits  # or they would stay through the backward pass
             loss = losses.sum()
             step.add(batch, loss, losses, label_weight)

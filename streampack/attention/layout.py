@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 from torch import nn
 
 from streampack.packing.batch import Batch, stack_packs
-from streampack.packing.groups import paths_of
+from streampack.packing.groups import path_starts
 from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups
 
-BOUNDARY_KEYS = "seq_lens, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
+BOUNDARY_KEYS = "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
 
 
 class Packed(Protocol):
@@ -41,6 +40,7 @@ class PackedRows:
     tokens: torch.Tensor  # [batch, max_seq_len]
     input_pos: torch.Tensor  # [batch, max_seq_len]
     seq_lens: torch.Tensor  # [batch, sequences] int32, padding included, zeros at the end
+    longest: int | None  # tokens of the longest sequence, if the dict says so
 
 
 def document_ids(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
@@ -72,8 +72,9 @@ def positions_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
 def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
     """Return a dict as `Packed` by finding its sequences; a batch of text is returned as it is.
 
-    Boundaries are read from ``seq_lens``; without it they are where ``position_ids`` or ``input_pos`` do not increase
-    by one, and where ``seq_idx`` or an ``attention_mask`` of 2 dimensions changes.
+    Boundaries are read from ``seq_lens``, else for a single row from ``cu_seq_lens_q``. Without these they are where
+    ``position_ids`` or ``input_pos`` do not increase by one, and where ``seq_idx`` or an ``attention_mask`` of 2
+    dimensions changes.
 
     >>> flat = {"input_ids": torch.tensor([[7, 8, 9, 4, 5]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     >>> as_packed(flat).seq_lens
@@ -95,16 +96,21 @@ def as_packed(batch: Packed | Mapping[str, Any]) -> Packed:
         raise ValueError(
             "the batch has no tensor of 2 dimensions 'input_ids' (or 'tokens'); give one, [batch, tokens]"
         )
-    seq_lens = batch.get("seq_lens")
-    if seq_lens is None:
+    seq_lens, ends = batch.get("seq_lens"), batch.get("cu_seq_lens_q")
+    if seq_lens is None and torch.is_tensor(ends) and len(tokens) == 1:
+        seq_lens = ends.diff()[None].to(tokens.device, non_blocking=True)
+    elif seq_lens is None:
         ids = _mark_starts(batch, tokens).cumsum(1) - 1
-        seq_lens = torch.zeros(len(ids), int(ids.max()) + 1, dtype=torch.int32, device=ids.device)
+        # Counting the sequences on another device would make the host wait; they are at most as many as tokens.
+        most = int(ids.max()) + 1 if ids.device.type == "cpu" else ids.shape[1]
+        seq_lens = torch.zeros(len(ids), most, dtype=torch.int32, device=ids.device)
         seq_lens.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
     elif not torch.is_tensor(seq_lens) or seq_lens.ndim != 2:
         raise ValueError(
             "seq_lens must be a tensor of 2 dimensions, [batch, sequences], zeros at the end of each row"
         )
-    return PackedRows(tokens, positions_of(seq_lens, max_seq_len=tokens.shape[1]), seq_lens)
+    positions = positions_of(seq_lens, max_seq_len=tokens.shape[1])
+    return PackedRows(tokens, positions, seq_lens, batch.get("max_length_q"))
 
 
 def labels_of(batch: Mapping[str, Any], packed: Packed) -> dict[str, torch.Tensor]:
@@ -130,8 +136,7 @@ def _mark_starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor
                 f"{BOUNDARY_KEYS}"
             )
         starts[:, 1:] |= values.long().expand_as(tokens).diff(dim=1) != steps[name]
-    # A mask of ones beside boundaries that are not read would join the samples in silence.
-    if not found or (found.keys() == {"attention_mask"} and batch.get("cu_seq_lens_q") is not None):
+    if not found:
         raise ValueError(
             f"nothing in the batch says where its sequences begin (it has {', '.join(map(repr, batch))}); "
             f"give {BOUNDARY_KEYS} (FlatteningCollator returns position_ids unless told not to)"
@@ -176,31 +181,33 @@ def visible_of(batch: Packed) -> torch.Tensor | None:
 
 
 def prefix_keys(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the keys of each sequence, those from its root on; padding is a sequence at the end of its pack.
+    """Return the keys of each sequence, from its root on, made on the device; padding is a sequence of its own.
 
     Returns:
-        ``cu_seqlens`` of the queries and of the keys, each ``[sequences + 1]`` int32, and the tokens of the batch, its
-        packs laid end to end, that are the keys, ``[keys]`` int32. The last keys of a sequence are its own tokens, and
-        no key belongs to none: kernels would leave its gradient uninitialised, and that would be added to the gradient
-        of a token.
+        ``cu_seqlens`` of the queries and of the keys, each ``[batch * segments + 1]`` int32, and the tokens that are
+        the keys, ``[keys]`` int32, counted over all packs laid end to end. The last keys of a sequence are its own
+        tokens. Every key belongs to a sequence, because kernels leave the gradients of other keys uninitialised.
     """
     assert batch.groups is not None
-    size = batch.tokens.shape[1]
-    parts, queries, keys = [], [0], [0]
-    for number, (parents, fragments) in enumerate(zip(batch.groups.parents, batch.fragments, strict=True)):
-        start, end = number * size, (number + 1) * size
-        ends = [*accumulate((fragment.length for fragment in fragments), initial=start)]
-        bounds = list(pairwise(ends))
-        paths = [[bounds[each] for each in path] for path in paths_of(parents)]  # from the root on
-        if ends[-1] < end:
-            paths.append([(ends[-1], end)])
-        for path in paths:
-            parts += [np.arange(*each, dtype=np.int32) for each in path]
-            queries.append(path[-1][1])
-            keys.append(keys[-1] + sum(stop - start for start, stop in path))
-    arrays = (np.array(queries, np.int32), np.array(keys, np.int32), np.concatenate(parts))
-    device = batch.tokens.device
-    query_ends, key_ends, index = (torch.from_numpy(each).to(device, non_blocking=True) for each in arrays)
-    for tensor in (query_ends, key_ends, index):  # else torch.compile would compile again for each new length
+    size, lengths, paths = batch.tokens.shape[1], batch.seq_lens.long(), batch.groups.paths.clone()
+    paths[:, :, -1] = torch.arange(lengths.shape[1], device=paths.device)  # padding continues nothing
+    starts = lengths.cumsum(1) - lengths + size * torch.arange(len(lengths), device=lengths.device)[:, None]
+    # Of each sequence of each path; 0 in front of a root.
+    counts, begins = (
+        nn.functional.pad(each, (0, 1)).gather(1, paths.flatten(1)) for each in (lengths, starts)
+    )
+    # The device cannot say how many keys there are without making the host wait.
+    shared = [
+        path_starts([fragment.length for fragment in fragments], parents)
+        for fragments, parents in zip(batch.fragments, batch.groups.parents, strict=True)
+    ]
+    total = batch.tokens.numel() + sum(map(sum, shared))
+    counts = counts.flatten()
+    offsets = begins.flatten() - counts.cumsum(0) + counts
+    index = offsets.repeat_interleave(counts, output_size=total) + torch.arange(total, device=counts.device)
+    ends = (lengths.flatten(), counts.view(-1, paths.shape[2]).sum(1))
+    queries, keys = (nn.functional.pad(each.cumsum(0), (1, 0)).int() for each in ends)
+    index = index.int()
+    for tensor in (queries, keys, index):  # else torch.compile would compile again for each new length
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return query_ends, key_ends, index
+    return queries, keys, index

@@ -18,8 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from streampack.attention.layout import Packed
+from streampack.packing.batch import Batch
+
 LENGTHS = "packed_seq_lens"
-"""Argument of a prepared model's ``forward``: a batch's ``seq_lens``, which no layer sees."""
+"""Argument of a prepared model's ``forward``: what `host_lengths` returns, which no layer sees."""
 
 KERNELS = frozenset(
     (
@@ -120,39 +123,46 @@ class _Boundaries:
                 value.register_hook(put_back)  # type: ignore[no-untyped-call]
 
 
+def host_lengths(batch: Packed) -> np.ndarray:
+    """Return the lengths of a batch's sequences, its packs laid end to end: ``[sequences]`` int64, padding included.
+
+    It is an array because frameworks move tensors to the device, from where the host would read them back.
+    """
+    size = batch.tokens.shape[1]
+    if isinstance(batch, Batch) and batch.longest is not None:
+        packs = [[fragment.length for fragment in fragments] for fragments in batch.fragments]
+    else:  # `seq_lens` were replaced, or a dict gave them
+        packs = batch.seq_lens.tolist()
+    lengths = np.array([length for pack in packs for length in (*pack, size - sum(pack))], np.int64)
+    return lengths[lengths > 0]
+
+
 class _Sequences:
-    """The sequences of a batch, its packs laid end to end: where they lie, as kernels and as calls by length take it.
+    """The sequences of a batch: where they are, as kernels and as calls by length take it.
 
     Args:
-        lengths: ``[batch, segments]``; the padding's may have been left out.
+        lengths: what `host_lengths` returns.
     """
 
-    def __init__(self, lengths: torch.Tensor) -> None:
-        self._table = lengths.numpy(force=True).astype(np.int64)
+    def __init__(self, lengths: np.ndarray) -> None:
+        self._lengths = lengths
         self._made: dict[str | int, Any] = {}
 
-    def _lengths(self, shape: torch.Size) -> np.ndarray:
-        rest = shape.numel() // len(self._table) - self._table.sum(1, keepdims=True)
-        lengths: np.ndarray = np.concatenate([self._table, rest], axis=1).ravel()
-        return lengths[lengths > 0]
-
-    def for_kernels(self, shape: torch.Size, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def for_kernels(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``seq_idx`` ``[1, tokens]`` and ``cu_seqlens`` ``[sequences + 1]``, both int32.
 
         They are made once a pass: flash-linear-attention derives more from ``cu_seqlens``, and keeps that for as long
         as it is given the same tensor.
         """
         if "kernels" not in self._made:
-            lengths = self._lengths(shape)
+            lengths = self._lengths
             seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
             ends = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
             self._made["kernels"] = tuple(_moved(each, device) for each in (seq_idx[None], ends))
         made: tuple[torch.Tensor, torch.Tensor] = self._made["kernels"]
         return made
 
-    def by_size(
-        self, shape: torch.Size, device: torch.device, *, least: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def by_size(self, device: torch.device, *, least: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the tokens of the sequences, those of about one size together, and where each token is in them.
 
         Together are those up to the same power of two, or from `CHUNK` on up to the same multiple of it. Their size is
@@ -162,7 +172,7 @@ class _Sequences:
             for each size ``[sequences, size]``; and ``[tokens]``, of the places in these, laid end to end.
         """
         if least not in self._made:
-            lengths = self._lengths(shape)
+            lengths = self._lengths
             starts = lengths.cumsum() - lengths
             powers = 1 << np.ceil(np.log2(lengths)).astype(np.int64)
             chunk = max(CHUNK, least)
@@ -208,7 +218,7 @@ def _forward_apart(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         )
 
     if boundaries.kernels and _names_of(type(self)) & KERNELS:
-        seq_idx, ends = sequences.for_kernels(shape, device)
+        seq_idx, ends = sequences.for_kernels(device)
         name = "cu_seqlens" if _names_of(type(self)) & _RENAMED else "cu_seq_lens_q"
         try:
             output = call(None, seq_idx=seq_idx, **{name: ends})
@@ -219,7 +229,7 @@ def _forward_apart(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         else:
             return _joined([output], [seq_idx], None, shape)
     least = XLSTM_CHUNK if "xLSTMLayer" in _names_of(type(self)) else 1
-    groups, order = sequences.by_size(shape, device, least=least)
+    groups, order = sequences.by_size(device, least=least)
     return _joined([call(index) for index in groups], groups, order, shape)
 
 

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from streampack.attention import families
 from streampack.attention.backends import why_not_backend
 from streampack.attention.layout import (
+    PackedRows,
     as_packed,
     labels_of,
     positions_of,
@@ -26,7 +27,7 @@ from streampack.attention.layout import (
     visible_of,
 )
 from streampack.attention.masks import dense_mask, flex_mask
-from streampack.attention.mixers import LENGTHS, find_mixers, split_mixers
+from streampack.attention.mixers import LENGTHS, find_mixers, host_lengths, split_mixers
 from streampack.attention.pretrained import (
     REGISTERED_NAMES,
     current_attention,
@@ -99,7 +100,7 @@ class TransformersInputs:
             inputs["position_ids"] = self._limited(batch, positions)
         inputs |= media_inputs(self.model, batch)
         if self._mixers:
-            inputs[LENGTHS] = batch.seq_lens
+            inputs[LENGTHS] = host_lengths(batch)
         blocks = image_blocks(batch, self.model.config)
         # Without boundaries, our attention functions compute what a mask says (see `pretrained`).
         if self.attention in REGISTERED_NAMES and blocks is None:
@@ -176,14 +177,18 @@ class TransformersInputs:
         limit = families.longest_sample(self._config, self.attention)
         if limit is None:
             return positions
-        longest = batch.longest if isinstance(batch, Batch) else None
-        if longest is None:  # as of a dict
+        longest = batch.longest if isinstance(batch, Batch | PackedRows) else None
+        if longest is None and positions.device.type == "cpu":
             longest = int(positions.max()) + 1
-        if longest > limit[0]:
-            raise ValueError(
-                f"a sample has {longest} tokens, but a packed {self._config.model_type} model with this config takes "
-                f"samples of up to {limit[0]}: {limit[1]}; leave longer ones out, or set max_seq_len={limit[0]}"
-            )
+        message = (
+            f"a sample has {longest or 'too many'} tokens, but a packed {self._config.model_type} model with this "
+            f"config takes samples of up to {limit[0]}: {limit[1]}; leave longer ones out, or set "
+            f"max_seq_len={limit[0]}"
+        )
+        if longest is None:  # of a dict on a device, which checks it without making the host wait
+            torch._assert_async(positions.max() < limit[0], message)
+        elif longest > limit[0]:
+            raise ValueError(message)
         return positions % limit[0]
 
     def _masks(

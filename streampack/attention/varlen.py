@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from streampack.attention.layout import Packed, prefix_keys, shares_prefixes
+from streampack.attention.layout import Packed, PackedRows, prefix_keys, shares_prefixes
 from streampack.packing.batch import Batch
 
 # On a CPU, attention with a sliding window or a softcap is computed for this many queries at a time. That bounds the
@@ -39,20 +39,26 @@ class Boundaries:
 
     @classmethod
     def of(cls, batch: Packed) -> Boundaries:
-        """Return the boundaries of a batch; nothing is copied to the host."""
-        size = batch.tokens.shape[1]
-        longest = size
-        if isinstance(batch, Batch) and batch.longest is not None:
+        """Return the boundaries of a batch.
+
+        Nothing is copied to the host, but for dicts on a device that say their boundaries by positions alone.
+        """
+        size, seq_lens = batch.tokens.shape[1], batch.seq_lens
+        longest = batch.longest if isinstance(batch, Batch | PackedRows) else None
+        if isinstance(batch, Batch) and longest is not None:
             used = [sum(fragment.length for fragment in fragments) for fragments in batch.fragments]
-            longest = max(batch.longest, size - min(used))
+            longest = max(longest, size - min(used))
         # The next power of two. Kernels start a block of threads for every 128 tokens up to it, in each sequence; with
-        # the length of the pack, most of them would end at once. torch.compile makes two graphs for all numbers: one
-        # for the first, one for any other.
-        bound = min(size, 1 << max(longest - 1, 127).bit_length())
+        # the length of the pack, most of them would end at once.
+        bound = min(size, 1 << max((longest or size) - 1, 127).bit_length())
+        if isinstance(batch, PackedRows) and seq_lens.shape[1] == size:
+            # A dict on a device that gives positions alone. Blocks of threads for as many sequences as tokens would
+            # take longer than to wait once for their number.
+            seq_lens = seq_lens[:, : int((seq_lens > 0).sum(1).max())]
         if shares_prefixes(batch):
             queries, keys, index = prefix_keys(batch)
             return cls(queries, keys, bound, index)
-        cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
+        cu_seqlens = cu_seqlens_of(seq_lens, max_seq_len=size)
         return cls(cu_seqlens, cu_seqlens, bound, None)
 
     def attend(
@@ -134,8 +140,7 @@ def varlen_attention(
         k: ``[tokens, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
         v: as ``k``, or of fewer channels, as multi-head latent attention has them.
         cu_seqlens: ``[sequences + 1]`` int32, from 0 to ``tokens``: where each sequence begins. See `cu_seqlens_of`.
-        max_seqlen: an upper bound for the sequences' lengths. ``torch.compile`` makes one graph for the first number
-            and one for all others.
+        max_seqlen: an upper bound for the sequences' lengths.
         window: how many tokens a query attends to, its own included; None: all tokens before it.
         scale: factor of the scores; None: ``head_dim ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay as they are. CPU only.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -19,7 +20,7 @@ LOSS_NORMS = ("token", "sample")
 
 
 def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
-    """Return the weight of each label in the loss, ``[batch, max_seq_len]`` float64; 0 where nothing is trained.
+    """Return the weight of each label in the loss, ``[batch, max_seq_len]`` float32; 0 where nothing is trained.
 
     With ``"token"`` every trained label weighs 1; with ``"sample"`` it weighs 1 / (trained labels of its sample), so
     that a sample weighs 1 in all, also if it is split over several packs. The loss of a step is the weighted sum over
@@ -36,22 +37,33 @@ def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
     """
     require(loss_norm, "loss_norm", LOSS_NORMS)
     require_unshared(batch)
-    weights = (batch.labels != IGNORE_INDEX).double()
+    weights = (batch.labels != IGNORE_INDEX).float()
     weights[:, 0] = 0  # no logits come before it, and torchtune's own packs have a label there
     if loss_norm == "token":
         return weights
-    # Of fragments, because attention may see several of them as one sequence (`fixed_length`).
-    width, size = max(map(len, batch.fragments)) + 1, weights.shape[1]
-    lengths, known = torch.zeros(len(weights), width).long(), torch.full((len(weights), width), torch.nan)
+    lengths = fragment_lens(batch)
+    known = torch.full(lengths.shape, torch.nan)
     for pack, fragments in enumerate(batch.fragments):
-        of_pack = [each.length for each in fragments]
-        lengths[pack, : len(fragments) + 1] = torch.tensor([*of_pack, size - sum(of_pack)])
         for number, fragment in enumerate(fragments):
             if fragment.trained is not None:
-                known[pack, number] = fragment.trained  # of the whole sample
-    lengths, known = (each.to(weights.device, non_blocking=True) for each in (lengths, known))
-    counts = torch.where(known.isnan(), _by_sequence(weights, lengths), known)
-    return weights / of_tokens(counts.clamp(min=1), lengths, max_seq_len=size)
+                known[pack, 2 * number] = fragment.trained  # of the whole sample
+    known = known.to(weights.device, non_blocking=True)
+    counts = torch.where(known.isnan(), by_sequence(weights, lengths), known).clamp(min=1).float()
+    return weights / of_tokens(counts, lengths, max_seq_len=weights.shape[1])
+
+
+def fragment_lens(batch: Batch) -> torch.Tensor:
+    """Return for each fragment its tokens and the padding after it, in turn: ``[batch, 2 * fragments + 1]`` int64.
+
+    The last number of a pack is its rest. Where attention sees several fragments as one sequence, as with
+    ``strategy="fixed_length"``, `Batch.seq_lens` tells less.
+    """
+    size = batch.tokens.shape[1]
+    lengths = np.zeros((len(batch.fragments), 2 * max(map(len, batch.fragments)) + 1), np.int64)
+    for row, fragments in zip(lengths, batch.fragments, strict=True):
+        of_pack = [length for each in fragments for length in (each.stop - each.start, each.padding)]
+        row[: len(of_pack) + 1] = [*of_pack, size - sum(of_pack)]
+    return torch.from_numpy(lengths).to(batch.labels.device, non_blocking=True)
 
 
 def require_unshared(batch: Batch) -> None:
@@ -190,7 +202,7 @@ def _at_first_tokens(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     return zeros.scatter_add(1, starts.clamp(max=zeros.shape[1] - 1), values)
 
 
-def _by_sequence(values: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+def by_sequence(values: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
     """Sum values of tokens ``[batch, max_seq_len]`` over each sequence: ``[batch, segments]``, in fp64.
 
     In fp64 the order in which a GPU adds does not show in the result.
@@ -202,7 +214,7 @@ def _by_sequence(values: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
 
 def _along_paths(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Sum values of tokens over each sequence and those that it continues: ``[batch, segments]``."""
-    own = _by_sequence(values, batch.seq_lens)
+    own = by_sequence(values, batch.seq_lens)
     if batch.groups is None:
         return own
     paths = batch.groups.paths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,25 @@ class Values(NamedTuple):
     greedy: npt.NDArray[np.bool_]  # [asked]: whether each is the model's most likely one
 
 
+@dataclass(frozen=True)
+class Pending:
+    """The answers of a pack that the device may still be computing."""
+
+    logps: torch.Tensor  # [asked], on its way to the CPU
+    greedy: torch.Tensor
+    order: IntArray  # [asked]: which question each answers
+    copied: Any  # the event after the copies; None: the host waited for them
+
+    def values(self) -> Values:
+        """Wait for this pack, and for none that was started later."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        found = Values(np.empty(len(self.order)), np.empty(len(self.order), np.bool_))
+        found.logps[self.order] = self.logps.numpy()
+        found.greedy[self.order] = self.greedy.numpy()
+        return found
+
+
 class ForwardPass:
     """Computes packs of requests with a prepared model, in eval mode and without gradients."""
 
@@ -52,8 +72,8 @@ class ForwardPass:
                 self.norm = inputs.model.norm
             self.vocab_size = inputs.model.tok_embeddings.num_embeddings
 
-    def __call__(self, batch: Batch, places: IntArray, targets: IntArray) -> Values:
-        """Return the answers to all that is asked of a batch of one row.
+    def __call__(self, batch: Batch, places: IntArray, targets: IntArray) -> Pending:
+        """Start to compute the answers to all that is asked of a batch of one row.
 
         Args:
             batch: a pack without padding.
@@ -69,6 +89,8 @@ class ForwardPass:
 
     def _logits(self, batch: Batch, places: torch.Tensor) -> list[torch.Tensor]:
         """Return the logits behind some tokens, in parts, ``[places, vocab]`` in all."""
+        if self.device.type == "cuda":  # from other memory, a copy would wait for the pack before
+            places, batch = places.pin_memory(), batch.pin_memory()
         places = places.to(self.device, non_blocking=True)
         batch = batch.to(self.device)
         with without_training(self.model), self._only_at(places) as arguments:
@@ -121,8 +143,8 @@ def without_training(model: nn.Module) -> Iterator[None]:
                 module.reshard()  # no backward pass does it here
 
 
-def _look_up(parts: list[torch.Tensor], rows: IntArray, targets: IntArray) -> Values:
-    """Return the log-probability of each target in its row of logits, and whether it is the most likely one.
+def _look_up(parts: list[torch.Tensor], rows: IntArray, targets: IntArray) -> Pending:
+    """Look up the log-probability of each target in its row of logits, and whether it is the most likely one.
 
     The ``parts`` of the logits are ``[rows, vocab]`` in all; ``rows`` and ``targets`` are ``[targets]``.
     """
@@ -137,7 +159,9 @@ def _look_up(parts: list[torch.Tensor], rows: IntArray, targets: IntArray) -> Va
         logps.append(logits[row, target] - logits.logsumexp(1)[row])
         greedy.append(logits.argmax(1)[row] == target)
         begin += len(chunk)
-    values = Values(np.empty(len(rows)), np.empty(len(rows), np.bool_))
-    values.logps[order] = torch.cat(logps).cpu().numpy()
-    values.greedy[order] = torch.cat(greedy).cpu().numpy()
-    return values
+    on_host, greedy_on_host = (torch.cat(each).to("cpu", non_blocking=True) for each in (logps, greedy))
+    copied = None
+    if parts[0].device.type != "cpu":
+        copied = torch.get_device_module(parts[0].device).Event()
+        copied.record()
+    return Pending(on_host, greedy_on_host, order, copied)

@@ -22,9 +22,10 @@ from streampack.attention.prepare import prepared_inputs
 from streampack.distributed.rank_sync import RankSync, shared_sync
 from streampack.distributed.ranks import model_parallel_warning
 from streampack.packing.planner import plan_packs
-from streampack.scoring.forward import ForwardPass, Values
+from streampack.scoring.forward import ForwardPass, Pending, Values
 from streampack.scoring.prefixes import Tree, lay_out, share_prefixes
 from streampack.scoring.requests import OVERLONG, Request, fit, read_request
+from streampack.types import IntArray
 from streampack.validation import require, require_positive
 
 LOOK_AHEAD = 2048
@@ -185,24 +186,31 @@ def _plan(window: Window, *, max_seq_len: int, branch: bool) -> Plan:
 
 def _answers(window: Window, plan: Plan, forward: ForwardPass) -> Iterator[Values]:
     """Yield the values of each sample, as soon as those of all before it are known."""
-    requests, packs, known = _flat(window), iter(plan), dict[int, Values]()
+    packs, known = _computed(plan, _flat(window), forward), dict[int, Values]()
     numbers = count()
     for sample in window:
         found = [Values(np.empty(0), np.empty(0, np.bool_))]
         for number in islice(numbers, len(sample)):
             while number not in known:
-                known |= _compute(next(packs), requests, forward)
+                known |= next(packs)
             found.append(known.pop(number))
         yield Values(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def _compute(pack: list[Tree], requests: Sequence[Request], forward: ForwardPass) -> dict[int, Values]:
-    """Return the values of each request of a pack."""
-    batch, places = lay_out(pack, requests)
-    targets = np.concatenate([requests[number].targets for number in places])
-    found = forward(batch, np.concatenate([*places.values()]), targets)
-    bounds = np.cumsum([each.size for each in places.values()])[:-1]
-    return dict(zip(places, map(Values, *(np.split(each, bounds) for each in found)), strict=True))
+def _computed(plan: Plan, requests: Sequence[Request], forward: ForwardPass) -> Iterator[dict[int, Values]]:
+    """Yield the values of each pack's requests; the host lays out the next pack while the device computes one."""
+    started: tuple[dict[int, IntArray], Pending] | None = None
+    for pack in (*plan, None):
+        before, started = started, None
+        if pack is not None:
+            batch, places = lay_out(pack, requests)
+            targets = np.concatenate([requests[number].targets for number in places])
+            started = places, forward(batch, np.concatenate([*places.values()]), targets)
+        if before is not None:
+            places, pending = before
+            bounds = np.cumsum([each.size for each in places.values()])[:-1]
+            parts = (np.split(each, bounds) for each in pending.values())
+            yield dict(zip(places, map(Values, *parts), strict=True))
 
 
 def _on_ranks(

@@ -36,10 +36,10 @@ def evaluate(
     """Collective: return the losses over the packs of all ranks, with labels weighted as in training."""
 
     def measure(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = label_weights(batch, loss_norm=loss_norm)
         batch = batch.to(device)
-        loss = summed_cross_entropy(model(**inputs(batch)), batch.labels, weights=weights.to(device))
-        return loss, weights.sum()
+        weights = label_weights(batch, loss_norm=loss_norm)
+        loss = summed_cross_entropy(model(**inputs(batch)), batch.labels, weights=weights)
+        return loss, weights.sum(dtype=torch.float64)
 
     return mean_losses(model, held_out, measure, device=device, world=world)
 

@@ -8,6 +8,7 @@ import torch
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.loader.data_loader import PackedDataLoader
+from streampack.losses.sequences import by_sequence, fragment_lens
 from streampack.packing.batch import Batch
 from streampack.training.world import World
 
@@ -34,10 +35,8 @@ class CountMeter:
     def start(self) -> None:
         """Begin a step."""
         self.started_at = time.perf_counter()
-        self.batches = 0
-        self.loss: torch.Tensor | float = 0.0
-        self.z_loss: torch.Tensor | float = 0.0
-        self.counts = [0.0] * len(COUNTS)
+        self.sums = self._zeros()  # of this rank
+        self.counts = [0] * 3
 
     def add(
         self,
@@ -49,12 +48,16 @@ class CountMeter:
         trained: int | None = None,
     ) -> None:
         """Count one batch of this rank. The arguments are those of `streampack.training.run.Step.add`."""
-        self.batches += 1
-        self.loss = self.loss + loss.detach()
-        if z_loss is not None:
-            self.z_loss = self.z_loss + z_loss.detach()
-        weight, trained = float(weights.sum()), int(weights.count_nonzero()) if trained is None else trained
-        counts = (0.0, 0.0, weight, trained, batch.num_tokens, batch.tokens.numel(), batch.num_samples)
+        found = (
+            loss,
+            torch.zeros_like(loss) if z_loss is None else z_loss,
+            weights.sum(dtype=torch.float64),
+            weights.count_nonzero()
+            if trained is None
+            else torch.full_like(loss, trained, dtype=torch.float64),
+        )
+        self.sums[: len(found)] += torch.stack([each.detach().double() for each in found])
+        counts = (batch.num_tokens, batch.tokens.numel(), batch.num_samples)
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
     def reduce(self) -> torch.Tensor:
@@ -64,9 +67,9 @@ class CountMeter:
             The factor that turns gradients of summed losses, which FSDP has averaged over the ranks, into those of the
             mean loss: number of data ranks / weight of all labels, or 0 for a step that trains nothing.
         """
-        sums = torch.tensor(self.counts, dtype=torch.float64).to(self.device, non_blocking=True)
-        sums[0] += self.loss
-        sums[1] += self.z_loss
+        counts = torch.tensor(self.counts, dtype=torch.float64)
+        sums = self.sums
+        sums[-len(counts) :] = counts.to(self.device, non_blocking=True)
         self.world.all_reduce(sums)
         weight = sums[COUNTS.index("weight")]
         self.step = sums
@@ -130,20 +133,19 @@ class SourceMeter:
 
     def _reset(self) -> None:
         names = self.mix.names if self.mix is not None else []
-        self.loss = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        self.weight = torch.zeros(len(names), dtype=torch.float64)
+        # Losses and weights; the last column is that of places without a sequence.
+        self.sums = torch.zeros(2, len(names) + 1, dtype=torch.float64, device=self.device)
 
     def add(self, batch: Batch, losses: torch.Tensor, weights: torch.Tensor) -> None:
-        """Count one batch of this rank: its `token_losses`, and the weights of its labels (on the CPU)."""
+        """Count one batch of this rank: its `token_losses`, and the weights of its labels."""
         if self.mix is None:
             return
-        sources = torch.tensor(
-            [self.mix.source_index(each.row_id) for pack in batch.fragments for each in pack],
-            dtype=torch.int64,
-        )
-        of_loss, of_weight = sums_by_sequence(batch, losses, weights)
-        self.weight.index_add_(0, sources, of_weight)
-        self.loss.index_add_(0, sources.to(self.device, non_blocking=True), of_loss)
+        found = torch.stack(sums_by_sequence(batch, losses, weights))  # [2, batch, sequences]
+        sources = torch.full(found.shape[1:], len(self.mix.names))
+        for row, fragments in zip(sources, batch.fragments, strict=True):
+            row[: len(fragments)] = torch.tensor([self.mix.source_index(each.row_id) for each in fragments])
+        sources = sources.flatten().to(self.device, non_blocking=True)
+        self.sums.index_add_(1, sources, found.flatten(1))
 
     def metrics(self) -> dict[str, float]:
         """Collective: return the metrics of every source, named ``source_<name>_<metric>``.
@@ -154,8 +156,7 @@ class SourceMeter:
         """
         if self.mix is None:
             return {}
-        sums = torch.stack([self.loss, self.weight.to(self.device)])
-        losses, weights = self.world.all_reduce(sums).tolist()
+        losses, weights = self.world.all_reduce(self.sums)[:, :-1].tolist()
         self._reset()
         ranks = self.world.gather_data(self.loader.source_stats())
         totals = {name: SourceStats.total(stats[name] for stats in ranks) for name in self.mix.names}
@@ -175,28 +176,17 @@ class SourceMeter:
 def sums_by_sequence(batch: Batch, *values: torch.Tensor) -> list[torch.Tensor]:
     """Return the sums of values, each ``[batch, max_seq_len]``, over the tokens of each of a batch's sequences.
 
-    They are ``[sequences]`` float64, in the order of the packs, on the device of the values.
+    They are ``[batch, most sequences]`` float64 on the device of the values; a pack with fewer ends with zeros.
 
     >>> from streampack import IterablePackedDataset, collate_packed
     >>> rows = [{"tokens": [i] * 3, "labels": [i] * 3} for i in (7, 8)]
     >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=7)))
     >>> sums_by_sequence(batch, batch.tokens)[0].tolist()
-    [21.0, 24.0]
+    [[21.0, 24.0]]
     """
-    # Which sequence each token is of, counted from 1; 0 stands for padding.
-    owners, count = torch.zeros(batch.tokens.shape, dtype=torch.int64), 1
-    for row, fragments in zip(owners, batch.fragments, strict=True):
-        lengths = [length for each in fragments for length in (each.stop - each.start, each.padding)]
-        numbers = torch.zeros(len(lengths), dtype=torch.int64)
-        numbers[::2] = torch.arange(count, count + len(fragments))
-        row[: sum(lengths)] = numbers.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        count += len(fragments)
-    found = []
-    for each in values:
-        index = owners.flatten().to(each.device, non_blocking=True)
-        sums = torch.zeros(count, dtype=torch.float64, device=each.device)
-        found.append(sums.index_add(0, index, each.detach().double().flatten())[1:])
-    return found
+    lengths, most = fragment_lens(batch), max(map(len, batch.fragments))
+    found = (by_sequence(each.detach(), lengths.to(each.device, non_blocking=True)) for each in values)
+    return [each[:, ::2][:, :most] for each in found]
 
 
 def run_ledger(loader: PackedDataLoader, world: World) -> Ledger:

@@ -191,13 +191,13 @@ def evaluate_pairs(
     return found | {f"validation_{name}": value for name, value in meter.metrics().items()}
 
 
-def at_first_token(values: torch.Tensor, batch: Batch, index: torch.Tensor) -> torch.Tensor:
-    """Return zeros ``[batch, max_seq_len]`` with each value at the first token of its sequence in ``index``.
+def at_first_token(values: torch.Tensor, batch: Batch, index: torch.Tensor) -> list[torch.Tensor]:
+    """Put values ``[rows, pairs]`` at the first tokens of the sequences ``index``: each ``[batch, max_seq_len]``.
 
-    So meters that count by token count pairs, each at its chosen answer.
+    Meters that count by token so count pairs. Other tokens get 0. ``batch`` and ``index`` are on the CPU.
     """
-    rows, size = batch.tokens.shape
-    starts = batch.seq_lens.long().cumsum(1) - batch.seq_lens
-    starts = starts + size * torch.arange(rows, device=starts.device)[:, None]
-    places = starts.flatten().to(index.device)[index].to(values.device)
-    return values.new_zeros(rows * size).index_put((places,), values).view(rows, size)
+    packs, size = batch.tokens.shape
+    starts = batch.seq_lens.long().cumsum(1) - batch.seq_lens + size * torch.arange(packs)[:, None]
+    places = starts.flatten()[index].to(values.device, non_blocking=True)
+    found = values.new_zeros(len(values), packs * size).index_copy(1, places, values)
+    return list(found.view(-1, packs, size))

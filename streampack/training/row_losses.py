@@ -62,8 +62,8 @@ class RowLosses:
 
 
 def _line(step: int, packs: Fragments, sums: list[torch.Tensor]) -> dict[str, Any]:
-    losses, weights, tokens = (each.tolist() for each in sums)
-    rows = zip((each for pack in packs for each in pack), losses, weights, tokens, strict=True)
+    found = zip(packs, *(each.tolist() for each in sums), strict=True)
+    rows = [row for pack, *values in found for row in zip(pack, *values, strict=False)]
     return {
         "step": step,
         "rows": [

@@ -56,6 +56,7 @@ def of_trl() -> dict[str, Any]:
 BATCHES = {
     "flat": flat,
     "flat, static": lambda: flat(pad_to_multiple_of=96, return_flash_attn_kwargs=True),
+    "flat, by ends, all ones": lambda: ones(flat(return_position_ids=False, return_flash_attn_kwargs=True)),
     "flat, by numbers, all ones": lambda: ones(flat(return_position_ids=False, return_seq_idx=True)),
     "flat, from 2": lambda: from_2(flat()),
     "flat, all ones": lambda: ones(flat()),

@@ -292,11 +292,6 @@ BATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         lambda: flat(return_position_ids=False),
         r"nothing in the batch says where its sequences begin \(it has 'input_ids', 'labels'\); give seq_lens, ",
     ),
-    "lengths and a mask of ones": (
-        lambda: build("llama"),
-        lambda: {"input_ids": FOUR, "cu_seq_lens_q": torch.tensor([0, 3, 4]), "attention_mask": FOUR**0},
-        r"begin \(it has 'input_ids', 'cu_seq_lens_q', 'attention_mask'\); give seq_lens, seq_idx, position_ids",
-    ),
     "a mask of 4 dimensions": (
         lambda: build("llama"),
         lambda: flat() | {"attention_mask": torch.ones(1, 1, 9, 9)},

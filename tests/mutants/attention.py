@@ -112,7 +112,7 @@ def states_go_on_into_the_third_sequence(inputs, batch):
     lengths = batch.seq_lens.clone()
     lengths[:, 1] += lengths[:, 2]
     lengths[:, 2:] = torch.nn.functional.pad(lengths[:, 3:], (0, 1))
-    others = inputs(replace(batch, seq_lens=lengths))
+    others = inputs(replace(batch, seq_lens=lengths, longest=None))
     return given | {name: others[name] for name in ("packed_seq_lens", "seq_idx") if name in others}
 
 

@@ -41,7 +41,6 @@ def test_metrics_of_a_step_cover_its_batches(loss_norm, weight):
     meter.start()
     for batch in batches():
         meter.add(batch, torch.tensor(6.0), label_weights(batch, loss_norm=loss_norm))
-    assert meter.batches == 2
     assert float(meter.reduce()) == pytest.approx(1 / weight)
     meter.stop()
     assert meter.tokens == 9
