@@ -30,7 +30,7 @@ def main(argv: list[str]) -> Trainer:
     parser.set_defaults(
         output_dir="build/hf_trainer", max_steps=60, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=3e-3, logging_steps=10, save_steps=20, eval_strategy="steps", eval_steps=20, report_to="none",
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
     )  # fmt: skip
     (args,) = parser.parse_args_into_dataclasses(argv)
     rows = pairs()

@@ -26,7 +26,8 @@ def main(argv: list[str]) -> SFTTrainer:
     parser.set_defaults(
         output_dir="build/trl_sft", max_steps=60, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=3e-3, logging_steps=10, save_steps=20, report_to="none", max_length=512,
-        use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
     )  # fmt: skip
     (args,) = parser.parse_args_into_dataclasses(argv)
     rows = pairs()

@@ -55,6 +55,7 @@ def main(argv: list[str]) -> Trainer:
     parser.set_defaults(
         output_dir="outputs/vision", num_train_epochs=1, per_device_train_batch_size=1, learning_rate=1e-5,
         logging_steps=10, save_steps=100, report_to="none", use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         dataloader_num_workers=2,  # images are decoded beside the training
     )  # fmt: skip
     vision, args = parser.parse_args_into_dataclasses(argv)

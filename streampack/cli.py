@@ -113,7 +113,10 @@ def _add_looks(commands: Any) -> None:
     word = _add(commands, inspect, config="FILE|KEY=VALUE").add_argument
     word("--tokenizer", help="of Hugging Face: a folder, or a name on the Hub")
     word("--max-seq-len", type=positive, help="tokens in a pack")
+    word("--chat-template", help="a file of Jinja, if the tokenizer has no template")
     word("--overlong", help="longer rows: error (the default), truncate, truncate_left, drop, split")
+    word("--strategy", help="how packs are filled (exact_fit)")
+    word("--skip-bad", action="store_true", help="the run skips rows that cannot be read")
     word("--columns", default="", help="your columns and ours: question=instruction,answer=output")
     word("--roles", default="", help="your roles and ours: bot=assistant")
     word("--answers", help="all, or last: of each chat, to train only that")
@@ -181,10 +184,12 @@ def inspect(options: Options) -> None:
     if options.config is None and not files:
         raise UsageError("name files, or a config: --config CONFIG; `streampack inspect --help` shows both")
     shape = {name: getattr(options, name) for name in ("columns", "roles", "answers", "ignore")}
-    if options.config and any((options.max_seq_len, options.tokenizer, options.overlong, *shape.values())):
+    packing = {name: getattr(options, name) for name in ("max_seq_len", "overlong", "strategy", "skip_bad")}
+    tokenizer = {"path": options.tokenizer, "chat_template": options.chat_template}
+    if options.config and any((*tokenizer.values(), *packing.values(), *shape.values())):
         raise UsageError(
-            "--max-seq-len, --overlong, --tokenizer and the words about rows (--columns, --roles, ...) are for files; "
-            "a config has its own: data.max_seq_len=N replaces one"
+            "--max-seq-len, --tokenizer and the other words about files are not for a config, which has its own: "
+            "data.max_seq_len=N replaces one"
         )
     if options.config is None and options.max_seq_len is None:
         raise UsageError("--max-seq-len is missing: give the tokens of a pack, such as --max-seq-len 4096")
@@ -196,9 +201,7 @@ def inspect(options: Options) -> None:
     sizes = {"ranks": options.ranks, "packs": options.packs}
     sizes["rows"] = None if options.all else options.rows or 20_000
     if config is None:
-        sizes["max_seq_len"] = options.max_seq_len
-        of_files = {"tokenizer": options.tokenizer, "overlong": options.overlong, "shape": shape}
-        report = inspect_files(files, **of_files, **sizes)
+        report = inspect_files(files, tokenizer=tokenizer, shape=shape, packing=packing, **sizes)
     else:
         report = inspect_config(config, title=options.config, **sizes)
     show(report, html=options.html, json_file=options.json)

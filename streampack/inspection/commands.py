@@ -79,29 +79,35 @@ def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int |
 def inspect_files(
     paths: Sequence[str],
     *,
-    tokenizer: str | None,
-    max_seq_len: int,
-    overlong: str | None,
+    tokenizer: Mapping[str, Any],
+    shape: Mapping[str, Any],
+    packing: Mapping[str, Any],
     ranks: Sequence[int],
     rows: int | None,
     packs: int,
-    shape: Mapping[str, Any],
 ) -> Report:
-    """Inspect files of rows; ``shape`` has the arguments of `encoder_for`, which finds their encoder."""
+    """Inspect files of rows.
+
+    Args:
+        paths: of the files.
+        tokenizer: arguments of `HFTokenizer`; a ``path`` of None for rows of token ids.
+        shape: arguments of `encoder_for`, which finds their encoder.
+        packing: arguments of `IterablePackedDataset`.
+        ranks: see `inspect_dataset`, as the others.
+        rows: see there.
+        packs: see there.
+    """
     source = as_source(list(paths) if len(paths) > 1 else paths[0])
     found = source.examples()
-    if 2 * sum(row.data is not None for row in found) < len(
-        found
-    ):  # most cannot be read: the error of the first says why
-        next(source.read(Reading()))
-    built = None if tokenizer is None else HFTokenizer(tokenizer)
+    if 2 * sum(row.data is not None for row in found) < len(found):
+        next(source.read(Reading()))  # most cannot be read: the error of the first says why
+    built = None if tokenizer["path"] is None else HFTokenizer(**tokenizer)
     dataset = IterablePackedDataset(
         source,
         encoder=encoder_for(source, built, strict=False, **shape),
-        max_seq_len=max_seq_len,
-        overlong=overlong,
         shuffle=True,
         padding_idx=0 if built is None else padding_id(built),
+        **packing,
     )
     title = " ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
     return inspect_dataset(

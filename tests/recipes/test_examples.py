@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import runpy
+from dataclasses import fields
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -11,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import HfArgumentParser
 
-from streampack import cli
+from streampack import IterablePackedDataset, cli
+from streampack.packing.encoders.shaped import SHAPE_KEYS
 from tests.harness import hf_trainers
 from tests.harness.hf_tokenizers import byte_level
 from tests.harness.preferences import dpo_config
@@ -105,6 +110,61 @@ def test_chats_longer_than_a_pack_are_told_before_the_first_step_as_by_inspect(
         line = f"2 of 8 samples looked at are too long for max_seq_len=128: overlong={choice} loses {tokens} of the tok"
         assert line in caplog.text
         assert not stops
+
+
+@pytest.mark.parametrize("name", ["chat_sft", "vision_sft", "hf_trainer", "trl_sft"])
+@pytest.mark.parametrize("available", [False, True])
+@pytest.mark.parametrize("supported", [False, True])
+def test_an_example_computes_in_bf16_if_the_device_has_it(
+    name: str, available: bool, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "trl_sft":
+        pytest.importorskip("trl")
+    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    chosen: list[Any] = []
+
+    class Stop(Exception):
+        """Ends the example after its defaults are set."""
+
+    def parse(parser: Any, words: list[str]) -> None:
+        chosen.extend(map(parser.get_default, ("use_cpu", "bf16")))
+        raise Stop
+
+    monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
+    with pytest.raises(Stop):
+        main([])
+    assert chosen == [not available, available and supported]
+
+
+def test_inspect_and_chat_sft_take_the_same_words_as_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    module = runpy.run_module("streampack_examples.chat_sft")
+    words = {each.name for each in fields(module["ChatArguments"])} - {"model", "data", "chat_template"}
+    assert cli.main(["inspect", "--help"]) == 0
+    options = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
+    assert {word.replace("_", "-") for word in (*words, "chat_template")} <= options
+    of_data = {*inspect.signature(IterablePackedDataset).parameters, *SHAPE_KEYS}
+    assert words <= of_data
+
+
+def test_rows_that_cannot_be_read_are_skipped_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    byte_level(pad_token="</s>").save_pretrained("my_model")
+    hf_trainers.model().save_pretrained("my_model")
+    row, _, _, _ = PUBLISHED["5 OpenAI"]
+    for name, rows in (("good", [row] * 4), ("odd", [row, {"text": "of another shape"}])):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    main = runpy.run_module("streampack_examples.chat_sft")["main"]
+    command = ["--model", "my_model", "--data", "good.jsonl", "odd.jsonl", "--max_steps", "1"]
+    command += ["--max_seq_len", "256", "--use_cpu", "True", "--disable_tqdm", "True"]
+    with pytest.raises(ValueError, match=r"odd\.jsonl:2 is text \(text\)"):
+        main(command)
+    assert main([*command, "--skip-bad"]).state.global_step == 1
+    [listed] = Path("outputs/chat/bad_records").iterdir()
+    assert "odd.jsonl:2" in listed.read_text()
 
 
 SHAPES = {name: (row, how) for name, (row, _, parts, how) in PUBLISHED.items() if parts is not None}
