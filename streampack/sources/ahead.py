@@ -69,8 +69,8 @@ class Ahead:
 
     @property
     def wanted(self) -> int:
-        """How many records may be there before they are asked for: a window, and if it is less, ``share`` bytes."""
-        fitting = self.fetcher.read_ahead.share * max(1, self.count) // max(1, self.fetcher.bytes)
+        """How many records may be there before they are asked for: a window, and if it is less, ``room`` bytes."""
+        fitting = self.fetcher.read_ahead.room * max(1, self.count) // max(1, self.fetcher.bytes)
         return max(1, self.window, min(self.most, fitting))
 
     def prepare(self, index: int, offset: int) -> None:
@@ -152,7 +152,7 @@ class Ahead:
 
     def _read(self, stretch: Stretch, count: int) -> None:
         """Read up to ``count`` further records of a part, in a thread."""
-        most, before = self.fetcher.bytes + self.fetcher.read_ahead.share, stretch.count
+        most, before = self.fetcher.bytes + self.fetcher.read_ahead.room, stretch.count
         ended, error = False, None
         try:
             if stretch.records is None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.sources.corpus_lists import CorpusList, Entry
-from streampack.sources.parts import Damage, Part, Record, deal, share, sharing
+from streampack.sources.parts import Damage, Part, Record, assign, for_lanes, shared_parts
 from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, spread
 from streampack.sources.source import Source
@@ -105,7 +105,7 @@ class FileSource(Source):
             decode=self.decode,
             place=self.place,
             locate=self.locate,
-            ahead=fetcher if read_ahead.share else None,
+            ahead=fetcher if read_ahead.room else None,
             empty=self._empty,
             damage=self.damage,
         )
@@ -207,7 +207,7 @@ class FileSource(Source):
 
     def shared(self, num_lanes: int) -> list[str]:
         """See `Source.shared`."""
-        return sharing(self.lanes(num_lanes), what=self.whole)
+        return shared_parts(self.lanes(num_lanes), what=self.whole)
 
     def lanes(self, num_lanes: int) -> list[list[Part]]:
         """Return the parts of each lane, in corpus order."""
@@ -251,7 +251,7 @@ def divide(
     step = max(least, -(-total // (num_lanes * PARTS_PER_LANE)))
     uncut = [(Part(number), float(sizes[number])) for number in sorted(whole)]
     shares: dict[int, list[tuple[Part, float]]] = {number: [] for number in whole}
-    for part, size in share(uncut, num_lanes, rest=sum(sizes) - sum(size for _, size in uncut)):
+    for part, size in for_lanes(uncut, num_lanes, rest=sum(sizes) - sum(size for _, size in uncut)):
         shares[part.file].append((part, size))
 
     def parts() -> Iterator[tuple[Part, float]]:
@@ -263,7 +263,7 @@ def divide(
                 stop = min(start + step, length)
                 yield Part(number, start, stop), sizes[number] * (stop - start) / length
 
-    return deal(parts(), num_lanes)
+    return assign(parts(), num_lanes)
 
 
 def divide_scanned(

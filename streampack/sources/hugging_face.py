@@ -14,7 +14,7 @@ from streampack.sources.arrow_dataset import has_plain_ids, types_of
 from streampack.sources.arrow_rows import ArrowBatch, clean_unknown, cleaned, cleans_of
 from streampack.sources.examples import EXAMPLES, Example, leading, leading_marks, marks
 from streampack.sources.memory import MapSource
-from streampack.sources.parts import Part, Record, deal, share, sharing
+from streampack.sources.parts import Part, Record, assign, for_lanes, shared_parts
 from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import Reader, Reading, picked
 from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
@@ -183,12 +183,12 @@ class _Stream(Source):
         )
 
     def shared(self, num_lanes: int) -> list[str]:
-        return sharing(self._lanes(num_lanes), what="shard")
+        return shared_parts(self._lanes(num_lanes), what="shard")
 
     def _lanes(self, num_lanes: int) -> list[list[Part]]:
         if num_lanes not in self._divided:
             parts = [(Part(shard), 1.0) for shard in range(self.shards)]
-            self._divided[num_lanes] = deal(share(parts, num_lanes), num_lanes)
+            self._divided[num_lanes] = assign(for_lanes(parts, num_lanes), num_lanes)
         return self._divided[num_lanes]
 
     def locate(self, row_id: RowId) -> str:

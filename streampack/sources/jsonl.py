@@ -100,9 +100,10 @@ class JSONLSource(LineSource):
         if not isinstance(row, dict):
             what = f"a row must be a JSON object, this is a {type(row).__name__}"
             raise ValueError(f'{what}; write {{"text": ...}} on each line{self._way_out(part, offset, raw)}')
+        if offset or not self._may_be_array(part.file):
+            return row
         file = self.files[part.file]
-        alone = not offset and self._may_be_array(part.file) and len(raw) >= file.size
-        if alone and (problem := one_object(row, file.shown)) is not None:
+        if len(raw) >= file.size and (problem := one_object(row, file.shown)) is not None:
             raise ValueError(problem)
         return row
 

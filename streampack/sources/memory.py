@@ -14,7 +14,7 @@ from typing_extensions import override
 from streampack.fingerprint import digest
 from streampack.sources.arrow_rows import Clean
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, example, leading, leading_marks, marks
-from streampack.sources.parts import Part, sharing
+from streampack.sources.parts import Part, shared_parts
 from streampack.sources.reading import BadRecord, Reader, Reading, own_row, permutation, reason_of, spread
 from streampack.sources.source import Source
 from streampack.sources.torchtune_rows import null_safe
@@ -261,7 +261,7 @@ class IterableSource(Source):
 
     @override
     def shared(self, num_lanes: int) -> list[str]:
-        return sharing([[Part(0, turns=num_lanes)]], what="iterable")
+        return shared_parts([[Part(0, stride=num_lanes)]], what="iterable")
 
     def _iterate(self) -> Iterator[Mapping[str, Any]]:
         rows = self.iterable() if callable(self.iterable) else self.iterable

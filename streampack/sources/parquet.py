@@ -10,7 +10,7 @@ from typing import Any
 
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, WHOLE_FILE_PARTS, FileSource
-from streampack.sources.parts import Damage, Part, Record, deal, share
+from streampack.sources.parts import Damage, Part, Record, assign, for_lanes
 from streampack.sources.reading import spread
 from streampack.sources.row_groups import Footers, group_of, records_of, row_groups, starts_of
 from streampack.storage.base import ParallelMap
@@ -146,7 +146,7 @@ class ParquetSource(FileSource):
         parts = self._parts(step, WHOLE_FILE_PARTS * step, parallel_map)
         if len(parts) < FEWEST_PARTS * num_lanes:
             parts = self._parts(0, 0, parallel_map)
-        return deal(share(parts, num_lanes), num_lanes)
+        return assign(for_lanes(parts, num_lanes), num_lanes)
 
     def _parts(self, step: int, whole: int, parallel_map: ParallelMap) -> list[tuple[Part, float]]:
         """Return (part, bytes) for all files: one part for up to ``whole`` bytes, else runs of ``step`` bytes."""

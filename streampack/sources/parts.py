@@ -1,4 +1,4 @@
-"""Parts of files, the records in them, and how parts are dealt out to lanes."""
+"""Parts of files, the records in them, and how parts are assigned to lanes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Record = tuple[int, Any, int]
-"""(offset, raw data, offset of the next record). An offset counts bytes or rows from the beginning of the file."""
+"""(offset, raw data or a `Damage`, offset of the next record). An offset counts bytes or rows from the beginning of the
+file."""
 
 REMOVED_FILE = -1
 """The file of a part whose file is no longer in the corpus."""
@@ -19,29 +20,30 @@ class Part(NamedTuple):
     ``file`` is the number of the file in its corpus, or `REMOVED_FILE`. ``stop`` is None for a part that ends with its
     file.
 
-    A part that cannot be cut may be shared by several lanes. Each of these ``turns`` lanes reads the whole part, and
-    keeps the records whose number in it, modulo ``turns``, is its ``turn``.
+    Several lanes may read a part that cannot be cut. Each of them reads the complete part, and keeps the records whose
+    number in it, modulo ``stride``, is ``phase``.
     """
 
     file: int
     start: int = 0
     stop: int | None = None
-    turn: int = 0
-    turns: int = 1
+    phase: int = 0
+    stride: int = 1
 
 
 OpenPart = Callable[[Part, int], Iterator[Record]]
-"""``(part, offset)`` returns the records of a part from an offset of its file on, whoever's turn they are."""
+"""``(part, offset)`` returns the records of a part from an offset of its file on, those of all lanes."""
 
 
 class Damage(ValueError):
-    """A stretch of a part that can never be read, or all of it. It counts as one bad record.
+    """A stretch of a part that can never be read. It counts as one bad record.
+
+    A format yields it as a record's data, or raises it; the reader makes a record of it then.
 
     Args:
         reason: why it cannot be read.
         offset: the byte or row number in the file where the stretch begins.
-        resume: the byte or row number behind the stretch, where reading can go on; None if the rest of the part is
-            lost.
+        resume: the byte or row number after the stretch, where reading continues; None if the rest of the part is lost.
     """
 
     def __init__(self, reason: str, *, offset: int, resume: int | None = None) -> None:
@@ -50,15 +52,45 @@ class Damage(ValueError):
         self.resume = resume
 
 
-def share(
+DamageOf = Callable[[Exception, Part, int], Damage | None]
+"""``(error, part, offset)`` returns what an error of the storage means for the rest of a part; None if it may pass."""
+
+
+def strided(open_part: OpenPart) -> OpenPart:
+    """Return an ``open_part`` that skips other lanes' records of a part that several lanes read."""
+    return lambda part, offset: (
+        open_part(part, offset) if part.stride == 1 else _own_records(part, offset, open_part)
+    )
+
+
+def _own_records(part: Part, offset: int, open_part: OpenPart) -> Iterator[Record]:
+    """Yield a lane's records from ``offset`` on. All are counted, from the part's beginning; damage is one record."""
+    number, at = 0, part.start
+    while True:
+        try:
+            for record in open_part(part, at):
+                if number % part.stride == part.phase and record[0] >= offset:
+                    yield record
+                number += 1
+            return
+        except Damage as error:
+            damage = error
+        if number % part.stride == part.phase and damage.offset >= offset:
+            yield damage.offset, damage, damage.offset + 1 if damage.resume is None else damage.resume
+        if damage.resume is None:
+            return
+        number, at = number + 1, damage.resume
+
+
+def for_lanes(
     parts: Sequence[tuple[Part, float]], num_lanes: int, *, rest: float = 0.0
 ) -> list[tuple[Part, float]]:
-    """Return parts that cannot be cut, (part, bytes), each as many times as there are lanes that are to read it.
+    """Return parts that cannot be cut, (part, bytes), each once for every lane that is to read it.
 
     If there are fewer parts than lanes, one lane after the other is added to the part that has most bytes for a lane.
     The ``rest`` are bytes of other parts, which can be cut, and fill lanes, too.
 
-    >>> [(part.file, part.turn, size) for part, size in share([(Part(0), 300), (Part(1), 100)], 3)]
+    >>> [(part.file, part.phase, size) for part, size in for_lanes([(Part(0), 300), (Part(1), 100)], 3)]
     [(0, 0, 150.0), (0, 1, 150.0), (1, 0, 100.0)]
     """
     sizes = [rest, *(size for _, size in parts)]
@@ -66,13 +98,13 @@ def share(
     for _ in range(num_lanes - len(parts)):
         lanes[max(range(len(sizes)), key=lambda i: sizes[i] / lanes[i])] += 1
     return [
-        (part._replace(turn=turn, turns=count), size / count)
+        (part._replace(phase=phase, stride=count), size / count)
         for (part, size), count in zip(parts, lanes[1:], strict=True)
-        for turn in range(count)
+        for phase in range(count)
     ]
 
 
-def deal(parts: Iterable[tuple[Part, float]], num_lanes: int) -> list[list[Part]]:
+def assign(parts: Iterable[tuple[Part, float]], num_lanes: int) -> list[list[Part]]:
     """Give each of ``parts``, (part, bytes), to the lane with the fewest bytes so far; of several, to the first."""
     lanes: list[list[Part]] = [[] for _ in range(num_lanes)]
     load = [(0.0, lane) for lane in range(num_lanes)]  # a heap of (bytes so far, lane)
@@ -83,43 +115,14 @@ def deal(parts: Iterable[tuple[Part, float]], num_lanes: int) -> list[list[Part]
     return lanes
 
 
-def in_turns(open_part: OpenPart) -> OpenPart:
-    """Return an ``open_part`` that leaves out the records of a shared part that are other lanes' turns."""
-    return lambda part, offset: (
-        open_part(part, offset) if part.turns == 1 else _own_records(part, offset, open_part)
-    )
+def shared_parts(lanes: Sequence[Sequence[Part]], *, what: str) -> list[str]:
+    """Return a sentence about parts that several lanes read, if there are any.
 
-
-def _own_records(part: Part, offset: int, open_part: OpenPart) -> Iterator[Record]:
-    """Yield a lane's records of a shared part from ``offset`` on. All are counted, from the part's beginning.
-
-    A damaged stretch counts as one record, and is yielded as one: it is the turn of a single lane.
-    """
-    number, at = 0, part.start
-    while True:
-        try:
-            for record in open_part(part, at):
-                if number % part.turns == part.turn and record[0] >= offset:
-                    yield record
-                number += 1
-            return
-        except Damage as error:
-            damage = error
-        if number % part.turns == part.turn and damage.offset >= offset:
-            yield damage.offset, damage, damage.offset + 1 if damage.resume is None else damage.resume
-        if damage.resume is None:
-            return
-        number, at = number + 1, damage.resume
-
-
-def sharing(lanes: Sequence[Sequence[Part]], *, what: str) -> list[str]:
-    """Return a sentence about parts that are shared, if there are any.
-
-    >>> parts = [Part(0), *(Part(1, turn=turn, turns=4) for turn in range(4))]
-    >>> sharing([parts], what="compressed file")
+    >>> parts = [Part(0), *(Part(1, phase=phase, stride=4) for phase in range(4))]
+    >>> shared_parts([parts], what="compressed file")
     ['1 compressed file is shared by 4 lanes: each is read by 4 of them, which take turns with its rows']
     """
-    several = [part.turns for parts in lanes for part in parts if part.turns > 1 and not part.turn]
+    several = [part.stride for parts in lanes for part in parts if part.stride > 1 and not part.phase]
     if not several:
         return []
     are = f"{what} is" if len(several) == 1 else f"{what}s are"

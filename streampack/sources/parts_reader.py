@@ -11,20 +11,21 @@ from typing import Any
 from typing_extensions import override
 
 from streampack.sources.ahead import Ahead
-from streampack.sources.parts import REMOVED_FILE, Damage, OpenPart, Part, Record, in_turns
+from streampack.sources.parts import (
+    REMOVED_FILE,
+    Damage,
+    DamageOf,
+    OpenPart,
+    Part,
+    Record,
+    strided,
+)
 from streampack.sources.reading import OTHER_RECORDS, BadRecord, Reader, Reading, permutation
 from streampack.storage.ranges import Fetcher
 from streampack.types import Cursor, Row, RowId
 
-Found = tuple[int, int, Any]
-"""(index of the part, offset of the record in the part's file, raw data, or a `Damage`, or `REMOVED`)."""
-
 REMOVED: Any = object()
 """Stands for the raw data of a record whose file was removed since it was read first."""
-
-
-DamageOf = Callable[[Exception, Part, int], Damage | None]
-"""``(error, part, offset)`` returns what an error of the storage means for the rest of a part; None if it may pass."""
 
 
 class PartsReader(Reader):
@@ -49,8 +50,8 @@ class PartsReader(Reader):
         locate: see `Source.locate`.
         decode: ``(part, offset, raw)`` makes a row's data of a record's raw data, or raises ValueError; by default the
             raw data is the row's data.
-        place: ``(part, offset)`` describes where reading stands, for errors of the storage; by default `locate` does.
-        ahead: what parts are read by, if threads read them before they are asked for.
+        place: ``(part, offset)`` describes the position, for errors of the storage; by default `locate` does.
+        ahead: fetcher of the parts, if threads read them before they are asked for.
         empty: parts without records, which are not opened; the reader adds those that it finds.
         damage: see `DamageOf`.
     """
@@ -78,15 +79,16 @@ class PartsReader(Reader):
         self.place = place or (lambda part, offset: locate((part.file, offset)))
         self.empty = set() if empty is None else empty
         self.damage = damage
-        opened = in_turns(open_part)
+        opened = strided(open_part)
         self.open: Callable[[int, int], Iterator[Record]] = lambda i, offset: opened(self.parts[i], offset)
         self.ahead = None
         if ahead is not None:
             self.ahead = Ahead(self.parts, self.empty, opened, fetcher=ahead, window=window)
             self.open = self.ahead.open
         self.cursor = reading.start or (0, self.parts[0].start if parts else 0, 0)
-        self.position: tuple[int, int, int] = (*self.cursor[:2], 0)  # type: ignore[assignment]  # behind what was read
-        self.window: list[Found] = []  # what is left of it, the next record last
+        self.position: tuple[int, int, int] = (*self.cursor[:2], 0)  # type: ignore[assignment] # after what was read
+        # What is left of the window, the next record last: (index of the part, offset, raw data).
+        self.window: list[tuple[int, int, Any]] = []
         self.found = self._windows() if window else self._records()
 
     @override
@@ -99,11 +101,11 @@ class PartsReader(Reader):
             raise StopIteration
         part, offset, raw = self.parts[found[0]], *found[1:]
         try:
-            if not isinstance(raw, Damage):
-                return Row(self.decode(part, offset, raw), (part.file, offset))
-            reason, cause = str(raw), raw.__cause__
+            if isinstance(raw, Damage):
+                raise raw
+            return Row(self.decode(part, offset, raw), (part.file, offset))
         except ValueError as error:
-            reason, cause = str(error), None
+            reason, cause = str(error), error.__cause__ if error is raw else None
         raise BadRecord(reason, row_id=(part.file, offset), locate=self.locate) from cause
 
     @override
@@ -117,8 +119,8 @@ class PartsReader(Reader):
         last = until[0] + len(until[4:])  # the last part of the window that is open there
         return any(part.file == REMOVED_FILE for part in self.parts[self.cursor[0] : last + 1])
 
-    def _windows(self) -> Iterator[Found]:
-        """Yield the records of one window after the other, and move the cursor behind each.
+    def _windows(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield the records of one window after the other, and move the cursor after each.
 
         Raises:
             ValueError: if a window was read before a resume, and had other records then.
@@ -143,7 +145,7 @@ class PartsReader(Reader):
             del read  # so that each record is freed when its row was made
             while window:
                 found = window.pop()
-                # Behind its last record, a resume need not read the window again.
+                # After its last record, a resume need not read the window again.
                 self.cursor = (first, begin, size - len(window), *counts) if window else self.position
                 if found[2] is not REMOVED:
                     yield found
@@ -152,8 +154,8 @@ class PartsReader(Reader):
                 return
             done, expected = 0, []
 
-    def _records(self) -> Iterator[Found]:
-        """Yield the records behind `position`, and move it behind each."""
+    def _records(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield the records after `position`, and move it after each."""
         first, offset_of_first, _ = self.position
         removed = dict(enumerate(self.cursor[3:], first))
         for index in range(first, len(self.parts)):
@@ -180,6 +182,6 @@ class PartsReader(Reader):
                 following = self.parts[index + 1].start if index + 1 < len(self.parts) else 0
                 begin = damage.resume
                 self.position = (index + 1, following, 0) if begin is None else (index, begin, 0)
-                # A footer or an index that fails lies at 0, and each part of its file is a bad record of its own.
+                # A footer or an index that fails is at 0, and each part of its file is a bad record of its own.
                 yield index, max(at, damage.offset), damage
         self.position = (len(self.parts), 0, 0)

@@ -18,7 +18,7 @@ from streampack.sources.reading import spread
 from streampack.storage.base import File, map_in_threads
 from streampack.storage.names import Files
 from streampack.storage.ranges import Block, Fetcher
-from streampack.storage.read_ahead import Shared
+from streampack.storage.read_ahead import FirstCall
 
 FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
 KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes about 1 kB of memory
@@ -44,7 +44,7 @@ class Footers:
         self._kept: dict[int, Any] = {}
         self._usual: dict[str, str] | None = None  # what columns hold, once some footers were read for it
         self._most = 1  # row groups of a footer
-        self._shared = Shared()
+        self._first_call = FirstCall()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
@@ -56,7 +56,7 @@ class Footers:
             Damage: if the file has no readable footer.
         """
         footer = self._kept.get(number)
-        return self._shared(number, lambda: self._read(number, take)) if footer is None else footer
+        return self._first_call(number, lambda: self._read(number, take)) if footer is None else footer
 
     def _read(self, number: int, take: Callable[[Block], bytes]) -> Any:
         if (footer := self._kept.get(number)) is None:
@@ -82,7 +82,7 @@ class Footers:
         return None
 
     def _usual_kinds(self, take: Callable[[Block], bytes]) -> dict[str, str]:
-        return self._shared(-1, lambda: self._compared(take)) if self._usual is None else self._usual
+        return self._first_call(-1, lambda: self._compared(take)) if self._usual is None else self._usual
 
     def _compared(self, take: Callable[[Block], bytes]) -> dict[str, str]:
         if self._usual is None:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from streampack.sources.lines import BYTE_ORDER_MARK, LONGEST_LINE, LineSource, torn
 from streampack.sources.other_kinds import by_content
-from streampack.sources.parts import Damage, Part, Record, deal
+from streampack.sources.parts import Damage, Part, Record, assign
 from streampack.storage.base import EMPTY, ParallelMap, path_in
 from streampack.storage.compression import COMPRESSED, DAMAGED, content
 from streampack.storage.listing import Name
@@ -69,7 +69,7 @@ class TextSource(LineSource):
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         if self.sample_by == "line":
             return super().cut(num_lanes, parallel_map)
-        return deal([(Part(number), size) for number, size in enumerate(self.files.sizes)], num_lanes)
+        return assign([(Part(number), size) for number, size in enumerate(self.files.sizes)], num_lanes)
 
     @override
     def natural_lanes(self) -> int:

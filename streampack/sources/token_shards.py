@@ -47,7 +47,7 @@ from streampack.sources.parts import Damage, Part
 from streampack.storage.base import File
 from streampack.storage.folders import Folder
 from streampack.storage.listing import Name
-from streampack.storage.read_ahead import Shared
+from streampack.storage.read_ahead import FirstCall
 from streampack.storage.retries import Storage
 from streampack.types import IntArray
 
@@ -288,12 +288,12 @@ class TokenShardSource(DocumentSource):
         super().__init__(corpus, list(map(_layout, corpus.files, self.shards)))
         self.corpus.identify([f"crc32 {shard.crc32}" for shard in self.shards])
         self._sound: set[int] = set()  # the numbers of shards whose header was compared with the index
-        self._shared = Shared()
+        self._first_call = FirstCall()
 
     @override
     def offsets(self, part: Part, read: Read) -> tuple[Offsets, Checksums]:
         shard, file = self.shards[part.file], self.files[part.file]
-        if (problem := self._shared(part.file, lambda: self._problem(part.file, read))) is not None:
+        if (problem := self._first_call(part.file, lambda: self._problem(part.file, read))) is not None:
             raise Damage(problem, offset=part.start)
         assert part.stop is not None
         at, each = shard.offsets_at, ENTRY.itemsize

@@ -46,10 +46,10 @@ class Texts(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        return self.data[self.ends[numbers] : self.ends[numbers + 1]].decode()
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        return self.data[self.ends[number] : self.ends[number + 1]].decode()
 
 
 PLAIN = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
@@ -154,12 +154,12 @@ class Files(Sequence[File]):
     @overload
     def __getitem__(self, index: slice) -> list[File]: ...
     def __getitem__(self, index: int | slice) -> File | list[File]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        if (file := self.special.get(numbers)) is not None:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        if (file := self.special.get(number)) is not None:
             return file
-        return File(self.path(numbers), self.names[numbers], self.sizes[numbers], self.tags[numbers] or None)
+        return File(self.path(number), self.names[number], self.sizes[number], self.tags[number] or None)
 
     def path(self, number: int) -> str:
         """Return the path of a file."""

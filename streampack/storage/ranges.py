@@ -34,7 +34,7 @@ class Fetcher:
         self.storage = storage
         self.read_ahead = read_ahead
         self.block = read_ahead.block(storage.block)
-        self.ahead = read_ahead.share // self.block  # blocks of a stream that are read before they are needed
+        self.ahead = read_ahead.room // self.block  # blocks of a stream that are read before they are needed
         self.bytes = 0  # that were returned
 
     def take(self, block: Block) -> bytes:
@@ -69,7 +69,7 @@ class Fetcher:
     def together(self, file: File, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
         """Return (start, bytes) of ranges of a file, which are read side by side where any are read ahead."""
         found = [list(blocks(self.block, file, start, stop)) for start, stop in ranges]
-        data = self.stream(chain(*found), ahead=sum(map(len, found)) if self.read_ahead.share else 0)
+        data = self.stream(chain(*found), ahead=sum(map(len, found)) if self.read_ahead.room else 0)
         return [
             (start, b"".join(islice(data, len(cut)))) for (start, _), cut in zip(ranges, found, strict=True)
         ]

@@ -87,7 +87,7 @@ def result_of(future: Future[Result], call: Callable[[], Result]) -> Result:
     return call() if future.cancel() else future.result()
 
 
-class Shared:
+class FirstCall:
     """Calls by key, of functions that keep what they find. Threads that come during the first wait until it is over.
 
     Then they make their own, which finds it, or, after an error, all try side by side.
@@ -119,14 +119,14 @@ class Shared:
 class ReadAhead:
     """How much each lane of a process may read before it is needed, and the threads that do.
 
-    A lane holds ``share`` bytes of blocks that it will need, and as many of records, at most; where a shuffle window is
+    A lane holds ``room`` bytes of blocks that it will need, and as many of records, at most; where a shuffle window is
     larger, the records of two windows. Besides, there is the block that it reads from.
 
-    >>> [ReadAhead.for_lanes(256 << 20, lanes).share >> 10 for lanes in (8, 240)]  # KiB
+    >>> [ReadAhead.for_lanes(256 << 20, lanes).room >> 10 for lanes in (8, 240)]  # KiB
     [8192, 546]
     """
 
-    share: int
+    room: int
     requests: Threads = field(default_factory=lambda: Threads(REQUESTS), compare=False)
     parts: Threads = field(default_factory=lambda: Threads(PARTS), compare=False)
     decoders: Threads = field(default_factory=lambda: Threads(DECODERS), compare=False)
@@ -138,18 +138,18 @@ class ReadAhead:
 
     def part(self, fraction: float) -> ReadAhead:
         """Return what one source of a mixture may read ahead, if the lane reads this fraction of its rows from it."""
-        return replace(self, share=int(fraction * self.share))
+        return replace(self, room=int(fraction * self.room))
 
     def decode(self, call: Callable[[], Result]) -> Result:
         """Call a function that decodes: if anything is read ahead, in one of few threads."""
-        if not self.share:
+        if not self.room:
             return call()
         future = self.decoders.submit(call)
         return future.result() if self.decoders.running else result_of(future, call)
 
     def block(self, most: int) -> int:
-        """Return the number of bytes for one request: two are within the share, if that is possible."""
-        return min(most, max(SMALLEST_BLOCK, self.share // 2)) if self.share else most
+        """Return the number of bytes for one request: two are within the room, if that is possible."""
+        return min(most, max(SMALLEST_BLOCK, self.room // 2)) if self.room else most
 
 
 NO_READ_AHEAD = ReadAhead(0)

@@ -146,7 +146,7 @@ def _sizes_of_parts(source: FileSource, rows: float, num_lanes: int) -> list[lis
     per_byte = rows / max(1, sum(source.files[file].size for file in ends))
     return [
         [
-            (part.file, source.files[part.file].size * per_byte / part.turns
+            (part.file, source.files[part.file].size * per_byte / part.stride
              * (1 if part.stop is None else (part.stop - part.start) / ends[part.file]))
             for part in parts
         ]

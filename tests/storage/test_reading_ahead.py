@@ -17,7 +17,11 @@ import pytest
 
 from streampack import Mix
 from streampack.sources import Reading
-from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead, Shared  # private: interrupts strike here
+from streampack.storage.read_ahead import (  # private: interrupts strike here
+    NO_READ_AHEAD,
+    FirstCall,
+    ReadAhead,
+)
 from tests.harness.corpus import plain, recorded
 from tests.harness.files import shards, small_pieces, source, stream
 from tests.harness.interrupts import Injector
@@ -255,7 +259,7 @@ def test_an_interrupt_anywhere_in_a_shared_call_leaves_nobody_waiting() -> None:
     injector, place = Injector(), 0
     while place == 0 or injector.raised:
         place += 1
-        shared, injector = Shared(), Injector(place)
+        shared, injector = FirstCall(), Injector(place)
         running: list[bool] = []
 
         def call(running: list[bool] = running) -> str:
@@ -263,7 +267,7 @@ def test_an_interrupt_anywhere_in_a_shared_call_leaves_nobody_waiting() -> None:
             time.sleep(0.01)  # the other thread comes, and waits
             return "made"
 
-        def come(running: list[bool] = running, shared: Shared = shared) -> None:
+        def come(running: list[bool] = running, shared: FirstCall = shared) -> None:
             while not running:
                 time.sleep(0.001)
             shared("a", lambda: "made")
