@@ -34,33 +34,33 @@ class Once(Protocol):
         """Return the result of ``work``; ``of`` describes it without secrets, and must be equal in all processes."""
 
 
-_shared: ContextVar[Once | None] = ContextVar("_shared", default=None)
+_collective: ContextVar[Once | None] = ContextVar("_collective", default=None)
 
 
 @contextmanager
-def listed_by(share: Once) -> Iterator[None]:
+def listed_by(collective: Once) -> Iterator[None]:
     """Let all ranks make their sources in this ``with`` block, and one of them look at the files behind URLs.
 
     If each of a thousand ranks listed them, the storage would get a thousand requests for the same 100,000 names, and
     ranks would get different ones while files are added. Files on this machine are listed by each process, as machines
     may have different files.
     """
-    before = _shared.set(share)
+    before = _collective.set(collective)
     try:
         yield
     finally:
-        _shared.reset(before)
+        _collective.reset(before)
 
 
 def once(work: Callable[[], Result], *, of: str, local: bool) -> Result:
     """Return the result of ``work``, which one rank does for all within `listed_by`, unless it is about local files."""
-    share = _shared.get()
-    if share is None:
+    collective = _collective.get()
+    if collective is None:
         return work()
     if local:
-        share(lambda: None, of="files of each machine")  # raises an error if another rank was given a URL
+        collective(lambda: None, of="files of each machine")  # raises an error if another rank was given a URL
         return work()
-    return share(work, of=of)
+    return collective(work, of=of)
 
 
 @dataclass
