@@ -249,8 +249,19 @@ def test_nodes_are_built_with_torchtitans_tokenizer(tmp_path: Path) -> None:
     assert inputs["input"][0, :7].tolist() == [*b"abc", EOS, *b"de", EOS]
 
 
+def test_rows_of_a_published_shape_need_no_encoder() -> None:
+    source = [{"question": "abc" * n, "answer": "de"} for n in range(1, 6)]
+    names = {"question": "prompt", "answer": "completion"}
+    made = config(source=source, encoder=None, settings={"columns": names})
+    given = [{"prompt": row["question"], "completion": row["answer"]} for row in source]
+    named = config(source=given, encoder={"_component_": "streampack.ChatEncoder"})
+    assert content(build(made)) == content(build(named))
+    with pytest.raises(ValueError, match="columns is for rows whose encoder is found by their shape"):
+        build(config(settings={"columns": names}))
+
+
 def test_the_command_line_sets_numbers_and_leaves_objects() -> None:
-    made = config(settings={"vocab_size": 99, "columns": Tokenizer()})
+    made = config(settings={"vocab_size": 99, "mine": Tokenizer()})
     found = tyro.cli(StreampackDataLoader.Config, default=made, args=["--num_workers", "3"])
     assert (found.source, found.encoder, found.settings) == (made.source, made.encoder, made.settings)
     assert found.num_workers == 3

@@ -19,6 +19,7 @@ from streampack.instantiate import COMPONENT, build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.losses import require_unshared
 from streampack.packing.batch import Batch
+from streampack.packing.encoders.shaped import SHAPE_KEYS, with_encoders
 from streampack.packing.encoders.tokenizer import padding_id
 from streampack.sources.as_source import as_source
 from streampack.streaming.dataset import IterablePackedDataset
@@ -91,11 +92,12 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         """The corpus: any source that `IterablePackedDataset` takes, or a node of one."""
 
         encoder: Annotated[Any | None, tyro.conf.Suppress] = None
-        """The function that turns a row into a sample, or a node of one; a node without a tokenizer is given
-        torchtitan's."""
+        """The function that turns a row into a sample, or a node of one. A node without a tokenizer receives
+        torchtitan's. Default: found by the shape of the rows, see `encoder_for`."""
 
         settings: Annotated[dict[str, Any] | None, tyro.conf.Suppress] = None
-        """The other arguments of `IterablePackedDataset`, such as ``shuffle``, ``seed`` and ``num_lanes``."""
+        """The other arguments of `IterablePackedDataset`, such as ``shuffle`` and ``num_lanes``, and without an
+        encoder ``columns``, ``roles``, ``answers`` and ``ignore`` of `encoder_for`."""
 
         infinite: bool = True
         """Whether the data is read for ever. Otherwise it is read once, and then training ends."""
@@ -146,13 +148,17 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
                 "comm.mode simulates ranks, and the loader would wait for them; run on real ranks, or simulate with "
                 "torchtitan's own loader"
             )
-        made_of = {"tokenizer": tokenizer}
+        inject, settings = {"tokenizer": tokenizer}, {"padding_idx": padding_id(tokenizer), **(config.settings or {})}
+        source, encoder = with_encoders(
+            as_source(build(config.source, inject=inject)),
+            build(config.encoder, inject=inject),
+            tokenizer,
+            settings={name: settings.pop(name) for name in SHAPE_KEYS if name in settings},
+            strict=not settings.get("skip_bad"),
+            pairs=False,
+        )
         packs = IterablePackedDataset(
-            build(config.source, inject=made_of),
-            encoder=build(config.encoder, inject=made_of),
-            max_seq_len=seq_len,
-            epochs=None if config.infinite else 1,
-            **{"padding_idx": padding_id(tokenizer), **(config.settings or {})},
+            source, encoder=encoder, max_seq_len=seq_len, epochs=None if config.infinite else 1, **settings
         )
         # torchtitan's validator builds a loader whenever it validates: all of them use the same connections.
         limit = timedelta(seconds=require_duration(config.timeout, "dataloader.timeout", "seconds"))
