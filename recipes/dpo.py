@@ -52,7 +52,7 @@ def _train(run: Run) -> Result:
 
     # Policy, reference and optimizer. The order is torchtune's.
     weights = run.load_base()
-    model = build_model(cfg, weights=weights, device=device, world=world, adapters_only=run.adapters_only)
+    model = build_model(cfg, weights=weights, device=device, world=world)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     loss = build(cfg.loss)
     reference = Reference(cfg, loss, model=model, inputs=inputs, weights=weights, device=device, world=world)

@@ -48,7 +48,7 @@ def _train(run: Run) -> Result:
 
     # Model and optimizer. The order is torchtune's.
     weights = run.load_base()
-    model = build_model(cfg, weights=weights, device=device, world=world, adapters_only=True)
+    model = build_model(cfg, weights=weights, device=device, world=world)
     del weights
     inputs = prepare_inputs(model, cfg)
     optimizer = build_optimizer(cfg, model)

@@ -3,12 +3,11 @@
 torchtune's ``config.instantiate`` builds one node and passes nested ones on as plain dicts.
 
 A config is data: it can name the components listed in `COMPONENTS` and nothing else. Only the user can add to them,
-outside of the config: by ``--trust NAME``, or by the environment variable `TRUST`.
+outside of the config: by ``--trust NAME``, which sets the environment variable `TRUST`.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -52,11 +51,8 @@ COMPONENTS = {
     r"torchtune\.training\.metric_logging": r"\w+Logger",
     r"transformers": r"get_(\w+_)?schedule(_\w+)?|Adafactor",
 }
-"""Patterns of modules, and of the names in them that a config may use. tests/test_instantiate.py lists names that must
-not match."""
+"""Patterns of modules, and of the names in them that a config may use."""
 
-MOST_LISTED = 8
-"""Names of a module that are listed where none is like the one that a config has."""
 UNSAFE_BUILDERS = ("pandas", "iceberg")  # of `datasets`: the first reads pickles, the second imports by name
 
 
@@ -89,7 +85,6 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
         try:
             return component(*args, **arguments)
         except (TypeError, ValueError, OSError) as error:
-            # Of a library, a folder without weights, say; or of Python, a value of another type.
             if raised_here(error):
                 raise
             raise ValueError(f"{node[COMPONENT]}: {error}") from error
@@ -108,6 +103,8 @@ def errors_of(key: str, way_out: str = "", *, of_files: str = "") -> Iterator[No
         yield
     except Exception as error:  # whatever a component or a library below it may raise
         what = next(iter(str(error).splitlines()), "") or type(error).__name__
+        cause = next(iter(str(error.__cause__ or "").splitlines()), "")
+        what += f" ({cause})" * (cause not in what)  # datasets says only that an error occurred
         if isinstance(error, KeyError) and " " not in what:
             what = f"there is no {what}"
         elif not isinstance(error, ValueError):
@@ -157,36 +154,21 @@ def resolve(path: str) -> Any:
     if trusted := any(f"{path}.".startswith(f"{name}.") for name in trusted_by_user()):
         _find_in_working_directory(package)
     elif not any(re.fullmatch(m, module) and re.fullmatch(n, name) for m, n in COMPONENTS.items()):
-        close = difflib.get_close_matches(name, import_module("streampack").__all__, n=1, cutoff=0.8)
-        way_out = (
-            f"did you mean 'streampack.{close[0]}'?"
-            if close and package == "streampack"
-            else f"check the spelling, or if you trust {module}, say so outside of the config: --trust {module}, or "
-            f"the variable {TRUST}={module}"
-        )
         raise ValueError(
-            f"_component_ {path!r} is not among the components that a config may name; {way_out}"
+            f"_component_ {path!r} is not among the components that a config may name; check the spelling, or if you "
+            f"trust {module}, run with --trust {module}"
         )
-    found, hint = None, ""
+    found = None
     try:
-        holder = import_module(module)
+        found = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
         missing = error.name or module
         if not f"{module}.".startswith(f"{missing}.") or (missing == package and not trusted):
-            way_out = "; install it, or name torch.optim.AdamW" if missing == "bitsandbytes" else ""
-            raise ImportError(
-                f"_component_ {path!r} needs {missing}, which is not installed{way_out}"
-            ) from error
-    else:
-        found = getattr(holder, name, None)
-        there = getattr(holder, "__all__", dir(holder))
-        hint = "" if found is not None else did_you_mean(name, there)
-        if not hint and len(there) <= MOST_LISTED:
-            hint = f"; {module} has {', '.join(sorted(there))}"
+            raise ImportError(f"_component_ {path!r} needs {missing}, which is not installed") from error
     if not callable(found):
-        raise ValueError(
-            f"_component_ {path!r} leads to nothing that can be called{hint or '; check the spelling'}"
-        )
+        there = vars(sys.modules[module]) if module in sys.modules else ()
+        hint = did_you_mean(name, there) or "; check the spelling"
+        raise ValueError(f"_component_ {path!r} leads to nothing that can be called{hint}")
     # A module also holds what it imported: my_rows.system may be os.system.
     home = str(getattr(getattr(found, "func", found), "__module__", "")).split(".")[0]
     # torchtune's module of quantizers holds torchao's.
@@ -203,7 +185,7 @@ def refuse_code(arguments: Mapping[str, Any]) -> None:
     for key, value in arguments.items():
         if key == "trust_remote_code" and value:
             raise ValueError(
-                "trust_remote_code in a config would run code of whoever wrote the repository; load it in a module of "
+                "trust_remote_code in a config would run code of the repository's authors; load it in a module of "
                 "your own, and name that by --trust"
             )
         if key == "prompt_template" and isinstance(value, str):

@@ -274,7 +274,7 @@ def load_newest_checkpoint(folder: Path) -> tuple[int, list[Any]]:
     """Load the newest checkpoint; return its step and weights. Called in a rank."""
     with checkpointing(folder) as (_, model, optimizer, checkpoints):
         train_step(model, optimizer)  # so that the optimizer has a state, which loading overwrites
-        step = checkpoints.newest()
+        step = max(checkpoints.steps())
         assert checkpoints.load(step, model=model, optimizer=optimizer) == {"step": step}
         return step, full_weights(model)
 

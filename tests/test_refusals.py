@@ -289,7 +289,7 @@ def test_a_mistake_is_named_with_its_way_out(
         ("max_step", 8, "Did you mean: 'max_steps'?"),
         ("data.max_seq_len", 4096, "is above model.max_seq_len=32, the positions that the model has; lower"),
         ("data.source._component_", "streampack.JSONSource", "leads to nothing that can be called; did you mean"),
-        ("data.source._component_", "my_code.Rows", "if you trust my_code, say so outside of the config: --trust"),
+        ("data.source._component_", "my_code.Rows", "if you trust my_code, run with --trust my_code"),
         ("data.encoder", "streampack.TextEncoder", "is text; write it as a component: {_component_: streampack.Te"),
         ("checkpointer.checkpoint_dir", "models/llama", "is no folder; download the weights, or correct the path"),
         ("data", [{"tokens": [3, 4], "labels": [-100, -100]}] * 40, "data: the first batch trains nothing: every"),

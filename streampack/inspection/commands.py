@@ -143,11 +143,11 @@ def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
 
     from streampack.training.checks import read_config
     from streampack.training.row_losses import packs_of_step
-    from streampack.training.run_folder import checkpoints_folder, saved_seed
+    from streampack.training.run_folder import checkpoints_folder, saved_settings
 
     cfg = read_config(config, built=DATA_KEYS if step is None else RUN_KEYS)
     if step is not None:
-        cfg.seed = saved_seed(cfg)
+        cfg.seed = saved_settings(cfg).get("seed", cfg.seed) if cfg.seed is None else cfg.seed
     dataset = training_data(cfg)
     if step is None:
         found = list(islice(dataset.stream(), packs or 2))

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,40 +64,30 @@ def _reason(error: BaseException) -> str:
     return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
 
 
+@dataclass
 class Checkpoints:
-    """Save and load the checkpoints of a run, of which the newest ``keep`` are kept.
+    """Save and load the checkpoints of a run, and keep the newest ``keep``.
 
     A checkpoint is a directory ``step_00000100`` under ``folder`` that all ranks write to, so several machines need a
-    shared file system. It is synced to disk under another name before it gets its own, and renamed before it is
-    removed: whenever a run is killed, a directory of that name is complete. Saved by any number of ranks, it loads on
-    any number. Frozen weights are not saved: a resumed run loads them from its base.
+    shared file system. It is synced to disk before it gets its name, and renamed before it is removed: whenever a run
+    is killed, a directory of that name is complete. Any number of ranks can load it. Frozen weights are not saved: a
+    resumed run loads them from its base.
 
     Every method but `steps` is a collective. With ``in_background``, `save` copies everything to memory and writes it
     while training continues; the next `save` or `wait` waits for it and raises its error.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        keep: int = 2,
-        world: World | None = None,
-        in_background: bool = False,
-    ) -> None:
-        self.folder = Path(folder)
-        self.keep = keep
-        self.world = world or World()
-        self.in_background = in_background
-        self._writing: Future[None] | None = None
+    folder: Path
+    _: KW_ONLY
+    keep: int = 2
+    world: World = field(default_factory=World)
+    in_background: bool = False
+    _writing: Future[None] | None = field(default=None, init=False)
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match)
-
-    def newest(self) -> int | None:
-        """Return the last of rank 0's `steps`, or None, on all ranks."""
-        return self.world.broadcast(max(self.steps(), default=None))
 
     def save(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
@@ -105,7 +96,6 @@ class Checkpoints:
         self.wait()
         final = self.path(step)
         part = final.with_suffix(".part")
-        _silence_dcp()
         # A collective: no rank writes before the folder is clean.
         with self.world.raise_on_all(), self._removed_on_error(final):
             if self.world.is_main:
@@ -146,7 +136,6 @@ class Checkpoints:
 
     def load(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restore model and optimizer in place, and return the saved ``run``."""
-        _silence_dcp()
         path = self.path(step)
         # Before the collectives of DCP, in which the other ranks would wait for one that has no such file.
         with self.world.raise_on_all():
@@ -224,7 +213,6 @@ def step_of(path: Path) -> int:
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Restore a model alone from a checkpoint's directory, in place, in a single process."""
-    _silence_dcp()
     with plain_errors(f"checkpoint {path} could not be read"):
         loader.load({"model": _weights(model)}, checkpoint_id=path, no_dist=True)
 
@@ -242,6 +230,8 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Not ``model.state_dict()``, which would dequantize all quantized weights; those are frozen.
     """
+    # DCP warns of a single process. Silenced for good, because a context does not reach DCP's threads.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     weights = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -281,8 +271,3 @@ def read_run(path: Path) -> dict[str, Any]:
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{file} is damaged, or no file of a checkpoint: {error}") from error
     return run
-
-
-def _silence_dcp() -> None:
-    """Silence DCP's warning about a single process, for good: a context does not reach its threads."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -13,7 +13,7 @@ Node = dict[str, Any]
 
 REFERENCES = ("model", "data")
 DEVICES = ("auto", "cpu", "cuda", "npu", "xpu")
-DTYPES = ("bf16", "fp32", "fp64")
+DTYPES = ("auto", "bf16", "fp32", "fp64")
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,8 @@ class RunConfig:
         batch_size_val: packs or samples in a forward pass over held-out rows; null: ``batch_size``.
         seed: of dropout and order; null: drawn, and kept in the checkpoints.
         device: ``"auto"`` takes the GPU where there is one; or ``"cuda"``, ``"cpu"``.
-        dtype: of weights and computation: ``"bf16"``, ``"fp32"`` or ``"fp64"``.
+        dtype: of weights and computation: ``"bf16"``, ``"fp32"`` or ``"fp64"``; ``"auto"`` is bf16 on a GPU that
+            computes in it, otherwise fp32.
         cudnn_deterministic_mode: torchtune's ``debug_mode`` of `torchtune.training.set_seed`.
         lr_scheduler: a node of a schedule that takes ``num_training_steps``; without one, the rate stays as it is.
         epochs: how often the data is read; without it, again and again, until ``max_steps``.
@@ -140,7 +141,7 @@ class RunConfig:
     batch_size_val: int | None = None
     seed: int | None = None
     device: str = "auto"
-    dtype: str = "bf16"
+    dtype: str = "auto"
     cudnn_deterministic_mode: int | None = None
     lr_scheduler: Node | None = None
     epochs: int | None = None

@@ -27,7 +27,7 @@ from streampack.sources.reading import Reading
 from streampack.sources.source import Source
 from streampack.storage.corpus import listed_by
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.training.checks import CROSS_ENTROPIES
+from streampack.training.conditions import CROSS_ENTROPIES
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
 from streampack.training.torchtune_data import RunRows, torchtune_rows

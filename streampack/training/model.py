@@ -14,11 +14,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import modules, training
 from torchtune.modules import common_utils, peft
 
-from streampack.instantiate import COMPONENT, build
+from streampack.instantiate import build
 from streampack.training.config import RunConfig
 from streampack.training.quantization import quantize_in_training
 from streampack.training.world import World
-from streampack.validation import did_you_mean
 
 # torchtune copies the logits to fp32. In this many chunks, each copy is freed before the next is made.
 OUTPUT_CHUNKS = 8
@@ -26,15 +25,13 @@ OUTPUT_CHUNKS = 8
 Weights = Mapping[str, Any]
 
 
-def build_model(
-    config: RunConfig, *, weights: Weights, device: torch.device, world: World, adapters_only: bool = False
-) -> nn.Module:
+def build_model(config: RunConfig, *, weights: Weights, device: torch.device, world: World) -> nn.Module:
     """Build the model that a config names, load its weights, and return it on ``device`` in training mode.
 
     With several data ranks it is sharded by FSDP2, layer by layer: each rank holds a part of the weights, gradients and
     optimizer states, and gathers a whole layer only while it computes with it. Ranks of a tensor-parallel group compute
     each layer together. With several ranks this function is a collective.
-    ``weights`` have the names that the unsharded model has; ``adapters_only`` freezes all but the adapters.
+    ``weights`` have the names that the unsharded model has. If the model has adapters, all else is frozen.
     """
     try:
         torch_dtype = training.get_dtype(config.dtype, device=device)
@@ -45,14 +42,10 @@ def build_model(
         model: nn.Module = build(config.model)
         if config.quantizer is not None:
             quantize_in_training(model, build(config.quantizer), dtype=torch_dtype)
-    known = dict(model.named_modules())
-    for name in config.custom_sharded_layers or ():
-        if name not in known:
-            raise ValueError(f"custom_sharded_layers: the model has no {name!r}{did_you_mean(name, known)}")
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks((config.loss or {}).get("num_output_chunks", OUTPUT_CHUNKS))  # type: ignore[operator]
-    if adapters_only:
-        weights = {**weights, **start_adapters(model, seed=config.seed or 0)}
+    if adapters := peft.get_adapter_params(model):
+        weights = {**weights, **start_adapters(model, adapters, seed=config.seed or 0)}
     if config.compile:
         training.compile_model(model, verbose=False)
     if world.tensor_parallel > 1:
@@ -158,13 +151,14 @@ def _load(
         raise _unfit_weights(model, weights) or error from error
 
 
-def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
-    """Freeze all but the adapters of a model, and return the adapters' initial weights.
+def start_adapters(
+    model: nn.Module, adapters: Mapping[str, torch.Tensor], *, seed: int
+) -> dict[str, torch.Tensor]:
+    """Freeze all but the ``adapters`` of a model, and return their initial weights.
 
-    As in LoRA's paper, A is random and B is zero, so that the model computes at first what its base computes. The
-    values depend on ``seed`` alone, not on the number of ranks or the device.
+    As in LoRA's paper, A is random and B is zero, so that the model first computes what its base computes. The values
+    depend on ``seed`` alone, not on the number of ranks or the device.
     """
-    adapters = peft.get_adapter_params(model)
     for name, layer in model.named_modules():
         if isinstance(layer, peft.DoRALinear) and getattr(layer, "bias", None) is not None:
             raise ValueError(
@@ -178,25 +172,6 @@ def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
         if name.endswith("lora_a.weight"):
             nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
     return weights
-
-
-def find_adapters(config: RunConfig, *, wanted: bool | None = None) -> bool:
-    """Return whether the model that a config names has adapters, without its weights.
-
-    ``wanted``: whether the recipe trains adapters, or all weights; None: either. Another model is refused.
-    """
-    with torch.device("meta"):
-        found = bool(peft.get_adapter_params(build(config.model)))
-    if wanted is not None and wanted != found:
-        name = config.model[COMPONENT]
-        raise ValueError(
-            f"model: {name} has no adapters to train; name one of torchtune's lora_ or qlora_ models, or run "
-            "full_finetune"
-            if wanted
-            else f"model: {name} has adapters, and this recipe trains all weights; run lora_finetune, or name a "
-            "builder without adapters"
-        )
-    return found
 
 
 def _unfit_weights(model: nn.Module, weights: Weights) -> ValueError | None:

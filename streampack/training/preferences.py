@@ -17,7 +17,6 @@ from streampack.attention.prepare import prepare_model_for_packing
 from streampack.instantiate import build
 from streampack.losses import PreferenceLoss, pair_of, sequence_logps
 from streampack.packing.batch import Batch
-from streampack.packing.encoders import AnswersEncoder, MessagesEncoder
 from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut, mean_losses
@@ -43,12 +42,18 @@ class Compared(NamedTuple):
 
 def shares_prefixes(lanes: LaneConfig) -> bool:
     """Return whether an encoder of a run keeps prompts once. Of a user's own encoder it is not known, and assumed."""
-    mix = lanes.mix
-    encoders = [lanes.encode] if mix is None else [entry.encoder or lanes.encode for entry in mix.entries]
-    return any(
-        encode.share_prefix if isinstance(encode, AnswersEncoder | MessagesEncoder) else True
-        for encode in encoders
-    )
+    return any(getattr(encode, "share_prefix", True) for encode in lanes.encoders)
+
+
+def require_pairs(lanes: LaneConfig) -> None:
+    """Raise ValueError if an encoder of a run makes single samples; of a user's own encoder it is not known."""
+    for encode in lanes.encoders:
+        ours = type(encode).__module__.startswith("streampack.")
+        if ours and not getattr(encode, "makes_groups", False):
+            raise ValueError(
+                f"the rows are no preference pairs: {type(encode).__name__} makes single samples, and dpo compares two "
+                "answers; name streampack.AnswersEncoder, or one of torchtune's preference datasets"
+            )
 
 
 class Reference:

@@ -42,13 +42,16 @@ def opening(
     """
     if not world.is_main:
         return {}
-    dataset = loader.dataset
+    dataset, packs = loader.dataset, loader.packs_per_step
     packing, lanes = dataset.lane_config.packing, dataset.lanes_for(world.data_size)
     name = f"strategy={packing.strategy}" if packing.strategy else packing.filled_by
+    padded, unit = packing.strategy == PADDED, "sample" if packing.strategy == PADDED else "pack"
     lines = {
         "data": f"{lanes} lane{'s' * (lanes > 1)} for {world.size} rank{'s' * (world.size > 1)}",
         "packing": f"{name}, max_seq_len={packing.max_seq_len}, balance_window={dataset.window_for(world.data_size)}",
         "attention": inputs.summary.removeprefix("attention="),
+        "step": f"{packs:,} {unit}{'s' * (packs > 1)}"
+        + ", each padded to the longest sample of its batch" * padded,
     }
     if not done:
         lines["lanes"] = lanes_text(lanes, fixed=config.dataset is not None)
@@ -65,8 +68,8 @@ def opening(
         except TooLong as stops:
             return lines | {"overlong": str(stops)}
         error = f" (standard error {estimate.error / estimate.packs:.1%})" if estimate.error else ""
-        lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} packs{error}"
-        if packing.strategy != PADDED:  # there it is that of batches
+        lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} {unit}s{error}"
+        if not padded:  # the padding of samples is that of their batches
             lines["packing"] += f", about {estimate.padding:.1%} padding expected"
         lines["step"] = estimate.step(packing, loader.packs_per_step)
         if told := estimate.losses(packing):
@@ -188,13 +191,17 @@ def dropped_tokens(ledger: Ledger) -> str:
     return f"{sum(ledger.dropped.values()):,} dropped{reasons and f' ({reasons})'}"
 
 
-def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None) -> str:
-    """Format the closing lines of a run: packs, where every token went, speed, validation losses."""
+def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None, padded: bool = False) -> str:
+    """Format the closing lines of a run: packs, where every token went, speed, validation losses.
+
+    ``padded``: each pack holds one sample.
+    """
     ledger: Ledger = result["ledger"]
     seconds, held_out, computed = result["seconds"], result["held_out"], result["computed"]
+    trained, packed = ("samples", "trained") if padded else ("packs", "packed")
     lines = [
-        f"packs        {ledger.packs:,}, from {ledger.samples:,} samples that were read",
-        f"tokens       {ledger.tokens_in:,} in = {ledger.packed:,} packed + {dropped_tokens(ledger)} + "
+        f"{trained:12} {ledger.packs:,}, from {ledger.samples:,} samples that were read",
+        f"tokens       {ledger.tokens_in:,} in = {ledger.packed:,} {packed} + {dropped_tokens(ledger)} + "
         f"{ledger.buffered:,} buffered",
         f"model        {computed:,} tokens computed, {1 - result['tokens'] / max(1, computed):.2%} of them padding",
         f"speed        {result['tokens'] / max(seconds, 1e-9):,.0f} tokens/s over {seconds:,.0f} s",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
@@ -17,23 +16,19 @@ from torchtune import training
 
 from streampack.attention import Inputs
 from streampack.instantiate import build, errors_of
-from streampack.packing.batch import Batch
 from streampack.sources.bad_records import quarantine_for
 from streampack.streaming.first_look import first_look
 from streampack.streaming.mixing import mixing_lines
 from streampack.training.checkpoint import Checkpoints, read_run
-from streampack.training.checks import read_config
 from streampack.training.collated_rows import own_collate, vocab_size_of
 from streampack.training.config import RunConfig
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
-from streampack.training.meters import CountMeter, SourceMeter, memory_metrics, run_ledger, stream_metrics
 from streampack.training.model import Weights, full_weights, seed_step
-from streampack.training.optimizer import clip_gradients, require_one_batch, scale_gradients
-from streampack.training.preferences import shares_prefixes
-from streampack.training.progress import MetricLogger, aligned, bar, opening, postfix, summary
+from streampack.training.optimizer import require_one_batch
+from streampack.training.preferences import require_pairs, shares_prefixes
+from streampack.training.progress import aligned, opening
 from streampack.training.quantization import delay_fake_quant
-from streampack.training.row_losses import RowLosses
 from streampack.training.run_folder import (
     Interrupted,
     begin_phase,
@@ -43,15 +38,15 @@ from streampack.training.run_folder import (
     open_checkpoints,
     record_end,
     require_same_config,
-    saved_seed,
+    saved_settings,
     stop_on_signals,
     warn_of_unused,
 )
+from streampack.training.run_log import RunLog, Step
 from streampack.training.schedule import asked_of, build_schedule, step_schedule, total_steps
-from streampack.training.secrets import shown
-from streampack.training.validate import Checked, require_isolation, require_recipe
+from streampack.training.validate import Checked, read_for_recipe, require_isolation
 from streampack.training.weights import write_weights
-from streampack.training.world import World, join_world, pick_device
+from streampack.training.world import World, join_world, pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
 
@@ -64,58 +59,6 @@ Evaluate = Callable[[Mapping[str, HeldOut]], dict[str, float]]
 """Returns the losses on the held-out batches, ``validation_loss`` among them."""
 
 
-class Step:
-    """The batches of one optimizer step on this rank, what their losses add to the meters, more ``metrics`` to log."""
-
-    def __init__(self, run: Run, batches: Iterable[Batch]) -> None:
-        self._run, self._batches = run, batches
-        self.metrics: dict[str, Any] = {}
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
-            self._run.report.add(batch, step=self._run.step + 1)
-            yield batch
-
-    def add(
-        self,
-        batch: Batch,
-        loss: torch.Tensor,
-        losses: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        z_loss: torch.Tensor | None = None,
-        trained: int | None = None,
-    ) -> None:
-        """Count a batch of this rank.
-
-        Args:
-            batch: on the device.
-            loss: the sum over the batch.
-            losses: the same by token, ``[batch, max_seq_len]``.
-            weights: of ``losses``, by whose sum over the step the gradients are divided.
-            z_loss: the sum over the batch.
-            trained: trained tokens; None: as many as weights that are not 0.
-        """
-        run = self._run
-        run.meter.add(batch, loss, weights, z_loss=z_loss, trained=trained)
-        run.by_source.add(batch, losses, weights)
-        run.by_row.add(batch, losses, weights, step=run.step + 1)
-
-    def reduce(self) -> torch.Tensor:
-        """Collective, once a step, after all `add`: return the factor that `scale_gradients` scales by."""
-        return self._run.meter.reduce()
-
-    def scale_gradients(self) -> None:
-        """Collective: divide the gradients once, by the weights of all ranks, and clip them.
-
-        They are of summed losses, and FSDP has averaged them over the data ranks: the factor is their number / weights.
-        """
-        model, max_norm = self._run.model, self._run.cfg.clip_grad_norm
-        scale_gradients(model, self.reduce(), compiled=self._run.cfg.compile)
-        if max_norm is not None:
-            self.metrics["grad_norm"] = clip_gradients(model, max_norm)
-
-
 class Run:
     """A training run from its config to its weights; a recipe adds the model, the optimizer and the loss.
 
@@ -126,8 +69,8 @@ class Run:
         device: this rank's.
         world: the ranks.
         over: the result of a run that was over when it was opened, else None.
-        adapters_only: whether only the adapters of a model are trained.
         step: optimizer steps that were made.
+        log: counts and logs the steps.
     """
 
     world: World
@@ -135,12 +78,11 @@ class Run:
     checkpoints: Checkpoints
     saved_step: int | None = None
     stopped: int = 0  # the signal that ends the run after this step
-    seed: int
+    log: RunLog
     _closing: ExitStack
 
-    def __init__(self, raw: Any, cfg: RunConfig, *, adapters_only: bool, pairs: bool, check: bool) -> None:
-        self.raw, self.cfg, self.adapters_only = raw, cfg, adapters_only
-        self._pairs, self._check = pairs, check
+    def __init__(self, raw: Any, cfg: RunConfig, *, pairs: bool, check: bool) -> None:
+        self.raw, self.cfg, self._pairs, self._check = raw, cfg, pairs, check
         self.device = pick_device(cfg.device)
 
     def load_base(self) -> Weights:
@@ -177,6 +119,8 @@ class Run:
                 self.loader.packs_per_step, self.saved_step, before["packs_per_step"],
             )  # fmt: skip
         lanes = self.dataset.lane_config
+        if self._pairs:
+            require_pairs(lanes)
         if cfg.verify_isolation and cfg.document_masking and not own_collate(cfg.collate_fn):
             shared = self._pairs and shares_prefixes(lanes)
             with world.raise_on_all():
@@ -231,17 +175,9 @@ class Run:
                     "of the messages, overlong and max_seq_len"
                 )
             raise Checked
-        written = shown(self.raw)
-        self.logger = MetricLogger(cfg, written=written, world=world, resumed=self.saved_step)
-        self.report = report(cfg, written=written, lanes=lanes, in_effect=in_effect, world=world)
-        self.profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
-        self.meter = CountMeter(world, self.device)
-        self.by_source = SourceMeter(self.loader, world, self.device)
-        self.by_row = RowLosses(cfg, world=world, resumed=self.saved_step)
-        self._more_metrics = metrics
+        self.log = RunLog(self, report, metrics=metrics, in_effect=in_effect)
         if world.is_main:
             end_file(cfg).unlink(missing_ok=True)  # of the run that continues
-        self.started = time.perf_counter()
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps to make, until the data, the config or a signal ends the run.
@@ -249,18 +185,16 @@ class Run:
         Raises:
             Interrupted: after a signal, when the step that was running is saved.
         """
-        cfg, world, loader = self.cfg, self.world, self.loader
+        cfg, world, loader, most = self.cfg, self.world, self.loader, self.cfg.most_steps
         batches = iter(loader)
-        self.profiler.start()
         loop = self._closing.enter_context(ExitStack())
-        loop.enter_context(self.report.on_error())
-        most = cfg.most_steps
-        total = int(min(self.num_steps, most))
-        self._bar = loop.enter_context(bar(total, done=self.step, enabled=world.is_main))
+        self.log.begin(loop, steps=int(min(self.num_steps, most)))
         self._agreed_signal = loop.enter_context(stop_on_signals(world))
         while self.step < most:
-            self.meter.start()
-            seed_step(self.seed, self.step, world.data_rank)  # so that dropout is the same after a resume
+            self.log.meter.start()
+            seed_step(
+                self.cfg.seed or 0, self.step, world.data_rank
+            )  # so that dropout is the same after a resume
             delay_fake_quant(self.model, cfg, step=self.step)
             first = next(batches, None)
             if first is None:
@@ -275,12 +209,8 @@ class Run:
         """Collective: step the learning rate, and log every ``log_every_n_steps``."""
         rate = self.optimizer.param_groups[0]["lr"]
         step_schedule(self.scheduler, step=self.step, steps=self.num_steps)
-        self.meter.stop()
         self.step += 1
-        self.profiler.step()
-        self._bar.update()
-        if self.step % (self.cfg.log_every_n_steps or 1) == 0:
-            self._bar.set_postfix_str(postfix(self._log({"lr": rate} | step.metrics)))
+        self.log.end_step({"lr": rate} | step.metrics)
         self.stopped = self._agreed_signal()
 
     def validate(self, evaluate: Evaluate, *, last: bool = False) -> None:
@@ -298,7 +228,7 @@ class Run:
         if self.held_out_packs and due and not done and not self.stopped:
             losses = evaluate(self.held_out_packs)
             self.held_out.append((self.step, losses["validation_loss"]))
-            self.logger.log(losses, step=self.step)
+            self.log.logger.log(losses, step=self.step)
 
     def save(self, *, last: bool = False) -> None:
         """Collective: write a checkpoint after a signal, and with ``save_every_n_steps`` after so many and at last."""
@@ -306,12 +236,13 @@ class Run:
         due = self.stopped or (every and (last or self.step % every == 0))
         if not due or self.saved_step == self.step:
             return
-        self.by_row.write()  # a run that continues from here has no other rows of the steps since the last log
-        state = self._totals() | {
+        self.log.by_row.write()  # a run that continues from here has no other rows of the steps since the last log
+        state = self.log.totals() | {
             "begun": self.before["begun"],
             "steps": self.num_steps,
             "asked": asked_of(cfg, self.loader),
-            "seed": self.seed,
+            "seed": cfg.seed,
+            "dtype": cfg.dtype,
             "packs_of_rank": cfg.packs_of_rank,
             "packs_per_step": self.loader.packs_per_step,
             "stream": self.loader.state_dict(),
@@ -323,50 +254,18 @@ class Run:
 
     def end(self, evaluate: Evaluate) -> Result:
         """Collective: evaluate, save and write the weights; return the result."""
-        cfg = self.cfg
-        self.profiler.stop()
-        self.by_row.write()
+        self.log.by_row.write()
         self.loader.require_trained()
         self.validate(evaluate, last=True)
         self.save(last=True)  # a longer run can continue from here
         self.checkpoints.wait()
-        result = self._totals() | {"ledger": run_ledger(self.loader, self.world)}
+        result = self.log.result()
         final = full_weights(self.model, device=self.device, world=self.world)
         if self.world.is_main:
-            saved = write_weights(
-                final,
-                model=self.model,
-                checkpointer=self.checkpointer,
-                config=cfg,
-                adapters_only=self.adapters_only,
-            )
-            self.logger.close()
-            record_end(cfg, step=self.step)
-            self.report.write(step=self.step, ledger=result["ledger"])
-            written = aligned(
-                {**{name: str(path) for name, path in saved.items()}, "report": str(self.report.path)}
-            )
-            print(f"{summary(result, quarantine=self.dataset.lane_config.quarantine)}\n{written}")  # noqa: T201
+            saved = write_weights(final, model=self.model, checkpointer=self.checkpointer, config=self.cfg)
+            record_end(self.cfg, step=self.step)
+            self.log.end(result=result, saved=saved)
         return result
-
-    def _totals(self) -> Result:
-        return {
-            "step": self.step,
-            "tokens": self.before["tokens"] + self.meter.tokens,
-            "computed": self.before["computed"] + self.meter.computed,
-            "seconds": self.before["seconds"] + time.perf_counter() - self.started,
-            "held_out": self.held_out,
-        }
-
-    def _log(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        self.loader.require_trained()
-        metrics = self.meter.metrics() | metrics | self._more_metrics() | self.by_source.metrics()
-        metrics |= stream_metrics(self.loader, self.world)
-        if self.cfg.log_peak_memory_stats:
-            metrics |= memory_metrics(self.world, self.device)
-        self.by_row.write()
-        self.logger.log(metrics, step=self.step)
-        return metrics
 
 
 @contextmanager
@@ -385,9 +284,8 @@ def open_run(
         ValueError: for a config with a mistake in it, or a folder that another run holds or has written to.
         Interrupted: for a signal or Ctrl-C, after the checkpoint that it made.
     """
-    cfg = read_config(raw)
-    adapters_only = require_recipe(cfg, adapters=adapters, pairs=pairs)
-    run = Run(raw, cfg, adapters_only=adapters_only, pairs=pairs, check=check)
+    cfg = read_for_recipe(raw, adapters=adapters, pairs=pairs)
+    run = Run(raw, cfg, pairs=pairs, check=check)
     with (
         join_world(
             run.device,
@@ -408,10 +306,12 @@ def open_run(
         elif cfg.data is not None:
             kept = quarantine_for(cfg.data.get("skip_bad"))
             cfg.data["skip_bad"] = kept and replace(kept, folder=None)
-        seed = run.world.run_on_main(lambda: saved_seed(cfg), of="a seed")
-        run.seed = run.world.broadcast(SystemRandom().randrange(2**31)) if seed is None else seed
-        cfg.seed = run.seed
+        saved = run.world.run_on_main(lambda: saved_settings(cfg), of="settings of a run")
+        if cfg.seed is None:
+            cfg.seed = saved.get("seed", run.world.broadcast(SystemRandom().randrange(2**31)))
+        if cfg.dtype == "auto":
+            cfg.dtype = saved.get("dtype", pick_dtype(run.device))
         if (mode := cfg.cudnn_deterministic_mode) is not None:
-            training.set_seed(run.seed, debug_mode=mode)
-        seed_step(run.seed, 0)
+            training.set_seed(cfg.seed, debug_mode=mode)
+        seed_step(cfg.seed, 0)
         yield run

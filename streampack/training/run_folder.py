@@ -161,7 +161,7 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
         world=world,
         in_background=config.enable_async_checkpointing,
     )
-    newest = checkpoints.newest()
+    newest = world.broadcast(max(checkpoints.steps(), default=None))
     if newest is not None and not config.resume_from_checkpoint:
         raise ValueError(
             f"{checkpoints.folder} holds checkpoints up to step {newest} of an earlier run; "
@@ -180,13 +180,13 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
     return checkpoints, None
 
 
-def saved_seed(config: RunConfig) -> int | None:
-    """Return the seed of a run, that of its newest checkpoint where the config has none."""
+def saved_settings(config: RunConfig) -> dict[str, Any]:
+    """Return seed and dtype of a run's newest checkpoint; nothing if it has none."""
     checkpoints = Checkpoints(checkpoints_folder(config))
-    if config.seed is not None or not (steps := checkpoints.steps()):
-        return config.seed
-    seed: int = read_run(checkpoints.path(steps[-1]))["seed"]
-    return seed
+    if not (steps := checkpoints.steps()):
+        return {}
+    run = read_run(checkpoints.path(steps[-1]))
+    return {name: run[name] for name in ("seed", "dtype")}
 
 
 def begin_phase(

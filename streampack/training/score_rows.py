@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from streampack.streaming.lane_config import LaneConfig
 from streampack.tokenize.tokenize import from_config
 from streampack.training.checks import read_config, to_plain
 from streampack.training.config import RunConfig
-from streampack.training.world import World, join_world, pick_device
+from streampack.training.world import World, join_world, pick_device, pick_dtype
 from streampack.types import Row, Sample
 from streampack.validation import require, require_positive
 
@@ -53,8 +54,8 @@ def score_rows(
     """Write the log-likelihood of the trained tokens of each row of ``data.source``, in the order of the source.
 
     Every rank that torchrun started calls this; rank 0 writes ``out``, which appears when it is complete, and returns a
-    line about it. A stopped job goes on behind the last row that it wrote. With a ``model`` of Hugging Face, the config
-    needs no more than ``tokenizer`` and ``data``. For ``overlong`` see `streampack.score`.
+    line about it. A stopped job continues after the last row that it wrote. With a ``model`` of Hugging Face, the
+    config needs only ``tokenizer`` and ``data``. For ``overlong`` see `streampack.score`.
     """
     require(overlong, "overlong", OVERLONG)
     if out.suffix != ".jsonl":
@@ -75,6 +76,8 @@ def score_rows(
                 kept = _whole_lines(file)
         kept = world.broadcast(kept)
         scored, inputs = _load(run, values, model=model, device=device, world=world)
+        if world.is_main:
+            print(inputs.summary, file=sys.stderr, flush=True)  # noqa: T201
         rows.vocab_size = ForwardPass(scored, inputs).vocab_size
         advance = held.enter_context(progress_bar(None, shown=world.is_main, unit="row"))
         reader = rows.read(skip=kept)
@@ -260,15 +263,18 @@ def _load(
         return loaded, prepare_model_for_packing(loaded, attention=str(values.get("attention", "auto")))
     from torchtune import training
 
-    from streampack.training.model import build_model, find_adapters, seed_step
+    from streampack.training.model import build_model, seed_step
     from streampack.training.validate import require_isolation
 
     # Packs differ in length, and there is no backward pass.
     run.compile = run.enable_activation_checkpointing = False
+    run.ac_mode = None
+    run.fsdp_cpu_offload &= world.data_size > 1  # a model that is not sharded stays on its device
+    run.dtype = pick_dtype(device) if run.dtype == "auto" else run.dtype
     seed_step(run.seed or 0, 0)
     with world.main_first():
         weights = build(run.checkpointer).load_checkpoint()[training.MODEL_KEY]
-    built = build_model(run, weights=weights, device=device, world=world, adapters_only=find_adapters(run))
+    built = build_model(run, weights=weights, device=device, world=world)
     inputs = prepare_model_for_packing(built, attention=run.attention)
     if run.verify_isolation:
         size = (run.data or {})["max_seq_len"]

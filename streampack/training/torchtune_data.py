@@ -179,7 +179,8 @@ def _built(node: Node, key: str, tokenizer: Any) -> Any:
     unpacked = {name: value for name, value in node.items() if name not in ("packed", "weight")}
     # The library below is given what the builder does not know.
     near = [did_you_mean(name, known) for name in unpacked if name not in {*known, COMPONENT}]
-    with errors_of(key, "".join(near).removeprefix("; "), of_files=LOCAL_FILE):
+    files = f"look at data_files={node['data_files']}" if "data_files" in node else ""
+    with errors_of(key, "".join(near).removeprefix("; ") or files, of_files=LOCAL_FILE):
         dataset = build(unpacked | ({"packed": False} if "packed" in known else {}), tokenizer)
     if node.get("streaming"):
         raise ValueError(

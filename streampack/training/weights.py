@@ -24,7 +24,7 @@ from streampack.instantiate import build
 from streampack.training.checkpoint import load_weights, read_run, step_of
 from streampack.training.checks import read_config
 from streampack.training.config import RunConfig
-from streampack.training.model import build_model, find_adapters, full_weights, seed_step
+from streampack.training.model import build_model, full_weights, seed_step
 from streampack.training.run_folder import weights_folders
 from streampack.training.world import World
 
@@ -106,34 +106,27 @@ def export(checkpoint: Path, *, config: Any, out: Path) -> dict[str, Path]:
     cfg.output_dir = cfg.checkpointer["output_dir"] = str(out)
     if held := weights_folders(cfg):
         raise ValueError(f"{' and '.join(held)} holds weights; choose another folder, or remove them")
-    cfg.seed = read_run(checkpoint)["seed"]
+    run = read_run(checkpoint)
+    cfg.seed, cfg.dtype = run["seed"], run["dtype"]
     seed_step(cfg.seed, 0)  # as a recipe does, for a base of random weights
     device = torch.device("cpu")
     checkpointer = build(cfg.checkpointer)
     base = checkpointer.load_checkpoint()[training.MODEL_KEY]
-    adapters_only = find_adapters(cfg)
-    model = build_model(cfg, weights=base, device=device, world=World(), adapters_only=adapters_only)
+    model = build_model(cfg, weights=base, device=device, world=World())
     load_weights(checkpoint, model)
     weights = full_weights(model, device=device, world=World())
-    return write_weights(
-        weights, model=model, checkpointer=checkpointer, config=cfg, adapters_only=adapters_only
-    )
+    return write_weights(weights, model=model, checkpointer=checkpointer, config=cfg)
 
 
 def write_weights(
-    weights: dict[str, torch.Tensor],
-    *,
-    model: nn.Module,
-    checkpointer: Any,
-    config: RunConfig,
-    adapters_only: bool,
+    weights: dict[str, torch.Tensor], *, model: nn.Module, checkpointer: Any, config: RunConfig
 ) -> dict[str, Path]:
-    """Write a model's weights in its own format, and its adapters beside them; return the folders by what they hold.
+    """Write a model's weights in its own format, and return the folders by what they hold; ``weights`` are consumed.
 
-    ``weights`` are consumed. With ``adapters_only``, adapters are written, and merged into the base.
+    Adapters are written to a folder of their own, and merged into the base.
     """
     saved = {}
-    if adapters_only:
+    if _adapted(model):
         rank, alpha = _rank_and_alpha(model)
         adapters = peft.get_adapter_state_dict(weights)
         weights = peft.get_merged_lora_ckpt(weights, rank=rank, alpha=alpha)

@@ -63,6 +63,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device(kind, number)
 
 
+def pick_dtype(device: torch.device) -> str:
+    """Return the ``dtype`` of a config that has none: bf16 on a device that computes in it, fp32 on a CPU."""
+    kind = getattr(torch, device.type)
+    return "bf16" if device.type != "cpu" and kind.is_bf16_supported() else "fp32"
+
+
 @dataclass(frozen=True)
 class World:
     """The rank of this process in a training run, and its collectives. A single process exchanges nothing.
@@ -244,10 +250,10 @@ def _allow_connections(size: int) -> None:
 def end_with_launcher() -> None:
     """End this process when the torchrun that started it ends, even if torchrun is killed with SIGKILL.
 
-    torchrun starts every rank in a session of its own, so ranks of a killed torchrun would train on, and write
+    torchrun starts every rank in a session of its own, so ranks of a killed torchrun would continue, and write
     checkpoints beside the run that replaces them. A thread polls the parent's process id, because the kernel's
-    PR_SET_PDEATHSIG would also fire when only the thread ends that started this process. A process that torchrun did
-    not start is left alone: it may be meant to outlive the shell that did.
+    PR_SET_PDEATHSIG also fires when only the thread that started this process ends. A process that torchrun did not
+    start may be meant to outlive its shell.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -265,12 +271,19 @@ def _open_store(rank: int, size: int, *, timeout: float) -> Store:
     """Return torchrun's store, in which the ranks find one another, with keys that no earlier attempt has used.
 
     When torchrun restarts ranks, it gives them the store of the ranks that died, and torch would read the addresses of
-    dead ranks from it (https://github.com/pytorch/pytorch/issues/135712; with torch 2.13 a restart hangs). Nor does
-    torchrun give all ranks of an attempt a common value that is new. So rank 0 draws a random prefix for the keys, and
-    every other rank asks for it under a random name of its own. An answer to that name cannot be an old one.
+    dead ranks from it (https://github.com/pytorch/pytorch/issues/135712; with torch 2.13 a restart hangs). torchrun
+    gives the ranks of an attempt no common new value. So rank 0 draws a random prefix for the keys, and every other
+    rank asks for it under a random name, to which no old answer can exist.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    _require_store(address, port)
+    try:  # torch would try to connect until its timeout
+        socket.create_connection((address, port), timeout=10).close()
+    except ConnectionRefusedError:  # torchrun opens the store before it starts ranks
+        raise ConnectionRefusedError(
+            f"the torchrun that keeps the ranks' store at {address}:{port} has ended, and this rank ends with it"
+        ) from None
+    except OSError:  # it may pass, and torch tries again
+        pass
     store = TCPStore(address, port, size, False, timedelta(seconds=timeout))
     name = uuid.uuid4().hex
     if rank > 0:
@@ -291,18 +304,3 @@ def _open_store(rank: int, size: int, *, timeout: float) -> Store:
                 missing.remove(other)
         time.sleep(0.01)
     return PrefixStore(name, store)
-
-
-def _require_store(address: str, port: int) -> None:
-    """Raise at once if nothing listens at the store's address; torch would try to connect until its timeout.
-
-    torchrun opens the store before it starts ranks, so a refused connection means that torchrun has ended.
-    """
-    try:
-        socket.create_connection((address, port), timeout=10).close()
-    except ConnectionRefusedError:
-        raise ConnectionRefusedError(
-            f"the torchrun that keeps the ranks' store at {address}:{port} has ended, and this rank ends with it"
-        ) from None
-    except OSError:  # other errors may pass, and torch tries again
-        return

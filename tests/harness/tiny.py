@@ -70,6 +70,8 @@ def tiny_config(folder: Path, *, rows: int = 400, **changes):
     }  # fmt: skip
     for key, value in (plain | changes).items():
         OmegaConf.update(config, key, value, force_add=True, merge=False)
+    if config.validation is None:
+        config.run_val_every_n_steps = None
     return config
 
 

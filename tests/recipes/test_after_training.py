@@ -143,7 +143,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         Path("chats/a.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
         run = OmegaConf.load(ROOT / "configs/llama3_2/1B_lora_streamed.yaml")
         changes = (
-            "device=cpu dtype=fp32 epochs=null max_steps=20 num_workers=0 validation=null "
+            "device=cpu dtype=fp32 epochs=null max_steps=20 num_workers=0 validation=null run_val_every_n_steps=null "
             "gradient_accumulation_steps=1 seed=0 "
             "data.max_seq_len=64 optimizer.fused=False optimizer.lr=0.01 lr_scheduler=null save_every_n_steps=null "
             "enable_activation_checkpointing=False"

@@ -373,8 +373,8 @@ def test_the_quickstart_resumes_by_itself(
         "~data.source.paths", f"data.source.paths={write_rows(tmp_path / 'rows.jsonl', 400)}",
         "data.encoder._component_=streampack.TextEncoder", "~data.encoder.message_transform", "data.max_seq_len=32",
         "model.vocab_size=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.embed_dim=16",
-        "model.intermediate_dim=32", "checkpointer.checkpoint_dir.beside=[]", "~validation", "max_steps=12",
-        "batch_size=2", "save_every_n_steps=4", "device=cpu",
+        "model.intermediate_dim=32", "checkpointer.checkpoint_dir.beside=[]", "~validation",
+        "~run_val_every_n_steps", "max_steps=12", "batch_size=2", "save_every_n_steps=4", "device=cpu",
     ]  # fmt: skip
     with monkeypatch.context() as interrupted:
         interrupt_step(6, interrupted)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from streampack.training.checks import loss_problems, read_config
+from streampack.training.checks import read_config
+from streampack.training.conditions import recipe_problems
 from tests.harness.stock import read_stock, recipe_of, shrunk, shrunk_config
 
 FULL = "llama3_2/1B_full"
@@ -23,9 +24,6 @@ SLIPS: list[tuple[dict[str, Any], str]] = [
         {"gradient_accumulation_step": 8},
         "gradient_accumulation_step: .* Did you mean: 'gradient_accumulation_steps'",
     ),
-    ({"packs_per_step": 8}, "packs_per_step is now gradient_accumulation_steps, "),
-    ({"activation_checkpointing": True}, "activation_checkpointing is now enable_activation_checkpointing"),
-    ({"resume": True}, "resume is now resume_from_checkpoint"),
     ({"lr": 1e-4}, r"lr is no key by itself; set optimizer\.lr"),
     ({"packed": True}, r"packed is no key by itself; set dataset\.packed"),
     ({"data": OURS}, "dataset and data are two answers .*; give one"),
@@ -41,7 +39,7 @@ SLIPS: list[tuple[dict[str, Any], str]] = [
     ),
     (PACKED | {"collate_fn": "torchtune.data.padded_collate_sft"}, "collate_fn=.* is for padded .*; remove one"),
     ({"collate_fn": "torchtune.data.left_pad_sequence"}, "collate_fn=.* is for inference only; name "),
-    ({"dtype": "fp16"}, "dtype=fp16 needs loss scaling, .*; set bf16 or fp32"),
+    ({"dtype": "fp16"}, "dtype='fp16' is unknown; choose one of .*; fp16 needs loss scaling, which these recipes"),
     ({"device": "gpu"}, "device='gpu' is unknown; choose one of .*; a GPU is 'cuda'"),
     (
         {"enable_activation_offloading": True},
@@ -80,14 +78,19 @@ SLIPS: list[tuple[dict[str, Any], str]] = [
     ({"loss.num_output_chunks": 0}, "loss.num_output_chunks=0 is below 1"),
     ({"enable_fp8_training": True}, "enable_fp8_training is not in these recipes; set dtype=bf16"),
     ({"context_parallel_dim": 2}, "context_parallel_dim is not in these recipes; .* shows it"),
-    ({"kd_ratio": 0.5}, "kd_ratio is of torchtune's distillation; run its recipe"),
+    ({"kd_ratio": 0.5}, "kd_ratio is of torchtune's recipe knowledge_distillation_distributed, .*; run torchtune's"),
+    ({"run_val_every_n_steps": 5}, "run_val_every_n_steps=5 needs held-out rows; set dataset_val or validation"),
+    ({"batch_size_val": 5}, "batch_size_val=5 needs held-out rows; set dataset_val or validation, or remove it"),
+    ({"low_cpu_ram": True}, "low_cpu_ram=True is for models with a quantized base .*; remove it"),
+    ({"collate_fn": "torchtune.data.padded_collate_dpo"}, "collate_fn=.*padded_collate_dpo is for preference pairs; "),
+    ({"dataset.column_map": {"inputs": "a"}}, "dataset.column_map: 'inputs' is not read; did you mean 'input'?"),
     (
         {"model._component_": "torchtune.models.llama3_2.llama3_2_2b"},
         "model: .*llama3_2_2b' leads to nothing .*; did you mean",
     ),
     (
         {"optimizer._component_": "bitsandbytes.optim.AdamW8bit"},
-        "optimizer: .*bitsandbytes, which is not installed; install it, or name torch",
+        "optimizer: .*needs bitsandbytes, which is not installed",
     ),
     ({"optimizer.learning_rate": 1e-4}, "optimizer: .* keyword argument 'learning_rate'"),
     ({"epochs": None}, "neither epochs nor max_steps is set; say when"),
@@ -107,7 +110,7 @@ def problems(name: str, changes: dict[str, Any]) -> list[str]:
         cfg = read_config(config)
     except ValueError as error:
         return str(error).splitlines()
-    return list(loss_problems(cfg, pairs=recipe_of(name) == "dpo"))
+    return list(recipe_problems(cfg, pairs=recipe_of(name) == "dpo"))
 
 
 @pytest.mark.parametrize(("changes", "message"), SLIPS, ids=lambda each: str(each)[:40])
@@ -118,6 +121,8 @@ def test_a_slip_is_one_line(changes: dict[str, Any], message: str) -> None:
 
 def test_all_slips_are_told_at_once() -> None:
     alone = {
+        "collate_fn",
+        "kd_ratio",
         "loss._component_",
         "loss.num_output_chunks",
         "data",
@@ -150,11 +155,9 @@ def test_a_missing_value_is_named_and_not_the_keys_that_refer_to_it() -> None:
     assert said.startswith("missing: tokenizer.path; ")
 
 
-def test_a_loss_of_another_torchtune_is_answered_by_the_losses_that_there_are() -> None:
+def test_a_loss_of_another_torchtune_leads_to_nothing() -> None:
     (said,) = problems(FULL, {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}})
-    assert re.match(
-        r"loss: .*LinearCrossEntropyLoss' leads to nothing .*; .* has CEWithChunkedOutputLoss, ", said
-    )
+    assert re.match(r"loss: .*LinearCrossEntropyLoss' leads to nothing that can be called; ", said)
     assert not problems(FULL, {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}})
     (said,) = problems(FULL, {"loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}})
     assert re.match(r"loss\.label_smoothing=0\.1 is not used: ", said)
@@ -169,14 +172,33 @@ def test_pairs_are_not_compared_with_rounding() -> None:
     )
 
 
+def test_a_config_of_another_recipe_is_one_line() -> None:
+    (said,) = problems("mistral/7B_full_ppo_low_memory", {})
+    assert (
+        "is of torchtune's recipe ppo_full_finetune_single_device, for which there is none here; run " in said
+    )
+
+
 LORA, DPO = "llama3_2/1B_lora_single_device", "llama3_1/8B_lora_dpo_single_device"
 PLAN = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
+LINES = {
+    "_component_": "torchtune.datasets.text_completion_dataset", "source": "text", "data_files": __file__,
+    "split": "train",
+}  # fmt: skip
 PAIRS = "torchtune.datasets.stack_exchange_paired_dataset"
 IN_RECIPES: list[tuple[str, str, dict[str, Any], str]] = [
     ("full_finetune", LORA, {}, "model: .*lora_llama3_2_1b has adapters, and .*; run lora_finetune, or name"),
     ("lora_finetune", FULL, {}, "model: .*llama3_2_1b has no adapters to train; name .*, or run full_finetune"),
     ("lora_finetune", DPO, {}, "loss: .*DPOLoss is not the cross-entropy .*; name .*, or run dpo"),
     ("dpo", LORA, {}, "loss: .*CEWithChunkedOutputLoss compares no pairs; name .*DPOLoss, or run full_finetune"),
+    ("full_finetune", FULL, {"ac_mode": "selective", "ac_option": 9}, "ac_option=9 is above the model's 2 layers, "),
+    ("full_finetune", FULL, {"custom_sharded_layers": ["embed"]}, "custom_sharded_layers: the model has no 'embed'"),
+    ("lora_finetune", LORA, {"model.lora_rank": 0}, "model.lora_rank=0 is below 1"),
+    (
+        "lora_finetune", LORA, {"model.lora_attn_modules": ["q_prj"]},
+        "model.lora_attn_modules='q_prj' is unknown; choose one of .*; did you mean 'q_proj'",
+    ),
+    ("dpo", DPO, {"dataset": LINES}, "the rows are no preference pairs: TokensEncoder makes single samples, .*; name"),
     (
         "full_finetune", FULL, {"checkpointer.checkpoint_files": ["a.bin"]},
         r"checkpointer\.checkpoint_files: there is no 'a\.bin' in ",
@@ -206,7 +228,10 @@ IN_RECIPES: list[tuple[str, str, dict[str, Any], str]] = [
 @pytest.mark.usefixtures(shrunk.__name__)
 @pytest.mark.filterwarnings("ignore")  # torchtune's own
 def test_a_slip_that_a_recipe_sees_is_one_line(tmp_path: Path) -> None:
-    for recipe, name, changes, message in IN_RECIPES:
+    (broken := tmp_path / "broken.json").write_text('{"a": 1}\n{"a": \n')
+    said = rf"dataset: .*\(JSON parse error: .* in row 1\); look at data_files={broken}"
+    of_file = ("full_finetune", FULL, {"dataset.data_files": str(broken)}, said)
+    for recipe, name, changes, message in [*IN_RECIPES, of_file]:
         config = shrunk_config(name, tmp_path, **changes)
         with pytest.raises(ValueError, match=f"^{message}") as raised:
             import_module(f"streampack_recipes.{recipe}").train(config)

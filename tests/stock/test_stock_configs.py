@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from streampack_recipes import full_finetune
 
-from streampack.training.checks import loss_problems, read_config
+from streampack.training.checks import read_config
+from streampack.training.conditions import recipe_problems
 from tests.harness.stock import read_stock, recipe_of, shrunk, shrunk_config, stock_names
 from tests.harness.stock_files import alpaca_rows
 from tests.harness.stock_table import read_rows, row
@@ -38,7 +39,7 @@ def test_all_of_them_are_read_as_they_are() -> None:
             assert "needs bitsandbytes, which is not installed" in str(error), name
             lacking.append(name)
         else:
-            assert list(loss_problems(cfg, pairs=recipe_of(name) == "dpo")) == [], name
+            assert list(recipe_problems(cfg, pairs=recipe_of(name) == "dpo")) == [], name
     assert len(names) == 134
     assert len(lacking) == 15
 

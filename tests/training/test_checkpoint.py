@@ -120,7 +120,7 @@ def crash_everywhere(folder, every):
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os.close(journal)
         other, other_optimizer = trained(2, steps=0)
-        newest = checkpoints.newest()
+        newest = max(checkpoints.steps(), default=None)
         run = checkpoints.load(newest, model=other, optimizer=other_optimizer)
         weights = [value.tolist() for value in other.parameters()]
         step(other, other_optimizer)
@@ -226,7 +226,7 @@ def load_on_ranks(folder):
     with join_world(torch.device("cpu")) as world:
         model, optimizer = sharded(2, world, steps=0)
         checkpoints = Checkpoints(folder, world=world)
-        run = checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
+        run = checkpoints.load(max(checkpoints.steps(), default=None), model=model, optimizer=optimizer)
         for _ in range(2):
             step(model, optimizer)
         return run, numbers(model)

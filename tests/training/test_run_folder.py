@@ -364,7 +364,7 @@ def test_a_second_phase_reads_on_behind_the_first_if_asked(tmp_path: Path, first
     ({"resume_from": ""}, "checkpoints is no checkpoint; name a directory such as OUTPUT_DIR/checkpoints/step_0000"),
     ({"resume_from": "step_00000007"}, "step_00000007 is no checkpoint"),
     ({"max_steps": 6}, "max_steps=6 is over: the steps of resume_from=.* count, which are 6"),
-    ({"continue_data": True, "resume_from": None}, "reads on behind another run; name its checkpoint with resume_from"),
+    ({"continue_data": True, "resume_from": None}, "continues the data of another run; name its checkpoint"),
     ({"continue_data": True, "validation": None}, "the state was made with corpus"),
     ({"continue_data": True, "seed": 5}, "the state was made with seed"),
 ])  # fmt: skip
