@@ -166,7 +166,7 @@ def resolve(path: str) -> Any:
         if not f"{module}.".startswith(f"{missing}.") or (missing == package and not trusted):
             raise ImportError(f"_component_ {path!r} needs {missing}, which is not installed") from error
     if not callable(found):
-        there = vars(sys.modules[module]) if module in sys.modules else ()
+        there = vars(sys.modules[module]) if found is None and module in sys.modules else ()
         hint = did_you_mean(name, there) or "; check the spelling"
         raise ValueError(f"_component_ {path!r} leads to nothing that can be called{hint}")
     # A module also holds what it imported: my_rows.system may be os.system.

@@ -70,8 +70,8 @@ def test_no_attack_is_reachable(path: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"trust_remote_code": True}, "would run code of whoever wrote the repository"),
-        ({"load_dataset_kwargs": {"trust_remote_code": True}}, "would run code of whoever wrote the repository"),
+        ({"trust_remote_code": True}, "would run code of the repository's authors"),
+        ({"load_dataset_kwargs": {"trust_remote_code": True}}, "would run code of the repository's authors"),
         ({"source": "pandas", "data_files": "https://host/x.pkl"}, "builder 'pandas' of datasets can run code"),
         # torchtune calls what this names.
         ({"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "tokenizer.model",

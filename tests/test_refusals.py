@@ -285,7 +285,6 @@ def test_a_mistake_is_named_with_its_way_out(
 @pytest.mark.parametrize(
     ("key", "value", "fragment"),
     [
-        ("packs_per_step", 8, "packs_per_step is now gradient_accumulation_steps"),
         ("max_step", 8, "Did you mean: 'max_steps'?"),
         ("data.max_seq_len", 4096, "is above model.max_seq_len=32, the positions that the model has; lower"),
         ("data.source._component_", "streampack.JSONSource", "leads to nothing that can be called; did you mean"),
@@ -310,7 +309,7 @@ def test_a_config_is_refused_before_it_runs(
     if key == "data":
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in value))
         del config["data"]["encoder"]
-        config["validation"] = None
+        config["validation"] = config["run_val_every_n_steps"] = None
     else:
         *above, last = key.split(".")
         node: Any = config

@@ -24,6 +24,7 @@ from streampack.training.collated_rows import own_collate, vocab_size_of
 from streampack.training.config import RunConfig
 from streampack.training.data import build_data, build_loader
 from streampack.training.evaluation import HeldOut
+from streampack.training.meters import run_ledger
 from streampack.training.model import Weights, full_weights, seed_step
 from streampack.training.optimizer import require_one_batch
 from streampack.training.preferences import require_pairs, shares_prefixes
@@ -175,7 +176,10 @@ class Run:
                     "of the messages, overlong and max_seq_len"
                 )
             raise Checked
-        self.log = RunLog(self, report, metrics=metrics, in_effect=in_effect)
+        self.log = RunLog(
+            cfg, raw=self.raw, loader=self.loader, world=world, device=self.device, resumed=self.saved_step,
+            before=self.before, report=report, metrics=metrics, in_effect=in_effect,
+        )  # fmt: skip
         if world.is_main:
             end_file(cfg).unlink(missing_ok=True)  # of the run that continues
 
@@ -188,7 +192,7 @@ class Run:
         cfg, world, loader, most = self.cfg, self.world, self.loader, self.cfg.most_steps
         batches = iter(loader)
         loop = self._closing.enter_context(ExitStack())
-        self.log.begin(loop, steps=int(min(self.num_steps, most)))
+        self.log.begin(loop, step=self.step, steps=int(min(self.num_steps, most)))
         self._agreed_signal = loop.enter_context(stop_on_signals(world))
         while self.step < most:
             self.log.meter.start()
@@ -199,7 +203,8 @@ class Run:
             first = next(batches, None)
             if first is None:
                 break  # the last epoch is over, on every rank
-            yield Step(self, chain([first], islice(batches, loader.batches_per_step - 1)))
+            more = islice(batches, loader.batches_per_step - 1)
+            yield Step(self.log, chain([first], more), number=self.step + 1, model=self.model)
             if self.stopped:
                 self.checkpoints.wait()
                 raise Interrupted(number=self.stopped)
@@ -210,7 +215,7 @@ class Run:
         rate = self.optimizer.param_groups[0]["lr"]
         step_schedule(self.scheduler, step=self.step, steps=self.num_steps)
         self.step += 1
-        self.log.end_step({"lr": rate} | step.metrics)
+        self.log.end_step(self.step, {"lr": rate} | step.metrics)
         self.stopped = self._agreed_signal()
 
     def validate(self, evaluate: Evaluate, *, last: bool = False) -> None:
@@ -237,7 +242,7 @@ class Run:
         if not due or self.saved_step == self.step:
             return
         self.log.by_row.write()  # a run that continues from here has no other rows of the steps since the last log
-        state = self.log.totals() | {
+        state = self.log.totals(self.step) | {
             "begun": self.before["begun"],
             "steps": self.num_steps,
             "asked": asked_of(cfg, self.loader),
@@ -259,12 +264,13 @@ class Run:
         self.validate(evaluate, last=True)
         self.save(last=True)  # a longer run can continue from here
         self.checkpoints.wait()
-        result = self.log.result()
+        self.log.profiler.stop()
+        result = self.log.totals(self.step) | {"ledger": run_ledger(self.loader, self.world)}
         final = full_weights(self.model, device=self.device, world=self.world)
         if self.world.is_main:
             saved = write_weights(final, model=self.model, checkpointer=self.checkpointer, config=self.cfg)
             record_end(self.cfg, step=self.step)
-            self.log.end(result=result, saved=saved)
+            self.log.end(result, saved=saved)
         return result
 
 
