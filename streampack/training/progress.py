@@ -50,8 +50,7 @@ def opening(
         "data": f"{lanes} lane{'s' * (lanes > 1)} for {world.size} rank{'s' * (world.size > 1)}",
         "packing": f"{name}, max_seq_len={packing.max_seq_len}, balance_window={dataset.window_for(world.data_size)}",
         "attention": inputs.summary.removeprefix("attention="),
-        "step": f"{packs:,} {unit}{'s' * (packs > 1)}"
-        + ", each padded to the longest sample of its batch" * padded,
+        "step": f"{packs:,} {unit}{'s' * (packs > 1)}",
     }
     if not done:
         lines["lanes"] = lanes_text(lanes, fixed=config.dataset is not None)
@@ -71,7 +70,7 @@ def opening(
         lines["data"] += f", an epoch is {'about ' * bool(error)}{estimate.packs:,.0f} {unit}s{error}"
         if not padded:  # the padding of samples is that of their batches
             lines["packing"] += f", about {estimate.padding:.1%} padding expected"
-        lines["step"] = estimate.step(packing, loader.packs_per_step)
+        lines["step"] = estimate.step(packing, packs)
         if told := estimate.losses(packing):
             lines["overlong"] = f"{told}; streampack inspect says which"
     return lines

@@ -130,10 +130,10 @@ class Step:
         """Count a batch of this rank.
 
         Args:
-            batch: on any device.
+            batch: on the device.
             loss: the sum over the batch.
             losses: the same by token, ``[batch, max_seq_len]``.
-            weights: of ``losses``, by whose sum over the step the gradients are divided, on the CPU.
+            weights: of ``losses``, by whose sum over the step the gradients are divided.
             z_loss: the sum over the batch.
             trained: trained tokens; None: the number of weights that are not 0.
         """
