@@ -105,7 +105,7 @@ GPU_READY := setup
 GPU_RUN := $(BIN)/python
 endif
 
-gpu: $(GPU_READY)  ## tests and benchmark on one GPU, 9 minutes of them a call; DEVICE=cpu shows that it runs
+gpu: $(GPU_READY)  ## nine minutes on one GPU: correctness, isolation, host waits, speed, in one table; DEVICE=cpu shows that it runs
 	$(GPU_RUN) -m benchmarks.gpu --device $(DEVICE) $(ARGS)
 
 paper: setup  ## an epoch by every method of batching, 3 seeds: minutes on a CPU

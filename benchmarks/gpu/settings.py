@@ -1,11 +1,12 @@
-"""The parts of a run, their settings, and the rows of their tables. Needs no torch."""
+"""What `make gpu` runs, in order of worth. Needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-TESTS = "tests"  # the part that runs the tests marked gpu; it has no settings
+PROBE, TESTS = "probe", "tests"
+"""Parts whose rows are backends, and files of tests; those of other parts are in `ROWS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,7 @@ class Settings:
     """Settings that all rows of a part share."""
 
     lengths: str  # a name of benchmarks.lengths; longer samples are cut off at max_seq_len
-    max_seq_len: int
+    max_seq_len: int = 4096
     model: Literal["1b", "tiny"] = "1b"
     tokens_per_step: int = 16_384  # real ones, about: the mean over the steps
     # Places of one forward pass. 38 FLAN-like samples, padded, have up to 155,648, and the logits of one are 256 KB:
@@ -32,51 +33,44 @@ class Row(NamedTuple):
 
     label: str
     batches: Literal["padded", "grouped", "flattened", "stock", "packed", "wrapped"]
-    attention: str | None = None  # of prepare_model_for_packing; None: the model is causal over whole rows
-    needs: tuple[str, ...] = ()  # any of these packages
+    attention: str | None = None  # a value of BACKENDS or "auto"; None: the model is causal over whole rows
 
 
-# In the order of the table.
+BACKENDS = ("dense", "flex", "varlen", "FA2", "FA3", "FA4")
+"""The backends, with ``"flash"`` by each version of flash-attn."""
 ROWS = {
     "padding": Row("padding to the longest", "padded"),
-    "grouped": Row("padding, grouped by length", "grouped"),
-    "flattened": Row("mini-batch flattened", "flattened", "auto"),
-    "stock": Row("torchtune's packs and mask", "stock"),
-    "dense": Row("packed, dense", "packed", "dense"),
-    "flex": Row("packed, flex", "packed", "flex"),
     "varlen": Row("packed, varlen", "packed", "varlen"),
-    "flash": Row("packed, flash", "packed", "flash", ("flash_attn", "flash_attn_interface")),
     "ceiling": Row("ceiling: no boundaries", "wrapped"),
+    "stock": Row("torchtune's packs and mask", "stock"),
+    "flattened": Row("mini-batch flattened", "flattened", "auto"),
+    "grouped": Row("padding, grouped by length", "grouped"),
+    **{name: Row(f"packed, {name}", "packed", name) for name in BACKENDS if name != "varlen"},
 }
-
-GPU_PARTS = {
-    f"{lengths}-{max_seq_len}": Settings(lengths=lengths, max_seq_len=max_seq_len)
-    for max_seq_len in (4096, 16_384)
-    for lengths in ("flan", "orca", "stack")
-}
-# Takes seconds: a check that it runs.
-CPU_PARTS = {
-    "flan-256": Settings(
-        lengths="flan",
-        max_seq_len=256,
-        model="tiny",
-        tokens_per_step=1024,
-        most_places=2048,
-        steps=3,
-        warmup=1,
-        dtype="fp32",
-        compile=False,
-    )
-}
+FIRST, CHOICES, OTHERS = (
+    ("padding", "varlen", "ceiling"),
+    ("FA2", "FA3", "FA4", "flex"),
+    ("stock", "flattened", "grouped", "dense"),
+)
+PARTS = {lengths: Settings(lengths=lengths) for lengths in ("flan", "orca")}
+# Takes seconds: a check that it runs. Flex attention cannot train on a CPU.
+CPU_SIZES = {"max_seq_len": 256, "tokens_per_step": 1024, "most_places": 2048, "steps": 3, "warmup": 1}
+CPU_PARTS = {"flan": Settings(lengths="flan", model="tiny", dtype="fp32", compile=False, **CPU_SIZES)}  # type: ignore[arg-type]
 
 
-def parts_of(device: str) -> dict[str, Settings | None]:
-    """Return the parts that are run on a device, in order."""
-    return {TESTS: None, **(CPU_PARTS if device == "cpu" else GPU_PARTS)}
+def plan_of(device: str, tests: list[str]) -> list[tuple[str, str]]:
+    """Return the parts and rows to run on a device: correctness, isolation, speed, versions of flash-attn, the rest.
 
-
-def rows_of(device: str) -> tuple[str, ...]:
-    """Return the rows of each part in the order in which they run: first those that the ratios need."""
-    attention = "dense" if device == "cpu" else "flex"  # which cannot train on a CPU
-    rows = ("padding", "varlen", "ceiling", "stock", attention, "flattened", "grouped")
-    return rows if device == "cpu" else (*rows, "flash")
+    ``tests`` are the files with tests marked gpu. All of them are skipped on a CPU, so one shows that they run.
+    """
+    if device == "cpu":
+        rows = (*FIRST, "stock", "dense", "flattened", "grouped")
+        return [(PROBE, ""), (TESTS, tests[0]), *(("flan", row) for row in rows)]
+    isolation = [file for file in tests if file.endswith(("prepared_models.py", "equals_alone.py"))]
+    return [
+        (PROBE, ""),
+        *((TESTS, file) for file in isolation[::-1]),
+        *((part, row) for part in PARTS for row in FIRST),
+        *(("flan", row) for row in (*CHOICES, *OTHERS)),
+        *((TESTS, file) for file in tests if file not in isolation),
+    ]

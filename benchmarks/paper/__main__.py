@@ -1,7 +1,7 @@
-"""Train an epoch by every method of batching, on every data set, for several seeds; each row is written as it ends.
+"""Train an epoch by every method of batching, on every data set, for several seeds.
 
-Run ``make paper`` or ``python -m benchmarks.paper``. A later call runs the open rows. A call for some of the data
-prints their table and does not write it.
+Run ``make paper`` or ``python -m benchmarks.paper``. A call for some of the data prints their table and does not write
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.journal import KEYS, Journal, settings_key, this_call
 from benchmarks.paper import tables
 from benchmarks.paper.settings import DATA, ROWS, SMOKE, Settings
 
@@ -25,10 +24,6 @@ class Job(NamedTuple):
 
     row: str
     settings: Settings
-
-    def key(self, call: dict[str, str]) -> tuple[str, ...]:
-        """Return the row's key in the journal."""
-        return call["device"], call["torch"], self.settings.data, settings_key(self.settings), self.row
 
 
 def measured(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, dict[str, Any]]]:
@@ -57,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--data", nargs="+", choices=list(DATA), help="only these data sets")
     add("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
     add("--jobs", type=int, default=report.cpu_count(), help="rows at a time (the machine's cores)")
-    add("--fresh", action="store_true", help="measure again what was measured")
     add("--smoke", action="store_true", help="a quick check that it runs: 48 samples, no table is written")
-    add("--out", type=Path, default=report.ROOT / "outputs" / "paper", help="of the rows (outputs/paper)")
+    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
     options = parser.parse_args(arguments)
     data = {"flan": SMOKE} if options.smoke else DATA
     jobs = [
@@ -70,19 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in ROWS
         if not options.data or name in options.data
     ]
-    journal = Journal(options.out / "paper.jsonl")
-    call = this_call("cpu")
-    if options.fresh:
-        journal.forget(job.key(call) for job in jobs)
-    left = [job for job in jobs if job.key(call) not in journal.rows]
-    print(f"{len(jobs) - len(left)} of {len(jobs)} rows are in {journal.path}; --fresh measures them again")
-    for job, done in measured(left, at_once=options.jobs):
-        key = dict(zip(KEYS, job.key(call), strict=True))
-        journal.add({**call, **key, "seed": job.settings.seed, **done})
-    text = tables.draw(data, [journal.rows[job.key(call)] for job in jobs])
+    done = [
+        {"part": job.settings.data, "row": job.row, "seed": job.settings.seed, **found}
+        for job, found in measured(jobs, at_once=options.jobs)
+    ]
+    text = tables.draw(data, done)
     print(text)
-    if not (options.smoke or options.data):  # the table of some data would replace that of all
-        print(f"\nwritten to {report.write(report.RESULTS / report.page_of('paper'), text)}")
+    if options.out or not (options.smoke or options.data):  # the table of some data would replace that of all
+        print(f"\nwritten to {report.write((options.out or report.RESULTS) / report.page_of('paper'), text)}")
 
 
 if __name__ == "__main__":

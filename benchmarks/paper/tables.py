@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from benchmarks import report
-from benchmarks.journal import Done, machine_line
 from benchmarks.paper.settings import PACKED, ROWS, Row, Settings
 
+Done = Mapping[str, Any]
 Seeds = list[Done]  # of one row, in the order of their seeds
 HEADER = (
     "method | a step | rows | steps | padding | seconds | real tok/s | x padding | peak MiB | "
@@ -23,7 +24,7 @@ def draw(data: Mapping[str, Settings], done: Iterable[Done]) -> str:
     loads = [row["load"] for row in rows]
     sections = [
         "# Every method of batching, after one epoch",
-        machine_line(rows),
+        report.machine_line("streampack", "torch", "torchtune"),
         "Explained in ../README.md; conclusions are in ../../docs/guides/methods.md.",
         f"The system's load was {statistics.median(loads):.1f} when rows ended (median; {min(loads):.1f} to "
         f"{max(loads):.1f}): above the number of cores, others used the machine too.",

@@ -38,7 +38,7 @@ COMMANDS = {
     "prefill --smoke": (r"(?:flan|orca|stack) ", 3),
     "balance_loss --smoke": (r"(?:docstrings|sources) ", 8),
     "scale --smoke": (r".* [-+]\d+% \|", 17),
-    "gpu --device cpu --only flan-256": (r".* \d+\.\d% \| +[\d,]+ \|", 7),
+    "gpu --device cpu --only flan probe": (r"(?:flan .* measured .*\d\.\d% |probe .* isolated)", 9),
     "paper --smoke --seeds 1": (r".* ± 0\.000 \|$", 16),
 }
 
@@ -55,7 +55,7 @@ def test_a_command_runs(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()), "a result"
 
 
-STACK = replace(CPU_PARTS["flan-256"], lengths="stack", max_seq_len=512, most_places=700)  # steps in parts
+STACK = replace(CPU_PARTS["flan"], lengths="stack", max_seq_len=512, most_places=700)  # steps in parts
 
 
 def rows_of(batch: Any) -> Any:
