@@ -14,7 +14,9 @@ from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.groups import path_starts
 from streampack.types import IGNORE_INDEX, Fragment, Pack, PackGroups
 
-BOUNDARY_KEYS = "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
+BOUNDARY_KEYS = (
+    "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
+)
 
 
 class Packed(Protocol):

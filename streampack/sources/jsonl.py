@@ -38,7 +38,7 @@ class JSONLSource(LineSource):
     the rows that are complete, then a bad record.
 
     Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. For that,
-    an array is scanned once when a run starts (1 GB takes two to three seconds), unless each lane has several files. In
+    an array is scanned once when a run starts (1 GB takes one to two seconds), unless each lane has several files. In
     a compressed file one cannot seek: it is one part, and a resume reads it again from its start. If there are fewer
     such files than lanes to fill, several lanes read the same file and take turns with its rows; the log says so. The
     list of files and their sizes is fixed at construction. For ``hf://`` paths the commit is fixed too, and logged: if

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +28,8 @@ from streampack.storage.ranges import Fetcher, RangeStream, tail_of
 from streampack.storage.retries import Storage
 
 log = logging.getLogger(__name__)
-TAR = tuple(f".tar{packed}" for packed in ("", *COMPRESSED))
+TAR = (*(f".tar{packed}" for packed in ("", *COMPRESSED)), ".tgz")
+BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 IMAGES = ("jpg", "jpeg", "png", "webp")
 DECODED = ("txt", "json", "cls", *IMAGES)
 BLOCK = tarfile.BLOCKSIZE
@@ -76,7 +79,8 @@ class WebDatasetSource(FileSource):
     [{'__key__': '0001', 'text': 'Once'}]
 
     Args:
-        paths: files, folders or globs, see `JSONLSource`. Of a folder, the ``.tar`` files in it.
+        paths: files, folders or globs, see `JSONLSource`; ``shard-{000..146}.tar`` names 147 files. Of a folder, the
+            ``.tar`` files in it, also compressed (``.tar.gz``, ``.tgz``, ...).
         manifest: see `JSONLSource`.
         storage: see `JSONLSource`.
 
@@ -97,6 +101,9 @@ class WebDatasetSource(FileSource):
         manifest: Name | None = None,
         storage: Storage | Mapping[str, Any] | None = None,
     ) -> None:
+        if paths is not None:
+            given = [paths] if isinstance(paths, str | os.PathLike) else paths
+            paths = [name for path in given for name in expanded(os.fspath(path))]
         super().__init__(find_files(paths, manifest=manifest, endings=TAR, storage=storage))
         self.left_out: Counter[str] = Counter()
 
@@ -213,6 +220,20 @@ class WebDatasetSource(FileSource):
             pass  # is raised again where the part is read
         found = found if usable else []  # else it is one part, which says so
         return [*found, *[size] * (len(at) - len(found))]
+
+
+def expanded(path: str) -> list[str]:
+    """Return the names that a path with WebDataset's braces stands for.
+
+    >>> expanded("a-{08..10}.tar")
+    ['a-08.tar', 'a-09.tar', 'a-10.tar']
+    """
+    if (found := BRACES.search(path)) is None:
+        return [path]
+    first, last = found.groups()
+    before, after = path[: found.start()], path[found.end() :]
+    numbers = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+    return [name for number in numbers for name in expanded(f"{before}{number}{after}")]
 
 
 class _Strict(tarfile.TarInfo):

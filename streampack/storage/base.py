@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from typing_extensions import override
 
 from streampack.fingerprint import digest
-from streampack.storage.compression import COMPRESSED
+from streampack.storage.compression import PACKED
 from streampack.storage.retries import Storage
 
 STORES = ("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory")
@@ -67,7 +67,7 @@ class File:
     @property
     def seekable(self) -> bool:
         """Whether reading can start in the middle."""
-        return not path_in(self.path).endswith(COMPRESSED)
+        return not path_in(self.path).endswith(PACKED)
 
     @property
     def shown(self) -> str:

@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import Any
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4")
+PACKED = (*COMPRESSED, ".tgz")
+"""Endings of the names of compressed files, which cannot be read from the middle."""
 BUFFER_BYTES = 1 << 18
 WINDOW_BYTES = 1 << 28  # most memory of an xz stream; zstd's own limit is half of that
 READ_BYTES = 1 << 16  # compressed bytes that are decompressed at a time
@@ -32,7 +34,7 @@ def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:
     """
     # A Python may be built without bz2 or lzma, so they are imported where they are used.
     ending = name[name.rfind(".") :]
-    if ending == ".gz":
+    if ending in (".gz", ".tgz"):
         raw = _Gzip(raw)
     elif ending == ".bz2":
         raw = _Frames(raw, import_module("bz2").BZ2Decompressor)

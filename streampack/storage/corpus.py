@@ -58,7 +58,9 @@ def once(work: Callable[[], Result], *, of: str, local: bool) -> Result:
     if collective is None:
         return work()
     if local:
-        collective(lambda: None, of="files of each machine")  # raises an error if another rank was given a URL
+        collective(
+            lambda: None, of="files of each machine"
+        )  # raises an error if another rank was given a URL
         return work()
     return collective(work, of=of)
 

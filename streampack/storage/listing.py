@@ -40,7 +40,7 @@ from streampack.storage.base import (
     split_url,
     with_path,
 )
-from streampack.storage.compression import COMPRESSED
+from streampack.storage.compression import PACKED
 from streampack.storage.corpus import Corpus, once
 from streampack.storage.names import Files, Place, Texts
 from streampack.storage.redirects import Check
@@ -319,7 +319,7 @@ def _named(found: Sequence[File], folder: Sequence[str]) -> list[File]:
 
 def _no_file(folder: str, endings: Sequence[Sequence[str]]) -> ValueError:
     known = itertools.chain.from_iterable(endings)
-    shown = " or ".join(ending for ending in known if not ending.endswith(COMPRESSED))
+    shown = " or ".join(ending for ending in known if not ending.endswith(PACKED))
     return ValueError(f"the folder {folder} holds no {shown} file; name the files, or a glob of them")
 
 

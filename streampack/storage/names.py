@@ -13,7 +13,7 @@ from typing import overload
 from urllib.parse import quote
 
 from streampack.storage.base import UNKNOWN_SIZE, File, with_path
-from streampack.storage.compression import COMPRESSED
+from streampack.storage.compression import PACKED
 
 
 class Texts(Sequence[str]):
@@ -171,7 +171,7 @@ class Files(Sequence[File]):
     @property
     def packed(self) -> set[int]:
         """The numbers of the compressed files, which cannot be read from the middle."""
-        return {number for number, name in enumerate(self.names) if name.endswith(COMPRESSED)}
+        return {number for number, name in enumerate(self.names) if name.endswith(PACKED)}
 
     @property
     def problems(self) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -129,6 +130,27 @@ def test_a_damaged_tar_gives_the_samples_before_and_one_bad_record(
     wanted = [i for i in range(30) if i != 7] if change is not_json else list(range(len(numbers)))
     assert numbers == wanted
     assert abs(len(numbers) - count) <= 3
+
+
+@pytest.mark.parametrize("ending", ["tar", "tgz"])
+def test_braces_name_the_shards_of_a_webdataset_here_and_by_url(tmp_path: Path, ending: str) -> None:
+    folder = tmp_path / f"braces-{ending}"
+    folder.mkdir()
+    for i in range(12):
+        path = tar(folder / f"a-{i % 3:03}-{i // 3}.tar", {f"{i}.txt": b"%d" % i})
+        if ending == "tgz":
+            path.with_suffix(".tgz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+    for place in (str(folder), in_memory(folder)):
+        source = as_source(f"{place}/a-{{000..002}}-{{1..3}}.{ending}")
+        assert isinstance(source, WebDatasetSource)
+        rows = read_all(source, num_lanes=2)
+        assert sorted(int(row["text"]) for row in rows) == list(range(3, 12))
+        assert len(read_all(as_source(place), num_lanes=2)) == 12
+    with pytest.raises(
+        ValueError, match=f"1 of 4 files cannot be read: .*a-003-1.{ending}: there is no such"
+    ):
+        IterablePackedDataset(WebDatasetSource(f"{folder}/a-{{000..003}}-1.{ending}"), max_seq_len=8)
 
 
 def test_a_lane_reads_its_part_of_a_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
