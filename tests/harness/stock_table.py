@@ -80,20 +80,25 @@ def row(name: str, folder: Path) -> list[str]:
     return [f"`{name}`", f"`{recipe_of(name)}`", padded, packed, refused]
 
 
-HEAD = ["config", "recipe", "`packed: False`", "`packed: True`", "replaced on a CPU"]
+HEAD = ["configs", "recipe", "`packed: False`", "`packed: True`", "replaced on a CPU"]
 
 
 def read_rows() -> dict[str, list[str]]:
     """The rows of the page, by config."""
-    rows = re.findall(r"^\| (`\S+/\S+`.*) \|$", PAGE.read_text(), re.M)
-    return {cells[0].strip("`"): cells for cells in ([c.strip() for c in found.split("|")] for found in rows)}
+    lines = re.findall(r"^\| (`\S+/\S+`.*) \|$", PAGE.read_text(), re.M)
+    grouped = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return {name.strip("`"): [name, *cells] for names, *cells in grouped for name in names.split(" · ")}
 
 
 def write_rows(rows: dict[str, list[str]]) -> None:
+    """Write the table, with configs of the same outcome in one row."""
     text = PAGE.read_text()
     before, _, rest = text.partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
-    lines = [HEAD, ["---"] * len(HEAD), *(rows[name] for name in sorted(rows))]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(rows):
+        groups.setdefault(tuple(rows[name][1:]), []).append(rows[name][0])
+    lines = [HEAD, ["---"] * len(HEAD), *([" · ".join(names), *cells] for cells, names in groups.items())]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     PAGE.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}")
 
