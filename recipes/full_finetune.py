@@ -67,8 +67,8 @@ def _train(run: Run) -> Result:
     for step in run.steps():
         optimizer.zero_grad(set_to_none=True)
         for batch in step:
-            batch = batch if cfg.document_masking else join_documents(batch)
             batch = batch.to(device)
+            batch = batch if cfg.document_masking else join_documents(batch)
             label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
             with activations:
                 logits = model(**inputs(batch))

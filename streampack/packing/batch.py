@@ -87,8 +87,8 @@ class Batch:
     seq_lens: torch.Tensor
     fragments: tuple[tuple[Fragment, ...], ...]  # for each pack, where each of its sequences came from
     groups: BatchGroups | None = None  # None: the packs hold plain samples only
-    # Tokens of the longest sequence with those that it continues, the padding at a pack's end left out, as kernels ask
-    # the host for it. None: unknown, as it must be where `seq_lens` are replaced by others.
+    # Tokens of the longest sequence with those that it continues, without the padding at a pack's end: kernels ask the
+    # host for it. None: unknown. It must be None where `seq_lens` are not the lengths of the fragments.
     longest: int | None = None
     media: BatchMedia | None = None  # None: the packs hold text only
     extra: dict[str, Any] | None = None  # further inputs of the model, from a config's ``collate_fn``
@@ -211,6 +211,8 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None, padding_i
             f"a pack has {most} segments, padding included, and segments={width}; give max_seqs_per_pack + 1"
         )
     input_pos = torch.from_numpy(_positions(packs))
+    # Otherwise several fragments are one sequence, as with the method `fixed_length`.
+    told = all(pack.seq_lens == tuple([each.length for each in pack.fragments]) for pack in packs)
     tokens, labels, extra = made or (
         _stack_ids([pack.tokens for pack in packs]), _stack_ids([pack.labels for pack in packs]), None,
     )  # fmt: skip
@@ -221,7 +223,7 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None, padding_i
         seq_lens=_stack_rows(lengths, width, 0, np.int32),
         fragments=tuple(pack.fragments for pack in packs),
         groups=_stack_groups(packs, width),
-        longest=max(map(_longest_path, packs)),
+        longest=max(map(_longest_path, packs)) if told else None,
         media=stack_media(packs, input_pos) if made is None else None,
         extra=extra,
     )

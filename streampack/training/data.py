@@ -184,7 +184,7 @@ def _batches_of_rank(
 
 
 def join_documents(batch: Batch) -> Batch:
-    """Join each row's samples to one sequence, without document masking. Call it before `Batch.to`.
+    """Join each row's samples to one sequence, without document masking, on the batch's device.
 
     Every token attends to all before it in the row, and positions continue from sample to sample, as was common in
     pretraining. Labels and ``fragments`` stay as they are, so the first token of a document is still not trained.
@@ -201,15 +201,16 @@ def join_documents(batch: Batch) -> Batch:
             "the sequences of the batch are padded to a multiple, and without document masking the samples after "
             "them would attend to that padding; leave pad_seqs_to out, or keep document_masking"
         )
-    size = batch.tokens.shape[1]
+    size, device = batch.tokens.shape[1], batch.tokens.device
     real = torch.tensor([[sum(f.stop - f.start for f in row)] for row in batch.fragments])  # [batch, 1]
-    places = torch.arange(size).expand(batch.tokens.shape)
+    real = real.to(device, non_blocking=True)
+    places = torch.arange(size, device=device).expand(batch.tokens.shape)
+    first = torch.where(real > 0, real, size)  # a null pack is one segment of padding
     return replace(
         batch,
         input_pos=torch.where(places < real, places, places - real),
-        # A full row has no padding and a null pack only padding; zeros stand after the last segment.
-        seq_lens=torch.where(real > 0, torch.cat([real, size - real], 1), torch.tensor([size, 0])).int(),
-        longest=int(real.max()),
+        seq_lens=torch.cat([first, size - first], 1).int(),
+        longest=None,
     )
 
 

@@ -41,7 +41,7 @@ class RowLosses:
         folder = Path(config.output_dir, ROWS_FOLDER)
         logs = config.log_rows and world.rank % world.tensor_parallel == 0
         self.path = folder / f"rank_{world.data_rank:05d}.jsonl" if logs else None
-        self._batches: list[tuple[int, Fragments, list[torch.Tensor]]] = []
+        self._batches: list[tuple[int, Fragments, torch.Tensor]] = []
         if config.log_rows:
             with world.raise_on_all():
                 # Of other ranks, too: there may be fewer now.
@@ -51,7 +51,8 @@ class RowLosses:
     def add(self, batch: Batch, losses: torch.Tensor, weights: torch.Tensor, *, step: int) -> None:
         """Take one batch of this rank: its `token_losses`, ``[batch, max_seq_len]``, and its labels' weights."""
         if self.path is not None:
-            sums = sums_by_sequence(batch, losses, weights, batch.tokens)
+            tokens = batch.tokens.to(losses.device, non_blocking=True)
+            sums = torch.stack(sums_by_sequence(batch, losses, weights, tokens))
             self._batches.append((step, batch.fragments, sums))
 
     def write(self) -> None:
@@ -61,8 +62,8 @@ class RowLosses:
             self._batches = []
 
 
-def _line(step: int, packs: Fragments, sums: list[torch.Tensor]) -> dict[str, Any]:
-    found = zip(packs, *(each.tolist() for each in sums), strict=True)
+def _line(step: int, packs: Fragments, sums: torch.Tensor) -> dict[str, Any]:
+    found = zip(packs, *sums.tolist(), strict=True)
     rows = [row for pack, *values in found for row in zip(pack, *values, strict=False)]
     return {
         "step": step,

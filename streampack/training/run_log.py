@@ -78,7 +78,8 @@ class RunLog:
         if step % (self.cfg.log_every_n_steps or 1):
             return
         self.loader.require_trained()
-        metrics = self.meter.metrics() | metrics | self._more_metrics() | self.by_source.metrics()
+        metrics = self.meter.metrics() | {name: float(value) for name, value in metrics.items()}
+        metrics |= self._more_metrics() | self.by_source.metrics()
         metrics |= stream_metrics(self.loader, self.world)
         if self.cfg.log_peak_memory_stats:
             metrics |= memory_metrics(self.world, self.device)

@@ -29,7 +29,7 @@ from tests.harness.tiny import lora_config, mixed_config, tiny_config
 META = torch.device("meta")
 STEP: dict[str, Any] = {
     "run_val_every_n_steps": None, "validation": None, "save_every_n_steps": None, "max_steps": 2,
-    "verify_isolation": False, "clip_grad_norm": 1.0, "attention": "dense",
+    "verify_isolation": False, "clip_grad_norm": 1.0, "attention": "dense", "dtype": "fp32",
 }  # fmt: skip
 
 

@@ -139,6 +139,47 @@ def chained(batch: Any) -> Any:
     return replace(batch, groups=replace(groups, parents=parents, paths=paths))
 
 
+# What a step would wait for on a GPU. None of these changes a number.
+
+
+def read(number: torch.Tensor) -> None:
+    """Let the host wait for a number; on the meta device there is none."""
+    if number.device.type != "meta":
+        int(number)
+
+
+@replaces("streampack.attention.layout:as_packed")
+def sequences_of_a_dict_counted_on_the_device(good, batch):
+    """The host reads how many sequences a dict on a device has."""
+    found = good(batch)
+    if isinstance(batch, Mapping):
+        read((found.seq_lens > 0).sum(1).max())
+    return found
+
+
+@calling_inputs
+def longest_sample_of_a_dict_read(inputs, batch):
+    """The host reads the largest position of a dict on a device."""
+    found = inputs(batch)
+    if isinstance(batch, Mapping) and "position_ids" in found:
+        read(found["position_ids"].max())
+    return found
+
+
+@replaces("streampack.attention.mixers:host_lengths")
+def lengths_for_mixers_read_back(good, batch):
+    """The lengths that mixers need are read from the device, once a pass."""
+    return good(batch if isinstance(batch, Mapping) else replace(batch, longest=None))
+
+
+@replaces("streampack.attention.layout:prefix_keys")
+def keys_of_prefixes_sent_to_the_device(good, batch):
+    """The keys of shared prefixes are made on the host and copied, unpinned, for each forward pass."""
+    found = good(batch)
+    torch.zeros(found[2].shape, dtype=torch.int32).to(batch.tokens.device, non_blocking=True)
+    return found
+
+
 @replaces("streampack.training.data:join_documents")
 def joined_sequences_as_long_as_a_document(good, batch):
     """Where documents are joined, kernels are told the length of the longest one, and compute no more of a sequence."""

@@ -20,6 +20,13 @@ def samples_weighed_by_pack(good, batch, *, loss_norm):
     return good(replace(batch, fragments=whole), loss_norm=loss_norm)
 
 
+@replaces(losses.label_weights)
+def weights_sent_to_the_device(good, batch, *, loss_norm):
+    """Weights of labels are made on the host, in fp64, and copied unpinned. No number changes."""
+    torch.zeros(batch.labels.shape, dtype=torch.float64).to(batch.labels.device, non_blocking=True)
+    return good(batch, loss_norm=loss_norm)
+
+
 @replaces(losses.loss_terms)
 def label_lost_between_chunks_of_logits(good, logits, labels, **settings):
     """Where a model returns its logits in chunks, the first label of each chunk but the first is not trained."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from streampack.scoring.forward import ForwardPass
 from tests.mutants.registry import replaces
 
 
@@ -38,6 +39,14 @@ def windows_of_the_last_rank_first(good, *args, look_ahead=2048, across_ranks=Tr
             yield from chain(*reversed(windows))
 
     return found if ranks == 1 else turned()
+
+
+@replaces(ForwardPass, "__call__")
+def one_pack_at_a_time(good, self, *asked):
+    """The host waits for a pack before it lays out the next one, and a GPU idles. No number changes."""
+    found = good(self, *asked)
+    found.values()
+    return found
 
 
 @replaces("streampack:score")

@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
+import torch
+
 from tests.mutants.registry import replaces
 
 
 @replaces("streampack.training.meters:CountMeter", "add")
 def a_step_divided_by_its_first_batch(good, self, batch, loss, weights, **settings):
     """A step's loss is divided by the trained tokens of its first micro-batch, not by those of all."""
-    good(self, batch, loss, weights * (self.batches == 0), **settings)
+    good(self, batch, loss, weights * (not any(self.counts)), **settings)
+
+
+@replaces("streampack.training.preferences:at_first_token")
+def places_of_pairs_sent_with_a_wait(good, values, batch, index):
+    """The host waits for the device to copy the places of pairs, in each micro-batch. No number changes."""
+    index.to(values.device)
+    return good(values, batch, index)
+
+
+@replaces("streampack.training.meters:sums_by_sequence")
+def owners_of_tokens_sent_to_the_device(good, batch, *values):
+    """Which sequence each token is of is made on the host, and copied unpinned as int64. No number changes."""
+    torch.zeros(batch.tokens.shape, dtype=torch.int64).to(values[0].device, non_blocking=True)
+    return good(batch, *values)
 
 
 @replaces("streampack.training.meters:CountMeter", "metrics")
