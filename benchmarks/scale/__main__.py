@@ -1,6 +1,6 @@
 """Costs of a run on a thousand ranks, measured and extrapolated, and a simulation of that run from lengths alone.
 
-Run ``python -m benchmarks.scale``; docs/scale.md explains the tables and draws conclusions.
+Run ``python -m benchmarks.scale``; docs/guides/pretraining.md explains the tables and draws conclusions.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options,
         "scale",
         f"Scale: {costs.SHARDS:,} shards on {costs.RANKS:,} ranks",
-        f"Explained in ../../docs/scale.md. {time.perf_counter() - began:,.0f} s in all.",
+        f"Explained in ../../docs/guides/pretraining.md. {time.perf_counter() - began:,.0f} s in all.",
         "## What grows",
         report.table(costs.HEADER, grown),
         f"## One epoch of {settings.packs:,} packs on {settings.ranks:,} ranks, simulated",

@@ -22,7 +22,7 @@ ROUND = 8
 """Batches in one exchange between the ranks, and how many are made ahead.
 
 One for each batch was tried. It costs two ranks 0.2 ms of CPU, more than making a pack of rows that are tokens already,
-and a thousand ranks 73 to 282 ms (docs/scale.md).
+and a thousand ranks 73 to 282 ms (benchmarks/results/scale-*.md).
 """
 
 FULL = 1 << 20
