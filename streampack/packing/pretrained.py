@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 HUB_SECONDS = 10
 """The most seconds that the Hub may take to say whether it has a repository."""
+
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+"""The variable by which users and processes say whether the tokenizers library may use threads."""
 
 
 def load_pretrained(
@@ -54,8 +58,30 @@ def _only_cached(name: str) -> bool:
         return False
     try:
         HfApi().repo_info(name, timeout=HUB_SECONDS, expand=["sha"])
-    except (
-        Exception
-    ) as error:  # of one of several HTTP libraries, unless it answers or the name cannot be one
+    except Exception as error:
+        # Of one of several HTTP libraries, unless the Hub answers or the name cannot be one.
         return not isinstance(error, HfHubHTTPError | HFValidationError)
     return False
+
+
+@cache
+def tokenize_in_one_thread_after_forks() -> None:
+    """Let processes that are forked from this one tokenize in one thread.
+
+    Threads of the tokenizers library are no longer there after a fork: it would warn in each forked process, and wait
+    for them for ever if ``TOKENIZERS_PARALLELISM`` is true.
+    """
+    given = list[str | None]()
+
+    def before() -> None:
+        given.append(os.environ.get(PARALLELISM))
+        os.environ[PARALLELISM] = "false"
+
+    def after() -> None:
+        if (value := given.pop()) is None:
+            del os.environ[PARALLELISM]
+        else:
+            os.environ[PARALLELISM] = value
+
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(before=before, after_in_parent=after)

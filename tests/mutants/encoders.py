@@ -23,7 +23,7 @@ from streampack.packing.encoders.answers import PAIR
 from streampack.packing.encoders.chat import is_trained, masked_sample
 from streampack.packing.encoders.conversation import flags_against
 from streampack.packing.encoders.template import ChatTemplate
-from streampack.packing.encoders.tokenizer import encode_text
+from streampack.packing.encoders.tokenizer import with_one_end
 from streampack.types import IGNORE_INDEX
 from tests.mutants.registry import replaces
 
@@ -50,11 +50,11 @@ def end_not_trained(good, self, row):
     return Sample(tokens, np.where(np.arange(tokens.size) < tokens.size - 1, labels, IGNORE_INDEX))
 
 
-@replaces(encode_text)
-def second_end_of_a_text(good, tokenizer, text, *, add_bos, add_eos):
+@replaces(with_one_end)
+def second_end_of_a_text(good, tokenizer, ids, text):
     """A text that ends with EOS gets another, and both are trained, so the model learns to say it twice."""
-    ids = good(tokenizer, text, add_bos=add_bos, add_eos=add_eos)
-    return ids + [tokenizer.eos_id] * (add_eos and text.endswith("</s>"))
+    ids = good(tokenizer, ids, text)
+    return ids + [tokenizer.eos_id] * (text.add_eos and text.text.endswith("</s>"))
 
 
 @replaces(is_trained)
@@ -69,10 +69,10 @@ def flags_of_other_programs_unread(good, message):
     return good(message) & {"weight"}
 
 
-@replaces(ChatTemplate, "__call__")
+@replaces(ChatTemplate, "steps")
 def later_answers_begin_a_token_early(good, self, messages, trained, *, tools=None):
     """From a conversation's second answer on, the last token of what asks for it is trained, too."""
-    ids, mask = good(self, messages, trained, tools=tools)
+    ids, mask = yield from good(self, messages, trained, tools=tools)
     begins = np.flatnonzero(mask[1:] & ~mask[:-1])
     mask = mask.copy()
     mask[begins[1:]] = True
@@ -82,7 +82,7 @@ def later_answers_begin_a_token_early(good, self, messages, trained, *, tools=No
 @replaces(ChatEncoder, "encode_text")
 def prompt_and_completion_apart(good, self, prompt, completion):
     """A prompt and its completion are tokenized apart, into other tokens than at inference, instead of refused."""
-    head = self.encode_prompt(prompt)
+    head = yield from self.encode_prompt(prompt)
     tail = self.tokenizer.encode(completion, add_bos=False, add_eos=self.add_eos)
     ids = [*head, *tail]
     return masked_sample(ids, np.arange(len(ids)) >= len(head))

@@ -473,15 +473,3 @@ def test_encoders_survive_a_new_process(start: str, capfd: pytest.CaptureFixture
     assert out.get(timeout=100) == expected
     child.join()
     assert "parallelism" not in capfd.readouterr().err, "tokenizers warns of threads begun before a fork"
-
-
-def test_rows_encoded_together_equal_rows_encoded_alone() -> None:
-    encode = TextEncoder(WordTokenizer())
-    one, bad, two = encode.encode_many([{"text": "a b"}, {"text": None}, {"text": "c"}])
-    assert isinstance(one, tuple)
-    assert isinstance(two, tuple)
-    assert [one[0].tolist(), two[0].tolist()] == [
-        encode({"text": text}).tokens.tolist() for text in ("a b", "c")
-    ]
-    assert isinstance(bad, ValueError)
-    assert "no text (null)" in str(bad)

@@ -8,15 +8,10 @@ drop tokens uncounted: ``overlong`` decides what becomes of a long sample.
 from streampack.packing.encoders.answers import AnswersEncoder
 from streampack.packing.encoders.base import Encoder, TextEncoder, TokensEncoder
 from streampack.packing.encoders.chat import ChatEncoder
+from streampack.packing.encoders.checks import check_tokenizer, require_encoder
 from streampack.packing.encoders.messages import MessagesEncoder
 from streampack.packing.encoders.shaped import ShapeEncoder, encoder_for
-from streampack.packing.encoders.tokenizer import (
-    HFTokenizer,
-    check_tokenizer,
-    eos_of,
-    padding_id,
-    require_encoder,
-)
+from streampack.packing.encoders.tokenizer import HFTokenizer, eos_of, padding_id
 from streampack.packing.encoders.vision import VisionEncoder
 
 __all__ = [

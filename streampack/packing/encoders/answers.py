@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from streampack.packing.columns import mask_from_column, shown
-from streampack.packing.encoders.base import Encoder, characters_in
+from streampack.packing.encoders.base import TextsEncoder, characters_in
 from streampack.packing.encoders.chat import ChatEncoder, as_messages, masked_sample
 from streampack.packing.encoders.conversation import (
     Content,
@@ -16,7 +16,7 @@ from streampack.packing.encoders.conversation import (
     read_content,
     read_tools,
 )
-from streampack.packing.encoders.tokenizer import encode_text
+from streampack.packing.encoders.steps import Steps, Text
 from streampack.packing.groups import ROOT, Group
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import IGNORE_INDEX, INT32, FloatArray, IntArray, Sample
@@ -31,7 +31,7 @@ Columns = tuple[str, ...]
 """Where something of each answer is: in one column with a list, or in a column for each answer."""
 
 
-class AnswersEncoder(Encoder):
+class AnswersEncoder(TextsEncoder):
     """Encoder of a prompt with its answers, which stay in one pack: preference pairs, and rollouts of any number.
 
     The answers are in columns of their own, ``chosen`` and ``rejected``, or in one column with a list,
@@ -107,8 +107,8 @@ class AnswersEncoder(Encoder):
             "AnswersEncoder", used=(prompt, *numbers, *([mask] if mask else [])), ignore=ignore
         )
 
-    def __call__(self, row: Mapping[str, Any], /) -> Group:
-        """See `Encoder`."""
+    def steps(self, row: Mapping[str, Any]) -> Steps[Sample]:
+        """See `TextsEncoder`."""
         columns = self._columns_of(row)
         if isinstance(columns, str):
             columns = (columns,)
@@ -126,7 +126,7 @@ class AnswersEncoder(Encoder):
         token_fields = {}
         if len(ids) == len(answers):
             if isinstance(prompt, str | list):
-                prompt = _ids(self.chat.encode_prompt(prompt, tools=tools), self.prompt)
+                prompt = _ids((yield from self.chat.encode_prompt(prompt, tools=tools)), self.prompt)
             wholes = self._of_ids(row, prompt, ids)
             token_fields = {
                 field: [
@@ -146,7 +146,7 @@ class AnswersEncoder(Encoder):
                 "knows which tokens those are; give the answers as ids"
             )
         else:
-            wholes = self._of_content(row, prompt, answers, tools)
+            wholes = yield from self._of_content(row, prompt, answers, tools)
         return group_of(
             {f"column {name!r}": whole for name, whole in zip(answers, wholes, strict=True)},
             fields=numbers_of(row, self.fields, len(wholes)),
@@ -191,7 +191,7 @@ class AnswersEncoder(Encoder):
 
     def _of_content(
         self, row: Mapping[str, Any], prompt: Any, answers: Mapping[str, Any], tools: Any
-    ) -> list[Sample]:
+    ) -> Steps[list[Sample]]:
         """Encode answers that are texts or messages."""
         given = [*answers.values()]
         if prompt is None and not all(
@@ -205,19 +205,15 @@ class AnswersEncoder(Encoder):
                     f"the prompt (prompt: {other}), or begin all answers with it"
                 )
             bos, eos = self.chat.bos, self.chat.add_eos
-            ids = [encode_text(self.tokenizer, text, add_bos=bos, add_eos=eos) for text in given]
+            ids = [tokens.ids for tokens in (yield [Text(text, bos, eos) for text in given])]
             # A space before they differ is the answers', as in TRL: most tokenizers join it with the word after it.
             shared = given[0][: _common_prefix([[*text] for text in given])].removesuffix(" ")
-            return _split_where_unequal(ids, self.chat.encode_prompt(shared))
+            return _split_where_unequal(ids, (yield from self.chat.encode_prompt(shared)))
         prompt, given = _divided(prompt, given)
-        return [
-            self.chat.encode(prompt, answer, tools=tools, name=f"column {name!r}")
-            for name, answer in zip(answers, given, strict=True)
-        ]
-
-    def decode(self, tokens: list[int]) -> str:
-        """Decode tokens as the tokenizer does."""
-        return str(self.tokenizer.decode(tokens))
+        made = []
+        for name, answer in zip(answers, given, strict=True):
+            made.append((yield from self.chat.encode(prompt, answer, tools=tools, name=f"column {name!r}")))
+        return made
 
 
 def group_of(

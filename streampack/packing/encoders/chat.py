@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.encoders.base import Encoder, characters_in
+from streampack.packing.encoders.base import TextsEncoder, characters_in
+from streampack.packing.encoders.checks import check_ends, check_tokenizer
 from streampack.packing.encoders.conversation import (
     REASONING,
     Content,
@@ -20,14 +21,9 @@ from streampack.packing.encoders.conversation import (
     read_tools,
     unread_flags,
 )
+from streampack.packing.encoders.steps import Steps, Text
 from streampack.packing.encoders.template import ChatTemplate
-from streampack.packing.encoders.tokenizer import (
-    HFTokenizer,
-    check_ends,
-    check_tokenizer,
-    encode_text,
-    eos_of,
-)
+from streampack.packing.encoders.tokenizer import HFTokenizer, eos_of
 from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require
@@ -37,7 +33,7 @@ COLUMNS = ("messages", "conversations")
 """Columns of the messages, as OpenAI and ShareGPT name them."""
 
 
-class ChatEncoder(Encoder):
+class ChatEncoder(TextsEncoder):
     """Encoder of conversations, and of prompts with completions; it trains the answers.
 
     Conversations are OpenAI's messages or ShareGPT's, as lists or JSON text; a prompt and its completion are texts or
@@ -101,10 +97,10 @@ class ChatEncoder(Encoder):
         self.ignore = tuple(ignore)
         self.columns = ReadColumns("ChatEncoder", ignore=ignore)
 
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:
-        """See `Encoder`."""
+    def steps(self, row: Mapping[str, Any]) -> Steps[Sample]:
+        """See `TextsEncoder`."""
         prompt, answer, tools, column = self.contents(row)
-        return self.encode(prompt, answer, tools=tools, name=f"column {column!r}")
+        return (yield from self.encode(prompt, answer, tools=tools, name=f"column {column!r}"))
 
     def contents(self, row: Mapping[str, Any]) -> tuple[Content, Content, Any, str]:
         """Return a row's prompt, which may be no message, its answer, tools, and the answer's column, all checked."""
@@ -155,10 +151,10 @@ class ChatEncoder(Encoder):
             )
         return self.tokenizer.chat
 
-    def encode(self, prompt: Content, answer: Content, *, tools: Any, name: str) -> Sample:
+    def encode(self, prompt: Content, answer: Content, *, tools: Any, name: str) -> Steps[Sample]:
         """Encode an answer behind its prompt, which may be no message; ``name`` names the answer in errors."""
         if isinstance(prompt, str) and isinstance(answer, str):
-            return self.encode_text(prompt, answer)
+            return (yield from self.encode_text(prompt, answer))
         before, after = as_messages(prompt, "user"), as_messages(answer, "assistant")
         if before and before[-1]["role"] == "user" and after[0]["role"] in ("user", "system"):
             raise ValueError(
@@ -181,12 +177,13 @@ class ChatEncoder(Encoder):
                 (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1
             )
             trained = [flag and i == last for i, flag in enumerate(trained)]
-        return masked_sample(*self.template(messages, trained, tools=tools))
+        return masked_sample(*(yield from self.template.steps(messages, trained, tools=tools)))
 
-    def encode_text(self, prompt: str, answer: str) -> Sample:
+    def encode_text(self, prompt: str, answer: str) -> Steps[Sample]:
         """Encode a text behind its prompt; raise if a token crosses from one into the other."""
-        head = self.encode_prompt(prompt)
-        ids = encode_text(self.tokenizer, prompt + answer, add_bos=self.bos, add_eos=self.add_eos)
+        (head, _), (ids, _) = yield [
+            Text(prompt, self.bos), Text(prompt + answer, self.bos, self.add_eos)
+        ]  # fmt: skip
         # With an empty answer, that one EOS is the prompt's.
         if self.add_eos and ids == head and (eos := eos_of(self.tokenizer)) is not None:
             ids.append(eos)
@@ -197,15 +194,12 @@ class ChatEncoder(Encoder):
             )
         return masked_sample(ids, np.arange(len(ids)) >= len(head))
 
-    def encode_prompt(self, prompt: Content, *, tools: Any = None) -> list[int]:
+    def encode_prompt(self, prompt: Content, *, tools: Any = None) -> Steps[list[int]]:
         """Return the ids of a prompt alone, as at inference."""
-        if isinstance(prompt, str):
-            return encode_text(self.tokenizer, prompt, add_bos=self.bos, add_eos=False)
-        return self.template.prompt(prompt, tools=tools)
-
-    def decode(self, tokens: list[int]) -> str:
-        """Decode tokens, special tokens included."""
-        return str(self.tokenizer.decode(tokens))
+        if not isinstance(prompt, str):
+            return (yield from self.template.prompt(prompt, tools=tools))
+        [(ids, _)] = yield [Text(prompt, self.bos)]
+        return ids
 
 
 def as_messages(content: Content, role: str) -> Messages:

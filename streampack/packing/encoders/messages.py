@@ -7,8 +7,9 @@ from typing import Any
 
 from streampack.packing.columns import mask_from_column, shown
 from streampack.packing.encoders.answers import PAIR, columns_of, group_of, numbers_of
-from streampack.packing.encoders.base import Encoder, characters_in
+from streampack.packing.encoders.base import TextsEncoder, characters_in
 from streampack.packing.encoders.chat import masked_sample
+from streampack.packing.encoders.checks import check_tokenizer
 from streampack.packing.encoders.conversation import (
     REASONING,
     ReadColumns,
@@ -17,7 +18,8 @@ from streampack.packing.encoders.conversation import (
     parse_json,
     unread_flags,
 )
-from streampack.packing.encoders.tokenizer import HFTokenizer, check_tokenizer, require_unicode
+from streampack.packing.encoders.steps import Steps
+from streampack.packing.encoders.tokenizer import HFTokenizer, require_unicode
 from streampack.packing.samples import missing_column
 from streampack.sources.torchtune_rows import columns_read, require_content
 from streampack.types import Sample
@@ -29,7 +31,7 @@ LEFT_OUT = {"tool_calls", *REASONING}
 """Keys of messages that change what is trained, and that torchtune's transforms leave out."""
 
 
-class MessagesEncoder(Encoder):
+class MessagesEncoder(TextsEncoder):
     """Encoder that works as torchtune's ``SFTDataset`` and ``PreferenceDataset``: row -> messages -> tokens and mask.
 
     The transform's masks are taken as they are. A row for one of torchtune's transforms is refused if it has null
@@ -76,13 +78,16 @@ class MessagesEncoder(Encoder):
             type(message_transform).__name__, used=(*self.read.values(), *numbers), ignore=ignore
         )
 
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:
-        """See `Encoder`."""
+    def steps(self, row: Mapping[str, Any]) -> Steps[Sample]:
+        """See `TextsEncoder`."""
         made = self.message_transform(self._checked(row) if self.read else row)
         if "messages" in made:
-            return self._sample(made["messages"])
+            return (yield from self._sample(made["messages"]))
+        wholes = {}
+        for name in PAIR:
+            wholes[f"the {name} answer"] = yield from self._sample(made[name])
         return group_of(
-            {f"the {name} answer": self._sample(made[name]) for name in PAIR},
+            wholes,
             fields=numbers_of(row, self.fields, len(PAIR)),
             share_prefix=self.share_prefix,
         )
@@ -115,7 +120,7 @@ class MessagesEncoder(Encoder):
         require_content(given, self.read)
         return given
 
-    def _sample(self, messages: Sequence[Any]) -> Sample:
+    def _sample(self, messages: Sequence[Any]) -> Steps[Sample]:
         """Tokenize messages, all text."""
         from torchtune.data import validate_messages  # takes nine seconds to import
 
@@ -124,10 +129,9 @@ class MessagesEncoder(Encoder):
             if any(part["type"] != "text" for part in message.content):
                 raise ValueError(f"message {i} ({message.role}) has an image; only text can be packed")
             require_unicode(message.text_content)
-        encoded = self.tokenizer({"messages": messages})
-        masked = mask_from_column(encoded["mask"], "mask", len(encoded["tokens"]))
-        return masked_sample(encoded["tokens"], ~masked)
-
-    def decode(self, tokens: list[int]) -> str:
-        """Decode tokens as the tokenizer does."""
-        return str(self.tokenizer.decode(tokens))
+        if isinstance(self.tokenizer, HFTokenizer):
+            tokens, mask = yield from self.tokenizer.steps(messages)
+        else:
+            encoded = self.tokenizer({"messages": messages})
+            tokens, mask = encoded["tokens"], encoded["mask"]
+        return masked_sample(tokens, ~mask_from_column(mask, "mask", len(tokens)))

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from streampack.packing.encoders.answers import AnswersEncoder
-from streampack.packing.encoders.base import Encoder, TextEncoder, TokensEncoder, characters_in
+from streampack.packing.encoders.base import Encoder, TextEncoder, TextsEncoder, TokensEncoder, characters_in
 from streampack.packing.encoders.chat import ChatEncoder
+from streampack.packing.encoders.steps import Steps
 from streampack.packing.shapes import (
     BY_KEY,
     OURS,
@@ -41,7 +42,7 @@ NAMED = 3
 """Rows of another shape that are named with their places."""
 
 
-class ShapeEncoder(Encoder):
+class ShapeEncoder(TextsEncoder):
     """Encoder of rows of one shape: token ids, text, conversations, Alpaca's instructions, preference pairs.
 
     `encoder_for` finds the shape of a source. A row of another shape is refused, so that it is an error or a bad
@@ -96,9 +97,12 @@ class ShapeEncoder(Encoder):
         self.makes_groups = getattr(self.inner, "makes_groups", False)
         self.tokenizer = getattr(self.inner, "tokenizer", tokenizer)
 
-    def __call__(self, row: Mapping[str, Any], /) -> Sample:
-        """See `Encoder`."""
-        return self.inner(self.read(row))
+    def steps(self, row: Mapping[str, Any]) -> Steps[Sample]:
+        """See `TextsEncoder`."""
+        made = self.read(row)
+        return (
+            (yield from self.inner.steps(made)) if isinstance(self.inner, TextsEncoder) else self.inner(made)
+        )
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Raise for a row that makes no sample, as far as that shows without a tokenizer."""
@@ -137,10 +141,6 @@ class ShapeEncoder(Encoder):
         theirs = {ours: name for name, ours in self.columns.items()}
         found = [characters_in(row.get(theirs.get(name, name))) for name in self.shape.columns]
         return max(found) if self.makes_groups else sum(found)
-
-    def decode(self, tokens: list[int]) -> str:
-        """Decode tokens as the tokenizer does."""
-        return str(self.tokenizer.decode(tokens))
 
 
 def encoder_for(

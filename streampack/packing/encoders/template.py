@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streampack.packing.encoders.conversation import REASONING
+from streampack.packing.encoders.steps import Steps, Text, Tokens
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -31,7 +32,6 @@ class ChatTemplate:
 
     Args:
         templates: the Jinja texts for conversations without tools, and with tools.
-        tokenize: text to ids, without special tokens, and where in the text each begins; None if that is not known.
         settings: variables of the template: special tokens, and the user's.
         date: as for `HFTokenizer`.
     """
@@ -40,7 +40,6 @@ class ChatTemplate:
         self,
         templates: Sequence[str],
         *,
-        tokenize: Callable[[str], tuple[list[int], Sequence[int] | None]],
         settings: Mapping[str, Any],
         date: str | None = None,
     ) -> None:
@@ -48,21 +47,20 @@ class ChatTemplate:
             day = datetime.date.fromisoformat(date)
             templates = [DATE.sub(lambda call: repr(day.strftime(call[2])), text) for text in templates]
         self.templates = [(text, MARKER.search(text) is not None) for text in templates]
-        self.tokenize = tokenize
         self.settings = dict(settings)
 
-    def __call__(
+    def steps(
         self, messages: Messages, trained: Sequence[bool], *, tools: Any = None
-    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
+    ) -> Steps[tuple[list[int], npt.NDArray[np.bool_]]]:
         """Return token ids, and a mask of those to train: the tokens of the messages that are ``trained``."""
         text, spans = self._whole(messages, tools)
-        ids, starts = self.tokenize(text)
-        mask = np.zeros(len(ids), dtype=bool)
+        [whole] = yield from self._tokens(text, starts=True)
+        mask = np.zeros(len(whole.ids), dtype=bool)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = [i for i, flag in enumerate(trained) if flag]
         if len(chosen) == len(messages) > len(answers):  # every token is trained, so no boundaries are needed
             mask[:] = True
-            return ids, mask
+            return whole.ids, mask
         marked = {}
         if spans is not None and set(chosen).issubset(answers):
             if len(spans) != len(answers):
@@ -71,6 +69,8 @@ class ChatTemplate:
                     f"{len(answers)} answer(s); mark each answer once"
                 )
             marked = dict(zip(answers, spans, strict=True))
+        places: dict[int, int] = {}  # boundaries in the text, each with its message
+        found = []
         for i in chosen:
             span = marked.get(i) or self._by_prefix(messages, i, text, tools)
             if _end_of(messages[i]["content"]) not in text[slice(*span)]:
@@ -78,13 +78,26 @@ class ChatTemplate:
                     f"what the chat template marks with {{% generation %}} for message {i} does not hold its content; "
                     "set the markers around it"
                 )
-            mask[slice(*(self._boundary(text, ids, starts, at, i) for at in span))] = True
-        return ids, mask
+            found.append(span)
+            places |= {at: i for at in span if at not in places}
+        counts = yield from self._counts(text, whole, places)
+        for start, stop in found:
+            mask[counts[start] : counts[stop]] = True
+        return whole.ids, mask
 
-    def prompt(self, messages: Messages, *, tools: Any = None) -> list[int]:
+    def prompt(self, messages: Messages, *, tools: Any = None) -> Steps[list[int]]:
         """Return the token ids of a conversation with a generation prompt behind it, as at inference."""
         self._whole(messages, tools)
-        return self.tokenize(self.render(messages, tools=tools, prompt=True)[0])[0]
+        [made] = yield from self._tokens(self.render(messages, tools=tools, prompt=True)[0])
+        return made.ids
+
+    def begun(self, text: str, tokens: Tokens) -> Tokens:
+        """Return the tokens of a rendered text as the model expects its beginning."""
+        return tokens
+
+    def _tokens(self, *texts: str, starts: bool = False) -> Steps[list[Tokens]]:
+        made = yield [Text(text, starts=starts) for text in texts]
+        return [self.begun(text, tokens) for text, tokens in zip(texts, made, strict=True)]
 
     def render(
         self, messages: Messages, *, tools: Any = None, prompt: bool = False
@@ -134,28 +147,35 @@ class ChatTemplate:
                 )
         return len(before), len(behind)
 
-    def _boundary(self, text: str, ids: list[int], starts: Sequence[int] | None, at: int, i: int) -> int:
-        """Return the number of tokens before a place in the text; raise if they depend on the text after it.
+    def _counts(self, text: str, whole: Tokens, places: Mapping[int, int]) -> Steps[dict[int, int]]:
+        """Return the numbers of tokens before places in the text; raise if they depend on the text after them.
 
-        Those shortly before it are made once more without what follows. Where these are others, or nothing is known of
-        where tokens begin, all of the text before is tokenized once more, in time squared in a conversation's length.
+        The tokens shortly before a place are made once more without what follows. Where these are others, or nothing is
+        known of where tokens begin, all of the text before is tokenized once more, in time squared in a conversation's
+        length.
         """
-        if at in (0, len(text)):
-            return len(ids) if at else 0
-        if starts is not None and (count := bisect_left(starts, at)) > CONTEXT:
-            first = count - CONTEXT
-            again = self.tokenize(text[starts[first] : at])[0]
+        ids = whole.ids
+        counts = {at: len(ids) if at else 0 for at in places if at in (0, len(text))}
+        starts = whole.starts or ()
+        near = {at: bisect_left(starts, at) for at in places if at not in counts}
+        near = {at: count for at, count in near.items() if count > CONTEXT}
+        cut = [text[starts[count - CONTEXT] : at] for at, count in near.items()]
+        again = (yield from self._tokens(*cut)) if cut else []
+        for (at, count), tokens in zip(near.items(), again, strict=True):
             # Where a text is cut open, its first tokens may be others.
-            if again[-CONTEXT // 2 :] == ids[count - CONTEXT // 2 : count]:
-                return count
-        head = self.tokenize(text[:at])[0]
-        if ids[: len(head)] != head:
-            raise ValueError(
-                f"a token crosses a boundary of message {i}: the text before {text[at : at + 16]!r} makes other tokens "
-                "alone than with what follows, so no mask is right; let the chat template set a special token there, "
-                "or white space on the other side of it"
-            )
-        return len(head)
+            if tokens.ids[-CONTEXT // 2 :] == ids[count - CONTEXT // 2 : count]:
+                counts[at] = count
+        rest = [at for at in places if at not in counts]
+        heads = (yield from self._tokens(*[text[:at] for at in rest])) if rest else []
+        for at, head in zip(rest, heads, strict=True):
+            if ids[: len(head.ids)] != head.ids:
+                raise ValueError(
+                    f"a token crosses a boundary of message {places[at]}: the text before {text[at : at + 16]!r} makes "
+                    "other tokens alone than with what follows, so no mask is right; let the chat template set a "
+                    "special token there, or white space on the other side of it"
+                )
+            counts[at] = len(head.ids)
+        return counts
 
     def _whole(self, messages: Messages, tools: Any) -> tuple[str, list[tuple[int, int]] | None]:
         """Render a conversation; raise if the template leaves out a message, a tool, a call or the last reasoning."""

@@ -1,4 +1,4 @@
-"""Tokenizers for encoders and recipes: `HFTokenizer`, and checks by which others are made ready, or refused."""
+"""`HFTokenizer`, and what all encoders do with a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from streampack.packing.encoders.steps import Steps, Text, Tokens, attempt, run
 from streampack.packing.encoders.template import ChatTemplate
-from streampack.packing.pretrained import load_pretrained
+from streampack.packing.pretrained import load_pretrained, tokenize_in_one_thread_after_forks
 from streampack.validation import require_positive, warn_user
 
 PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
@@ -94,22 +95,46 @@ class HFTokenizer:
         As with torchtune's tokenizers, ``add_bos=True`` adds nothing where there is no BOS token. Without an EOS token,
         ``add_eos=True`` is an error. A text that has its own BOS or EOS gets no second one.
         """
+        return self._with_ends(self._ids(text), add_bos, add_eos)
+
+    def _with_ends(self, ids: list[int], add_bos: bool | None, add_eos: bool) -> list[int]:
         if add_eos and self.eos_id is None:
             raise ValueError(
                 f"the tokenizer {self.name} has no EOS token; set its eos_token, or say add_eos: False"
             )
-        ids = self._ids(text)
         begin = self._own_prefix if add_bos is None else [self.bos_id] * (add_bos and self.bos_id is not None)
         end = [self.eos_id] * (add_eos and ids[-1:] != [self.eos_id])
         return [*(begin if ids[: len(begin)] != begin else ()), *ids, *end]
 
-    def encode_with_starts(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Tokenize a text without special tokens, and say where in it each token begins; None if that is not known."""
-        require_unicode(text)
-        if self._backend is None:  # only fast tokenizers know
-            return self._ids(text), None
-        encoded = self._backend.encode(text, add_special_tokens=False)
-        return encoded.ids, [start for start, _ in encoded.offsets]
+    def encode_many(self, texts: Sequence[Text]) -> list[Tokens | Exception]:
+        """Tokenize texts as one by one, several in one call of the tokenizers library, which uses all cores.
+
+        A text that cannot be tokenized has the exception.
+        """
+        if len(texts) < 2 or not self.in_batches:
+            return [attempt(self._tokens, text) for text in texts]
+        good = [text for text in texts if not isinstance(attempt(require_unicode, text.text), Exception)]
+        # It does not count where tokens begin, and so takes half of the time.
+        fast = not any(text.starts for text in good)
+        encode = self._backend.encode_batch_fast if fast else self._backend.encode_batch
+        made = dict(
+            zip(map(id, good), encode([text.text for text in good], add_special_tokens=False), strict=True)
+        )
+        return [attempt(self._tokens, text, made.get(id(text))) for text in texts]
+
+    def _tokens(self, text: Text, encoded: Any = None) -> Tokens:
+        require_unicode(text.text)
+        if encoded is None and self._backend is not None:
+            encoded = self._backend.encode(text.text, add_special_tokens=False)
+        ids = self._ids(text.text) if encoded is None else encoded.ids
+        known = text.starts and encoded is not None  # only fast tokenizers know
+        starts = [start for start, _ in encoded.offsets] if known else None
+        return Tokens(self._with_ends(ids, text.add_bos, text.add_eos), starts)
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether `encode_many` is faster than one by one."""
+        return self._backend is not None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Decode token ids, special tokens included by default."""
@@ -130,14 +155,13 @@ class HFTokenizer:
             )
         chat = ChatTemplate(
             [self.tokenizer.get_chat_template(tools=tools) for tools in (None, list[Any]())],
-            tokenize=self.encode_with_starts,
             settings=self._template_settings,
             date=self._date,
         )
         talk = [{"role": "user", "content": PROBE_TEXT}, {"role": "assistant", "content": "Yes."}]
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         with suppress(ValueError):  # of a template that refuses this conversation
-            ids, trained = chat(talk, [False, True])
+            ids, trained = run(chat.steps(talk, [False, True]), self.encode_many)
             if special and special.isdisjoint(
                 token for token, flag in zip(ids, trained, strict=True) if flag
             ):
@@ -154,17 +178,19 @@ class HFTokenizer:
 
         A conversation is cut to ``max_seq_len``, and keeps the EOS that it ended with.
         """
-        converted = [
-            {"role": TORCHTUNE_ROLES.get(message.role, message.role), "content": message.text_content}
-            for message in messages
-        ]
-        if inference:
-            # torchtune's generation asks for an answer by an empty message at the end.
-            if converted[-1] == {"role": "assistant", "content": ""}:
-                converted.pop()
-            ids = self._ids(self.chat.render(converted, prompt=True)[0])
-            return ids, [True] * len(ids)
-        ids, trained = self.chat(converted, [not message.masked for message in messages])
+        if not inference:
+            return run(self.steps(messages), self.encode_many)
+        converted = _plain_messages(messages)
+        # torchtune's generation asks for an answer by an empty message at the end.
+        if converted[-1] == {"role": "assistant", "content": ""}:
+            converted.pop()
+        ids = self._ids(self.chat.render(converted, prompt=True)[0])
+        return ids, [True] * len(ids)
+
+    def steps(self, messages: Sequence[Any]) -> Steps[tuple[list[int], list[bool]]]:
+        """Tokenize torchtune's messages, as `tokenize_messages`."""
+        flags = [not message.masked for message in messages]
+        ids, trained = yield from self.chat.steps(_plain_messages(messages), flags)
         kept = ids[: self.max_seq_len]
         if len(kept) < len(ids) and ids[-1] == self.eos_id:
             kept[-1] = ids[-1]
@@ -188,6 +214,13 @@ class HFTokenizer:
         return list(made["input_ids"])
 
 
+def _plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    return [
+        {"role": TORCHTUNE_ROLES.get(message.role, message.role), "content": message.text_content}
+        for message in messages
+    ]
+
+
 def _backend(tokenizer: Any) -> Any:
     """Return the fast tokenizer behind one of transformers, with truncation and padding switched off.
 
@@ -202,73 +235,12 @@ def _backend(tokenizer: Any) -> Any:
         for name in ("__call__", "encode", "_encode_plus")
     ):
         return None
+    tokenize_in_one_thread_after_forks()
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
     return backend
-
-
-def check_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer that encoders can use: Hugging Face's are wrapped, length limits of others switched off."""
-    if is_hf(tokenizer):
-        return HFTokenizer(tokenizer)
-    inner: Any = getattr(tokenizer, "tokenizer", None)
-    limited = type(inner).__module__.startswith("tokenizers") and (inner.truncation or inner.padding)
-    if getattr(tokenizer, "max_seq_len", None) is None and not limited:
-        return tokenizer
-    whole = copy.copy(tokenizer)
-    if limited:
-        whole.tokenizer = copy.deepcopy(inner)
-        whole.tokenizer.no_truncation()
-        whole.tokenizer.no_padding()
-    else:
-        whole.max_seq_len = None
-    return whole
-
-
-def is_hf(tokenizer: Any) -> bool:
-    """Return whether a tokenizer is one of transformers, without importing it."""
-    bases = {(base.__module__, base.__name__) for base in type(tokenizer).__mro__}
-    return ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase") in bases
-
-
-def require_encoder(encoder: Any) -> None:
-    """Raise ValueError for a tokenizer, a class, or what cannot be called."""
-    kind = encoder if isinstance(encoder, type) else type(encoder)
-    if encoder is kind or not callable(encoder) or is_hf(encoder) or isinstance(encoder, HFTokenizer):
-        raise ValueError(
-            f"encoder is {f'the class {kind.__name__}' if encoder is kind else f'a {kind.__name__}'}; give an encoder, "
-            "such as TextEncoder(tokenizer) for rows of text or ChatEncoder(tokenizer) for messages and prompts with "
-            "completions, or a function that makes a streampack.Sample of a row"
-        )
-
-
-def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> bool | None:
-    """Return the ``add_bos`` to call a tokenizer with; refuse one that ignores it or ``add_eos`` for a short text."""
-    named = f"the tokenizer ({getattr(tokenizer, 'name', None) or type(tokenizer).__name__})"
-    try:
-        plain, begun, ended = (
-            list(tokenizer.encode(PROBE_TEXT, add_bos=bos, add_eos=eos))
-            for bos, eos in ((False, False), (bool(add_bos), False), (False, add_eos))
-        )
-    except (TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{named} has no encode(text, add_bos=, add_eos=): {error}; give one of torchtune's, or "
-            "streampack.HFTokenizer, with a path or a tokenizer of transformers"
-        ) from error
-    for name, asked, made, at in (("bos", add_bos, begun, 0), ("eos", add_eos, ended, -1)):
-        there = len(made) > len(plain) or plain[at : at + 1 or None] == [
-            getattr(tokenizer, f"{name}_id", None)
-        ]
-        if asked not in (None, there):
-            raise ValueError(
-                f"{named} adds {'no ' if asked else ''}{name.upper()}, though add_{name} is {asked}; say add_{name}: "
-                f"{not asked}, or give another tokenizer (streampack.HFTokenizer takes Hugging Face's)"
-            )
-    if add_bos is None and not isinstance(tokenizer, HFTokenizer):
-        return True  # torchtune's add BOS by default
-    return add_bos
 
 
 def require_unicode(text: str) -> None:
@@ -282,14 +254,31 @@ def require_unicode(text: str) -> None:
         ) from None
 
 
-def encode_text(tokenizer: Any, text: str, *, add_bos: bool | None, add_eos: bool) -> list[int]:
-    """Tokenize a text. One that has its own BOS or EOS gets no second one, whatever the tokenizer adds."""
-    require_unicode(text)
-    ids = list(tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos))
+def tokenize(tokenizer: Any, texts: Sequence[Text]) -> list[Tokens | Exception]:
+    """Tokenize texts, in one call if the tokenizer can; see `HFTokenizer.encode_many`."""
+    if isinstance(tokenizer, HFTokenizer):
+        made = tokenizer.encode_many(texts)
+    else:
+        made = [attempt(_encode, tokenizer, text) for text in texts]
+    return [
+        tokens
+        if isinstance(tokens, Exception)
+        else tokens._replace(ids=with_one_end(tokenizer, tokens.ids, text))
+        for text, tokens in zip(texts, made, strict=True)
+    ]
+
+
+def _encode(tokenizer: Any, text: Text) -> Tokens:
+    require_unicode(text.text)
+    return Tokens(list(tokenizer.encode(text.text, add_bos=text.add_bos, add_eos=text.add_eos)))
+
+
+def with_one_end(tokenizer: Any, ids: list[int], text: Text) -> list[int]:
+    """Remove a second BOS or EOS, where a text has its own and the tokenizer added one."""
     bos, eos = _id_of(tokenizer, "bos_id"), eos_of(tokenizer)
-    if text and add_bos is not False and bos is not None and ids[:2] == [bos, bos]:
+    if text.text and text.add_bos is not False and bos is not None and ids[:2] == [bos, bos]:
         del ids[0]
-    if text and add_eos and eos is not None and ids[-2:] == [eos, eos]:
+    if text.text and text.add_eos and eos is not None and ids[-2:] == [eos, eos]:
         del ids[-1]
     return ids
 

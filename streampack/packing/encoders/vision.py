@@ -230,7 +230,7 @@ class VisionEncoder(ChatEncoder):
 
     def _place_of(self, expansion: str, tokens: IntArray, start: int) -> tuple[int, int]:
         """Return where the tokens of an image begin and end; space at its ends may share tokens with text."""
-        run = self.tokenizer.encode_with_starts(expansion.strip())[0]
+        run = self.tokenizer.encode(expansion.strip(), add_bos=False, add_eos=False)
         for first in np.flatnonzero(tokens[start:] == run[0]) + start:
             if np.array_equal(tokens[first : first + len(run)], run):
                 return int(first), int(first) + len(run)

@@ -8,6 +8,7 @@ from typing import Any
 
 from streampack.packing.encoders.conversation import read_part
 from streampack.packing.encoders.pictures import KEYS
+from streampack.packing.encoders.steps import Tokens
 from streampack.packing.encoders.template import ChatTemplate, Messages
 from streampack.packing.encoders.tokenizer import HFTokenizer
 
@@ -58,18 +59,18 @@ class VisionTemplate(ChatTemplate):
 
     def __init__(self, tokenizer: HFTokenizer, placeholder: str) -> None:
         texts, settings = [text for text, _ in tokenizer.chat.templates], tokenizer.chat.settings
-        super().__init__(texts, tokenize=self._begun, settings=settings)
-        self.tokenizer = tokenizer
+        super().__init__(texts, settings=settings)
         self.placeholder = placeholder
         # As the processor does, which begins what the template begins in another way.
         self.bos = tokenizer.tokenizer.bos_token
         self.prefix = tokenizer.encode("", add_bos=None, add_eos=False)
 
-    def _begun(self, text: str) -> tuple[list[int], Sequence[int] | None]:
-        ids, starts = self.tokenizer.encode_with_starts(text)
+    def begun(self, text: str, tokens: Tokens) -> Tokens:
+        """See `ChatTemplate`."""
         if not self.prefix or (self.bos and text.startswith(self.bos)):
-            return ids, starts
-        return self.prefix + ids, starts and [0] * len(self.prefix) + starts
+            return tokens
+        starts = tokens.starts and [0] * len(self.prefix) + list(tokens.starts)
+        return Tokens(self.prefix + tokens.ids, starts)
 
     def render(
         self, messages: Messages, *, tools: Any = None, prompt: bool = False
