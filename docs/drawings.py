@@ -5,12 +5,15 @@ tests/test_docs.py compares them.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.lengths import lengths
 from docs import methods_picture
 from streampack import IterablePackedDataset, collate_packed, make_mask, plan_packs
+from streampack.streaming.mixing import mixing
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 
@@ -226,8 +229,37 @@ def lanes() -> str:
     return picture.svg()
 
 
+def shuffle_reach() -> str:
+    """Draw the order in which the rows of six files are read by one lane, for several shuffle windows."""
+    files, rows = 6, 16
+    picture = Picture("The order in which rows of six files are read, by shuffle window")
+    width = (WIDTH - 2 * MARGIN) / (files * rows)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in range(files):
+            lines = [json.dumps({"input_ids": [file]}) + "\n" for _ in range(rows)]
+            Path(folder, f"{file}.jsonl").write_text("".join(lines))
+        for window in (0, 8, 24, files * rows):
+            packs = IterablePackedDataset(
+                f"{folder}/*.jsonl", max_seq_len=1, num_lanes=1, shuffle=window or False, untrained="keep"
+            )
+            [reach] = mixing(packs.lane_config, 1).values()
+            picture.text(f"shuffle={window}" if window else "shuffle=False", kind="b")
+            told = f"rows of one file lie within {reach.spread:.0%} of an epoch"
+            picture.text(told, left=WIDTH - MARGIN, anchor="end")
+            picture.down(LINE + 2)
+            for place, pack in enumerate(packs):
+                picture.box(MARGIN + place * width, width, LINE, fill=colour(int(pack["tokens"][0])))
+            picture.down(LINE + 10)
+    return picture.svg()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
-    **{f"{draw.__name__}.svg": draw for draw in (padding_and_packing, strategies, one_pack, mask, lanes)},
+    "padding_and_packing.svg": padding_and_packing,
+    "strategies.svg": strategies,
+    "one_pack.svg": one_pack,
+    "mask.svg": mask,
+    "lanes.svg": lanes,
+    "shuffle_reach.svg": shuffle_reach,
     "../guides/methods.svg": methods_picture.draw,
 }
 
