@@ -46,14 +46,13 @@ class ParquetSource(FileSource):
 
     Args:
         paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others).
-        columns: the top-level columns to read; None for all. Of named columns, all files must hold the same kind of
-            values: numbers, texts, bytes, structs, or lists of these.
+        columns: the top-level columns to read; None for all.
         manifest: see `JSONLSource`.
         storage: see `JSONLSource`.
 
     Raises:
         ValueError: if nothing matches, no file can be read, or one is named twice; for a named column that
-            a file lacks or has other values in, and for a damaged page, when it is read, with file and row group.
+            a file lacks, and for a damaged page, when it is read, with file and row group.
         ImportError: if pyarrow is not installed.
     """
 
@@ -176,7 +175,7 @@ class ParquetSource(FileSource):
             footer = self.footers.get(number, take)
         except (Damage, FileNotFoundError) as error:
             return [(Part(number), size)], str(self.damage(error, Part(number), 0) or error)
-        groups, problem = row_groups(footer), self.footers.problem(footer, take)
+        groups, problem = row_groups(footer), self.footers.problem(footer)
         # Footers have the sizes of row groups before compression: scale them to the size of the file.
         scale = size / max(1, sum(stored for _, stored in groups))
         runs: list[tuple[Part, float]] = []

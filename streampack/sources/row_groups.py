@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -14,16 +12,13 @@ from typing_extensions import override
 
 from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.parts import Damage, Part, Record
-from streampack.sources.reading import spread
-from streampack.storage.base import File, map_in_threads
+from streampack.storage.base import File
 from streampack.storage.names import Files
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.read_ahead import FirstCall
 
 FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
 KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes about 1 kB of memory
-COMPARED_FILES = 5  # from which it is learned what columns hold
-MESSAGES = {"texts", "lists of structs"}  # encoders take messages as JSON, too
 OUTSIDE = "it lies outside the file"
 BATCH_ROWS = 1024  # rows that are decoded at a time
 BATCH_BYTES = 1 << 24
@@ -35,14 +30,13 @@ class Footers:
 
     Args:
         files: the files of the corpus.
-        columns: the columns that every file must have, with values of one kind; None if it may have any.
+        columns: the columns that every file must have; None if it may have any.
     """
 
     def __init__(self, files: Files, columns: Sequence[str] | None) -> None:
         self.files = files
         self.columns = columns
         self._kept: dict[int, Any] = {}
-        self._usual: dict[str, str] | None = None  # what columns hold, once some footers were read for it
         self._most = 1  # row groups of a footer
         self._first_call = FirstCall()
 
@@ -67,61 +61,11 @@ class Footers:
                 self._kept.pop(oldest, None)
         return footer
 
-    def problem(self, footer: Any, take: Callable[[Block], bytes]) -> str | None:
-        """Return why the rows of a file with this metadata cannot be used; None if they can.
-
-        It lacks a column, or the column holds values of another kind than in most of up to five files.
-        """
-        there = _kinds(footer) if self.columns else {}
-        for name in self.columns or []:
-            if name not in there:
-                return f"it has no column {name!r}; it has {', '.join(map(repr, there))}"
-            kind, usual = there[name], self._usual_kinds(take).get(name)
-            if kind and usual and kind != usual and {kind, usual} != MESSAGES:
-                return f"its column {name!r} holds {kind}, and {usual} in most files; write it as those"
-        return None
-
-    def _usual_kinds(self, take: Callable[[Block], bytes]) -> dict[str, str]:
-        return self._first_call(-1, lambda: self._compared(take)) if self._usual is None else self._usual
-
-    def _compared(self, take: Callable[[Block], bytes]) -> dict[str, str]:
-        if self._usual is None:
-            there = [number for number, size in enumerate(self.files.sizes) if size]
-            some = [there[i] for i in spread(len(there), COMPARED_FILES)]
-            found: dict[str, Counter[str]] = {}
-            # Side by side: behind a URL each takes three requests, and all lanes wait for them.
-            for kinds in map_in_threads(partial(self._kinds_in, take=take), some):
-                for name, kind in kinds.items():
-                    found.setdefault(name, Counter()).update([kind] if kind else [])
-            self._usual = {name: kinds.most_common(1)[0][0] for name, kinds in found.items() if kinds}
-        return self._usual
-
-    def _kinds_in(self, number: int, take: Callable[[Block], bytes]) -> dict[str, str | None]:
-        with suppress(Damage, FileNotFoundError):
-            return _kinds(self.get(number, take))
-        return {}
-
-
-def _kinds(footer: Any) -> dict[str, str | None]:
-    """Return what the columns of a file hold, by their names."""
-    return {field.name: _kind(field.type) for field in footer.schema.to_arrow_schema()}
-
-
-def _kind(of: Any) -> str | None:
-    """Return what kind of values a type of pyarrow is of; None if they may be missing, or it is not compared."""
-    from pyarrow import types
-
-    if types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
-        return (inner := _kind(of.value_type)) and f"lists of {inner}"
-    if types.is_dictionary(of):
-        return _kind(of.value_type)
-    if types.is_boolean(of) or types.is_integer(of) or types.is_floating(of) or types.is_decimal(of):
-        return "numbers"
-    if types.is_binary(of) or types.is_large_binary(of) or types.is_fixed_size_binary(of):
-        return "bytes"
-    if types.is_string(of) or types.is_large_string(of):
-        return "texts"
-    return "structs" if types.is_struct(of) else None
+    def problem(self, footer: Any) -> str | None:
+        """Return why the rows of a file with this metadata cannot be used, because a column is missing."""
+        there = footer.schema.to_arrow_schema().names if self.columns else []
+        lacking = next((name for name in self.columns or [] if name not in there), None)
+        return lacking and f"it has no column {lacking!r}; it has {', '.join(map(repr, there))}"
 
 
 def _read(file: File, take: Callable[[Block], bytes]) -> Any:
@@ -144,11 +88,10 @@ def records_of(footers: Footers, part: Part, offset: int, fetcher: Fetcher) -> I
     """Yield the records of a part. Offsets are row numbers in the file; raw data is (batch, index in the batch).
 
     Raises:
-        Damage: if the footer cannot be read, or the file lacks a column or has another in its place.
-        Damage: if a row group is damaged.
+        Damage: if the footer cannot be read, the file lacks a column, or a row group is damaged.
     """
     footer = footers.get(part.file, fetcher.take)
-    if (problem := footers.problem(footer, fetcher.take)) is not None:
+    if (problem := footers.problem(footer)) is not None:
         raise Damage(problem, offset=offset)
     starts = starts_of(footer)
     # A damaged footer's own count of rows may differ from the sum over its row groups, which are what is read.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from streampack import Holdout, Mix, ParquetSource
+from streampack import Holdout, Mix
 from streampack.sources import Reading
 from streampack.tokenize import tokenize
 from tests.harness.conformance import check_resume_everywhere, content
@@ -70,7 +70,6 @@ RESUMED = [
     ("jsonl", "a JSON array"),
     ("gz", "gone"),
     ("parquet", "no column"),
-    ("parquet", "another type"),
     ("tokens", "another header"),
 ]
 RESUMED += [("mds", "zeros"), ("megatron", "no index")]
@@ -104,21 +103,6 @@ def test_json_lines_that_begin_with_broken_rows_are_read(tmp_path: Path, broken:
     expected = files.rest(2) if only else files.rest()
     assert survivors(skipping(files.open(), skip_bad=tmp_path / "bad")) == expected
     assert len(listed(tmp_path / "bad")) == len(broken.split())
-
-
-def test_of_parquet_files_with_other_types_the_odd_one_is_left_out(tmp_path: Path) -> None:
-    """The first file is one, too; without columns to compare, each of its rows is a bad record."""
-    files = corpus("parquet", tmp_path / "data")
-    HARM["another type"](files.paths[0])
-    for columns, fewest, most in ((None, 30, 30), (["i", "n"], 2, 7)):
-        folder, bad = tmp_path / str(columns), [0]
-        with unwarned():
-            source = ParquetSource(files.paths, columns=columns)
-            if columns:  # of the others, one that is gone is not compared
-                files.paths[3].unlink()
-                bad.append(3)
-            assert survivors(skipping(source, skip_bad=folder)) == files.rest(*bad)
-        assert fewest <= len(listed(folder)) <= most
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tokens", "mds"])
