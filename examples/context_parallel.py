@@ -1,6 +1,6 @@
-"""Context parallelism: the part of a batch that each rank computes, in the zigzag order, and the whole again.
+"""Context parallelism: divide a batch among ranks in zigzag order, and put it together again.
 
-All ranks of a context-parallel group are given the same batch, by ``PackedDataLoader(..., data_ranks=...)``:
+All ranks of a context-parallel group receive the same batch, by ``PackedDataLoader(..., data_ranks=...)``:
 
     data = IterablePackedDataset(source, max_seq_len=8192, pad_seqs_to=2 * cp_size)
     for batch in PackedDataLoader(data, data_ranks=mesh["dp"]):
@@ -8,10 +8,10 @@ All ranks of a context-parallel group are given the same batch, by ``PackedDataL
 
 TransformerEngine's attention takes the lengths of the whole batch, on a rank too: ``cu_seqlens_q=shard.cu_seqlens``,
 ``cu_seqlens_q_padded=shard.cu_seqlens_padded``, both for keys too, ``qkv_format="thd"`` and
-``attn_mask_type="padding_causal"``. Given the unpadded ones alone, it divides real lengths by the number of ranks, and
-leaves tokens out. Where sequences are not padded, the two are equal, and its kernel without padding is faster: leave
-the padded ones out. These kernels were not run, for want of TransformerEngine; tests/attention/test_context_parallel.py
-compares the shards with whole packs, and with an attention written out.
+``attn_mask_type="padding_causal"``. With the unpadded ones alone, it divides real lengths by the number of ranks and
+skips tokens. If sequences are not padded, the two are equal, and its kernel without padding is faster: pass only the
+unpadded ones. These kernels were not run, because TransformerEngine was not at hand.
+tests/attention/test_context_parallel.py compares the shards with complete packs, and with an attention written out.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from streampack.attention import document_ids
 class Shard:
     """The part of a batch that one rank of a context-parallel group computes, on the batch's device.
 
-    Those of the ``cu_seqlens`` that are called ``padded`` say where a sequence lies, and the others how many of its
-    tokens are real; they differ where ``pad_seqs_to`` has padded. The padding at a pack's end is a sequence.
+    ``cu_seqlens_padded`` has the boundaries of sequences with the padding of ``pad_seqs_to``, ``cu_seqlens`` without
+    it. The padding at a pack's end is a sequence.
     """
 
     tokens: torch.Tensor  # [batch, max_seq_len / size]
     labels: torch.Tensor  # as tokens; shifted: labels[i] is what token i predicts
     input_pos: torch.Tensor  # as tokens: positions in the sequences
-    indices: torch.Tensor  # as tokens: where each token lies in its pack
+    indices: torch.Tensor  # as tokens: index of each token in its pack
     cu_seqlens: torch.Tensor  # [sequences + 1] int32: of the whole batch, packs laid end to end
     cu_seqlens_padded: torch.Tensor
     rank_cu_seqlens: torch.Tensor  # of this rank's tokens
@@ -47,26 +47,27 @@ class Shard:
 def shard_for_context_parallel(batch: Batch, *, rank: int, size: int) -> Shard:
     """Return the part of a batch that a rank of a context-parallel group computes. Call it before `Batch.to`.
 
-    Each sequence is cut into ``2 * size`` chunks of equal length, of which rank r gets number r and number
-    ``2 * size - 1 - r``: with causal attention, an early chunk costs little and a late one much, so all ranks have the
-    same work. It is the order of Megatron and of TransformerEngine (``thd_get_partitioned_indices``).
+    Each sequence is cut into ``2 * size`` chunks of equal length. Rank r computes number r and number
+    ``2 * size - 1 - r``. With causal attention an early chunk costs little and a late one much, so all ranks have the
+    same work. Megatron and TransformerEngine (``thd_get_partitioned_indices``) use the same order.
 
-    Labels are shifted before the cut, so the last token of a chunk predicts the first one of the next, wherever that
-    is: compare them with the logits at the same place, and divide the sum over all ranks by ``batch.num_trained``.
+    Labels are shifted before the cut, so the last token of a chunk predicts the first token of the next one, on
+    whatever rank that is. Compare labels and logits at the same index, and divide the sum of the losses over all ranks
+    by ``batch.num_trained``.
 
     Args:
-        batch: whose sequences' lengths are multiples of ``2 * size``, by ``pad_seqs_to``.
+        batch: the lengths of its sequences are multiples of ``2 * size``, by ``pad_seqs_to``.
         rank: of this process in its context-parallel group, from 0.
         size: number of ranks of the group.
 
     Raises:
-        ValueError: for a length that is no such multiple, and a batch with groups.
+        ValueError: for a length that is not such a multiple, and for a batch with groups.
     """
     assert 0 <= rank < size
     if batch.groups is not None:
-        raise ValueError("the batch has groups, whose answers attend to a prompt that lies elsewhere")
+        raise ValueError("the batch has groups, and their answers attend to a prompt on other ranks")
     indices = _indices(batch.seq_lens, batch.tokens.shape[1], rank=rank, size=size)
-    # Tokens of a chunk, and those of this rank's two chunks that are no padding.
+    # Tokens of a chunk, then the real tokens in each of this rank's two chunks.
     chunk = batch.seq_lens // (2 * size)
     first, second = (
         (batch.unpadded_lens - number * chunk).clamp(min=0).minimum(chunk)
@@ -85,11 +86,11 @@ def shard_for_context_parallel(batch: Batch, *, rank: int, size: int) -> Shard:
 
 
 def unshard_context_parallel(parts: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
-    """Put the values that the ranks computed for their tokens into the order of the batch again.
+    """Put the values that the ranks computed for their tokens back into the order of the batch.
 
     Args:
         parts: of all ranks in their order, such as gathered logits; each ``[batch, max_seq_len / ranks, ...]``.
-        batch: that was sharded, on the device of the parts.
+        batch: the batch that was sharded, on the device of the parts.
 
     Returns:
         ``[batch, max_seq_len, ...]``.
@@ -97,12 +98,12 @@ def unshard_context_parallel(parts: Sequence[torch.Tensor], batch: Batch) -> tor
     count, max_seq_len = batch.tokens.shape
     size = len(parts)
     indices = [_indices(batch.seq_lens, max_seq_len, rank=rank, size=size) for rank in range(size)]
-    order = torch.cat(indices, 1).argsort(1)  # [batch, max_seq_len]: where each token lies among the parts
+    order = torch.cat(indices, 1).argsort(1)  # [batch, max_seq_len]: index of each token among the parts
     return torch.cat(list(parts), 1)[torch.arange(count, device=order.device)[:, None], order]
 
 
 def _indices(seq_lens: torch.Tensor, max_seq_len: int, *, rank: int, size: int) -> torch.Tensor:
-    """Return where a rank's tokens lie in their packs: ``[batch, max_seq_len / size]`` int64."""
+    """Return the indices of a rank's tokens in their packs: ``[batch, max_seq_len / size]`` int64."""
     lengths = seq_lens.long()
     if (uneven := lengths[lengths % (2 * size) != 0]).numel():
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Prefill: the caches of many prompts, filled by forward passes over packs; for caches of keys and values.
+"""Prefill: fill the caches of many prompts by forward passes over packs.
 
-The method is prepacking, arXiv:2404.09529. tests/scoring/test_prepacked_prefill.py compares with each prompt alone.
+The method is prepacking, arXiv:2404.09529. tests/scoring/test_prepacked_prefill.py compares it with single prompts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ def prefill(
 ) -> dict[str, Any]:
     """Fill the cache of a Hugging Face model with many prompts, without computing any padding.
 
-    The prompts are packed, each pack is one forward pass, and the keys and values of each prompt are cut out and put
-    into an ordinary cache padded on the left, in the order of the prompts:
-    ``model.generate(**prefill(...), max_new_tokens=...)`` goes on as from a padded batch. The method is Zhao et al.,
-    "Prepacking: A Simple Method for Fast Prefilling and Increased Throughput in Large Language Models",
-    arXiv:2404.09529.
+    Each pack of prompts is one forward pass. The keys and values of each prompt are then copied to an ordinary cache
+    padded on the left, in the order of the prompts, so ``model.generate(**prefill(...), max_new_tokens=...)`` continues
+    as from a padded batch. The method is Zhao et al., "Prepacking: A Simple Method for Fast Prefilling and Increased
+    Throughput in Large Language Models", arXiv:2404.09529.
 
     >>> from transformers import AutoConfig, AutoModelForCausalLM
     >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -50,16 +49,16 @@ def prefill(
     torch.Size([2, 7])
 
     The model is prepared by `prepare_model_for_packing` unless it is already, and computes in eval mode. The cache has
-    all tokens of a prompt but the last, which ``generate`` computes first; so its first logits predict the first new
-    token. For several beams or samples of each prompt, repeat the rows that ``generate`` does not:
+    all tokens of a prompt except the last. ``generate`` computes that one first, so its first logits predict the first
+    new token. For several beams or samples of each prompt, repeat the rows of the cache:
     ``filled["past_key_values"].batch_repeat_interleave(num_beams)``.
 
     Args:
         model: of Hugging Face, bare or wrapped, whose layers have caches of keys and values, sliding windows included.
         prompts: token ids of each prompt, as lists, arrays or tensors; at least one each.
         max_seq_len: the most tokens of a forward pass. A prompt may have one more.
-        pad_token_id: what stands in ``input_ids`` where a prompt has no token; None: ``generation_config``'s padding
-            token, else its first EOS token, else 0.
+        pad_token_id: padding of ``input_ids``; None: ``generation_config``'s padding token, else its first EOS token,
+            else 0.
 
     Returns:
         Arguments of ``generate``: ``input_ids`` and ``attention_mask``, ``[prompts, longest]`` int64, and

@@ -4,7 +4,7 @@
     python examples/torchtitan_packs.py             # writes a corpus and a tokenizer to build/torchtitan, once
     PYTHONPATH=examples torchrun --nproc_per_node 2 -m torchtitan.train --module torchtitan_packs --config debugmodel
 
-Kill it and run it again, on another number of ranks if you like: it continues behind its last checkpoint with the packs
+Kill it and run it again, on another number of ranks if you like: it continues after its last checkpoint with the packs
 not trained yet. All of torchtitan's flags are options.
 """
 

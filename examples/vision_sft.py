@@ -5,10 +5,9 @@
 
 A line is {"messages": [{"role": "user", "content": [{"type": "image", "path": "cat.jpg"}, {"type": "text", "text":
 "..."}]}, {"role": "assistant", "content": "..."}]}, or has its images in a list "images"; the answers are trained.
-Images lie beside the file of their line, or below --folder, and lines cannot name others.
-Lines without images may stand among them. Broken and huge images are left out, counted and listed. Kill it and run it
-again: it continues with the packs not trained yet, and decodes again only what waited. All of TrainingArguments are
-options.
+Images are in the folder of the file that names them, or below --folder; lines cannot name others. Some lines may have
+no images. Lines with broken or huge images are skipped, counted and listed. Kill it and run it again: it continues with
+the packs not trained yet. All of TrainingArguments are options.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Recommendations from the figures of a report, with the lines of YAML for each."""
+"""Recommendations from the figures of a report, each with its lines of YAML."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from streampack.packing.groups import ROOT
 from streampack.packing.strategies import STRATEGIES
 
 WORTH = 0.01
-"""A change is recommended from this difference in padding, lost tokens or waiting on: one hundredth."""
+"""The least difference in padding, lost tokens or waiting for which a change is recommended."""
 MANY = 0.1
-"""Fraction of bad rows from which skipping them is no longer recommended."""
+"""The fraction of bad rows above which skipping them is not recommended."""
 ROUND = 1024
 
 
 def advise(report: Report) -> list[Advice]:
-    """Return what to change, the most important first; an empty list if nothing is worth it."""
+    """Return what to change, the most important first."""
     return [*_of_rows(report), *_of_packs(report)]
 
 
@@ -30,8 +30,8 @@ def _of_rows(report: Report) -> Iterator[Advice]:
         if lost >= MANY:
             yield Advice(
                 "Mend the rows that cannot be read or encoded",
-                f"{stops}, and without them {lost:.1%} of the rows would be left out: {bad.examples[0]}",
-                "data:\n  encoder: {_component_: my_module.my_encoder}  # a function of a row, which may mend it",
+                f"{stops}, and skipping them would lose {lost:.1%} of the rows: {bad.examples[0]}",
+                "data:\n  encoder: {_component_: my_module.my_encoder}  # a function that may mend the row",
             )
         else:
             yield Advice(
@@ -59,7 +59,7 @@ def _of_rows(report: Report) -> Iterator[Advice]:
             yield Advice(
                 "Raise max_seq_len",
                 f"{why}; {longer:,} holds 99.9 % of the rows",
-                f"data:\n  max_seq_len: {longer}  # if the model has so many positions",
+                f"data:\n  max_seq_len: {longer}  # if the model has as many positions",
             )
         elif not groups:
             yield Advice("Keep long samples in pieces", why, "data:\n  overlong: split")
@@ -74,7 +74,7 @@ def _of_packs(report: Report) -> Iterator[Advice]:
     chosen, settings = report.chosen, report.settings
     ranks = settings.shape.ranks[0]
     consumers = ranks * max(1, settings.shape.workers)
-    # Of strategies that differ in less than a tenth of a per cent, exact_fit, which is the default.
+    # Among strategies that differ by less than 0.1 %, exact_fit, which is the default.
     best = min(
         (outcome for outcome in report.outcomes if outcome.name in STRATEGIES),
         key=lambda each: (round(each.padding, 3), each.name != "exact_fit"),
@@ -83,7 +83,7 @@ def _of_packs(report: Report) -> Iterator[Advice]:
         yield Advice(
             f"Pack by {best.name}",
             f"it pads {best.padding:.1%} of the tokens and {chosen.name} {chosen.padding:.1%}: "
-            f"{chosen.tokens / best.tokens:.2f} times as many tokens would be computed",
+            f"{chosen.tokens / best.tokens:.2f}x as many tokens are computed",
             f"data:\n  strategy: {best.name}",
         )
     if settings.lanes < ranks:
@@ -95,15 +95,15 @@ def _of_packs(report: Report) -> Iterator[Advice]:
     elif chosen.last_packs >= WORTH and settings.lanes > consumers:
         yield Advice(
             "Use fewer lanes",
-            f"{chosen.last_packs:.1%} of all tokens is padding in the last packs of {settings.lanes} lanes, each of "
-            "which ends part-empty",
+            f"{chosen.last_packs:.1%} of all tokens is padding in the last packs of {settings.lanes} lanes, which are "
+            "part-empty",
             f"data:\n  num_lanes: {consumers}  # ranks x workers; a resume on more ranks needs more lanes",
         )
     each = next((i for i in report.imbalance if i.ranks == settings.shape.ranks[0]), None)
     if each and not settings.balance_window and each.planned - each.balanced >= WORTH:
         yield Advice(
-            "Hand packs out by attention cost",
-            f"the attention of the slowest of {each.ranks} ranks is {each.planned:.2f} times the mean, with a window "
-            f"{each.balanced:.2f}",
+            "Order packs by attention cost",
+            f"the slowest of {each.ranks} ranks does {each.planned:.2f}x the mean attention work, with a window "
+            f"{each.balanced:.2f}x",
             f"data:\n  balance_window: {each.window}",
         )

@@ -1,4 +1,4 @@
-"""The commands `inspect`, `unpack` and `trace`, whose arguments `streampack.cli` parses."""
+"""The commands `inspect`, `unpack` and `trace`; `streampack.cli` parses their arguments."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from streampack.training.row_losses import RowLoss
 
 DATA_KEYS = ("tokenizer", "dataset", "dataset_val", "data", "validation")
-"""Keys of a config that these commands use: it may have no others, or torchtune's components without torchtune."""
+"""Keys of a config that these commands build. Others may need torchtune, and are not built."""
 RUN_KEYS = ("output_dir", *DATA_KEYS)
 SNIPPET = 160
 """Characters of a row's text that `trace` shows."""
 
 
 def training_data(config: RunConfig) -> IterablePackedDataset:
-    """Build the training dataset of a config to be looked at: nothing is written, nor are bad records listed.
+    """Build the training dataset of a config, for reading only: it writes nothing and lists no bad records.
 
     Raises:
         ValueError: for a data or validation section that does not fit.
@@ -60,7 +60,7 @@ def training_data(config: RunConfig) -> IterablePackedDataset:
 
 
 def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int | None, packs: int) -> Report:
-    """Inspect the data of a run's config; the other arguments are those of `inspect_dataset`."""
+    """Inspect the data of a run's config. See `inspect_dataset` for the other arguments."""
     from streampack.training.checks import read_config
 
     cfg = read_config(config, built=DATA_KEYS)
@@ -116,13 +116,13 @@ def inspect_files(
 
 
 def _count(rows: int) -> None:
-    """Say on a terminal how many rows were read."""
+    """Print on a terminal how many rows were read."""
     if not rows % 256 and sys.stderr.isatty():
         sys.stderr.write(f"\r{rows:,} rows read\x1b[K\r")
 
 
 def show(report: Report, *, html: Path | None, json_file: str | None) -> None:
-    """Print a report and write its page and its JSON, as ``--html`` and ``--json`` say; ``-`` prints JSON only."""
+    """Print a report, and write its page and its JSON; ``json_file="-"`` prints JSON only."""
     text = f"{json.dumps(report.as_dict(), ensure_ascii=False, indent=1)}\n"
     if html:
         write_text(html, report_page(report))
@@ -137,7 +137,7 @@ def show(report: Report, *, html: Path | None, json_file: str | None) -> None:
 
 
 def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
-    """Print the first packs of a config, 2 by default, or at most so many of a step of its run."""
+    """Print the first packs of a config, 2 by default, or up to ``packs`` of a step of its run."""
     from rich.console import Console
     from rich.text import Text
 
@@ -172,7 +172,7 @@ def print_packs(config: Any, *, step: int | None, packs: int | None) -> None:
 
 
 def worst_steps(config: Any, *, top: int) -> list[str]:
-    """Return lines of the steps with the highest loss, those first whose loss is not finite."""
+    """Return lines about the steps with the highest loss. Losses that are not finite come first."""
     from streampack.training.checks import read_config
     from streampack.training.progress import METRICS_FILE, read_metrics
 
@@ -186,7 +186,7 @@ def worst_steps(config: Any, *, top: int) -> list[str]:
 
 
 def rows_of_step(config: Any, step: int, *, top: int) -> list[str]:
-    """Return lines of the rows of a step, those first that add most to its loss for their length."""
+    """Return lines about the rows of a step. Rows that add most to its loss for their length come first."""
     from streampack.training.checks import read_config
     from streampack.training.row_losses import ROWS_FOLDER, read_step
 
@@ -211,15 +211,15 @@ def _described(dataset: IterablePackedDataset, row: RowLoss) -> str:
     try:
         place = dataset.lane_config.source.locate(row_id)
     except LookupError:
-        return f"row {row_id[-1]} of file {row_id[-2]}, which there is no more: files were removed since"
+        return f"row {row_id[-1]} of file {row_id[-2]}, which no longer exists: files were removed since"
     try:
         found = dataset.trace(row.fragment)
     except (ValueError, OSError, LookupError) as error:
-        return f"{place}: cannot be read any more: {error}"
+        return f"{place}: can no longer be read: {error}"
     text = " ".join(str(found.get("text", found["tokens"])).split())
     if len(text) > SNIPPET:
         text = f"{text[: SNIPPET - 3]}..."
     changed = sum(map(int, found["tokens"])) != row.token_sum
-    # A row is known by the number of its file, which is another one where files came or went.
-    note = " (not what was trained on: it changed since, or files came or went)" if changed else ""
+    # A row is found by the number of its file, which changes if files are added or removed.
+    note = " (not what was trained on: the row or the list of files changed since)" if changed else ""
     return f"{place}{note}: {text}"

@@ -1,9 +1,8 @@
-"""Packs to be looked at: the rows, texts and labels of their sequences, and a line of blocks for each."""
+"""Views of packs: the rows, texts and labels of their sequences, and a line of blocks for each pack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby, islice, pairwise
@@ -15,13 +14,13 @@ from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Pack
 
 MOST_TEXT = 240
-"""Tokens of a run that are decoded at most, and characters that are kept of their text."""
+"""The most tokens of a run that are decoded, and the most characters of its text."""
 MOST_RUNS = 8
-"""Runs of a sequence whose text is kept. A conversation has two a turn."""
+"""Runs of a sequence that have text. A conversation has two in each turn."""
 MOST_TEXTS = 120
-"""Sequences of a pack that are kept with text."""
+"""Sequences of a pack that have text."""
 MOST_REPEATED = 3
-"""Equal tokens in a row that are decoded, in a sequence with images: each image is hundreds of them."""
+"""Equal tokens in a row that are decoded in a sequence with images, where each image is hundreds of them."""
 
 Decode = Callable[[list[int]], str]
 
@@ -38,29 +37,28 @@ class Run:
 
 @dataclass(frozen=True)
 class SequenceView:
-    """A sequence of a pack and the row that it is from."""
+    """A sequence of a pack and its row."""
 
     place: str
     source: str | None  # of a mixture
     start: int  # in the pack
     length: int
-    of_sample: tuple[int, int]  # which tokens of its sample
+    of_sample: tuple[int, int]  # first token and last token + 1 in its sample
     trained: int
     runs: list[Run]
     parent: int = ROOT  # the sequence of the pack that it continues, in a group
-    padding: int = 0  # tokens of padding at its end, behind ``length``
-    media: int = 0  # what it takes of ``max_media``
-    thumbnails: Sequence[str] = ()  # of its images, as ``data:`` URLs
+    padding: int = 0  # tokens of padding after its ``length`` tokens
+    media: int = 0  # its part of ``max_media``
 
     @property
     def stop(self) -> int:
-        """Where the sequence ends in the pack, its padding included."""
+        """The end of the sequence and its padding in the pack."""
         return self.start + self.length + self.padding
 
 
 @dataclass(frozen=True)
 class PackView:
-    """A pack to be looked at."""
+    """A pack, its sequences and its padding."""
 
     lane: int
     number: int  # in its lane
@@ -72,8 +70,8 @@ class PackView:
 def first_packs(config: LaneConfig, num_lanes: int, count: int) -> list[PackView]:
     """Make the first packs of a run: the first one of each lane, then the second of each.
 
-    With ``balance_window``, of which each lane plans a whole one first, all are of lane 0. ``config`` is a `tolerant`
-    one.
+    ``config`` is a `tolerant` one. With ``balance_window`` all packs are of lane 0, because each lane must first plan a
+    complete window.
     """
     own = 1 if config.balance_window else min(num_lanes, count)
     lanes = [Lane(config, lane=lane, num_lanes=num_lanes) for lane in range(own)]
@@ -90,17 +88,15 @@ def first_packs(config: LaneConfig, num_lanes: int, count: int) -> list[PackView
 
 
 def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
-    """Describe a pack: what `IterablePackedDataset.trace` tells of each of its sequences, and what is trained.
+    """Describe the sequences of a pack: their rows, what is trained, and their texts.
 
     Args:
         pack: of a run.
         config: of its dataset.
-        whole: keep all of the text, as ids where it cannot be decoded.
+        whole: keep all text, and show ids if the encoder cannot decode them.
     """
     sequences, source = [], config.source
     media = pack.media or (None,) * len(pack.fragments)
-    seen = [] if whole else [each.row_id for each, own in zip(pack.fragments, media, strict=True) if own]
-    rows = dict(zip(seen, source.fetch_many(seen) if seen else (), strict=True))
     hidden = cache(lambda decode, token: not decode([token]))
     starts = [0, *accumulate(pack.seq_lens)]
     for number, (fragment, start) in enumerate(zip(pack.fragments, starts, strict=False)):
@@ -110,7 +106,7 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
         if pack.groups is not None and parent != ROOT:
             trained[0] = pack.groups.first_labels[number] != IGNORE_INDEX  # by the last token of the parent
         flags = list(trained)
-        if length > 1 and parent == ROOT:  # the first token has no label, and is no run of its own
+        if length > 1 and parent == ROOT:  # the first token has no label, which makes no run
             flags[0] = flags[1]
         decode = getattr(config.encoder(fragment.row_id), "decode", None) or (_ids if whole else None)
         cuts = [0, *(i for i in range(1, length) if flags[i] != flags[i - 1]), length]
@@ -119,14 +115,10 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
             text = None
             if decode and (whole or (number < MOST_TEXTS and at < MOST_RUNS)):
                 ids = pack.tokens[start + begin : start + end].tolist()
-                if fragment.row_id in rows:
+                if media[number] and not whole:
                     ids = [token for _, run in groupby(ids) for token in islice(run, MOST_REPEATED)]
                 text = _spell(decode, ids, hidden, whole)
             runs.append(Run(start + begin, start + end, bool(flags[begin]), text))
-        make, thumbnails = getattr(config.encoder(fragment.row_id), "thumbnails", None), list[str]()
-        if make is not None and fragment.row_id in rows:
-            with suppress(ValueError, OSError):  # an image that is gone
-                thumbnails = make(rows[fragment.row_id])
         sequences.append(
             SequenceView(
                 place=source.locate(fragment.row_id),
@@ -139,7 +131,6 @@ def view(pack: Pack, config: LaneConfig, *, whole: bool = False) -> PackView:
                 parent=parent,
                 padding=fragment.padding,
                 media=own.cost if (own := media[number]) else 0,
-                thumbnails=thumbnails,
             )
         )
     size = pack.tokens.size
@@ -151,7 +142,7 @@ def _ids(tokens: list[int]) -> str:
 
 
 def _spell(decode: Decode, tokens: list[int], hidden: Callable[[Decode, int], bool], whole: bool) -> str:
-    """Decode tokens, with ``<id>`` for those of which torchtune's tokenizers write nothing, the special ones."""
+    """Decode tokens, with ``<id>`` for special ones, which torchtune's tokenizers decode to nothing."""
     text = "".join(
         "".join(f"<{token}>" for token in run) if special else decode(list(run))
         for special, run in groupby(
@@ -161,7 +152,7 @@ def _spell(decode: Decode, tokens: list[int], hidden: Callable[[Decode, int], bo
     return text if whole or max(len(tokens), len(text)) <= MOST_TEXT else f"{text[:MOST_TEXT]} [...]"
 
 
-# Lines of blocks. Okabe and Ito's colours, which people who see few colours can tell apart, as near as 256 come.
+# Lines of blocks. Okabe and Ito's colours, which are safe for color blindness, as near as 256 colors come.
 COLOURS = (33, 208, 36, 170, 220, 75, 166)
 TRAINED, MASKED, PADDING, END = "█", "▒", "·", "▌"
 LEGEND = f"{TRAINED} trained  {MASKED} masked  {PADDING} padding  {END} end of a sequence"
@@ -186,7 +177,7 @@ def draw_packs(packs: Sequence[PackView], *, width: int = 64, colour: bool = Tru
 
 def _cells(pack: PackView, width: int, colour: bool) -> Iterator[str]:
     bounds = [number * pack.max_seq_len // width for number in range(width + 1)]
-    number = 0  # of the sequence in which the cell's middle lies
+    number = 0  # of the sequence at the middle of the cell
     for start, stop in pairwise(bounds):
         middle = (start + stop) // 2
         while number < len(pack.sequences) and middle >= pack.sequences[number].stop:
@@ -195,7 +186,7 @@ def _cells(pack: PackView, width: int, colour: bool) -> Iterator[str]:
             yield PADDING
             continue
         sequence = pack.sequences[number]
-        # Behind the runs of tokens lies the padding that `pad_seqs_to` puts at a sequence's end.
+        # After the runs comes the padding at the sequence's end (`pad_seqs_to`).
         mark = next(
             (TRAINED if run.trained else MASKED for run in sequence.runs if middle < run.stop), PADDING
         )

@@ -1,25 +1,23 @@
-"""Reports as pages: one HTML file, which asks no server for anything."""
+"""Reports as pages: one HTML file that makes no requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader
 
-from streampack.inspection.packs import PackView
-from streampack.inspection.report import Advice, Report
-from streampack.inspection.tables import Table, lead, report_tables
+from streampack.inspection.report import Report
+from streampack.inspection.tables import lead, report_tables
 
 MOST_BLOCKS = 300
-"""Sequences of a pack that are drawn one by one; the rest is one block."""
+"""Sequences of a pack that are drawn one by one; the others are one block."""
 
-# One of the process: it keeps the template, which takes longer to compile than a page to write.
+# One for the process, because compiling the template takes longer than writing a page.
 ENVIRONMENT = Environment(
     autoescape=True,
     loader=FileSystemLoader(Path(__file__).parent),
-    undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
@@ -36,38 +34,20 @@ class Chart(NamedTuple):
     last: str
 
 
-def page(
-    title: str,
-    said: str,
-    tables: Sequence[Table],
-    *,
-    packs: Sequence[tuple[str, PackView]] = (),
-    charts: Sequence[Chart] = (),
-    advice: Sequence[Advice] | None = None,
-    assumed: Sequence[str] = (),
-    settings: str = "",
-) -> str:
-    """Return a page. Whatever the texts say, none of them becomes markup: jinja2 escapes them all."""
-    return ENVIRONMENT.get_template("page.html").render(
-        title=title,
-        lead=said,
-        tables=tables,
-        packs=packs,
-        blocks=MOST_BLOCKS,
-        charts=charts,
-        advice=advice,
-        assumed=assumed,
-        settings=settings,
-    )
+def render(context: Mapping[str, Any]) -> str:
+    """Return a page with the values that page.html names. No text becomes markup: jinja2 escapes them all."""
+    return ENVIRONMENT.get_template("page.html").render(context, blocks=MOST_BLOCKS)
 
 
 def report_page(report: Report) -> str:
     """Return the page of an inspection."""
-    return page(
-        f"streampack inspect: {report.title}" if report.title else "streampack inspect",
-        lead(report),
-        report_tables(report),
-        packs=[(f"lane {pack.lane}, pack {pack.number}", pack) for pack in report.packs],
-        advice=report.advice,
-        assumed=report.assumed,
+    return render(
+        {
+            "title": f"streampack inspect: {report.title}".removesuffix(": "),
+            "lead": lead(report),
+            "tables": report_tables(report),
+            "packs": [(f"lane {pack.lane}, pack {pack.number}", pack) for pack in report.packs],
+            "advice": report.advice,
+            "assumed": report.assumed,
+        }
     )

@@ -12,18 +12,18 @@ from streampack.packing.settings import Packing
 from streampack.packing.strategies import PADDED
 
 VERSION = 4
-"""Version of the JSON's format. It rises when a name or a meaning changes; new names may come without."""
+"""Version of the JSON's format. It rises when a name or a meaning changes, but not when a name is added."""
 
 PADDED_BATCH = 8
-"""Samples in a batch of padding where the run's batches hold one pack: alone, a sample would need no padding."""
+"""Samples in a padded batch if the run's batches hold one pack: a single sample would need no padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """Ranks, workers and batches of a run, which its dataset does not know.
+    """Ranks, workers and batches of a run.
 
     Args:
-        ranks: of the run; numbers of ranks after the first are compared with it.
+        ranks: of the run, then numbers of ranks to compare it with.
         workers: processes of each rank that make packs.
         batch_size: packs in a batch.
         packs_per_step: packs in an optimizer step over all ranks; None: ``accumulation`` batches of each rank.
@@ -39,12 +39,12 @@ class RunShape:
     max_steps: int | None = None
 
     def batching(self, ranks: int) -> Batching:
-        """Return how the packs of a step are divided among so many ranks, of a lane each."""
+        """Return how ``ranks`` ranks with one lane each divide the packs of a step."""
         packs = self.packs_per_step or ranks * self.batch_size * self.accumulation
         return Batching(self.batch_size, packs, ranks, ranks)
 
     def padded_batch(self, packing: Packing) -> int:
-        """Return the samples of a padded batch: the run's own, or one that its packs are compared with."""
+        """Return the number of samples in a padded batch: the run's own, or one to compare its packs with."""
         return self.batch_size if self.batch_size > 1 or packing.strategy == PADDED else PADDED_BATCH
 
 
@@ -69,7 +69,7 @@ class Coverage:
     error: float  # relative standard error of the epoch's tokens; 0 if exact
 
     def __str__(self) -> str:
-        """Say which rows were read."""
+        """Describe the rows that were read."""
         if self.exact:
             return f"all {self.rows:,} rows of an epoch"
         if self.rows_in_all is None:
@@ -88,11 +88,11 @@ class LongRow:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the samples, before anything is cut or dropped."""
+    """Lengths of the samples before they are cut or dropped."""
 
     samples: int
     tokens: int
-    trained: int  # tokens whose label is not -100, without the first of each sample
+    trained: int  # tokens with a label other than -100, without the first of each sample
     mean: float
     quantiles: dict[str, int]  # "0.5" -> the median
     longest: list[LongRow]
@@ -100,38 +100,40 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Loss:
-    """Rows that are dropped or lose a part, for one reason of the ledger."""
+    """Rows that are dropped or cut off for one reason of the ledger."""
 
     reason: str  # one of `streampack.accounting.DROP_REASONS`
     rows: int
     tokens: int
     fraction: float  # of all tokens
     error: float  # standard error of the fraction; 0 if exact
-    stops: bool  # a run with these settings stops at the first such row
-    examples: list[str]  # places, with what is wrong
+    stops: bool  # whether a run stops at the first such row
+    examples: list[str]  # each a place and what is wrong
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Packs, padding, steps and tokens of an epoch, for one way to make batches: a strategy, padding."""
+    """Packs, padding, steps and tokens of an epoch for one way to make batches."""
 
     name: str
-    chosen: bool = False  # the config's own
+    chosen: bool = False  # whether it is the config's own
     packs: float  # for padding, samples
     padding: float  # fraction of the tokens forwarded
     error: float  # standard error of the padding; 0 if exact
     steps: float
     samples_per_step: float = 0.0
     tokens: float  # forwarded, padding included
-    speedup: float = 1.0  # tokens forwarded by padding / by this one
+    speedup: float = 1.0  # tokens forwarded with padded batches / with this one
     last_packs: float = 0.0  # fraction of the tokens: padding in the last pack of each lane
     sequence_ends: float = 0.0  # fraction of the tokens: padding at the ends of sequences (`pad_seqs_to`)
-    media: float | None = None  # fraction of ``max_media`` that is used; None without, and for padding
+    media: float | None = (
+        None  # fraction of ``max_media`` that is used; None without it and for padded batches
+    )
 
 
 @dataclass(frozen=True)
 class Imbalance:
-    """How long ranks wait for the one whose packs cost most attention: cost of the slowest / mean of the ranks."""
+    """Attention cost of the slowest rank of a step / mean of the ranks."""
 
     ranks: int
     steps: int
@@ -142,7 +144,7 @@ class Imbalance:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """A source of a mixture in one epoch, and in the whole run where its length is known."""
+    """A source of a mixture in one epoch, and in the complete run if its length is known."""
 
     name: str
     weight: float  # target fraction of the trained tokens
@@ -155,7 +157,7 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation: what, why, and the lines of YAML."""
+    """A recommendation."""
 
     title: str
     why: str
@@ -164,7 +166,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of an inspection: lengths, losses, outcomes, waiting, first packs and advice for a corpus."""
+    """The report of an inspection."""
 
     title: str
     settings: Settings
@@ -181,7 +183,7 @@ class Report:
 
     @property
     def chosen(self) -> Outcome:
-        """The outcome of the config's own way to make batches."""
+        """The outcome of the config's own settings."""
         return next(outcome for outcome in self.outcomes if outcome.chosen)
 
     def as_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from streampack.accounting import DROP_REASONS, Ledger
 from streampack.inspection.packs import PackView, view
-from streampack.inspection.page import Chart, page
+from streampack.inspection.page import Chart, render
 from streampack.inspection.tables import Table, percent
 from streampack.packing.batch import Batch, unstack_packs
 from streampack.storage.folders import write_text
@@ -33,9 +33,9 @@ MOST_ERROR = 500
 MOST_SETTINGS = 40_000
 """Characters of the settings that are shown."""
 PARTS = 250
-"""A line with more than twice this many points is drawn by the lowest and highest point of each of so many parts."""
+"""A line with more than twice this many points shows the lowest and highest point of each of this many parts."""
 OTHERS = ("epoch", "ledger_", "source_", "peak_memory_")
-"""Metrics whose names begin so have a table of their own, or need none."""
+"""Metrics with these prefixes are not drawn."""
 LEFT, RIGHT, TOP, BOTTOM = 66, 402, 12, 176
 """Axes of a chart of 420 by 210."""
 
@@ -105,7 +105,7 @@ class ReportWriter:
                 packs=[(step, view(pack, self.lanes)) for step, pack in self.packs],
                 sources=() if mix is None else mix.names,
             )
-        except Exception as error:  # the weights are worth more than a picture of the run
+        except Exception as error:  # a page must not cost the weights of the run
             warn_user(f"{self.path} could not be written: {type(error).__name__}: {error}")
 
 
@@ -148,15 +148,15 @@ def write_run_page(
         columns = ("source", "of the trained tokens", "trained tokens", "epochs")
         tables.append(Table("Sources of the mixture", columns, shares))
     tables.append(Table("In effect", ("what", "at the start"), list(in_effect.items()), text=(1,)))
-    text = page(
-        f"Run {path.parent}",
-        ended,
-        tables,
-        charts=[*_charts(lines)],
-        packs=[(f"step {step:,}", pack) for step, pack in packs],
-        settings=settings[:MOST_SETTINGS] + "\n[...]" * (len(settings) > MOST_SETTINGS),
-    )
-    write_text(path, text)
+    context = {
+        "title": f"Run {path.parent}",
+        "lead": ended,
+        "tables": tables,
+        "charts": [*_charts(lines)],
+        "packs": [(f"step {step:,}", pack) for step, pack in packs],
+        "settings": settings[:MOST_SETTINGS] + "\n[...]" * (len(settings) > MOST_SETTINGS),
+    }
+    write_text(path, render(context))
 
 
 def _charts(lines: Mapping[str, FloatArray]) -> Iterator[Chart]:

@@ -1,4 +1,4 @@
-"""Titled tables of text of a report, for pages and terminals alike."""
+"""The tables of a report, for pages and terminals."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from streampack.packing.strategies import PADDED
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a title, and what is to be said of it. The first column names the rows."""
+    """A table of text. The first column names the rows."""
 
     title: str
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     notes: Sequence[str] = ()
     text: Sequence[int] = ()  # numbers of the columns that hold text; others hold numbers
-    chosen: int | None = None  # the row that stands out
+    chosen: int | None = None  # the row to highlight
 
 
 def percent(value: float, error: float = 0.0) -> str:
-    """Return a fraction in per cent, with its standard error if it has one.
+    """Format a fraction in per cent, with its standard error if it has one.
 
     >>> percent(0.1234), percent(0.1234, 0.001)
     ('12.34 %', '12.34 % ± 0.10')
@@ -31,7 +31,7 @@ def percent(value: float, error: float = 0.0) -> str:
 
 
 def lead(report: Report) -> str:
-    """Return a sentence about what was read."""
+    """Return a line about what was read."""
     coverage, lengths, settings = report.coverage, report.lengths, report.settings
     error = "" if coverage.exact or coverage.rows_in_all is None else "; ± is a standard error"
     return (
@@ -134,7 +134,7 @@ def _sources(report: Report) -> Table:
         for share in report.sources
     ]
     columns = ("source", "weight", "fraction", "rows", "tokens", "passes an epoch", "in the run")
-    note = "fraction: of the trained tokens, as is the weight"
+    note = "weight and fraction are those of the trained tokens"
     return Table("Sources of the mixture", columns, rows, notes=[note])
 
 
@@ -149,7 +149,7 @@ def _imbalance(report: Report) -> Table:
         for each in report.imbalance
     ]
     note = (
-        "slowest / mean: attention of the slowest rank of a step over the mean of the ranks; balanced: with "
+        "slowest / mean: attention cost of the slowest rank of a step / mean of the ranks; balanced: with "
         f"balance_window={report.imbalance[0].window}."
     )
     columns = ("ranks", "steps", "slowest / mean", "balanced")

@@ -36,7 +36,7 @@ def _parts(report: Report, console: Console) -> Iterator[RenderableType]:
     from rich.text import Text
 
     # All text of the data is a `Text`, in which rich reads no square brackets as styles.
-    yield Rule(Text(f"streampack inspect: {report.title}" if report.title else "streampack inspect"))
+    yield Rule(Text(f"streampack inspect: {report.title}".removesuffix(": ")))
     for line in report.first:
         yield Text(line)
     yield Text(lead(report))

@@ -135,5 +135,5 @@ def test_what_cannot_be_shared_is_refused() -> None:
         ValueError, match="a sequence has 12 tokens, which 4 ranks .* set pad_seqs_to=8 where"
     ):
         shard_for_context_parallel(batch_of([8, 12], max_seq_len=32), rank=0, size=4)
-    with pytest.raises(ValueError, match="groups, whose answers attend to a prompt that lies elsewhere"):
+    with pytest.raises(ValueError, match="groups, and their answers attend to a prompt on other ranks"):
         shard_for_context_parallel(groups.batch_of(groups.trees()), rank=0, size=1)

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from streampack import HFTokenizer, IterablePackedDataset, JSONLSource, TextEncoder, cli
-from streampack.sources import Reading
+from streampack import cli
 from tests.harness.hf_tokenizers import byte_level
-from tests.harness.html import EVIL, Parsed, parsed
+from tests.harness.html import Parsed, parsed
 from tests.harness.inspection import chats
 from tests.harness.raising import fail
 from tests.harness.tiny import mixed_config
@@ -55,7 +54,7 @@ def inspect(folder: Path, *words: str) -> Shown:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Shown:
-    """Two files of conversations, of which some cannot be encoded."""
+    """Two files of conversations. Some of them cannot be encoded."""
     folder = tmp_path_factory.mktemp("files")
     paths = [str(chats(folder / f"{name}.jsonl", 60, seed=seed)) for seed, name in enumerate("ab")]
     words = [paths[0], "--tokenizer", tokenizer, paths[1], "--max-seq-len", "512", "--all", "--ranks", "2,4"]
@@ -116,86 +115,6 @@ def test_square_brackets_of_the_data_are_printed_as_they_are(
     assert "[/y]" in shown
 
 
-def test_texts_of_the_data_never_become_markup(tmp_path: Path, tokenizer: str) -> None:
-    """Nor do the names of files, columns and sources."""
-    config = mixed_config(tmp_path)
-    config.tokenizer = {"_component_": "streampack.HFTokenizer", "path": tokenizer}
-    evil_name = EVIL.replace("/", "")  # names of files and of sources have no slash
-    for number, source in enumerate(config.data.source.sources):
-        path = tmp_path / f"{evil_name}{number}.jsonl"
-        path.write_text((json.dumps({"line": EVIL}) + "\n") * 20 + json.dumps({EVIL: 1}) + "\n")
-        source.source.paths, source.name = str(path), f"{evil_name} {number}"
-    config.data.max_seq_len = config.model.max_seq_len = 512
-    config.data.skip_bad, config.model.vocab_size = True, 400
-    OmegaConf.save(config, tmp_path / "my.yaml")
-    shown = inspect(tmp_path, "--config", str(tmp_path / "my.yaml"))
-    assert [source["name"] for source in shown.report["sources"]] == [f"{evil_name} 0", f"{evil_name} 1"]
-    assert EVIL in shown.report["packs"][0]["sequences"][0]["runs"][0]["text"]
-    assert shown.page.text.count(EVIL) > 10
-    assert any(evil_name in about for about in shown.page.values("aria-label"))
-    assert any("</script>" in example for loss in shown.report["losses"] for example in loss["examples"])
-
-
-MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "42"}]
-
-
-@pytest.mark.parametrize(
-    ("row", "shown"),
-    [
-        ({"messages": MESSAGES}, "<|im_start|>assistant"),
-        ({"conversations": MESSAGES}, "<|im_start|>assistant"),
-        ({"prompt": "hello", "completion": "42"}, "hello"),
-        ({"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": MESSAGES[1:]}, "42"),
-        ({"prompt": "hello", "messages": MESSAGES[:1], "chosen": MESSAGES, "rejected": MESSAGES}, "42"),
-        ({"prompt": "hello", "completions": ["42", "hi"], "rewards": [1, 0]}, "hello"),
-        ({"chosen_messages": MESSAGES, "rejected_messages": MESSAGES}, "42"),
-        ({"instruction": "hello", "output": "42"}, "<|im_start|>assistant"),
-        ({"text": "hello"}, "hello"),
-        ({"content": "hello", "id": 1}, "hello"),
-        ({"input_ids": [1, 2]}, ""),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_the_encoder_follows_from_the_columns(
-    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], row: dict[str, Any], shown: str
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text((json.dumps(row) + "\n") * 3)
-    words = ["--max-seq-len", "64", "--rows", "2", "--packs", "1", "--json", "-"]
-    if "input_ids" not in row:
-        words += ["--tokenizer", tokenizer]
-    assert cli.main(["inspect", str(path), *words]) == 0
-    captured = capsys.readouterr()
-    report = json.loads(captured.out)
-    [pack] = report["packs"]
-    texts = "".join(run["text"] or "" for each in pack["sequences"] for run in each["runs"])
-    assert shown in texts
-    assert captured.err == ""
-
-
-@pytest.mark.parametrize(
-    ("beside", "why"),
-    [
-        ({"label": False}, "column 'label' holds False: the row's answer is judged"),
-        ({"images": ["a.png"]}, "column 'images' would be left out"),
-    ],
-)
-def test_rows_of_another_task_stop_an_inspection_and_a_run_alike(
-    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], beside: dict[str, Any], why: str
-) -> None:
-    path = tmp_path / "a.jsonl"
-    words = ["inspect", str(path), "--max-seq-len", "64", "--tokenizer", tokenizer, "--json", "-"]
-    path.write_text((json.dumps({"messages": MESSAGES, **beside}) + "\n") * 3)
-    assert cli.main(words) == 1
-    assert why in capsys.readouterr().err
-    path.write_text(path.read_text() + json.dumps({"messages": MESSAGES}) + "\n")
-    assert cli.main(words) == 0
-    report = json.loads(capsys.readouterr().out)
-    [loss] = report["losses"]
-    assert (loss["reason"], loss["rows"], loss["stops"]) == ("bad", 3, True)
-    assert why in loss["examples"][0]
-
-
 REFUSED: dict[tuple[str, ...], tuple[int, str]] = {
     (): (2, "name files, or a config"),
     ("a.jsonl",): (2, "--max-seq-len is missing"),
@@ -235,39 +154,6 @@ def test_what_cannot_be_inspected(
     status, message = REFUSED[words]
     assert cli.main(["inspect", *words]) == status
     assert message in capsys.readouterr().err
-
-
-ROWS = [{"text": f"row {i}"} for i in range(40)]
-ARRAYS = {
-    "pretty": json.dumps(ROWS, indent=2),
-    "minified": json.dumps(ROWS),
-    "a row a line": "[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]\n",
-    "of one row a line": "[\n" + json.dumps(ROWS[0]) + "\n]\n",
-    "of one": json.dumps(ROWS[:1]),
-}
-
-
-@pytest.mark.parametrize("how", ARRAYS)
-def test_an_array_is_inspected_and_under_another_name_is_the_same_error_as_where_it_is_read(
-    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], how: str
-) -> None:
-    named, path = tmp_path / "a.json", tmp_path / "a.jsonl"
-    for each in (named, path):
-        each.write_text(ARRAYS[how])
-    words = ["--max-seq-len", "64", "--tokenizer", tokenizer]
-    assert cli.main(["inspect", str(named), *words, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["coverage"]["rows"] == len(json.loads(ARRAYS[how]))
-    with pytest.raises(ValueError) as error:
-        next(JSONLSource(path).read(Reading()))
-    assert str(error.value) == f"{path}:1: it is a JSON array: let its name end in .json"
-    for more in (words, words[:2]):
-        assert cli.main(["inspect", str(path), *more]) == 1
-        assert capsys.readouterr().err == f"streampack: error: {error.value}\n"
-    with pytest.raises(ValueError) as raised:
-        next(
-            iter(IterablePackedDataset(str(path), encoder=TextEncoder(HFTokenizer(tokenizer)), max_seq_len=9))
-        )
-    assert str(raised.value) == str(error.value)
 
 
 def test_without_rich_it_writes_json(
@@ -311,9 +197,7 @@ def test_a_name_that_is_not_utf_8_is_shown_escaped_and_a_failure_keeps_the_old_p
     assert (sorted(tmp_path.iterdir()), page.read_text()) == before
 
 
-def test_a_page_is_written_through_links_and_pipes_and_not_in_their_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_is_written_through_links_and_pipes(tmp_path: Path) -> None:
     """`--html /dev/stdout` replaced the device."""
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n' * 20)
     words = ["inspect", str(tmp_path / "a.jsonl"), "--max-seq-len", "4", "--html"]
@@ -323,16 +207,13 @@ def test_a_page_is_written_through_links_and_pipes_and_not_in_their_place(
     assert link.is_symlink()
     assert "</html>" in page.read_text()
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
     found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
     reader.start()
     assert cli.main([*words, str(pipe)]) == 0
     reader.join(10)
     assert pipe.is_fifo()
     assert "</html>" in found[0]
-    capsys.readouterr()
-    assert cli.main([*words, str(tmp_path)]) == 1
-    assert f"Is a directory: '{tmp_path}'" in capsys.readouterr().err
 
 
 def test_a_config_is_inspected_as_its_run_would_read_it(tmp_path: Path) -> None:

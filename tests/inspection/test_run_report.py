@@ -93,7 +93,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
 
 
 class Texts:
-    """Encodes rows as 20 tokens, of which 15 are trained, and decodes them as the texts that it is given."""
+    """Encodes rows as 5 masked tokens and 15 trained ones, and decodes them as two texts."""
 
     def __init__(self, masked: str, trained: str) -> None:
         self.texts = masked, trained
@@ -245,7 +245,7 @@ def test_the_page_of_a_trainer_has_its_log_the_ledger_and_the_first_packs(
     made_again = [
         (1 + slot // 2, list(pack.seq_lens))
         for slot, pack in enumerate(first)
-        if "balance_window" not in changes or pack.lane == 0  # of which alone a window is planned
+        if "balance_window" not in changes or pack.lane == 0  # only lane 0 plans a window
     ][:PACKS]
     assert drawn(page)[: len(made_again)] == made_again
     assert len(drawn(page)) == PACKS

@@ -97,15 +97,15 @@ def test_trace_says_what_is_not_what_was_trained_on(
     first = tmp_path / "data" / "0.jsonl"
     first.write_text(first.read_text().replace("cat", "dog"))  # as long, so that rows begin where they did
     lines = out_of(capsys, *words).splitlines()[2:]
-    changed = [line for line in lines if "(not what was trained on: it changed since, or files" in line]
+    changed = [line for line in lines if "(not what was trained on: the row or the list of files" in line]
     assert changed
     assert all("dog" in line for line in changed)
 
     first.unlink()
     lines = out_of(capsys, *words).splitlines()[2:]
-    assert any("of file 1, which there is no more: files were removed since" in line for line in lines)
+    assert any("of file 1, which no longer exists: files were removed since" in line for line in lines)
     # What is found by the number of a file is never shown as if it were the row.
-    reasons = ("there is no more", "(not what was trained on", "cannot be read any more")
+    reasons = ("no longer exists", "(not what was trained on", "can no longer be read")
     assert all(any(reason in line for reason in reasons) for line in lines)
 
 

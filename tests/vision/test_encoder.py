@@ -25,10 +25,8 @@ from streampack import (
     collate_packed,
     prepare_model_for_packing,
 )
-from streampack.inspection.packs import view
 from streampack.packing import media as media_of_packs
 from streampack.packing.encoders import pictures
-from streampack.packing.encoders.pictures import PictureReader
 from tests.vision.families import FAMILIES, ID, build, picture, processor_of
 
 Image = pytest.importorskip("PIL.Image")
@@ -499,34 +497,6 @@ def test_a_row_of_no_file_names_no_image_unless_a_folder_is_given(tmp_path: Path
     with pytest.raises(ValueError, match=r"folder=\[\] names no folder"):
         encoder(folder=[])
     assert encoder(anywhere=True)(row)
-
-
-def test_thumbnails_are_of_the_first_images_and_decoded_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = io.BytesIO()
-    Image.new("RGB", (1600, 800), (9, 99, 199)).save(body, "JPEG")
-    sizes = []
-    upright = PictureReader._upright
-    monkeypatch.setattr(
-        PictureReader, "_upright", lambda self, each: sizes.append(each.size) or upright(self, each)
-    )
-    made = encoder().thumbnails({"messages": ask("x"), "images": [body.getvalue()] * 5}, size=96, most=2)
-    assert len(made) == len(sizes) == 2
-    assert max(sizes) < (400, 400)
-    shown = Image.open(io.BytesIO(base64.b64decode(made[0].partition(",")[2])))
-    assert shown.size == (96, 48)
-
-
-def test_a_pack_is_shown_without_an_image_that_is_gone(tmp_path: Path) -> None:
-    Image.fromarray(picture(1)).save(tmp_path / "a.png")
-    made = encoder(folder=tmp_path)
-    rows = [{"messages": ask("x"), "images": ["a.png"]}]
-    packs = IterablePackedDataset(MapSource(rows), max_seq_len=256, encoder=made, num_lanes=1)
-    [pack] = packs.stream()
-    [seen] = view(pack, packs.lane_config).sequences
-    assert [each[:23] for each in seen.thumbnails] == ["data:image/jpeg;base64,"]
-    (tmp_path / "a.png").unlink()
-    [seen] = view(pack, packs.lane_config).sequences
-    assert (seen.thumbnails, seen.media > 0) == ([], True)
 
 
 def test_conversations_of_sharegpt_have_images_too() -> None:

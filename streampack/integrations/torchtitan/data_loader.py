@@ -148,7 +148,10 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
                 "comm.mode simulates ranks, and the loader would wait for them; run on real ranks, or simulate with "
                 "torchtitan's own loader"
             )
-        inject, settings = {"tokenizer": tokenizer}, {"padding_idx": padding_id(tokenizer), **(config.settings or {})}
+        inject, settings = (
+            {"tokenizer": tokenizer},
+            {"padding_idx": padding_id(tokenizer), **(config.settings or {})},
+        )
         source, encoder = with_encoders(
             as_source(build(config.source, inject=inject)),
             build(config.encoder, inject=inject),

@@ -73,8 +73,8 @@ class PictureReader:
         # By scheme, and whether they are told the options.
         self.storages: dict[tuple[str | None, bool], FileStorage] = {}
 
-    def __call__(self, given: Any, *, draft: int | None = None) -> Image:
-        """Return a picture; with ``draft`` it may be smaller, with at least so many pixels a side.
+    def __call__(self, given: Any, /) -> Image:
+        """Return a picture.
 
         Raises:
             ValueError: for one that is missing, broken, too large or none.
@@ -103,8 +103,6 @@ class PictureReader:
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
                 if isinstance(given, bytes):
                     given = Image.open(io.BytesIO(given), formats=FORMATS)  # reads the header only
-                    if draft is not None:
-                        given.draft(None, (draft, draft))  # of JPEG; others stay
                 elif not isinstance(given, Image.Image):
                     self._require_size(*given.shape[1::-1])
                     given = Image.fromarray(given)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import io
 import json
 import os
 import posixpath
@@ -183,16 +181,6 @@ class VisionEncoder(ChatEncoder):
             cost=shape[0] * (shape[1] if len(shape) == 5 else 1),  # images, or tiles of each
             images=len(given),
         )
-
-    def thumbnails(self, row: Mapping[str, Any], *, size: int = 96, most: int = 8) -> list[str]:
-        """Return small pictures of a row's first images, as ``data:`` URLs, for pages."""
-        given, made = chain(*(content.images for content in self._with_contents(row)[1])), list[str]()
-        for image in islice(given, most):
-            picture, body = self.read_picture(image, draft=size), io.BytesIO()
-            picture.thumbnail((size, size))
-            picture.save(body, "JPEG", quality=70)
-            made.append(f"data:image/jpeg;base64,{base64.b64encode(body.getvalue()).decode()}")
-        return made
 
     def _pictures(self, given: Sequence[Any]) -> list[Any]:
         """Read the images of a row."""
