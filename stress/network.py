@@ -38,7 +38,7 @@ BUCKET = "bucket"
 
 DELAY = 0.05  # seconds a request
 BATCH_SIZE = 8
-LANE_BYTES = 75_000  # of read_ahead for each lane; a row group has 16 KB in the columns that are read
+LANE_BYTES = 75_000  # of prefetch for each lane; a row group has 16 KB in the columns that are read
 MOST_MEMORY = 90 << 10  # KiB that a process may take for 240 lanes
 FIRST_ROUNDS = 60  # to the first batch: 3 s, of 50 ms each, of the 5 s that it may take
 MOST_REQUESTS = 800  # of 8 lanes, each of which fetches up to 32 blocks ahead, and footers
@@ -234,8 +234,8 @@ def many_lanes(run: Run) -> str:
             Path(name + path).write_bytes(data)
         urls = tuple(web.url + path for path in files)
 
-        def remote(read_ahead: int) -> Files:
-            settings = {"buffer_size": 16, "shuffle": 16, "num_lanes": lanes, "read_ahead": read_ahead}
+        def remote(prefetch: int) -> Files:
+            settings = {"buffer_size": 16, "shuffle": 16, "num_lanes": lanes, "prefetch": prefetch}
             return files_of("parquet", urls, {}, settings)
 
         reading = remote(lanes * LANE_BYTES)
@@ -288,7 +288,7 @@ def many_shards(run: Run) -> str:
                 whole = source(kind, f"{web.url}/data", **by_names)
                 manifest.write_text(whole.corpus.manifest())
                 seconds = time.perf_counter() - begun
-                settings = {"buffer_size": 16, "shuffle": 16, "read_ahead": 16 << 20}
+                settings = {"buffer_size": 16, "shuffle": 16, "prefetch": 16 << 20}
                 reading = files_of(kind, f"{web.url}/data", {"manifest": str(manifest)}, settings)
                 found.append(read(reading, web, 1))
                 check_requests(found[-1])

@@ -18,8 +18,8 @@ from streampack.sources.source import Source
 from streampack.storage.base import ParallelMap, Problem, gone, map_in_threads
 from streampack.storage.corpus import Corpus
 from streampack.storage.names import Files
+from streampack.storage.prefetch import NO_PREFETCH, PREFETCH_BYTES, Prefetch
 from streampack.storage.ranges import Fetcher
-from streampack.storage.read_ahead import NO_READ_AHEAD, READ_AHEAD, ReadAhead
 from streampack.types import RowId
 
 WHOLE_FILE_PARTS = 2
@@ -88,10 +88,10 @@ class FileSource(Source):
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
-        read_ahead = NO_READ_AHEAD
+        prefetch = NO_PREFETCH
         if not self.local:  # on this machine, the operating system reads ahead
-            read_ahead = reading.read_ahead or ReadAhead.for_lanes(READ_AHEAD, 1)
-        fetcher = Fetcher(self.corpus.storage, read_ahead=read_ahead)
+            prefetch = reading.prefetch or Prefetch.for_lanes(PREFETCH_BYTES, 1)
+        fetcher = Fetcher(self.corpus.storage, prefetch=prefetch)
 
         def open_part(part: Part, offset: int) -> Iterator[Record]:
             if (problem := self.bad.get(part.file)) is not None:
@@ -105,7 +105,7 @@ class FileSource(Source):
             decode=self.decode,
             place=self.place,
             locate=self.locate,
-            ahead=fetcher if read_ahead.room else None,
+            ahead=fetcher if prefetch.room else None,
             empty=self._empty,
             damage=self.damage,
         )

@@ -261,7 +261,7 @@ class MixtureReader(Reader):
             # meets row i of the other.
             seed=crc32(f"{reading.seed} {entry.name}".encode()),
             start=start,
-            read_ahead=reading.read_ahead and reading.read_ahead.part(entry.weight),
+            prefetch=reading.prefetch and reading.prefetch.part(entry.weight),
             earlier={"": reading.earlier.get(entry.name, ())},
         )
         return entry.source.read(own)

@@ -10,7 +10,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from streampack.sources.ahead import Ahead
 from streampack.sources.parts import (
     REMOVED_FILE,
     Damage,
@@ -20,6 +19,7 @@ from streampack.sources.parts import (
     Record,
     strided,
 )
+from streampack.sources.prefetcher import Prefetcher
 from streampack.sources.reading import OTHER_RECORDS, BadRecord, Reader, Reading, permutation
 from streampack.storage.ranges import Fetcher
 from streampack.types import Cursor, Row, RowId
@@ -83,7 +83,7 @@ class PartsReader(Reader):
         self.open: Callable[[int, int], Iterator[Record]] = lambda i, offset: opened(self.parts[i], offset)
         self.ahead = None
         if ahead is not None:
-            self.ahead = Ahead(self.parts, self.empty, opened, fetcher=ahead, window=window)
+            self.ahead = Prefetcher(self.parts, self.empty, opened, fetcher=ahead, window=window)
             self.open = self.ahead.open
         self.cursor = reading.start or (0, self.parts[0].start if parts else 0, 0)
         self.position: tuple[int, int, int] = (*self.cursor[:2], 0)  # type: ignore[assignment] # after what was read

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack.storage.read_ahead import ReadAhead
+from streampack.storage.prefetch import Prefetch
 from streampack.types import Cursor, Row, RowId, Sample
 
 OTHER_RECORDS = (
@@ -45,7 +45,7 @@ class Reading:
         start: the cursor to begin at; None is the beginning.
         stagger: how many trained tokens the deficits of a mixture's sources are apart at most when an epoch begins;
             the length of the longest sample is enough. See `MixtureReader`.
-        read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
+        prefetch: what the reader may fetch before it is needed; None for the reader of one lane alone.
         earlier: for each source of files, by its name in a mixture (otherwise an empty one), the divisions of the
             epochs that began before its files changed, in order.
         wrap: called by a mixture with each reader that it opens, its source and the encoder of that; returns the reader
@@ -60,7 +60,7 @@ class Reading:
     shuffle_window: int = 0
     start: Cursor | None = None
     stagger: int = 0
-    read_ahead: ReadAhead | None = None
+    prefetch: Prefetch | None = None
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)
     wrap: Callable[[Reader, Any, Any], Reader] = lambda reader, source, encoder: reader
 

@@ -14,8 +14,8 @@ from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File
 from streampack.storage.names import Files
+from streampack.storage.prefetch import FirstCall
 from streampack.storage.ranges import Block, Fetcher
-from streampack.storage.read_ahead import FirstCall
 
 FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
 KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes about 1 kB of memory
@@ -123,7 +123,7 @@ def _rows_of(
         batches = table.iter_batches(
             _rows_at_once(footer, group), row_groups=[group], columns=wanted, use_threads=False
         )
-        while (batch := source.fetcher.read_ahead.decode(partial(next, batches, None))) is not None:
+        while (batch := source.fetcher.prefetch.decode(partial(next, batches, None))) is not None:
             found = zip(batch.schema.names, batch.columns, strict=True)
             # "a.b" is the name of a column here; to pyarrow it may also be a field within a column "a".
             columns = {name: column for name, column in found if wanted is None or name in wanted}

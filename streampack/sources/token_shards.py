@@ -47,7 +47,7 @@ from streampack.sources.parts import Damage, Part
 from streampack.storage.base import File
 from streampack.storage.folders import Folder
 from streampack.storage.listing import Name
-from streampack.storage.read_ahead import FirstCall
+from streampack.storage.prefetch import FirstCall
 from streampack.storage.retries import Storage
 from streampack.types import IntArray
 

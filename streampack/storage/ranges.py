@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Any
 
 from streampack.storage.base import File, FileStorage
-from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead, result_of
+from streampack.storage.prefetch import NO_PREFETCH, Prefetch, result_of
 
 TAIL_BYTES = 1 << 15
 """The most bytes that are read with a part's end, for its last line. A line that goes on behind them costs another
@@ -27,14 +27,14 @@ class Fetcher:
 
     Args:
         storage: holds the files.
-        read_ahead: how much may be read before it is needed.
+        prefetch: how much may be read before it is needed.
     """
 
-    def __init__(self, storage: FileStorage, *, read_ahead: ReadAhead = NO_READ_AHEAD) -> None:
+    def __init__(self, storage: FileStorage, *, prefetch: Prefetch = NO_PREFETCH) -> None:
         self.storage = storage
-        self.read_ahead = read_ahead
-        self.block = read_ahead.block(storage.block)
-        self.ahead = read_ahead.room // self.block  # blocks of a stream that are read before they are needed
+        self.prefetch = prefetch
+        self.block = prefetch.block(storage.block)
+        self.ahead = prefetch.room // self.block  # blocks of a stream that are read before they are needed
         self.bytes = 0  # that were returned
 
     def take(self, block: Block) -> bytes:
@@ -55,7 +55,7 @@ class Fetcher:
             while True:
                 for block in islice(left, 1 + ahead - len(in_flight)):
                     take = partial(self.storage.fetch, *block)
-                    in_flight.append((take, self.read_ahead.requests.submit(take)))
+                    in_flight.append((take, self.prefetch.requests.submit(take)))
                 if not in_flight:
                     return
                 take, future = in_flight.popleft()
@@ -69,7 +69,7 @@ class Fetcher:
     def together(self, file: File, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
         """Return (start, bytes) of ranges of a file, which are read side by side where any are read ahead."""
         found = [list(blocks(self.block, file, start, stop)) for start, stop in ranges]
-        data = self.stream(chain(*found), ahead=sum(map(len, found)) if self.read_ahead.room else 0)
+        data = self.stream(chain(*found), ahead=sum(map(len, found)) if self.prefetch.room else 0)
         return [
             (start, b"".join(islice(data, len(cut)))) for (start, _), cut in zip(ranges, found, strict=True)
         ]

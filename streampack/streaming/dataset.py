@@ -23,7 +23,7 @@ from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import SkipBad, quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.sources.source import shared_by_lanes
-from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
+from streampack.storage.prefetch import PREFETCH_BYTES, Prefetch
 from streampack.streaming.balance import default_window, require_window
 from streampack.streaming.corpus_changes import CorpusChanges, Resumed
 from streampack.streaming.estimate import Estimate, estimate
@@ -95,7 +95,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             of a file that cannot be read is one. By default they are errors. ``True`` skips up to 1 % of the rows that
             a lane has read, or 100 if that is more; a number is another limit, below 1 a fraction; a folder is where
             they are listed; a `Quarantine`, or a mapping of its ``folder`` and ``limit``, says both.
-        read_ahead: of files behind URLs, the most bytes that each process which reads fetches ahead of need, for all
+        prefetch: of files behind URLs, the most bytes that each process which reads fetches ahead of need, for all
             of its lanes together, beside two shuffle windows a lane.
         corpus_lists: a folder where the lists of the files are kept, with which a resume goes on where files, or
             sources of a mixture, were added, removed or changed; without, that is refused.
@@ -146,7 +146,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         padding_idx: int = 0,
         vocab_size: int | None = None,
         skip_bad: SkipBad = False,
-        read_ahead: int = READ_AHEAD,
+        prefetch: int = PREFETCH_BYTES,
         corpus_lists: str | os.PathLike[str] | None = None,
         balance_window: int | None = None,
         max_media: int | None = None,
@@ -174,7 +174,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
-        self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
+        self.prefetch = require_positive(prefetch, "prefetch", least=0)
         source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
         num_lanes = None if num_lanes is None else require_lanes(num_lanes, "num_lanes", source)
         window: Any = SHUFFLE_WINDOW * shuffle if isinstance(shuffle, bool) else shuffle
@@ -264,7 +264,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
         lanes = range(consumer, num_lanes, consumers)
-        read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
+        prefetch = Prefetch.for_lanes(self.prefetch, len(lanes))
 
         opened = (
             Lane(
@@ -274,7 +274,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 state=states.get(number),
                 # A lane that resumes continues its own epoch.
                 first_epoch=(0 if number in states else first) if first_epoch is None else first_epoch,
-                read_ahead=read_ahead,
+                prefetch=prefetch,
             )
             for number in lanes
         )

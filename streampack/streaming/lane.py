@@ -12,7 +12,7 @@ from streampack.packing.assemble import assemble
 from streampack.packing.groups import Group, pack_groups
 from streampack.packing.media import media_of
 from streampack.packing.planner import Placed, Planner
-from streampack.storage.read_ahead import ReadAhead
+from streampack.storage.prefetch import Prefetch
 from streampack.streaming.balance import in_order
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address, LaneEvent, LaneState, OpenWindow, Stand, joined
@@ -38,7 +38,7 @@ class Lane:
         num_lanes: int = 1,
         state: LaneState | None = None,
         first_epoch: int = 0,
-        read_ahead: ReadAhead | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
         self.config = config
         self.lane = lane
@@ -46,7 +46,7 @@ class Lane:
         self.done = False  # whether this epoch is used up
         self.packs = 0  # made in this epoch; with ``endless``, since the beginning
         self.resumes_from = state  # until `restore`
-        self._open(PieceReader(config, lane=lane, num_lanes=num_lanes, read_ahead=read_ahead), state)
+        self._open(PieceReader(config, lane=lane, num_lanes=num_lanes, prefetch=prefetch), state)
 
     def _open(self, reader: PieceReader, state: LaneState | None) -> None:
         """Begin to read at a state, or at the beginning, with nothing that waits."""
@@ -283,7 +283,7 @@ class Lane:
             self.lane, closed.ledger.dropped["removed"] - state.ledger.dropped["removed"],
             config.source.locate(before.skipped[0].row_id), before.skipped[0].reason,
         )  # fmt: skip
-        again = PieceReader(config, lane=self.lane, num_lanes=before.num_lanes, read_ahead=before.read_ahead)
+        again = PieceReader(config, lane=self.lane, num_lanes=before.num_lanes, prefetch=before.prefetch)
         self._open(again, closed)
         waiting = [address.row_id for address in closed.begin.waiting]
         self._restore(closed, config.source.fetch_many(waiting))

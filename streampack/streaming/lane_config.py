@@ -22,7 +22,7 @@ from streampack.sources.files import FileSource
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import BadRecord, Division, Reader, Reading
 from streampack.sources.source import Source
-from streampack.storage.read_ahead import ReadAhead
+from streampack.storage.prefetch import Prefetch
 from streampack.streaming.window_reader import WindowReader
 from streampack.types import IGNORE_INDEX, INT32, Cursor, Pack, Row, RowId, Sample
 from streampack.validation import require_positive
@@ -106,7 +106,7 @@ class LaneConfig:
         num_lanes: int,
         epoch: int,
         start: Cursor | None = None,
-        read_ahead: ReadAhead | None = None,
+        prefetch: Prefetch | None = None,
     ) -> Reader:
         """Open a lane's rows of an epoch, at a cursor or at its beginning."""
         reading = Reading(
@@ -117,7 +117,7 @@ class LaneConfig:
             shuffle_window=self.shuffle_window,
             start=start,
             stagger=self.packing.max_seq_len,
-            read_ahead=read_ahead,
+            prefetch=prefetch,
             earlier=self.earlier,
             wrap=self._in_windows,
         )

@@ -23,7 +23,7 @@ from streampack.packing.groups import lacks_training, why_untrained
 from streampack.packing.media import MediaSample
 from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, own_row
-from streampack.storage.read_ahead import ReadAhead
+from streampack.storage.prefetch import Prefetch
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Address
 from streampack.types import Cursor, Row, RowId, Sample
@@ -55,10 +55,10 @@ class PieceReader:
     """Read the rows of one lane, encode them, cut them to pieces, and count them in the ledger."""
 
     def __init__(
-        self, config: LaneConfig, *, lane: int, num_lanes: int, read_ahead: ReadAhead | None = None
+        self, config: LaneConfig, *, lane: int, num_lanes: int, prefetch: Prefetch | None = None
     ) -> None:
         self.config = config
-        self.read_ahead = read_ahead
+        self.prefetch = prefetch
         self.lane = lane
         self.num_lanes = num_lanes
         self.ledger = Ledger()
@@ -86,7 +86,7 @@ class PieceReader:
     def open(self, epoch: int, start: Cursor | None = None) -> None:
         """Begin to read an epoch, at a cursor or at its beginning."""
         self.reader = self.config.open(
-            self.lane, num_lanes=self.num_lanes, epoch=epoch, start=start, read_ahead=self.read_ahead
+            self.lane, num_lanes=self.num_lanes, epoch=epoch, start=start, prefetch=self.prefetch
         )
         self.config.check_shards()
         self.epoch = epoch

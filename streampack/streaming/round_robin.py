@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Sequence
 from operator import attrgetter
 
 from streampack.accounting import Ledger, nothing_to_pack
-from streampack.storage.read_ahead import SOON
+from streampack.storage.prefetch import SOON
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneEvent
 

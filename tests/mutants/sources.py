@@ -25,11 +25,11 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.accounting import trained_tokens
-from streampack.sources.ahead import Ahead
 from streampack.sources.arrow_rows import cleans_of
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.files import FileSource, divide
 from streampack.sources.mixture_reader import pass_number
+from streampack.sources.prefetcher import Prefetcher
 from streampack.sources.reading import BadRecord, own_row
 from streampack.types import Sample
 from tests.mutants.registry import replaces
@@ -53,7 +53,7 @@ class Proxy:
         return next(self.reader)
 
 
-@replaces(Ahead, "_read")
+@replaces(Prefetcher, "_read")
 def error_of_a_thread_taken_for_the_end(good, self, stretch, count):
     """Where a thread cannot read on, the part ends, so rows behind a URL are lost without an error."""
     good(self, stretch, count)

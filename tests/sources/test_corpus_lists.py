@@ -55,7 +55,7 @@ def test_a_thousand_files_behind_a_url_cost_a_few_requests_to_the_first_pack(
         assert asked >= 1000
         data = opened(kind, tmp_path / "manifest", f"{web.url}/c")
         assert len(web.requests) == asked
-        dataset = skipping(data, num_lanes=8, shuffle=False, skip_bad=False, read_ahead=0)
+        dataset = skipping(data, num_lanes=8, shuffle=False, skip_bad=False, prefetch=0)
         next(iter(dataset))
         assert len(web.requests) - asked <= most
         web.files["/m"] = (tmp_path / "manifest").read_bytes()

@@ -80,7 +80,7 @@ def test_a_read_is_tried_again_until_it_succeeds(
 ) -> None:
     data = filled(store)
     failing(times, error)
-    assert len(packs(data, read_ahead=0)) > 5
+    assert len(packs(data, prefetch=0)) > 5
     assert len(waits) == times
 
 
@@ -94,7 +94,7 @@ def test_waits_double_each_with_its_jitter_and_the_last_error_is_raised(
     for _ in range(60):
         failing(10**6, OSError)
         with pytest.raises(OSError, match=r"versioned://bucket/000.jsonl: OSError"):
-            packs(data, read_ahead=0)
+            packs(data, prefetch=0)
         found.append(list(waits))
         waits.clear()
     if not max_outage:
@@ -122,10 +122,10 @@ def test_a_server_that_names_a_wait_is_waited_for_within_the_budget(
         web.route = lambda path, *_: busy if len(web.requests) - begun <= times else path
         if times == 99:
             with pytest.raises(OSError, match="HTTP 429"):
-                packs(data, read_ahead=0)
+                packs(data, prefetch=0)
             assert len(web.requests) - begun == 3
         else:
-            assert packs(data, read_ahead=0)
+            assert packs(data, prefetch=0)
     assert waits == pytest.approx(expected, rel=0.5 if asked_for == "0.1" else 0.05)
 
 
@@ -158,7 +158,7 @@ def test_a_failure_names_the_place_and_the_stream_goes_on_when_it_is_over(
 ) -> None:
     small_pieces(monkeypatch, block=2048)
     data = filled(store)
-    settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "read_ahead": 0}
+    settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "prefetch": 0}
     expected = packs(data, **settings)
     found, states = [], {}
     running = recorded(stream(data, **settings).events(), states)
@@ -241,7 +241,7 @@ def test_errors_of_libraries_tell_whether_another_try_may_help_and_no_secrets(
     Failing.error = error
     data = JSONLSource("failing://b/a.jsonl?key=canary", storage={"max_outage": 0.02, "timeout": 0.2})
     with pytest.raises(kind) as caught:
-        packs(data, read_ahead=0)
+        packs(data, prefetch=0)
     assert str(caught.value).startswith("failing://b/a.jsonl")
     assert message in str(caught.value)
     assert bool(waits) == again
@@ -267,7 +267,7 @@ def test_what_a_web_server_refuses_is_not_asked_for_again(case: str) -> None:
             web.fault = lambda path: case
         [url] = [web.url + path for path in web.files]
         with pytest.raises((OSError, ValueError)) as error:
-            packs(source("jsonl", url), read_ahead=0)
+            packs(source("jsonl", url), prefetch=0)
         assert str(error.value).startswith(f"{url}: ")
         assert message in str(error.value)
         assert type(error.value).__name__ == kind
@@ -349,7 +349,7 @@ def test_a_run_outlives_outages_within_its_patience(
         data = Mix([{"name": "a", "source": data, "weight": 1}])
     expected = packs(data)
     clock = Clock(monkeypatch, (0, 300), (400, 900))
-    run = stream(data, read_ahead=0)
+    run = stream(data, prefetch=0)
     with caplog.at_level(logging.WARNING, "streampack"):
         found, running = [], run.stream()
         for pack in running:
@@ -362,7 +362,7 @@ def test_a_run_outlives_outages_within_its_patience(
     assert lines[0].endswith(" s, giving up in 600 s")
     clock.down = [(clock.now, clock.now + 700)]
     with pytest.raises(TimeoutError) as error:
-        packs(data, read_ahead=0)
+        packs(data, prefetch=0)
     assert "it was tried for the 10 min of max_outage" in str(error.value.__notes__)
 
 
@@ -429,7 +429,7 @@ def test_a_file_that_changes_during_a_run_is_refused(
         paths: Any = {"versioned": f"{store.url}/*.{ending}", "local": f"{tmp_path}/*.{ending}"}.get(place)
         if place == "http":
             paths = [web.url + name for name in files]
-        settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "read_ahead": 0}
+        settings: dict[str, Any] = {"num_lanes": 1, "shuffle": False, "prefetch": 0}
         expected = packs(source(kind, paths), **settings)
         data = source(kind, paths)  # whose storage has not read the file that changes
         found, states = [], {}

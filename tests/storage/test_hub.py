@@ -115,7 +115,7 @@ def test_a_branch_that_moves_does_not_move_a_run(hub: Hub) -> None:
     committed(hub, kind, 4, 40)
     [old] = hub.commits
     whole = list(map(content, stream(data(hub, kind))))
-    running = stream(data(hub, kind), read_ahead=0)
+    running = stream(data(hub, kind), prefetch=0)
     iterator = iter(running)
     got = [content(next(iterator)) for _ in range(5)]
     state = running.state_dict()
@@ -189,7 +189,7 @@ def test_an_outage_is_retried_as_often_as_set(hub: Hub, monkeypatch: pytest.Monk
     hub.web.fault = lambda path: "503"
     before = len(hub.web.requests)
     with pytest.raises(OSError, match=r"c/000.jsonl: HTTP 503"):
-        packs(made, read_ahead=0)
+        packs(made, prefetch=0)
     assert len(hub.web.requests) - before == 1
 
 
@@ -214,7 +214,7 @@ def test_the_token_appears_nowhere(
         with pytest.raises(
             ValueError if fault == "404" else OSError
         ) as error:  # files that are gone are told at once
-            packs(made, read_ahead=0)
+            packs(made, prefetch=0)
         said.append("".join(traceback.format_exception(error.value)))
         with pytest.raises((OSError, ValueError)) as error:
             data(hub, "parquet", max_outage=0)

@@ -58,7 +58,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.source": ...}, "data.source is missing"),
     ({"data.encoder": "streampack.TextEncoder"}, "data.encoder='streampack.TextEncoder' is text; write it as"),
     ({"data.max_seq_len": 4096}, "data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"),
-    ({"data.read_ahead": -1}, "data: read_ahead=-1"),
+    ({"data.prefetch": -1}, "data: prefetch=-1"),
     ({"optimizer.lr": "3e-3x"}, r"optimizer: torch\.optim\.AdamW: lr='3e-3x' is text; give a number$"),
     ({"model.num_layers": "four"}, r"model: torchtune\.models\.llama3\.llama3: num_layers='four' is text; give a numb"),
     ({"data.encoder.message_transform.train_on_input": "no"}, "train_on_input='no' is text; give true or false$"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +16,10 @@ import pytest
 
 from streampack import Mix
 from streampack.sources import Reading
-from streampack.storage.read_ahead import (  # private: interrupts strike here
-    NO_READ_AHEAD,
+from streampack.storage.prefetch import (  # private: interrupts strike here
+    NO_PREFETCH,
     FirstCall,
-    ReadAhead,
+    Prefetch,
 )
 from tests.harness.corpus import plain, recorded
 from tests.harness.files import shards, small_pieces, source, stream
@@ -110,21 +109,6 @@ def test_lanes_whose_turn_comes_soon_fetch_together(network: Network, kind: str)
     assert [*found, *map(plain, resumed)] == expected
 
 
-def test_footers_by_which_columns_are_judged_are_read_side_by_side(network: Network) -> None:
-    data, asked = filled("parquet"), iter(range(1000))
-    reader = data.read(Reading(read_ahead=NO_READ_AHEAD))
-
-    def fault(*at: Any) -> None:
-        assert pickle.dumps(data), "a process may be spawned meanwhile"
-        if next(asked) > 1:  # before them come two requests for the footer of the file that is read
-            network(*at)
-
-    Versioned.fault = staticmethod(fault)  # type: ignore[assignment]
-    network.together = 5
-    next(reader)
-    assert not network.lonely
-
-
 def test_a_mixtures_sources_fetch_together(network: Network) -> None:
     entries = [{"name": name, "source": filled("jsonl", 4, place=name), "weight": 1} for name in ("a", "b")]
     network.together = 8
@@ -141,7 +125,7 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
     """Of 25 MB, before the second packs are asked for; each lane may hold a block that it needs beside them."""
     data = filled("jsonl", text=26_000)
     network.requests.clear()
-    running = dataset(data, read_ahead=budget, shuffle=1).stream()
+    running = dataset(data, prefetch=budget, shuffle=1).stream()
     for _ in range(LANES):
         next(running)
     settle(network)
@@ -152,11 +136,11 @@ def test_all_lanes_together_fetch_no_more_ahead_than_the_budget(
 def test_rows_that_are_large_are_read_ahead_by_their_bytes(network: Network, kind: str, rows: int) -> None:
     """Of 48 MB in parts of up to 6 MB, no further row or row group of 3 MB is asked for than those that come next."""
     data = filled(kind, 4, per_shard=60, text=200_000)
-    first = data.read(Reading(read_ahead=NO_READ_AHEAD))
+    first = data.read(Reading(prefetch=NO_PREFETCH))
     assert len(list(islice(first, rows))) == rows
     at_row = first.cursor
     network.requests.clear()
-    reader = data.read(Reading(start=at_row, read_ahead=ReadAhead.for_lanes(1 << 20, 1)))
+    reader = data.read(Reading(start=at_row, prefetch=Prefetch.for_lanes(1 << 20, 1)))
     for _ in range(3):
         next(reader)
         settle(network)
@@ -181,7 +165,7 @@ def test_as_many_parts_are_read_at_once_as_hold_the_records_that_are_wanted(
         under_way.remove(path)
 
     Versioned.fault = staticmethod(fault)  # type: ignore[assignment]
-    reader = data.read(Reading(read_ahead=ReadAhead.for_lanes(8 << 20, 1)))
+    reader = data.read(Reading(prefetch=Prefetch.for_lanes(8 << 20, 1)))
     assert len([next(reader) for _ in range(50)]) == 50
     assert least <= max(at_once) <= most
 
@@ -192,7 +176,7 @@ def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
     expected = packs(data)
     network.requests.clear()
     needed: list[str] = []  # files, in the order of their need
-    for _ in zip(dataset(data, read_ahead=0).stream(), range(SOON), strict=False):
+    for _ in zip(dataset(data, prefetch=0).stream(), range(SOON), strict=False):
         needed += [name for name, _ in network.requests if name not in needed]
         network.requests.clear()
     network.fails = {name := needed[-1]}
@@ -214,25 +198,25 @@ def test_an_error_is_raised_where_the_lane_reads(network: Network) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("read_ahead", [1000, 20_000])
+@pytest.mark.parametrize("prefetch", [1000, 20_000])
 def test_no_byte_is_fetched_twice_whatever_is_fetched_ahead(
-    network: Network, kind: str, read_ahead: int, monkeypatch: pytest.MonkeyPatch
+    network: Network, kind: str, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_pieces(monkeypatch, block=3000)
     data = filled(kind, 6, per_shard=120)
-    expected = packs(data, num_lanes=3, read_ahead=0)
+    expected = packs(data, num_lanes=3, prefetch=0)
     sizes = sum(size for _, size in network.requests)
     network.requests.clear()
-    assert packs(data, num_lanes=3, read_ahead=read_ahead) == expected
+    assert packs(data, num_lanes=3, prefetch=prefetch) == expected
     assert sum(size for _, size in network.requests) <= 1.05 * sizes
 
 
 def test_a_forked_process_has_threads_of_its_own(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on with readers for which threads were reading when it was forked."""
     small_pieces(monkeypatch, block=3000)
-    data, ahead = filled("jsonl", 2, per_shard=120), ReadAhead(1000)
+    data, ahead = filled("jsonl", 2, per_shard=120), Prefetch(1000)
     expected = [row.row_id for row in data.read(Reading())]
-    reader, prepared = (data.read(Reading(read_ahead=ahead)) for _ in range(2))
+    reader, prepared = (data.read(Reading(prefetch=ahead)) for _ in range(2))
     found = [next(reader).row_id]
     network.together, network.requests = 9, []  # threads that read wait for others
     while not network.requests:

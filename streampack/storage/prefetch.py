@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar
 
-READ_AHEAD = 256 << 20  # bytes for all lanes of a process, unless the user says otherwise
+PREFETCH_BYTES = 256 << 20  # bytes for all lanes of a process, unless the user says otherwise
 REQUESTS = 64
 """The most requests of a process at a time. With blocks of 256 KiB and 50 ms a request that is 320 MB/s; more threads
 would wait for one another, and a slow line would answer the last of them too late."""
@@ -116,13 +116,13 @@ class FirstCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAhead:
+class Prefetch:
     """How much each lane of a process may read before it is needed, and the threads that do.
 
     A lane holds ``room`` bytes of blocks that it will need, and as many of records, at most; where a shuffle window is
     larger, the records of two windows. Besides, there is the block that it reads from.
 
-    >>> [ReadAhead.for_lanes(256 << 20, lanes).room >> 10 for lanes in (8, 240)]  # KiB
+    >>> [Prefetch.for_lanes(256 << 20, lanes).room >> 10 for lanes in (8, 240)]  # KiB
     [8192, 546]
     """
 
@@ -132,11 +132,11 @@ class ReadAhead:
     decoders: Threads = field(default_factory=lambda: Threads(DECODERS), compare=False)
 
     @classmethod
-    def for_lanes(cls, budget: int, lanes: int) -> ReadAhead:
+    def for_lanes(cls, budget: int, lanes: int) -> Prefetch:
         """Divide ``budget`` bytes among the lanes of a process."""
         return cls(min(LONGEST_SHARE, budget // max(1, 2 * lanes)))
 
-    def part(self, fraction: float) -> ReadAhead:
+    def part(self, fraction: float) -> Prefetch:
         """Return what one source of a mixture may read ahead, if the lane reads this fraction of its rows from it."""
         return replace(self, room=int(fraction * self.room))
 
@@ -152,4 +152,4 @@ class ReadAhead:
         return min(most, max(SMALLEST_BLOCK, self.room // 2)) if self.room else most
 
 
-NO_READ_AHEAD = ReadAhead(0)
+NO_PREFETCH = Prefetch(0)

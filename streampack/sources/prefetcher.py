@@ -38,7 +38,7 @@ class Stretch:
         return sum(map(len, self.found))
 
 
-class Ahead:
+class Prefetcher:
     """Reads the records of a lane's parts ahead: threads read up to ``wanted`` of them, each thread those of one part.
 
     Args:
@@ -70,7 +70,7 @@ class Ahead:
     @property
     def wanted(self) -> int:
         """How many records may be there before they are asked for: a window, and if it is less, ``room`` bytes."""
-        fitting = self.fetcher.read_ahead.room * max(1, self.count) // max(1, self.fetcher.bytes)
+        fitting = self.fetcher.prefetch.room * max(1, self.count) // max(1, self.fetcher.bytes)
         return max(1, self.window, min(self.most, fitting))
 
     def prepare(self, index: int, offset: int) -> None:
@@ -148,11 +148,11 @@ class Ahead:
         return None
 
     def _start(self, stretch: Stretch, count: int) -> None:
-        stretch.future = self.fetcher.read_ahead.parts.submit(partial(self._read, stretch, count))
+        stretch.future = self.fetcher.prefetch.parts.submit(partial(self._read, stretch, count))
 
     def _read(self, stretch: Stretch, count: int) -> None:
         """Read up to ``count`` further records of a part, in a thread."""
-        most, before = self.fetcher.bytes + self.fetcher.read_ahead.room, stretch.count
+        most, before = self.fetcher.bytes + self.fetcher.prefetch.room, stretch.count
         ended, error = False, None
         try:
             if stretch.records is None:
