@@ -42,7 +42,7 @@ from streampack.storage.base import (
 )
 from streampack.storage.compression import PACKED
 from streampack.storage.corpus import Corpus, once
-from streampack.storage.names import Files, Place, Texts
+from streampack.storage.names import LARGEST, Files, Place, Texts
 from streampack.storage.redirects import Check
 from streampack.storage.remote import RemoteStorage, opaque, scheme_of
 from streampack.storage.retries import Storage
@@ -191,10 +191,10 @@ def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: s
             name = place.require_below(given)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{redact(manifest)}:{number}: {error}") from None
-        if name != given and place.url:
+        if (name != given and place.url) or size > LARGEST:
             special[len(names)] = File(place(given), name, size, tag)
         names.append(name)
-        sizes.append(size)
+        sizes.append(min(size, LARGEST))
         tags.append(tag or "")
     if not names:
         raise ValueError(f"{redact(manifest)} names no file")
@@ -205,7 +205,7 @@ def _entry(line: str) -> tuple[str, int, str | None]:
     """Return the name, the size and the tag in a line of a manifest."""
     entry: dict[str, Any] = _scan(line) if line.startswith("{") else {"name": line}
     name, size, tag = entry.get("name"), entry.get("size"), entry.get("tag")
-    sound = size is None or (type(size) is int and 0 <= size < 1 << 63)
+    sound = size is None or (type(size) is int and size >= 0)
     if not isinstance(name, str) or not sound or not isinstance(tag, str | None):
         raise ValueError("an entry has a name (text), and may have a size (bytes) and a tag (text)")
     return name, UNKNOWN_SIZE if size is None else size, opaque(tag)

@@ -52,6 +52,8 @@ class Texts(Sequence[str]):
         return self.data[self.ends[number] : self.ends[number + 1]].decode()
 
 
+LARGEST = 1 << 62
+"""Bytes that the column of sizes has for larger files, which are refused."""
 PLAIN = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
 """Names that need no further look: most, and a million of them take as many calls less."""
 
@@ -144,7 +146,8 @@ class Files(Sequence[File]):
         """Return files that are objects already."""
         found = [*files]
         names, tags = [file.name for file in found], [file.tag or "" for file in found]
-        return cls(names, array("q", (file.size for file in found)), tags, special=dict(enumerate(found)))
+        sizes = array("q", (min(file.size, LARGEST) for file in found))
+        return cls(names, sizes, tags, special=dict(enumerate(found)))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -184,7 +187,7 @@ class Files(Sequence[File]):
         """Return files of which some are others."""
         sizes = self.sizes[:]
         for number, file in changed.items():
-            sizes[number] = file.size
+            sizes[number] = min(file.size, LARGEST)
         return Files(self.names, sizes, self.tags, special={**self.special, **changed}, place=self.place)
 
     def in_order(self) -> Files:
