@@ -43,7 +43,7 @@ test-torchtitan: $(VENV)-torchtitan/.installed  ## torchtitan's trainer on our p
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-torchtitan/bin/python -m pytest -m "slow or not slow" \
 		tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_trainer.py $(PYTEST_ARGS)
 
-# The kernels lie in a folder of their own: transformers would use them in every other test, and without a GPU they fail.
+# The kernels have their own folder: transformers would use them in every other test, and without a GPU they fail.
 test-kernels: .site-kernels/.installed  ## kernels that are told where sequences begin, interpreted on the CPU
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
 		-p tests.harness.kernels_on_cpu tests/attention/test_mixers.py tests/integrations/test_hf_trainer.py -k interpreted $(PYTEST_ARGS)

@@ -113,9 +113,9 @@ ENCODERS = (
 
 
 def components(names: Iterable[str]) -> str:
-    """Return one table of several classes, each of which is named in the row of its first argument.
+    """Return one table of several classes, with the name of a class in the row of its first argument.
 
-    Arguments of which the docstring only says at which class to see them are left out.
+    Arguments whose docstring only refers to another class are skipped.
     """
     rows = []
     for name in names:

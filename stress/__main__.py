@@ -37,9 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return 0 if every promise holds that can be checked here."""
     parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__)
     parser.add_argument("--list", action="store_true", help="list the jobs and stop")
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", help="this job; may be given several times"
-    )
+    parser.add_argument("--only", action="append", metavar="NAME", help="this job; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small counts; writes no results")
     parser.add_argument(
         "--continue",
@@ -86,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_job(name: str, *, quick: bool) -> dict[str, Any]:
-    """Run a job in a session of its own, and kill the processes that it leaves behind."""
+    """Run a job in a session of its own, and kill the processes that outlive it."""
     limit = JOBS[name].limit
     with tempfile.TemporaryDirectory(prefix="stress-") as folder:
         outcome = Path(folder) / "outcome.json"
@@ -114,7 +112,7 @@ def run_job(name: str, *, quick: bool) -> dict[str, Any]:
             written = json.loads(outcome.read_text())
             holds, counts = written["holds"], written["counts"]
             if holds and left:
-                holds, counts = False, f"{counts}; left {left} process(es) behind"
+                holds, counts = False, f"{counts}; left {left} process(es) running"
     return {
         "holds": holds,
         "counts": counts,

@@ -40,7 +40,7 @@ SOURCES: dict[str, Callable[..., Any]] = {
 
 
 class Trees(Numbers):
-    """Encode the same tokens as groups: of 4 tokens or more, a prompt and three answers, one of which goes on."""
+    """Encode the same tokens as groups: of 4 tokens or more, a prompt and three answers; one answer is continued."""
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
         tokens, part = super().__call__(row).tokens, row["n"] // 4
@@ -75,7 +75,7 @@ class Corpus:
         grouped: bool = False,
         **settings: Any,
     ) -> Corpus:
-        """Draw mostly short samples, shuffled, packed by ``exact_fit`` to 24 tokens, handed out by cost in windows."""
+        """Draw mostly short samples, shuffled, packed by ``exact_fit`` to 24 tokens, emitted by cost in windows."""
         rng = np.random.default_rng(settings.get("seed", 0))
         lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
         settings = {
@@ -155,11 +155,11 @@ class PackRecord(NamedTuple):
     tokens: tuple[int, ...]  # without padding
 
 
-Step = list[PackRecord]  # packs of one step, of one rank or of all; null packs left out
+Step = list[PackRecord]  # packs of one step, of one rank or of all; without null packs
 
 
 def record_packs(batch: Batch) -> Step:
-    """Record the packs of a batch, null packs left out, and check that null packs train nothing."""
+    """Record the packs of a batch, without null packs, and check that null packs train nothing."""
     packs = []
     for i, fragments in enumerate(batch.fragments):
         used = sum(f.stop - f.start for f in fragments)
@@ -207,7 +207,7 @@ def run_rank(
     With ``every_state``, return the state before the first step and after each. ``groups`` returns arguments of
     `PackedDataLoader` that say which ranks get the same batches.
     """
-    warnings.filterwarnings("ignore", message="the corpus changed|.* cannot be read and are left out")
+    warnings.filterwarnings("ignore", message="the corpus changed|.* cannot be read and are")
     loader = PackedDataLoader(
         corpus.dataset(), batch_size=batch_size, num_workers=workers, timeout=60, **groups()
     )
@@ -232,7 +232,7 @@ def run_rank(
 
 
 def end(loader: Any, iterator: Any) -> None:
-    """End the workers of an iteration, and the loader's process group, for neither of which there is a public way.
+    """End the workers of an iteration, and the loader's process group; there is no public way for either.
 
     Workers first: forked from this process, they hold copies of the sockets that the group is about to close.
     """

@@ -180,7 +180,7 @@ REASONS = {(kind, harm): reason for kind, harm, reason in CASES}
     full=16, quick=4, limit=300,
 )  # fmt: skip
 def bad_files(number: int, folder: Path) -> Case:
-    """Draw JSONL or Parquet files, of which some are bad, named one by one or by a manifest."""
+    """Draw JSONL or Parquet files, some of them bad, named one by one or by a manifest."""
     rng = random.Random(number)
     kind, by_manifest = list(HARMS)[number % 2], number % 4 > 1
     settings = draw_settings(rng, number, shuffle=rng.random() < 0.7)
@@ -207,7 +207,7 @@ def bad_files(number: int, folder: Path) -> Case:
 
 
 def check_list(reasons: Mapping[str, str], corpus: Corpus, state: bytes) -> None:
-    """Check the list of the files that were left out: each with its reason, and each part once by each lane."""
+    """Check the list of the files that were skipped: each with its reason, and each part once by each lane."""
     folder = Path(corpus.settings["skip_bad"])
     entries = listed(folder)
     files = {Path(entry["path"]).name for entry in entries}

@@ -73,7 +73,7 @@ def million(run: Run) -> str:
 
 
 def sample_usage(packs: int, every: int) -> list[Usage]:
-    """Iterate over so many packs, and sample the resources in use every ``every`` packs. Called in a rank."""
+    """Iterate over a number of packs, and sample the resources in use every ``every`` packs. Called in a rank."""
     settings: Any = {"max_seq_len": MAX_SEQ_LEN, "shuffle": True, "num_lanes": 8, "epochs": None}
     lengths = np.random.default_rng(0).choice([64, 128, 150, 192, 256], 997).tolist()
     dataset = IterablePackedDataset(range(400_000), encoder=CachedSamples(lengths), **settings)

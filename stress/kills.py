@@ -67,7 +67,7 @@ def kill_and_resume(folder: Path, kills: int, *, grouped: bool = False) -> str:
     counted = starts = 0
     while counted < kills:
         before, starts = saved_step(folder), starts + 1
-        assert before < total - 40, "the corpus is too small for so many kills"
+        assert before < total - 40, "the corpus is too small for this number of kills"
         with Ranks(2) as ranks:
             ranks.start(train_and_save, corpus, folder, 0.002)
             # Anywhere from the start of the first process to a few saved states later.
@@ -123,7 +123,7 @@ def last_logged_step(folder: Path) -> int:
 
 
 def read_log(folder: Path, rank: int) -> list[tuple[int, list[str]]]:
-    """Return the steps that a rank logged with the digests of their packs; lines that a kill cut off are left out."""
+    """Return the steps that a rank logged with the digests of their packs; lines that a kill cut off are skipped."""
     lines = []
     with suppress(FileNotFoundError):
         for text in (folder / f"log-{rank}").read_text().splitlines():
@@ -219,7 +219,7 @@ def error(run: Run) -> str:
     limit=240,
 )
 def kill_worker(run: Run) -> str:
-    """Kill workers of 2 ranks x 2 workers: the run goes on unchanged, but for a row that always kills."""
+    """Kill workers of 2 ranks x 2 workers: the run continues unchanged, except with a row that always kills."""
     kills = run.count(20, 3)
     # Large packs, so that few of them are queued between worker and trainer: a death is noticed only after those.
     corpus = Corpus.make(kills * 400, longest=900, max_seq_len=1536, epochs=2)

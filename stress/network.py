@@ -41,7 +41,7 @@ BATCH_SIZE = 8
 LANE_BYTES = 75_000  # of prefetch for each lane; a row group has 16 KB in the columns that are read
 MOST_MEMORY = 90 << 10  # KiB that a process may take for 240 lanes
 FIRST_ROUNDS = 60  # to the first batch: 3 s, of 50 ms each, of the 5 s that it may take
-MOST_REQUESTS = 800  # of 8 lanes, each of which fetches up to 32 blocks ahead, and footers
+MOST_REQUESTS = 800  # of 8 lanes, which prefetch up to 32 blocks each, and footers
 
 
 def files_of(
@@ -67,14 +67,14 @@ def nginx(run: Run) -> str:
             return compare(run, root, used, server, server.url, {})
 
 
-@job("s3", "the same behind moto's S3, through s3fs, with nginx as a proxy that counts", limit=500)
+@job("s3", "the same from moto's S3, through s3fs, with nginx as a proxy that counts", limit=500)
 def s3(run: Run) -> str:
     """Run 2 ranks x 2 workers over shards of both kinds, whole and killed in the middle."""
     with tempfile.TemporaryDirectory() as name, moto_server() as port:
         root = Path(name) / "root"
         with nginx_server(Path(name) / "nginx", proxied=port) as server:
             used = write_both(run, root)
-            run_apart(upload, root, server.url)  # an S3 client leaves threads behind
+            run_apart(upload, root, server.url)  # an S3 client leaves threads running
             options = {"key": "key", "secret": "secret", "endpoint_url": server.url}
             return compare(run, root, used, server, f"s3://{BUCKET}", options)
 
@@ -105,7 +105,7 @@ def compare_kind(run: Run, local: Files, remote: Files, used: int, server: Nginx
     results = run_forked(partial(run_rank, workers=2), 2, remote, timeout=200)
     assert digests_of(results) == reference
     whole = server.traffic(since)
-    if not run.quick:  # with few shards, what is read behind the ends of parts is more of the whole
+    if not run.quick:  # with few shards, what is read after the ends of parts is more of the whole
         assert whole.bytes <= MAX_OVERHEAD * used, (
             f"{whole.bytes:,} bytes of {remote.kind} were sent, {used:,} are used"
         )
@@ -139,7 +139,7 @@ def compare_kind(run: Run, local: Files, remote: Files, used: int, server: Nginx
 def write_both(run: Run, root: Path) -> Any:
     """Write shards of both kinds with the same rows; return the bytes that a run uses of each kind."""
     root.mkdir()
-    # Pyarrow leaves threads behind.
+    # Pyarrow leaves threads running.
     [used] = run_apart(write_shards, root, run.count(64, 6), run.count(1200, 1500), timeout=200)
     return used
 
@@ -199,7 +199,7 @@ class Read(NamedTuple):
     """KiB that the process had more of at the end."""
     requests: int
     rounds: int
-    """The most requests of which each came only after the one before was answered: they cannot be faster together."""
+    """The most requests in a chain, where each came only after the one before was answered."""
 
 
 def read(files: Files, web: Web, batches: int) -> Read:
@@ -256,12 +256,12 @@ def many_lanes(run: Run) -> str:
         f"{lanes} lanes and files: the first batch after {first.seconds:.1f} s, {first.requests} requests in "
         f"{first.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.rounds} rounds and "
         f"{many.memory >> 10} MiB, packs as of local "
-        f"files; without read-ahead {alone.rounds} rounds for 8 batches, which the check refuses"
+        f"files; without prefetching {alone.rounds} rounds for 8 batches, which the check refuses"
     )
 
 
 def check_rounds(found: Read, batches: int) -> None:
-    """Check that the requests for so many batches were made side by side."""
+    """Check that the requests for these batches were made side by side."""
     most = FIRST_ROUNDS + 2 * batches
     assert found.rounds <= most, f"{found.rounds} rounds of requests, and {most} are enough"
 

@@ -136,7 +136,7 @@ class Pace:
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
-        self.answered = 0  # the latest round of which a request was answered
+        self.answered = 0  # the latest round with an answered request
         self.lock = threading.Lock()
 
     def __call__(self, path: str) -> None:  # noqa: D102 - the class says it

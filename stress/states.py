@@ -64,7 +64,7 @@ def state_size(run: Run) -> str:
 
 
 def sizes_of_states(documents: int) -> list[int]:
-    """Return the sizes of 200 states, pickled, of a shuffled dataset of so many documents."""
+    """Return the sizes of 200 states, pickled, of a shuffled dataset with a number of documents."""
     settings: dict[str, Any] = {"max_seq_len": 512, "shuffle": True, "num_lanes": LANES, "epochs": None}
     lengths = 1 + 499 * np.random.default_rng(0).random(997) ** 3  # mostly few tokens
     encoder = CachedSamples(lengths.astype(int).tolist())

@@ -61,7 +61,7 @@ def mesh(shape: tuple[int, ...], dims: tuple[str, ...]) -> DeviceMesh:
 
 
 class Stage(NamedTuple):
-    """A part of a run: from the state of the stage before, for so many steps (None: to the end)."""
+    """A part of a run: from the state of the stage before, for a number of steps (None: to the end)."""
 
     ranks: int  # with a layout: groups of ranks
     workers: int = 0
@@ -71,12 +71,12 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A corpus and a run over it, each stage of which is on a topology of its own."""
+    """A corpus and a run over it, where each stage has its own topology."""
 
     corpus: Corpus
     stages: Sequence[Stage]
     per_step: int = 6  # packs that all ranks have together in a step
-    endless: int | None = None  # the number of steps of an endless corpus, of whose lanes none ends
+    endless: int | None = None  # the number of steps of an endless corpus, where no lane ends
     # Another check, of the corpus and the state after the run. Called in a rank.
     judge: Callable[[Any, bytes], None] | None = None
 
@@ -158,7 +158,7 @@ def check_case(pools: RankPools, case: Case) -> Counter[str]:
 
 
 def check_cases(run: Run, draw: Draw, full: int, quick: int) -> str:
-    """Draw and check so many cases, by number; return what was done."""
+    """Draw and check cases by number; return what was done."""
     count, done = run.count(full, quick), Counter[str]()
     with RankPools() as pools:
         for number in range(count):

@@ -85,7 +85,9 @@ def compare_losses(expected: dict[int, float], folder: Path, most: float = 1e-6)
 
 
 @job(
-    "kill-training", "SIGKILL of a training run at random points: it goes on with the same losses", limit=420
+    "kill-training",
+    "SIGKILL of a training run at random points: it continues with the same losses",
+    limit=420,
 )
 def kill_training(run: Run) -> str:
     """Kill full_finetune on 2 ranks x 2 workers; it saves every 2 steps, in every other run asynchronously."""
@@ -100,7 +102,7 @@ def kill_training(run: Run) -> str:
         repeated = done = 0
         while done < kills:
             before = newest_checkpoint(broken)
-            assert before < steps - 4, "the run is too short for so many kills"
+            assert before < steps - 4, "the run is too short for this number of kills"
             config = config_of(
                 broken, resume_from_checkpoint=True, enable_async_checkpointing=bool(done % 2), **settings
             )
@@ -177,7 +179,7 @@ def start(folder: Path, *words: str, number: int = 0) -> Process:
 def wait_for_step(
     reached: Callable[[Path], int], folder: Path, step: int, running: list[Process], *, seconds: float = 120
 ) -> None:
-    """Wait until a run has reached a step, and require that its processes go on meanwhile."""
+    """Wait until a run has reached a step, and require that its processes keep running."""
 
     def there() -> bool:
         assert all(process.poll() is None for process in running), log_end(folder)
@@ -332,7 +334,7 @@ def elastic_training(run: Run) -> str:
         assert at < steps, "training ended before the agent was killed"
         worst = compare_losses(expected, broken, 1e-4)
     return (
-        f"killed after step {at} of {steps}; the other agent went on {delay:.0f} s later, alone; against one rank "
+        f"killed after step {at} of {steps}; the other agent continued {delay:.0f} s later, alone; against one rank "
         f"undisturbed, largest relative difference of a loss {worst:.1e}"
     )
 
