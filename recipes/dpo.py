@@ -3,8 +3,8 @@
     tune run streampack_recipes/dpo --config my.yaml max_steps=100
     tune run --nproc_per_node 2 streampack_recipes/dpo --config my.yaml
 
-A row is a prompt, a chosen and a rejected answer (`streampack.AnswersEncoder`), which lie in the same pack; the
-prompt is computed once for both. The loss is a component that compares pairs: torchtune's ``DPOLoss`` or ``RSOLoss``,
+A row is a prompt, a chosen and a rejected answer (`streampack.AnswersEncoder`) in one pack; the prompt is computed
+once for both. The loss is a component that compares pairs: torchtune's ``DPOLoss`` or ``RSOLoss``,
 or `streampack.losses.PreferenceLoss`. The reference is the frozen base of a model with adapters; otherwise a second
 model, from ``ref_checkpointer`` or the same weights; with ``reference: data``, numbers in the data. The other keys are
 those of `full_finetune`: streamed data, resume, several devices (FSDP2) work as there.

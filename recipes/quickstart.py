@@ -57,7 +57,7 @@ def _run_folder(base: Path) -> tuple[str, bool]:
     runs = {int(path.name[4:]): path for path in base.glob("run-*") if path.name[4:].isdecimal()}
     newest = max(runs, default=0)
     if runs and (runs[newest] / "checkpoints").is_dir() and not (runs[newest] / "finished.json").is_file():
-        print(f"going on with {runs[newest]}, which was interrupted")
+        print(f"continuing {runs[newest]}, which was interrupted")
         return str(runs[newest]), True
     return str(base / f"run-{newest + 1:03d}"), False
 

@@ -64,7 +64,7 @@ def _parse(words: list[str]) -> Options:
         options.words = words[1:]  # argparse would sort out torchrun's options
     elif rest and ("overrides" not in options or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    else:  # argparse does not join what stands before an option and after it
+    else:  # argparse does not join the words before an option and after it
         getattr(options, "overrides", []).extend(rest)
     return options
 
@@ -83,7 +83,7 @@ def _add(commands: Any, act: Callable[[Options], int | None], *, config: str = "
 
 
 def read(options: Options) -> Any:
-    """Return the content of the config that a command names, with its overrides; ``--config`` may be left out."""
+    """Return the content of the config that ``--config`` or the first word names, with overrides."""
     words = options.overrides
     if options.config is None and words and "=" not in words[0] and not words[0].startswith("~"):
         options.config = words.pop(0)
@@ -120,7 +120,7 @@ def _add_looks(commands: Any) -> None:
     word("--columns", default="", help="your columns and ours: question=instruction,answer=output")
     word("--roles", default="", help="your roles and ours: bot=assistant")
     word("--answers", help="all, or last: of each chat, to train only that")
-    word("--ignore", default="", help="columns to leave out on purpose: tools,label")
+    word("--ignore", default="", help="columns to skip on purpose: tools,label")
     word("--rows", type=positive, help="rows to read (20,000)")
     word("--all", action="store_true", help="read every row: exact figures")
     word("--ranks", type=ranks, default=(1, 8, 64), help="of the run, then others to compare (1,8,64)")
@@ -242,7 +242,7 @@ def _add_work(commands: Any) -> None:
     text = "of fsspec, for a URL, as JSON; better keep secrets in variables"
     word("--storage-options", type=json.loads, default={}, help=text)
     word("--workers", type=int, default=1, help="processes (1)")
-    word("--lanes", type=int, help="parts of the source, at least as many as workers or shards")
+    word("--lanes", type=int, help="parts of the source: at least the number of workers or shards")
     word("--dtype", default="auto", help="uint16, uint32, or auto (auto)")
     word("--engine", default="processes", help="processes, or ray: a Ray cluster (processes)")
     word("--address", help="of the Ray cluster; default: RAY_ADDRESS, or a new one here")
@@ -254,7 +254,7 @@ def _add_work(commands: Any) -> None:
     word("--model", help="folder of a model in Hugging Face's format, instead of the config's")
     word("--overlong", default="error", help="longer rows: error, truncate their beginnings, windows")
     word("--per-token", action="store_true", help="write the log-probability of each token, too: token_logps")
-    word("--without-rows", action="store_true", help="leave the columns of the rows out")
+    word("--without-rows", action="store_true", help="write the scores only")
 
     parser = _add(commands, export)
     parser.add_argument("checkpoint", type=Path, help="OUTPUT_DIR/checkpoints/step_00000100, say")

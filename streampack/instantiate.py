@@ -81,7 +81,7 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
         try:
             inspect.signature(component).bind(*args, **arguments)
         except TypeError as error:
-            raise ValueError(f"{node[COMPONENT]}: {error}; it was given {sorted(arguments)}") from None
+            raise ValueError(f"{node[COMPONENT]}: {error}; the config has {sorted(arguments)}") from None
         try:
             return component(*args, **arguments)
         except (TypeError, ValueError, OSError) as error:

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 def _run_ranks(launch: argparse.Namespace) -> int:
     """Run torchrun in this process and return the exit status, that of the rank which failed first.
 
-    Leaves out torchrun's report, a traceback of its own and a table of exit codes: ranks have printed their errors.
+    Without torchrun's report, a traceback of its own and a table of exit codes: ranks have printed their errors.
     """
     import torch.distributed.run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -71,9 +71,15 @@ def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int |
         accumulation=cfg.gradient_accumulation_steps,
         max_steps=cfg.max_steps,
     )
-    return inspect_dataset(
+    report = inspect_dataset(
         training_data(cfg), title=title, shape=shape, rows=rows, packs=packs, progress=_count
     )
+    if cfg.dataset is None:
+        return report
+    packed = "dataset:\n  packed: True  # by exact_fit, to tokenizer.max_seq_len"
+    other = "# dataset has no key for this; data, with a source and an encoder, has one"
+    told = [replace(each, yaml=packed if "strategy:" in each.yaml else other) for each in report.advice]
+    return replace(report, advice=told)
 
 
 def inspect_files(

@@ -92,7 +92,7 @@ class Checkpoints:
     def save(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
     ) -> Path:
-        """Write a checkpoint and return its path; ``run`` holds plain values, of which rank 0's are saved."""
+        """Write a checkpoint and return its path; ``run`` holds plain values; rank 0's are saved."""
         self.wait()
         final = self.path(step)
         part = final.with_suffix(".part")
@@ -103,7 +103,7 @@ class Checkpoints:
                     if LEFTOVER_NAME.fullmatch(path.name):  # of a run that was killed
                         shutil.rmtree(path)
                 part.mkdir(parents=True)
-                # To a file, torch.save would hide the error of a full disk behind another.
+                # To a file, torch.save would hide a full disk by another error.
                 content = io.BytesIO()
                 torch.save(run, content)
                 with (part / RUN_FILE).open("wb") as file:

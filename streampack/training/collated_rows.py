@@ -31,7 +31,7 @@ class WholeRows(MapSource):
 
     @override
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """Return at most 64, each of which takes the time of its images."""
+        """Return at most 64: each takes the time of its images."""
         return MapSource(_Texts(self.dataset)).examples(min(count, 64))
 
 

@@ -48,7 +48,7 @@ CONDITIONS: tuple[Condition, ...] = (
      "clip_grad_norm={clip_grad_norm} is no norm; give a number above 0, or null"),
     (lambda c: not 0 <= c.z_loss < math.inf, "z_loss={z_loss} is no weight; give 0, or a small number such as 1e-4"),
     (lambda c: not c.collective_timeout > 0,
-     "collective_timeout={collective_timeout} is no time to wait; give seconds, at least as many as the slowest rank "
+     "collective_timeout={collective_timeout} is no time to wait; give the seconds that the slowest rank "
      "may need for a step and a checkpoint"),
     (lambda c: c.cudnn_deterministic_mode not in (None, 0, 1, 2),
      "cudnn_deterministic_mode={cudnn_deterministic_mode} is no mode of torch's; give 0, 1 (warn), 2 (error), or null"),

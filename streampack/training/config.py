@@ -23,7 +23,7 @@ class Validation:
 
     Attributes:
         fraction: of the rows to hold out, above 0 and below 1, by their content: the same rows in every run; of a
-            mixture also a mapping of its sources to fractions, where those left out hold out nothing.
+            mixture also a mapping of its sources to fractions; the other sources hold out nothing.
         source: instead of ``fraction``, a source of its own, as ``data.source``.
         max_packs: the most packs of each source that an evaluation reads.
     """
@@ -54,7 +54,7 @@ class RunConfig:
 
     Attributes:
         output_dir: the folder of checkpoints, weights and logs.
-        tokenizer: a node, which is given to the encoders and to torchtune's dataset builders.
+        tokenizer: a node; encoders and torchtune's dataset builders receive what it builds.
         model: a node of one of torchtune's builders.
         checkpointer: a node of one of torchtune's: where the weights come from, and the format in which they are saved.
         optimizer: a node.
@@ -109,7 +109,7 @@ class RunConfig:
         save_every_n_steps: steps between checkpoints; without it, there is only one where a signal ends the run.
         keep_last_n_checkpoints: how many of the newest checkpoints are kept.
         enable_async_checkpointing: whether to write while training continues, from a copy in memory.
-        save_adapter_weights_only: LoRA: whether to leave out the merged weights.
+        save_adapter_weights_only: LoRA: whether to write no merged weights.
         document_masking: pretraining: False lets a token attend to all documents before it in its pack.
         z_loss: pretraining: the weight of the squared log-normalizer in the loss; PaLM's was 1e-4.
         reference: dpo: what the policy is compared with: ``"model"``, its weights at the beginning; or ``"data"``, the

@@ -223,9 +223,9 @@ def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int 
     except ValueError as error:
         if isinstance(source, Holdout) and next(iter(source.read(Reading())), None) is None:
             raise ValueError(
-                f"validation.fraction={source.fraction} holds out none of the rows{of}, of which there are too few: "
-                "each is chosen with that chance, by its content; give a larger fraction, fractions by source without "
-                "this one, rows of their own (validation.source), or leave validation out"
+                f"validation.fraction={source.fraction} holds out none of the rows{of}: there are too few, and each is "
+                "chosen with that chance, by its content; give a larger fraction, fractions by source without this "
+                "one, or rows of their own (validation.source)"
             ) from None
         raise ValueError(f"validation rows{of}: {error}") from error
     if not any(map(trains, packs)):

@@ -1,4 +1,4 @@
-"""Build a torchtune model with its weights, whole or split over the ranks, with what saves memory; gather it."""
+"""Build a torchtune model with its weights, sharded over the ranks, with what saves memory; gather its weights."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def build_model(config: RunConfig, *, weights: Weights, device: torch.device, wo
     offload = config.fsdp_cpu_offload and device.type != "cpu"  # on the CPU all of it is there
     if offload and world.data_size == 1:
         raise ValueError(
-            "fsdp_cpu_offload is for a model that is sharded, and there is 1 data rank; start more (--nproc_per_node), "
-            "or set it to False"
+            "fsdp_cpu_offload is for a sharded model, and there is 1 data rank; start more (--nproc_per_node), or set "
+            "it to False"
         )
     if offload:
         training.set_torch_num_threads()  # the optimizer's step runs on the CPU
@@ -126,7 +126,7 @@ def _shard(model: nn.Module, config: RunConfig, world: World, *, cpu_offload: bo
             dp_mesh=world.data_mesh,
         )
     except AssertionError as error:
-        # torchao raises it: a rank needs whole groups of 64 * 256 quantized numbers.
+        # torchao raises it: a rank needs complete groups of 64 * 256 quantized numbers.
         raise ValueError(
             f"the model cannot be sharded over {world.size} ranks: {error}; use a number of ranks that divides its "
             "quantized weights (powers of 2 usually do), or do not quantize"

@@ -38,7 +38,7 @@ def opening(
 ) -> dict[str, str]:
     """Say what is in effect in a run, by name, for its first lines; nothing on other ranks than 0.
 
-    The state of ``loader`` is loaded if the run goes on, after ``done`` steps.
+    The state of ``loader`` is loaded if the run resumes, after ``done`` steps.
     """
     if not world.is_main:
         return {}
@@ -79,9 +79,8 @@ def opening(
 class MetricLogger:
     """Rank 0's metric logger, the config's, and the run's own record beside it; nothing on the other ranks.
 
-    Making it is a collective.
-
-    A run that goes on does so from the step ``resumed``, None for a new run. ``written`` is the config to log.
+    Making it is a collective. ``resumed`` is the step from which a run resumes, None for a new run; ``written`` the
+    config to log.
     """
 
     def __init__(self, config: RunConfig, *, written: Any, world: World, resumed: int | None) -> None:
@@ -227,7 +226,7 @@ def bar(total: int, *, done: int, enabled: bool = True) -> Iterator[Any]:
 
     if enabled and done:
         over = f"at step {done:,}: max_steps or epochs end the run at step {total:,}"
-        print(f"going on from step {done:,} of {total:,}" if done < total else over, flush=True)  # noqa: T201
+        print(f"continuing from step {done:,} of {total:,}" if done < total else over, flush=True)  # noqa: T201
     with (
         logging_redirect_tqdm() if enabled else nullcontext(),
         tqdm(total=total, initial=done, disable=not enabled, dynamic_ncols=True, unit="step") as shown,

@@ -34,7 +34,7 @@ class RowLosses:
     sequence's tokens, in nats, the sum of its labels' weights, and that of its tokens' ids. About 50 bytes a sequence.
     Sums stay on the device until `write`, so that the loop does not wait for a GPU.
 
-    Making it is a collective. A run that goes on from the step ``resumed`` (None for a new run) removes later lines.
+    Making it is a collective. A run that resumes from the step ``resumed`` (None: a new run) removes later lines.
     """
 
     def __init__(self, config: RunConfig, *, world: World, resumed: int | None = None) -> None:
@@ -142,7 +142,7 @@ def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) 
         state = read_run(kept.path(begun))["stream"]
     elif after["begun"]:
         raise ValueError(
-            f"the run began at step {after['begun']} behind another run, and {checkpoints} has no checkpoint before "
+            f"the run began at step {after['begun']} of another run, and {checkpoints} has no checkpoint before "
             f"step {step}; its first one is of step {steps[0]}"
         )
     else:

@@ -196,9 +196,8 @@ class Run:
         self._agreed_signal = loop.enter_context(stop_on_signals(world))
         while self.step < most:
             self.log.meter.start()
-            seed_step(
-                self.cfg.seed or 0, self.step, world.data_rank
-            )  # so that dropout is the same after a resume
+            # By the step, so that dropout is the same after a resume.
+            seed_step(cfg.seed or 0, self.step, world.data_rank)
             delay_fake_quant(self.model, cfg, step=self.step)
             first = next(batches, None)
             if first is None:
@@ -219,7 +218,7 @@ class Run:
         self.stopped = self._agreed_signal()
 
     def validate(self, evaluate: Evaluate, *, last: bool = False) -> None:
-        """Collective: log the losses on the held-out batches, before the first step, every so many, and at last.
+        """Collective: log the losses on the held-out batches: first, by ``run_val_every_n_steps``, and at last.
 
         After a resume, too, where a signal ended the run before it did.
         """
@@ -236,7 +235,7 @@ class Run:
             self.log.logger.log(losses, step=self.step)
 
     def save(self, *, last: bool = False) -> None:
-        """Collective: write a checkpoint after a signal, and with ``save_every_n_steps`` after so many and at last."""
+        """Collective: write a checkpoint after a signal, and by ``save_every_n_steps``, then at last, too."""
         cfg, every = self.cfg, self.cfg.save_every_n_steps
         due = self.stopped or (every and (last or self.step % every == 0))
         if not due or self.saved_step == self.step:
@@ -259,12 +258,12 @@ class Run:
 
     def end(self, evaluate: Evaluate) -> Result:
         """Collective: evaluate, save and write the weights; return the result."""
+        self.log.profiler.stop()
         self.log.by_row.write()
         self.loader.require_trained()
         self.validate(evaluate, last=True)
         self.save(last=True)  # a longer run can continue from here
         self.checkpoints.wait()
-        self.log.profiler.stop()
         result = self.log.totals(self.step) | {"ledger": run_ledger(self.loader, self.world)}
         final = full_weights(self.model, device=self.device, world=self.world)
         if self.world.is_main:

@@ -1,4 +1,4 @@
-"""The folder that a run writes to: its lock, where it goes on, how a signal ends it, and when it is over."""
+"""The folder that a run writes to: its lock, where it resumes, how a signal ends it, and when it is over."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ class Interrupted(KeyboardInterrupt):
 def stop_on_signals(world: World) -> Iterator[Callable[[], int]]:
     """Note SIGTERM and SIGINT while the block runs, instead of ending the process; a second signal ends it.
 
-    Yields a collective, to be called after each step: it returns the signal that any rank was sent, 0 if none. It is
-    one small message from each rank to each other over gloo, so it does not wait for a GPU. Outside the main thread,
-    which alone can handle signals, the block runs without handlers.
+    Yields a collective, to be called after each step: it returns the signal that any rank was sent, 0 if none. Its
+    messages go over gloo, so it does not wait for a GPU. Only the main thread has handlers.
     """
     process, received, since = os.getpid(), 0, 0.0
 
@@ -94,8 +93,8 @@ def stop_on_signals(world: World) -> Iterator[Callable[[], int]]:
 def require_same_config(config: RunConfig, *, world: World) -> None:
     """Collective: raise on all ranks unless all have the same config, as when machines have copies of their own.
 
-    Other settings of an optimizer would train another part of the model in silence, and other numbers of steps, or
-    other things to log, leave ranks waiting for one another.
+    With another optimizer, a rank would train its part of the model differently in silence. With another number of
+    steps, ranks would wait for one another.
     """
     ours = {name: value is None if name in OF_A_MACHINE else value for name, value in vars(config).items()}
     if (held_out := config.validation) is not None:
@@ -137,9 +136,9 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
 def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
     newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
     message = (
-        f"there is no checkpoint yet (save_every_n_steps={config.save_every_n_steps}), and the same command begins anew"
+        f"there is no checkpoint yet (save_every_n_steps={config.save_every_n_steps}), and the same command restarts"
         if newest is None
-        else f"resume_from_checkpoint=True goes on from step {newest}, its newest checkpoint"
+        else f"resume_from_checkpoint=True resumes from step {newest}, its newest checkpoint"
     )
     return Interrupted(f"{config.output_dir}: interrupted; {message}", step=newest, number=number)
 
@@ -152,8 +151,8 @@ def checkpoints_folder(config: RunConfig) -> Path:
 def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, int | None]:
     """Collective: return the run's checkpoints and the step to resume from, None for a new run.
 
-    Without a checkpoint, ``resume`` begins at step 0 and prints so: launchers that restart a run use the same command
-    the first time. Checkpoints without ``resume`` are refused, and weights that a run from step 0 would overwrite.
+    Without a checkpoint, ``resume_from_checkpoint`` begins at step 0 and prints so: launchers restart a run by the
+    command that started it. Checkpoints are refused without that key, and so are weights that would be overwritten.
     """
     checkpoints = Checkpoints(
         checkpoints_folder(config),
@@ -165,7 +164,7 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
     if newest is not None and not config.resume_from_checkpoint:
         raise ValueError(
             f"{checkpoints.folder} holds checkpoints up to step {newest} of an earlier run; "
-            "set resume_from_checkpoint=True to go on from there, or choose another output_dir"
+            "set resume_from_checkpoint=True to continue from there, or choose another output_dir"
         )
     if newest is not None:
         return checkpoints, newest
@@ -186,7 +185,7 @@ def saved_settings(config: RunConfig) -> dict[str, Any]:
     if not (steps := checkpoints.steps()):
         return {}
     run = read_run(checkpoints.path(steps[-1]))
-    return {name: run[name] for name in ("seed", "dtype")}
+    return {name: run[name] for name in ("seed", "dtype") if name in run}
 
 
 def begin_phase(
@@ -200,7 +199,7 @@ def begin_phase(
     """Collective: begin a second phase from another run's checkpoint, ``resume_from``, and return its step.
 
     The model and the optimizer's state are that run's, and the optimizer's settings (``lr``, ``weight_decay``) the
-    config's. The data begin anew, or with ``continue_data`` behind what that run has packed.
+    config's. The data restart, or with ``continue_data`` continue after what that run has packed.
     """
     assert config.resume_from is not None
     path = Path(config.resume_from)
@@ -233,11 +232,11 @@ def warn_of_unused(config: RunConfig, saved: Mapping[str, Any], *, world: World)
     if changed and world.is_main:
         warn_user(
             f"{', '.join(changed)}: not used as far as the checkpoint has such a number, such as lr or weight_decay, "
-            "with which the optimizer goes on; start a new run, or a second phase (resume_from), for another"
+            "with which the optimizer continues; start a new run, or a second phase (resume_from), for another"
         )
 
 
-# The end of a run: finished.json is written last, when the weights are complete, and removed when a run goes on.
+# The end of a run: finished.json is written last, when the weights are complete, and removed when a run continues.
 
 
 def weights_folders(config: RunConfig) -> list[str]:

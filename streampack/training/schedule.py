@@ -1,4 +1,4 @@
-"""The schedule of the learning rate: for how many steps it is made, and where it goes on."""
+"""The schedule of the learning rate: for how many steps it is made, and where it resumes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PROBED_ROWS = 1024
 def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, run: Mapping[str, Any]) -> int:
     """Collective: return the steps that the learning rate's schedule is made for.
 
-    They are ``max_steps``, or the steps of ``epochs`` if those are fewer, which are estimated from a sample of the
-    rows; the run ends with the data. A run that goes on, of whose checkpoint ``run`` is the content and ``loader`` has
-    the state, keeps the number as long as it is asked for the same, so that its schedule does not jump. By ``epochs``
-    it never has fewer: the schedule would end before the data, and torchtune's cosine would rise again.
+    They are ``max_steps``, or the steps of ``epochs`` if those are fewer, estimated from a sample of the rows. A
+    resumed run (``run`` is the content of its checkpoint, ``loader`` has its state) keeps the number while the config
+    asks for the same, so that its schedule does not jump. By ``epochs`` it never has fewer steps: the schedule would
+    end before the data, and torchtune's cosine would rise again.
     """
     before: int = run["steps"]
     asked = asked_of(config, loader)
@@ -46,8 +46,8 @@ def total_steps(config: RunConfig, loader: PackedDataLoader, *, world: World, ru
     steps = int(steps)
     if before and steps != before and config.lr_scheduler is not None and world.is_main:
         log.warning(
-            "the schedule of the learning rate was made for %d steps, and the run now goes on to step %d: it is made "
-            "anew for these, and the rate changes at once",
+            "the schedule of the learning rate was made for %d steps, and the run now continues to step %d: the "
+            "schedule is made again for these, and the rate changes at once",
             before, steps,
         )  # fmt: skip
     return steps
@@ -74,7 +74,7 @@ def build_schedule(
 ) -> LRScheduler | None:
     """Build the config's schedule for ``steps``, as it is after ``step`` of them; None if it has none.
 
-    ``state`` is that of the schedule in the checkpoint that the run goes on from, None if there is none.
+    ``state`` is that of the schedule in the checkpoint that the run resumes from, None if there is none.
     """
     inject = {"optimizer": optimizer, "num_training_steps": steps}
     scheduler: LRScheduler | None = build(config.lr_scheduler, inject=inject)
@@ -100,9 +100,9 @@ def restore_schedule(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
 
 def step_schedule(scheduler: LRScheduler | None, *, step: int, steps: int) -> None:
-    """Go on in a schedule that was made for ``steps``, after the step number ``step`` from 0; then stay at its end.
+    """Advance a schedule that was made for ``steps``, after the step number ``step`` from 0; then stay at its end.
 
-    The steps of a stream are estimated, and behind its end torchtune's cosine rises again.
+    The steps of a stream are estimated, and after its end torchtune's cosine rises again.
     """
     if scheduler is None:
         return
@@ -110,7 +110,7 @@ def step_schedule(scheduler: LRScheduler | None, *, step: int, steps: int) -> No
         scheduler.step()
     elif step == steps:
         log.warning(
-            "the data go on behind the %d steps that the schedule of the learning rate was made for: the rate stays at "
-            "%s; to train on with another, set more max_steps or epochs",
+            "the data continue after the %d steps that the schedule of the learning rate was made for: the rate stays "
+            "at %s; for another, set more max_steps or epochs",
             steps, scheduler.get_last_lr(),
         )  # fmt: skip

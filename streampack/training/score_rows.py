@@ -156,7 +156,7 @@ class _Rows:
         self.vocab_size: int | None = None  # of the model
 
     def read(self, *, skip: int) -> Iterator[_Row]:
-        """Yield the rows behind the first ``skip`` ones."""
+        """Yield the rows after the first ``skip`` ones."""
         packing = Packing(1, split_across_pack=True)
         lane = LaneConfig(self.source, self.encode, packing, vocab_size=self.vocab_size)
         reader = self.source.read(Reading())

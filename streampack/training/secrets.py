@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-OPTIONS = ("options", "storage_options")  # keys of what a storage is given, which may hold secrets
+OPTIONS = ("options", "storage_options")  # arguments of storages, which may hold secrets
 
 
 def shown(config: Any) -> Any:
     """Return a config, OmegaConf's, for pages and loggers: without what may be secret.
 
-    Values of the environment stay references. The ``options`` of a storage are left out, and so are the
+    Values of the environment stay references. The ``options`` of a storage are hidden, and so are the
     ``storage_options`` that other libraries' components take, such as `datasets.load_dataset`.
 
     >>> from streampack.training.checks import to_plain

@@ -115,6 +115,8 @@ def torchtune_rows(
     elif not packed:
         settings["strategy"] = "padded"
     encoder: Encoder = PairEncoder() if pairs else TokensEncoder() if collate is None else RowEncoder(collate)
+    if hasattr(tokenizer, "decode"):
+        vars(encoder)["decode"] = tokenizer.decode  # for commands that show packs as text
     return RunRows(
         _joined(datasets, each, key, MapSource if collate is None else WholeRows), encoder, settings
     )

@@ -95,7 +95,7 @@ def random_weights(model: nn.Module, *, folder: str, beside: Sequence[str] = ())
 def export(checkpoint: Path, *, config: Any, out: Path) -> dict[str, Path]:
     """Write the weights of a running checkpoint as a recipe writes its final ones; return the folders.
 
-    The run may go on meanwhile: nothing in its folder is changed. The model is built on the CPU.
+    The run may continue meanwhile: nothing in its folder is changed. The model is built on the CPU.
     """
     step_of(checkpoint)
     cfg = read_config(config)

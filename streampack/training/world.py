@@ -88,7 +88,7 @@ class World:
     """The process group for a thread beside the training loop, so that its collectives do not mix with the loop's."""
     device_type: str = "cpu"
     replicas: int = 1
-    """Copies of the model, each of which is sharded over some of the ranks (HSDP)."""
+    """Copies of the model; each is sharded over some of the ranks (HSDP)."""
     tensor_parallel: int = 1
     """Ranks that compute each layer together. They have consecutive numbers, and read the same batches."""
 

@@ -331,7 +331,7 @@ def test_a_run_by_epochs_ends_with_the_data(
     config = tiny_config(epoch.copy_to(tmp_path), **SMALL | {"epochs": 2}, resume_from_checkpoint=True)
     longer = train(config)
     assert longer["ledger"].samples == 240
-    assert f"going on from step {epoch.result['step']} of " in capsys.readouterr().out
+    assert f"continuing from step {epoch.result['step']} of " in capsys.readouterr().out
     assert train(config) == {"step": longer["step"]}
     assert "is over" in capsys.readouterr().out
     found = rates(tmp_path)[-(longer["step"] - epoch.result["step"]) :]
@@ -380,12 +380,12 @@ def test_the_quickstart_resumes_by_itself(
         interrupt_step(6, interrupted)
         with pytest.raises(SystemExit):
             quickstart.main(small)
-    assert "run-001: interrupted; resume_from_checkpoint=True goes on from step 4" in capsys.readouterr().err
+    assert "run-001: interrupted; resume_from_checkpoint=True resumes from step 4" in capsys.readouterr().err
     # A run that was killed while it wrote its weights leaves this.
     (runs / "run-001" / "epoch_0").mkdir()
     assert quickstart.main(small) == 0
     said = capsys.readouterr().out
-    assert re.search(r"going on with \S+/run-001.*\n(.*\n)*going on from step 4 of 12", said)
+    assert re.search(r"continuing \S+/run-001.*\n(.*\n)*continuing from step 4 of 12", said)
     advice = said.partition("What to try next")[2]
     assert "make " not in advice, "a wheel has no Makefile"
     advised = re.findall(r"python -m streampack_recipes.quickstart ([^\s,]+)", advice)

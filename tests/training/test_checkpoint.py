@@ -310,5 +310,5 @@ def test_behind_its_last_step_a_schedule_stays_at_its_end(caplog):
         step_schedule(scheduler, step=step, steps=5)
     assert rates == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5, 0.5]
     assert [record.getMessage()[:52] for record in caplog.records] == [
-        "the data go on behind the 5 steps that the schedule "
+        "the data continue after the 5 steps that the schedule "
     ]

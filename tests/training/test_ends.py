@@ -198,7 +198,7 @@ def test_a_signal_in_a_step_checkpoints_that_step(
     with monkeypatch.context() as patched:
         interrupt_step(step, patched, lambda: os.kill(os.getpid(), number))
         with pytest.raises(
-            Interrupted, match=f"resume_from_checkpoint=True goes on from step {step}, its newest"
+            Interrupted, match=f"resume_from_checkpoint=True resumes from step {step}, its newest"
         ) as raised:
             train(config)
     assert (raised.value.step, raised.value.status) == (step, 128 + number)

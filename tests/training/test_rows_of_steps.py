@@ -156,7 +156,7 @@ def test_a_run_keeps_the_rows_of_its_steps(tmp_path: Path, monkeypatch: pytest.M
     def interrupted(step: Step) -> None:
         scale(step) if next(steps) <= 40 else fail(KeyboardInterrupt())
 
-    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="goes on from step 40"):
+    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="resumes from step 40"):
         patched.setattr(Step, "scale_gradients", interrupted)
         train(config)
     config.resume_from_checkpoint = True

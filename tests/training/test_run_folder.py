@@ -134,7 +134,7 @@ def test_resuming_a_finished_run_changes_nothing(
 
     config.max_steps = 13
     assert train(config)["step"] == 13
-    assert "going on from step 12 of 13\n" in capsys.readouterr().out
+    assert "continuing from step 12 of 13\n" in capsys.readouterr().out
     assert written(tmp_path) != before
 
 
@@ -173,7 +173,7 @@ def test_weights_without_checkpoints_are_not_overwritten(
 def test_a_run_that_goes_on_is_not_over(tmp_path: Path, whole: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of_copy(whole, tmp_path)
     config.max_steps = 20
-    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="goes on from step 12"):
+    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="resumes from step 12"):
         patched.setattr(Step, "scale_gradients", lambda _: fail(KeyboardInterrupt()))
         train(config)
     assert not (tmp_path / "out" / "finished.json").exists()
@@ -196,8 +196,8 @@ def test_a_run_of_another_release_is_refused(tmp_path: Path, whole: Run) -> None
 
 
 @pytest.mark.parametrize(("step", "every", "message"), [
-    (6, 4, "/out: interrupted; resume_from_checkpoint=True goes on from step 4, its newest checkpoint"),
-    (3, 4, r"interrupted; there is no checkpoint yet \(save_every_n_steps=4\), and the same command begins anew"),
+    (6, 4, "/out: interrupted; resume_from_checkpoint=True resumes from step 4, its newest checkpoint"),
+    (3, 4, r"interrupted; there is no checkpoint yet \(save_every_n_steps=4\), and the same command restarts"),
 ])  # fmt: skip
 def test_ctrl_c_prints_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, every: int, message: str

@@ -20,6 +20,7 @@ from torchtune.models.llama3 import llama3_tokenizer
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.rank_sync import OtherRankFailed
+from streampack.inspection.commands import inspect_config, print_packs  # private: the commands print these
 from streampack.instantiate import build
 from streampack.training.checks import read_config
 from streampack.training.collated_rows import prepare_inputs
@@ -182,6 +183,18 @@ def test_pairs_are_those_of_torchtunes_dataset_with_the_prompt_once(
     assert Counter(found) == Counter(expected)
     assert shared == len(rows), "a prompt was computed twice"
     assert any(len(tokens) == LIMIT for pair in expected for tokens, _ in pair), "no answer was cut"
+
+
+def test_commands_show_text_and_advise_no_keys_of_data(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = node(place, "text_completion")
+    config = vars(config_of(place, tmp_path, dataset, **{"model.vocab_size": 2**18}))
+    print_packs(config, step=None, packs=1)
+    assert "ab cd 0" in capsys.readouterr().out
+    report = inspect_config(config, title="", ranks=[64], rows=None, packs=1)
+    assert any(advice.yaml.startswith("dataset:\n  packed: True") for advice in report.advice)
+    assert not any(advice.yaml.startswith("data:") for advice in report.advice)
 
 
 def test_an_answer_that_the_tokenizer_cut_off_is_kept_as_in_torchtune(place: Path, tmp_path: Path) -> None:

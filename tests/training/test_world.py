@@ -333,7 +333,7 @@ def test_the_guides_kill_and_resume(tmp_path, shell):
     resumed = shell(f"{resume} max_steps={newest + 60}")
     said, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0
-    assert f"going on from step {newest} of {newest + 60}\n" in said
+    assert f"continuing from step {newest} of {newest + 60}\n" in said
     after = losses(tmp_path)
     assert list(after) == list(range(newest + 1, newest + 61))
     again = [step for step in after if step in before]
