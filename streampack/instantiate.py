@@ -103,8 +103,6 @@ def errors_of(key: str, way_out: str = "", *, of_files: str = "") -> Iterator[No
         yield
     except Exception as error:  # whatever a component or a library below it may raise
         what = next(iter(str(error).splitlines()), "") or type(error).__name__
-        cause = next(iter(str(error.__cause__ or "").splitlines()), "")
-        what += f" ({cause})" * (cause not in what)  # datasets says only that an error occurred
         if isinstance(error, KeyError) and " " not in what:
             what = f"there is no {what}"
         elif not isinstance(error, ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -280,45 +279,6 @@ def test_a_mistake_is_named_with_its_way_out(
     with pytest.raises((ValueError, TypeError, OSError)) as error:
         make()
     assert fragment in str(error.value).replace(f"{tmp_path}/", "").replace(str(tmp_path), "HERE")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "fragment"),
-    [
-        ("max_step", 8, "Did you mean: 'max_steps'?"),
-        ("data.max_seq_len", 4096, "is above model.max_seq_len=32, the positions that the model has; lower"),
-        ("data.source._component_", "streampack.JSONSource", "leads to nothing that can be called; did you mean"),
-        ("data.source._component_", "my_code.Rows", "if you trust my_code, run with --trust my_code"),
-        ("data.encoder", "streampack.TextEncoder", "is text; write it as a component: {_component_: streampack.Te"),
-        ("checkpointer.checkpoint_dir", "models/llama", "is no folder; download the weights, or correct the path"),
-        ("data", [{"tokens": [3, 4], "labels": [-100, -100]}] * 40, "data: the first batch trains nothing: every"),
-    ],
-    ids=lambda value: value[:24] if isinstance(value, str) else "",
-)  # fmt: skip
-def test_a_config_is_refused_before_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, fragment: str
-) -> None:
-    from streampack_recipes.full_finetune import train
-
-    from streampack.training.checks import to_plain
-    from streampack.training.validate import validate  # private: the command prints what this returns
-    from tests.harness.tiny import tiny_config
-
-    monkeypatch.setenv("STREAMPACK_TRUST", "tests")
-    config = to_plain(tiny_config(tmp_path, rows=100))
-    if key == "data":
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in value))
-        del config["data"]["encoder"]
-        config["validation"] = config["run_val_every_n_steps"] = None
-    else:
-        *above, last = key.split(".")
-        node: Any = config
-        for each in above:
-            node = node[each]
-        node[last] = value
-    said = validate(config, train_of=lambda _: train)[0]
-    assert key.rpartition(".")[2] in said or key.partition(".")[0] in said
-    assert fragment in said
 
 
 @pytest.mark.parametrize(

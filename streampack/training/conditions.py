@@ -236,6 +236,15 @@ def _dataset(cfg: RunConfig) -> Iterator[str]:
             if name not in COLUMNS:
                 hint = did_you_mean(name, COLUMNS) or f"; torchtune knows {', '.join(COLUMNS)}"
                 yield f"dataset.column_map: {name!r} is not read{hint}"
+        if node.get("streaming"):
+            yield (
+                "dataset: torchtune's datasets have no length with streaming=True; remove it, or read the stream by "
+                "data: {source: {_component_: streampack.HFSource, ...}, encoder: ...}"
+            )
+        if node.get("packed") and str(node.get(COMPONENT)).startswith("torchtune.datasets.multimodal."):
+            yield (
+                f"dataset: {node[COMPONENT]} has images, which torchtune's models take padded only; set packed: False"
+            )
     packed = {node.get("packed", False) for node in nodes}
     if any(isinstance(value, str) for value in packed):
         return  # as the builder's argument says

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -24,7 +23,6 @@ from streampack.sources.holdout import Holdout, hold_out
 from streampack.sources.mixture import Mix
 from streampack.sources.mixture_reader import Entry
 from streampack.sources.reading import Reading
-from streampack.sources.source import Source
 from streampack.storage.corpus import listed_by
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.conditions import CROSS_ENTROPIES
@@ -32,7 +30,7 @@ from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
 from streampack.training.torchtune_data import RunRows, torchtune_rows
 from streampack.training.world import World
-from streampack.types import Pack, Sample
+from streampack.types import Pack
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,11 @@ def build_data(
     world: World | None = None,
     positions: int | None = None,
 ) -> tuple[IterablePackedDataset, dict[str, HeldOut]]:
-    """Build the training dataset, and the held-out batches of every source (none without
-    ``validation`` or ``dataset_val``).
+    """Build the training dataset, and the held-out batches of every source, if there are any.
 
-    The held-out rows of every source are packed by themselves, in one lane and without shuffling, so the packs are the
-    same in every run and on any number of ranks. They are divided among the ranks, and null packs give every rank the
-    same number of batches. A source that is no mixture has an empty name.
+    The held-out rows of a source are packed by themselves, in one lane and without shuffling, so the packs are the same
+    in every run and on any number of ranks. They are divided among the ranks, and null packs give every rank the same
+    number of batches. A source that is no mixture has an empty name.
 
     Args:
         config: of the run.
@@ -84,7 +81,7 @@ def build_data(
 def build_datasets(
     config: RunConfig, *, tokenizer: Any, vocab_size: int | None, world: World, positions: int | None = None
 ) -> Datasets:
-    """Build the datasets of `build_data`, and do not read rows from them yet, but for a few of torchtune's."""
+    """Build the datasets of `build_data`, without reading rows, except for a few of torchtune's."""
     build_rows = partial(_rows_of, config, tokenizer=tokenizer, positions=positions, world=world)
     rows, held_out = build_rows("data" if config.dataset is None else "dataset"), None
     kept = quarantine_for(
@@ -110,15 +107,22 @@ def build_datasets(
         train.keep_corpus_lists(Path(config.output_dir, "corpus_lists"))
     if held_out is None:
         return Datasets(train, {}, {})
-    # The limit of bad records is for each lane of the training rows. A held-out dataset has one lane and reads only
-    # until it has enough packs, so no limit is needed.
-    # All ranks read the held-out rows, so only rank 0 lists their bad records, in a folder of their own.
+    # All ranks read the held-out rows, so only rank 0 lists their bad records, in a folder of their own. They need no
+    # limit: a held-out dataset reads only until it has enough packs.
     if kept is not None:
         kept = replace(kept.within("validation"), limit=sys.maxsize)
         kept = kept if world.is_main else replace(kept, folder=None)
-    entries = entries_of(held_out.source, held_out.encoder or train.lane_config.encode)
-    fixed = common | held_out.settings | {"skip_bad": kept}
-    datasets = {entry.name: first_rows(entry, fixed) for entry in entries}
+    apart = held_out.source
+    entries = apart.entries if isinstance(apart, Mix) else [Entry("", apart, 1.0)]
+    fixed = common | held_out.settings | {"shuffle": False, "num_lanes": 1, "balance_window": 0}
+    datasets = {
+        entry.name: IterablePackedDataset(
+            entry.source,
+            encoder=entry.encoder or held_out.encoder or train.lane_config.encode,
+            **fixed | {"skip_bad": kept and kept.within(entry.name)},
+        )
+        for entry in entries
+    }
     return Datasets(train, datasets, {entry.name: entry.weight for entry in entries})
 
 
@@ -153,42 +157,28 @@ def _rows_of(config: RunConfig, key: str, *, tokenizer: Any, positions: int | No
     return RunRows(source, encoder, settings)
 
 
-def entries_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -> list[Entry]:
-    """Return the sources of a mixture, each with its encoder; or the source itself under an empty name."""
-    entries = source.entries if isinstance(source, Mix) else [Entry("", source, 1.0)]
-    return [replace(entry, encoder=entry.encoder or encoder) for entry in entries]
-
-
-def first_rows(entry: Entry, settings: Mapping[str, Any]) -> IterablePackedDataset:
-    """Build a dataset that packs one source's rows in their order, in one lane."""
-    own: dict[str, Any] = {"shuffle": False, "num_lanes": 1, "balance_window": 0, "encoder": entry.encoder}
-    if (kept := settings["skip_bad"]) is not None:
-        own["skip_bad"] = kept.within(entry.name)
-    return IterablePackedDataset(entry.source, **{**settings, **own})
-
-
 def _batches_of_rank(
     packs: list[Pack], dataset: IterablePackedDataset, *, batch_size: int, world: World
 ) -> list[Batch]:
-    """Collate this rank's part of the packs, with null packs added so that all ranks have as many batches."""
-    batches = math.ceil(len(packs) / (world.data_size * batch_size))
+    """Collate this rank's packs; null packs give all ranks the same number of batches."""
+    config, number = dataset.lane_config, math.ceil(len(packs) / (world.data_size * batch_size)) * batch_size
     mine = packs[world.data_rank :: world.data_size]
-    config = dataset.lane_config
-    padding_idx, segments = config.padding_idx, config.packing.max_segments
-    if missing := batches * batch_size - len(mine):
-        mine += [config.null_pack()] * missing
+    mine += [config.null_pack()] * (number - len(mine))
     return [
-        stack_packs(mine[first : first + batch_size], segments=segments, padding_idx=padding_idx)
-        for first in range(0, len(mine), batch_size)
+        stack_packs(
+            mine[first : first + batch_size],
+            segments=config.packing.max_segments,
+            padding_idx=config.padding_idx,
+        )
+        for first in range(0, number, batch_size)
     ]
 
 
 def join_documents(batch: Batch) -> Batch:
     """Join each row's samples to one sequence, without document masking, on the batch's device.
 
-    Every token attends to all before it in the row, and positions continue from sample to sample, as was common in
-    pretraining. Labels and ``fragments`` stay as they are, so the first token of a document is still not trained.
-    Padding remains a segment of its own.
+    Every token attends to all before it in the row, and positions continue from sample to sample. Labels and
+    ``fragments`` stay, so the first token of a document is still not trained. Padding remains a segment of its own.
 
     >>> from streampack import IterablePackedDataset, collate_packed
     >>> rows = [{"tokens": [i] * 3, "labels": [i] * 3} for i in (7, 8)]

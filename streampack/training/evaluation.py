@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,19 +43,6 @@ def evaluate(
     return mean_losses(model, held_out, measure, device=device, world=world)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and gradients off within the block; afterwards the model is in training mode."""
-    model.eval()
-    with torch.no_grad():
-        yield
-    model.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # With reshard_after_forward=False, layers would stay whole until the next backward pass.
-            module.reshard()
-
-
 def mean_losses(
     model: nn.Module,
     held_out: Mapping[str, HeldOut],
@@ -68,14 +54,20 @@ def mean_losses(
     """Collective: return ``validation_loss``, and of a mixture ``validation_loss_<name>`` too.
 
     The first is the mean of the sources' losses, weighted by their fractions of the trained tokens. ``measure`` returns
-    the summed loss of a batch, and what it is to be divided by.
+    the summed loss of a batch, and its divisor. Afterwards the model is in training mode.
     """
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)
-    with evaluating(model):
+    model.eval()
+    with torch.no_grad():
         for total, (batches, _) in zip(totals, held_out.values(), strict=True):
             for loss, weight in map(measure, batches):
                 total[0] += loss
                 total[1] += weight
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # With reshard_after_forward=False, layers would stay gathered until the next backward pass.
+            module.reshard()
     losses = [loss / weight if weight else 0.0 for loss, weight in world.all_reduce(totals).tolist()]
     fractions = [source.weight for source in held_out.values()]
     weighted = (weight * loss for weight, loss in zip(fractions, losses, strict=True))

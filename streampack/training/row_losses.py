@@ -142,7 +142,7 @@ def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) 
         state = read_run(kept.path(begun))["stream"]
     elif after["begun"]:
         raise ValueError(
-            f"the run began at step {after['begun']} of another run, and {checkpoints} has no checkpoint before "
+            f"the run began at step {after['begun']}, after another run, and {checkpoints} has no checkpoint before "
             f"step {step}; its first one is of step {steps[0]}"
         )
     else:

@@ -312,8 +312,8 @@ def open_run(
             kept = quarantine_for(cfg.data.get("skip_bad"))
             cfg.data["skip_bad"] = kept and replace(kept, folder=None)
         saved = run.world.run_on_main(lambda: saved_settings(cfg), of="settings of a run")
-        if cfg.seed is None:
-            cfg.seed = saved.get("seed", run.world.broadcast(SystemRandom().randrange(2**31)))
+        seed = saved.get("seed", SystemRandom().randrange(2**31)) if cfg.seed is None else cfg.seed
+        cfg.seed = run.world.broadcast(seed)
         if cfg.dtype == "auto":
             cfg.dtype = saved.get("dtype", pick_dtype(run.device))
         if (mode := cfg.cudnn_deterministic_mode) is not None:

@@ -15,12 +15,12 @@ from streampack.instantiate import build
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
 from streampack.packing.strategies import PADDED
+from streampack.training.checks import shown
 from streampack.training.config import RunConfig
 from streampack.training.meters import CountMeter, SourceMeter, memory_metrics, stream_metrics
 from streampack.training.optimizer import clip_gradients, scale_gradients
 from streampack.training.progress import MetricLogger, aligned, bar, postfix, summary
 from streampack.training.row_losses import RowLosses
-from streampack.training.secrets import shown
 from streampack.training.world import World
 
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from datasets.exceptions import DatasetGenerationError
+
 from streampack.instantiate import COMPONENT, build, errors_of, resolve
 from streampack.packing.collated import Collate
 from streampack.packing.encoders import TokensEncoder
@@ -75,13 +77,7 @@ def torchtune_rows(
     ``packed: True`` a pack has ``tokenizer.max_seq_len`` tokens, or twice as many for pairs, which are two sequences.
     Otherwise each sample is a row of a padded batch.
 
-    Args:
-        nodes: the config's value.
-        key: its name, for messages.
-        tokenizer: of the run.
-        world: the ranks. Rank 0 downloads first.
-        positions: of the model; None: unknown.
-        collate_fn: the config's.
+    ``key`` is the name of the ``nodes`` in the config, for messages; ``positions`` are the model's, None if unknown.
 
     Raises:
         ValueError: in one line, for nodes that build nothing, do not go together, or make no samples.
@@ -90,7 +86,7 @@ def torchtune_rows(
     packed = bool(each[0].get("packed", False))  # of all, as the config's checks know
     splits = packed and _common("split_across_pack", [_splits(node, key) for node in each], key)
     collate = collate_of(collate_fn, tokenizer=tokenizer)
-    limit = _limit(tokenizer, packed=packed, positions=positions, key=key)
+    limit = _limit(tokenizer, positions=positions)
     if splits:  # torchtune cuts each document before it packs; here it continues in the next pack
         tokenizer = copy.copy(tokenizer)
         tokenizer.max_seq_len = None
@@ -122,14 +118,9 @@ def torchtune_rows(
     )
 
 
-def _limit(tokenizer: Any, *, packed: bool, positions: int | None, key: str) -> int | None:
+def _limit(tokenizer: Any, *, positions: int | None) -> int | None:
     """Return the most tokens of a sample, as the tokenizer cuts it; None: it does not cut."""
     limit: int | None = getattr(tokenizer, "max_seq_len", None)
-    if packed and limit is None:
-        raise ValueError(
-            f"{key}: packed: True needs the length of a pack, and tokenizer.max_seq_len is null; set it, for example "
-            "tokenizer.max_seq_len=4096"
-        )
     if positions is not None and (limit or 0) > positions:
         raise ValueError(
             f"tokenizer.max_seq_len={limit} is above the model's {positions} positions; lower it to {positions}"
@@ -172,24 +163,16 @@ def _common(what: str, values: Sequence[bool], key: str) -> bool:
 
 
 def _built(node: Node, key: str, tokenizer: Any) -> Any:
-    """Build a dataset without torchtune's packing, and check that its rows have numbers."""
-    if node.get("packed") and node[COMPONENT].startswith("torchtune.datasets.multimodal."):
-        raise ValueError(
-            f"{key}: {node[COMPONENT]} has images, which torchtune's models take padded only; set packed: False"
-        )
+    """Build a dataset without torchtune's packing."""
     known = inspect.signature(resolve(node[COMPONENT])).parameters
     unpacked = {name: value for name, value in node.items() if name not in ("packed", "weight")}
     # The library below is given what the builder does not know.
     near = [did_you_mean(name, known) for name in unpacked if name not in {*known, COMPONENT}]
-    files = f"look at data_files={node['data_files']}" if "data_files" in node else ""
-    with errors_of(key, "".join(near).removeprefix("; ") or files, of_files=LOCAL_FILE):
-        dataset = build(unpacked | ({"packed": False} if "packed" in known else {}), tokenizer)
-    if node.get("streaming"):
-        raise ValueError(
-            f"{key}: torchtune's datasets have no length with streaming=True; leave it out, or read the stream by "
-            "data: {source: {_component_: streampack.HFSource, ...}, encoder: ...}"
-        )
-    return dataset
+    with errors_of(key, "".join(near).removeprefix("; "), of_files=LOCAL_FILE):
+        try:
+            return build(unpacked | ({"packed": False} if "packed" in known else {}), tokenizer)
+        except DatasetGenerationError as error:  # which names neither the file nor the cause
+            raise ValueError(f"{node.get('data_files', node.get('source'))}: {error.__cause__}") from error
 
 
 def _first_row(dataset: Any, node: Node, key: str, collate: Collate | None) -> Mapping[str, Any]:

@@ -34,6 +34,7 @@ def sound(tmp_path_factory):
         "long.jsonl": {"text": " ".join(["red"] * 99)},
         "columns.jsonl": {"txt": "red"},
         "ids.jsonl": {"tokens": [1, 2, 99], "labels": [1, 2, 99]},
+        "masked.jsonl": {"tokens": [3, 4], "labels": [-100, -100]},
     }
     for name, row in rows.items():
         (folder / name).write_text(f"{json.dumps(row)}\n" * 3)
@@ -95,7 +96,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         of_file("ids", **{"data.encoder": TOKENS}),
         "{folder}/ids.jsonl:1: token id 99 is outside the vocabulary of 16 ids (0 to 15)",
     ),
+    (of_file("masked", **{"data.encoder": TOKENS}), "data: the first batch trains nothing: every label is masked"),
     ({"device": "opengl"}, "device='opengl' is unknown; choose one of "),
+    ({"checkpointer.checkpoint_dir": "llama"}, "checkpointer.checkpoint_dir='llama' is no folder; download"),
     ({"optimizer.lr": "abc"}, "optimizer: torch.optim.AdamW: lr='abc' is text; give a number"),
     ({"optimizer.lr": -1.0}, "optimizer: torch.optim.AdamW: Invalid learning rate: -1.0"),
     (

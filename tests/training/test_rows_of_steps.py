@@ -247,6 +247,6 @@ def test_what_cannot_be_made_again_is_refused(tmp_path: Path, whole: Run) -> Non
     second = tiny_config(tmp_path, max_steps=13, save_every_n_steps=1, resume_from=str(whole.checkpoint(12)))
     train(second)
     with pytest.raises(
-        ValueError, match=r"^the run began at step 12 behind another run, .* no checkpoint before step"
+        ValueError, match=r"^the run began at step 12, after another run, .* no checkpoint before step"
     ):
         made_again(second, tmp_path, 13)

@@ -192,7 +192,7 @@ def test_commands_show_text_and_advise_no_keys_of_data(
     config = vars(config_of(place, tmp_path, dataset, **{"model.vocab_size": 2**18}))
     print_packs(config, step=None, packs=1)
     assert "ab cd 0" in capsys.readouterr().out
-    report = inspect_config(config, title="", ranks=[64], rows=None, packs=1)
+    report = inspect_config(config, title="", ranks=[1], rows=None, packs=1)
     assert any(advice.yaml.startswith("dataset:\n  packed: True") for advice in report.advice)
     assert not any(advice.yaml.startswith("data:") for advice in report.advice)
 
@@ -243,7 +243,7 @@ def test_what_a_builder_does_wrong_is_one_line_with_the_key_and_the_way_out(
         (node(place, "alpaca", column_map={"output": "none"}), LIMIT, r"dataset: .*: the first row: .*'none'; map"),
         (node(place, "chat", conversation_column="none", conversation_style="openai"), LIMIT, "dataset: .*'none'; map"),
         (node(place, "chat", conversation_column=TURNS, conversation_style="none"), LIMIT, r"dataset: .*style: none"),
-        (node(place, "text_completion", streaming=True), LIMIT, r"dataset: .* streaming=True; leave it out"),
+        (node(place, "text_completion", streaming=True), LIMIT, r"dataset: .* streaming=True; remove it"),
         ([node(place, "alpaca", packed=True), node(place, "chat", **chat)], LIMIT, "some of its nodes"),
         ([node(place, "chat", **chat), node(place, "preference")], LIMIT, r"dataset: .*pairs"),
         ([node(place, "text_completion", packed=True), node(place, "chat", packed=True, **chat)], LIMIT, "split_acr"),
