@@ -65,7 +65,7 @@ class Fragment(NamedTuple):
     stop: int
     # Trained tokens of all fragments together, if the sample was split; `label_weights` divides by it.
     trained: int | None = None
-    padding: int = 0  # tokens behind them in the sequence, for which ``pad_seqs_to`` asked
+    padding: int = 0  # tokens after them in the sequence, for ``pad_seqs_to``
 
     @property
     def length(self) -> int:

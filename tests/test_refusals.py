@@ -45,7 +45,7 @@ def first(source: Any, **settings: Any) -> Any:
 
 
 def of_file(content: str | bytes, **settings: Any) -> Any:
-    """Make the first pack of a file of rows, which lies in the working directory."""
+    """Make the first pack of a file of rows, in the working directory."""
     Path("rows.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     return first("rows.jsonl", **settings)
 
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shuffle as text": (
         lambda: packs(ROWS, shuffle="no"),
-        "shuffle='no' is text; give True, False or a number of rows",
+        "shuffle='no' is text; give True, False, 'auto' or a number of rows",
     ),
     "split_across_pack as text": (
         lambda: packs(ROWS, split_across_pack="no"),

@@ -111,7 +111,7 @@ OF_PAIRS: tuple[Condition, ...] = (
 )  # fmt: skip
 """Conditions of the recipe dpo."""
 OF_CROSS_ENTROPY: tuple[Condition, ...] = (
-    (lambda c: c.loss is not None and c.loss.get(COMPONENT) not in CROSS_ENTROPIES,
+    (lambda c: c.loss is not None and c.loss.get(COMPONENT, CROSS_ENTROPIES[0]) not in CROSS_ENTROPIES,
      f"loss: {{loss[_component_]}} is not the cross-entropy of this recipe; name {CROSS_ENTROPIES[0]}, or run dpo for "
      "a loss that compares pairs"),
     (lambda c: "padded_collate_dpo" in (c.collate_fn or ""),
@@ -175,7 +175,7 @@ def _values(cfg: RunConfig) -> Iterator[str]:
     for name, lowest in least.items():
         if (value := getattr(cfg, name)) is not None:
             yield from message_from(require_positive, value, name, least=lowest)
-    if (rank := cfg.model.get("lora_rank")) is not None:
+    if isinstance(rank := cfg.model.get("lora_rank"), int):
         yield from message_from(require_positive, rank, "model.lora_rank")
     yield from message_from(require_device, cfg.device)
     for name, words in WORDS.items():

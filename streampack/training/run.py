@@ -63,7 +63,7 @@ Evaluate = Callable[[Mapping[str, HeldOut]], dict[str, float]]
 class Run:
     """A training run from its config to its weights; a recipe adds the model, the optimizer and the loss.
 
-    A recipe calls the methods below in their order, each on every rank. `streampack_recipes.full_finetune` shows it.
+    Every rank calls the methods below in their order, as `streampack_recipes.full_finetune` shows.
 
     Attributes:
         cfg: the config.
@@ -106,13 +106,8 @@ class Run:
         before = None if self.saved_step is None else read_run(self.checkpoints.path(self.saved_step))
         # The same step as before, on whatever number of ranks, unless the config asks for another one.
         same = before is not None and before["packs_of_rank"] == cfg.packs_of_rank
-        self.loader = build_loader(
-            cfg,
-            self.dataset,
-            device=self.device,
-            world=world,
-            packs_per_step=before["packs_per_step"] if before is not None and same else None,
-        )
+        packs = before["packs_per_step"] if before is not None and same else None
+        self.loader = build_loader(cfg, self.dataset, device=self.device, world=world, packs_per_step=packs)
         if before is not None and self.loader.packs_per_step != before["packs_per_step"] and world.is_main:
             log.warning(
                 "a step has %d packs from here on; up to step %d it had %d, as batch_size and "

@@ -97,8 +97,9 @@ def check(
         problems += _caught("lr_scheduler", lambda: build(cfg.lr_scheduler, inject=inject) and None)
     if sound("model"):
         problems += _caught("model", lambda: _model_problems(cfg, adapters=adapters))
-    if files and sound("checkpointer"):
-        problems += _checkpoint_problems(cfg.checkpointer)
+    for key in ("checkpointer", "ref_checkpointer") if files else ():
+        if getattr(cfg, key) and sound(key):
+            problems += _checkpoint_problems(key, getattr(cfg, key))
     return cfg, problems
 
 
@@ -142,19 +143,19 @@ def _model_problems(cfg: RunConfig, *, adapters: bool | None) -> Iterator[str]:
             yield f"custom_sharded_layers: the model has no {wanted!r}{did_you_mean(wanted, known)}"
 
 
-def _checkpoint_problems(node: Mapping[str, Any]) -> Iterator[str]:
+def _checkpoint_problems(key: str, node: Mapping[str, Any]) -> Iterator[str]:
     """Yield missing files and unknown formats of a checkpointer node."""
     folder, kind, names = node.get("checkpoint_dir"), node.get("model_type"), node.get("checkpoint_files")
     if kind is not None:
-        yield from message_from(require, kind, "checkpointer.model_type", ModelType.__members__)
+        yield from message_from(require, kind, f"{key}.model_type", ModelType.__members__)
     if not isinstance(folder, str):
         return  # it is a node, which would write the files when it is built
     if not Path(folder).is_dir():
-        yield f"checkpointer.checkpoint_dir={folder!r} is no folder; download the weights, or correct the path"
+        yield f"{key}.checkpoint_dir={folder!r} is no folder; download the weights, or correct the path"
         return
     for name in names if isinstance(names, list) else []:
         if isinstance(name, str) and not Path(folder, name).is_file():
-            yield f"checkpointer.checkpoint_files: there is no {name!r} in {folder}"
+            yield f"{key}.checkpoint_files: there is no {name!r} in {folder}"
 
 
 def require_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, groups: bool = False) -> None:

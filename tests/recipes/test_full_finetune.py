@@ -37,7 +37,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(next((folder / "out" / "epoch_0").glob("*.bin")), weights_only=True)
 
 
-def behind(step: int, values: dict[int, str]) -> dict[int, str]:
+def after(step: int, values: dict[int, str]) -> dict[int, str]:
     return {each: value for each, value in values.items() if each > step}
 
 
@@ -94,7 +94,7 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path: Path, whole: Run) -
     train(config)
     resumed = losses(tmp_path)
     assert min(resumed) in (5, 9)  # checkpoints are at 4 and 8
-    assert resumed == behind(min(resumed) - 1, losses(whole.folder))
+    assert resumed == after(min(resumed) - 1, losses(whole.folder))
     validation = losses(tmp_path, "validation_loss")
     assert validation == {step: losses(whole.folder, "validation_loss")[step] for step in validation}
 
@@ -109,7 +109,7 @@ def test_dropout_is_that_of_the_step_after_a_resume_and_after_a_validation(tmp_p
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-# What a resume refuses, and what it cannot heed.
+# What a resume refuses, and what it cannot apply.
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 @pytest.mark.filterwarnings("always::UserWarning")
-def test_settings_that_a_resume_cannot_heed_are_named(tmp_path: Path, whole: Run, recwarn: Any) -> None:
+def test_settings_that_a_resume_cannot_apply_are_named(tmp_path: Path, whole: Run, recwarn: Any) -> None:
     whole.copy_to(tmp_path, newest=8)
     assert train(tiny_config(tmp_path, resume_from_checkpoint=True, max_steps=9))["step"] == 9
     assert not [warning for warning in recwarn if "not used" in str(warning.message)]
@@ -202,7 +202,7 @@ def test_secrets_reach_no_file_and_no_screen(
     report = found[tmp_path / "out" / "report.html"]
     assert "api_key: ${oc.env:KEY}" in report
     assert "31415926" not in report
-    assert "loss_norm: token" in report, "what the config leaves out"
+    assert "loss_norm: token" in report, "what the config does not say"
     assert "'api_key': '${oc.env:KEY}'" in found[tmp_path / "uploaded.txt"]
     with pytest.raises(ValueError, match=r"^storage is a str; give a Storage") as raised:
         train(
@@ -290,9 +290,9 @@ def test_without_document_masking_a_pack_is_one_sequence(tmp_path: Path) -> None
         assert abs(unmasked - masked) > 1e-4  # of fp32 losses near 3, whose noise is 1e-6
 
 
-# Epochs, steps and learning rates of runs that go on in another way than they began: no rate rises again.
+# Epochs, steps and learning rates of runs that resume in another way than they began: no rate rises again.
 
-PEAK = 0.02  # of torchtune's cosine, which rises again behind its last step
+PEAK = 0.02  # of torchtune's cosine, which rises again after its last step
 SMALL: dict[str, Any] = {
     "rows": 120, "validation": None, "epochs": 1, "max_steps": None, "data.num_lanes": 1,
     "gradient_accumulation_steps": 1,     "save_every_n_steps": 8, "keep_last_n_checkpoints": 9,
@@ -340,7 +340,7 @@ def test_a_run_by_epochs_ends_with_the_data(
     assert found[1] > PEAK / 3, "the second half of the new one"
 
 
-def test_a_run_that_had_max_steps_goes_on_to_the_end_of_its_epochs(tmp_path: Path, epoch: Run) -> None:
+def test_a_run_that_had_max_steps_continues_to_the_end_of_its_epochs(tmp_path: Path, epoch: Run) -> None:
     """The smoke test's few steps stayed those of the schedule, which rose to its peak again."""
     train(tiny_config(tmp_path, **SMALL | {"max_steps": 8}))
     assert len(rates(tmp_path)) == 8

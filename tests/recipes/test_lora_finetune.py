@@ -61,7 +61,7 @@ def test_a_resumed_run_has_the_same_losses_and_weights(tmp_path: Path, lora: Run
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_adapters_begin_as_torchtunes_do_and_merged_weights_can_be_left_out(tmp_path: Path) -> None:
+def test_adapters_begin_as_torchtunes_do_and_merged_weights_are_optional(tmp_path: Path) -> None:
     settings = {"max_steps": 1, "save_adapter_weights_only": True, "validation": None, "optimizer.lr": 0.0}
     train(lora_config(tmp_path, **settings))
     assert [path.name for path in (tmp_path / "out" / "adapter").iterdir()] == ["adapter_model.pt"]
@@ -72,7 +72,7 @@ def test_adapters_begin_as_torchtunes_do_and_merged_weights_can_be_left_out(tmp_
     assert 0.8 * bound < max(float(v.abs().max()) for n, v in first.items() if "q_proj.lora_a" in n) <= bound
 
 
-# torchao quantizes in groups of 64 * 256 numbers, and a rank needs whole groups of each weight.
+# torchao quantizes in groups of 64 * 256 numbers, and a rank needs complete groups of each weight.
 QUANTIZABLE = BASE | {"embed_dim": 256, "intermediate_dim": 256, "num_layers": 1}
 
 

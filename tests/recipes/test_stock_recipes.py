@@ -26,7 +26,7 @@ def recipes(of: dict[str, str]) -> list[Any]:
 
 
 def node_of(path: Path) -> dict[str, Any]:
-    """Return torchtune's node for rows of questions and answers, of which the questions are trained, too."""
+    """Return torchtune's node for rows of questions and answers; questions are trained, too."""
     return {
         "_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": str(path),
         "column_map": {"input": "question", "output": "answer"}, "split": "train", "train_on_input": True,

@@ -81,7 +81,13 @@ def test_one_word_packs_the_same_samples(tmp_path: Path, capsys: pytest.CaptureF
         result = full_finetune.train(config)
         first = json.loads(Path(config.output_dir, "metrics.jsonl").read_text().splitlines()[0])
         losses[packed], tokens[packed], computed[packed] = first["loss"], result["tokens"], result["computed"]
-        assert f"{result['computed']:,} tokens computed" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"{result['computed']:,} tokens computed" in said
+        assert (
+            ("an epoch is 12 samples" in said)
+            == ("\nsamples      12, from 12 samples" in said)
+            == (not packed)
+        )
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     assert tokens[True] == tokens[False]
     assert tokens[True] < computed[True] < computed[False]  # 1,462 of 1,600 and of 1,716

@@ -83,7 +83,7 @@ def of_file(name: str, **changes: Any) -> dict[str, Any]:
 
 # Changes to a sound config, and the beginning of the only problem they make.
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"validation.fraction": 1e-9}, "validation.fraction=1e-09 holds out none of the rows: there are too few"),
+    ({"validation.fraction": 1e-9}, "validation.fraction=1e-09 holds out none of the rows: there are too few, and"),
     ({"validation.fraction": {"web": 0.1, "code": 1}}, "validation.fraction=1 is no fraction of the rows; give a"),
     ({"validation": {"source": COLUMNS}}, "validation rows: {folder}/columns.jsonl:1: column 'text' is missing"),
     ({"data.shufle": True}, "data: got an unexpected keyword argument 'shufle'; did you mean 'shuffle'?"),

@@ -49,7 +49,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("run", [{}, {"much": "x" * 100_000}])
-def test_a_limit_of_the_system_is_named_not_the_librarys_error_behind_it(tmp_path, run):
+def test_a_limit_of_the_system_is_named_not_the_librarys_error(tmp_path, run):
     """torch.save of a file that cannot grow raises "[enforce fail at inline_container.cc:672]"."""
     checkpoints = Checkpoints(tmp_path)
     model, optimizer = trained(1)
@@ -103,7 +103,7 @@ def test_the_error_names_a_checkpoint_that_does_not_load(tmp_path, change, messa
 
 
 def crash_everywhere(folder, every):
-    """Save step 5, then die at every so many-th point of saving step 10; return what was left each time."""
+    """Save step 5, then die at every n-th point of saving step 10; return what was left each time."""
     outcomes = []
     for number in itertools.count(1, every):
         place = Path(folder) / str(number)
@@ -161,15 +161,15 @@ def test_a_kill_during_a_save_leaves_the_previous_or_the_new_checkpoint(tmp_path
 @pytest.fixture
 def held(monkeypatch):
     """Hold DCP's writes until this event is set."""
-    go_on = threading.Event()
+    released = threading.Event()
     write_data = FileSystemWriter.write_data
 
     def waits(*args):
-        assert go_on.wait(20)
+        assert released.wait(20)
         return write_data(*args)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", waits)
-    return go_on
+    return released
 
 
 def test_a_background_save_holds_the_state_of_its_step(tmp_path, held):
@@ -282,7 +282,7 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path, in_background):
         assert steps == [3, 6]
 
 
-# The learning rate after a resume, and behind the end.
+# The learning rate after a resume, and after the end.
 
 
 def schedule(rate=1.0):
@@ -300,8 +300,8 @@ def test_fewer_max_steps_end_the_schedule_earlier_and_with_epochs_do_not():
         assert total_steps(config, PackedDataLoader(packs, packs_per_step=4), world=World(), run=run) == steps
 
 
-def test_behind_its_last_step_a_schedule_stays_at_its_end(caplog):
-    """The steps of a stream are estimated, and torchtune's cosine rises again behind them."""
+def test_after_its_last_step_a_schedule_stays_at_its_end(caplog):
+    """The steps of a stream are estimated, and torchtune's cosine rises again after them."""
     optimizer, scheduler = schedule()
     rates = []
     for step in range(9):

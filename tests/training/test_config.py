@@ -15,7 +15,7 @@ from streampack_recipes.full_finetune import train
 from streampack.cli import main
 from streampack.training.checks import read_config
 from streampack.training.entry import parse, with_overrides
-from streampack.training.world import pick_device
+from streampack.training.world import pick_device, pick_dtype
 from tests.harness.tiny import tiny_config
 
 QUICKSTART = Path(streampack_configs.__path__[0]) / "quickstart.yaml"
@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.num_layers": "four"}, r"model: torchtune\.models\.llama3\.llama3: num_layers='four' is text; give a numb"),
     ({"data.encoder.message_transform.train_on_input": "no"}, "train_on_input='no' is text; give true or false$"),
     ({"data.split_across_pack": "maybe"}, "data: split_across_pack='maybe' is text; give true or false$"),
-    ({"data.shuffle": "yes please"}, "data: shuffle='yes please' is text; give true, false or a number$"),
+    ({"data.shuffle": "yes please"}, "data: shuffle='yes please' is text; give True, False, 'auto' or a number of rows$"),
     ({"device": "gpu"}, "^device='gpu' is unknown; choose one of .*'xpu'; a GPU is 'cuda', and mps [^;]*$"),
     (
         {"data.pad_seqs_to": 8, "document_masking": False},
@@ -118,6 +118,16 @@ def test_all_that_a_config_must_not_have_is_named_at_once() -> None:
     found = [begin for line in said for begin in begins if line.startswith(begin)]
     assert sorted(found) == sorted(begins)
     assert len(said) == len(begins), "and nothing else is said"
+
+
+def test_a_config_without_a_dtype_computes_in_bf16_where_the_device_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert read_config(written({})).dtype == "auto"
+    assert pick_dtype(torch.device("cpu")) == "fp32"
+    for can, dtype in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda can=can: can)
+        assert pick_dtype(torch.device("cuda", 0)) == dtype
 
 
 def test_offloading_by_the_nested_key_is_offloading() -> None:

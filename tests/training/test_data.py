@@ -85,7 +85,7 @@ def test_validation_that_holds_out_nothing_or_trains_nothing_is_refused(tmp_path
     two, one = mixed_config(tmp_path / "two"), tiny_config(tmp_path / "one")
     for config, of in ((two, " of source 'counting'"), (one, "")):
         config.validation = {"fraction": 1e-9}
-        expected = rf"^validation.fraction=1e-09 holds out none of the rows{of}: there are too few: .* give a"
+        expected = rf"^validation.fraction=1e-09 holds out none of the rows{of}: there are too few, .* give a"
         with pytest.raises(ValueError, match=expected):
             held_out_of(config, World())
     two.validation = {"fraction": {"words": 0.2}}

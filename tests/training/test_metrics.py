@@ -180,7 +180,7 @@ def test_only_rank_0_logs(tmp_path):
 # The record: read as it was written, through resumes and kills.
 
 
-def test_a_line_cut_off_by_a_kill_is_left_out_and_a_resume_writes_on(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_kill_is_dropped_and_a_resume_continues(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     assert read_metrics(path) == {}
     write_metrics(path, {"loss": 4.0}, step=1)
@@ -206,7 +206,7 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_a_resume_writes_on(tmp_path: P
 def test_of_a_step_that_was_trained_twice_the_last_counts(
     tmp_path_factory: pytest.TempPathFactory, starts: list[tuple[int, int, int]]
 ) -> None:
-    """Each start goes on from a step at or before where the last one ended, and logs every n-th step."""
+    """Each start resumes from a step at or before where the last one ended, and logs every n-th step."""
     path = tmp_path_factory.mktemp("record") / METRICS_FILE
     expected: dict[int, dict[str, float]] = {}
     end = 0

@@ -88,7 +88,7 @@ def test_sums_are_those_of_each_sequence(tmp_path: Path, norm: str, settings: An
 
 
 def test_ranks_are_joined_and_steps_made_again_take_the_place_of_the_former(tmp_path: Path) -> None:
-    """Also where fewer ranks go on."""
+    """Also where fewer ranks resume."""
 
     def line(step: int, loss: float) -> str:
         return json.dumps({"step": step, "rows": [[[0, step], 0, 4, loss, 2.0, 1]]}) + "\n"
@@ -216,7 +216,7 @@ def test_the_packs_of_each_step_of_a_run_are_made_again(
     (tiny_config, {"epochs": 3, "max_steps": None}), (mixed_config, {}),
 ])  # fmt: skip
 def test_the_packs_of_other_runs_are_made_again(tmp_path: Path, make: Any, changes: dict[str, Any]) -> None:
-    """Also of steps between checkpoints, of which some are gone, and behind the last one."""
+    """Also of steps between checkpoints, if some are gone, and after the last one."""
     settings = {
         "rows": 120,
         "gradient_accumulation_steps": 3,

@@ -1,4 +1,4 @@
-"""The folder of a run: locked, interrupted, resumed, finished, exported, and gone on from by another run."""
+"""The folder of a run: locked, interrupted, resumed, finished, exported, and continued by another run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_second_run_in_one_folder_is_refused(
 
 
 def train_rank_by_rank(*configs: Any) -> list[str]:
-    """Train each config, of which ranks have different ones; return the message of each."""
+    """Train each config, which differs between ranks; return the message of each."""
     said = []
     for of_ranks in configs:
         with pytest.raises(ValueError, match="give all ranks the same config") as found:
@@ -170,7 +170,9 @@ def test_weights_without_checkpoints_are_not_overwritten(
     assert written(tmp_path) == before
 
 
-def test_a_run_that_goes_on_is_not_over(tmp_path: Path, whole: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_continues_is_not_over(
+    tmp_path: Path, whole: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of_copy(whole, tmp_path)
     config.max_steps = 20
     with monkeypatch.context() as patched, pytest.raises(Interrupted, match="resumes from step 12"):
@@ -207,7 +209,7 @@ def test_ctrl_c_prints_how_to_resume(
         train(tiny_config(tmp_path, save_every_n_steps=every, validation=None))
 
 
-# Weights, exported while a run goes on.
+# Weights, exported while a run continues.
 
 
 def files(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -262,7 +264,7 @@ def test_the_export_command(tmp_path: Path, whole: Run, capsys: pytest.CaptureFi
     assert "/out is no checkpoint; name a directory such as OUTPUT_DIR/checkpoints/step_00000100" in said
 
 
-# Phases: a run that goes on from another run's checkpoint with other data.
+# Phases: a run that continues from another run's checkpoint with other data.
 
 FIRST = {"max_steps": 6, "save_every_n_steps": 6, "data.max_seq_len": 16, "data.overlong": "split"}
 
@@ -287,13 +289,13 @@ def optimizer_steps(path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_second_phase_goes_on_with_model_optimizer_and_step(tmp_path, first):
+def test_a_second_phase_continues_with_model_optimizer_and_step(tmp_path, first):
     config = mixed_config(tmp_path, max_steps=10, save_every_n_steps=2, resume_from=str(first))
     result = train(config)
     assert result["step"] == 10
     assert list(losses(tmp_path)) == [7, 8, 9, 10]
     assert result["held_out"][0][0] == 6
-    assert result["ledger"].packs == 4 * 4, "its data began anew"
+    assert result["ledger"].packs == 4 * 4, "its data restarted"
     rates = numbers(tmp_path, "lr")
     whole = mixed_config(tmp_path / "whole", max_steps=10, validation=None)
     train(whole)
@@ -335,7 +337,7 @@ def stream_of(path):
     return torch.load(path / "run.pt")["stream"]["lanes"]
 
 
-def test_a_second_phase_reads_on_behind_the_first_if_asked(tmp_path: Path, first: Path) -> None:
+def test_a_second_phase_continues_the_data_of_the_first_if_asked(tmp_path: Path, first: Path) -> None:
     before, places = stream_of(first), {}
     settings = {"save_every_n_steps": 1, "resume_from": str(first), "lr_scheduler": None}
     for continued in (False, True):

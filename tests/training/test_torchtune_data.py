@@ -255,7 +255,7 @@ def test_what_a_builder_does_wrong_is_one_line_with_the_key_and_the_way_out(
 
 
 def said_on_each_rank(config: RunConfig, wrong: dict[str, Any]) -> list[str]:
-    """Build the data of a config on ranks of which one after another has settings that are wrong there."""
+    """Build the data of a config on two ranks; each in turn has wrong settings."""
     said, plain = [], config.dataset
     for bad in range(2):
         with pytest.raises((ValueError, OtherRankFailed)) as error, join_world(CPU) as world:

@@ -308,7 +308,7 @@ def test_the_guides_kill_and_resume(tmp_path, shell):
     # So long that it is not over when it is killed, and with a rate that depends on no last step.
     settings = {"max_steps": 100_000, "lr_scheduler": None, "validation": None, "num_workers": 1}
     OmegaConf.save(tiny_config(tmp_path, **settings, **{"data.num_lanes": 4}), tmp_path / "my.yaml")
-    # Killed as `timeout` does it, once there is something to go on from: on a busy machine a minute may be too short.
+    # Killed as `timeout` does it, once there is something to resume from: on a busy machine a minute may be too short.
     killed = shell(kill.replace("KILL 60", "KILL 600"))
     checkpoints = tmp_path / "out" / "checkpoints"
     wait_until((checkpoints / "step_00000050").exists, "no checkpoint", killed, seconds=300)
