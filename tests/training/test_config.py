@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.num_layers": "four"}, r"model: torchtune\.models\.llama3\.llama3: num_layers='four' is text; give a numb"),
     ({"data.encoder.message_transform.train_on_input": "no"}, "train_on_input='no' is text; give true or false$"),
     ({"data.split_across_pack": "maybe"}, "data: split_across_pack='maybe' is text; give true or false$"),
-    ({"data.shuffle": "yes please"}, "data: shuffle='yes please' is text; give True, False, 'auto' or a number of rows$"),
+    ({"data.shuffle": "yes please"}, "data: shuffle='yes please' is text; give True, False, 'auto' or a number"),
     ({"device": "gpu"}, "^device='gpu' is unknown; choose one of .*'xpu'; a GPU is 'cuda', and mps [^;]*$"),
     (
         {"data.pad_seqs_to": 8, "document_masking": False},
