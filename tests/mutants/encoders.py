@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import wraps
 from typing import Any
@@ -22,6 +23,7 @@ from streampack import (
 from streampack.packing.encoders.answers import PAIR
 from streampack.packing.encoders.chat import is_trained, masked_sample
 from streampack.packing.encoders.conversation import flags_against
+from streampack.packing.encoders.giants import PART, cut_giant
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.packing.encoders.tokenizer import with_one_end
 from streampack.types import IGNORE_INDEX
@@ -55,6 +57,12 @@ def second_end_of_a_text(good, tokenizer, ids, text):
     """A text that ends with EOS gets another, and both are trained, so the model learns to say it twice."""
     ids = good(tokenizer, ids, text)
     return ids + [tokenizer.eos_id] * (text.add_eos and text.text.endswith("</s>"))
+
+
+@replaces(cut_giant)
+def giants_cut_at_any_line_break(good, text, *, size=PART):
+    """A giant text is cut at line breaks among blanks, which make one token in the whole."""
+    return [part for part in re.split(r"(?<=\n)(?=\w)", text) if part] or [""]
 
 
 @replaces(is_trained)

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from streampack.packing.encoders.giants import PART, can_be_cut, cut_giant
 from streampack.packing.encoders.steps import Steps, Text, Tokens, attempt, run
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.packing.pretrained import load_pretrained, tokenize_in_one_thread_after_forks
@@ -111,24 +113,38 @@ class HFTokenizer:
 
         A text that cannot be tokenized has the exception.
         """
-        if len(texts) < 2 or not self.in_batches:
+        if not self.in_batches:
             return [attempt(self._tokens, text) for text in texts]
-        good = [text for text in texts if not isinstance(attempt(require_unicode, text.text), Exception)]
+        parts = [self._parts(text) for text in texts]
+        if sum(map(len, parts)) < 2:
+            return [attempt(self._tokens, text) for text in texts]
         # It does not count where tokens begin, and so takes half of the time.
-        fast = not any(text.starts for text in good)
+        fast = not any(text.starts for text in texts)
         encode = self._backend.encode_batch_fast if fast else self._backend.encode_batch
-        made = dict(
-            zip(map(id, good), encode([text.text for text in good], add_special_tokens=False), strict=True)
-        )
-        return [attempt(self._tokens, text, made.get(id(text))) for text in texts]
+        made = iter(encode(list(chain(*parts)), add_special_tokens=False))
+        return [
+            attempt(self._tokens, text, [next(made) for _ in of_text])
+            for text, of_text in zip(texts, parts, strict=True)
+        ]
 
-    def _tokens(self, text: Text, encoded: Any = None) -> Tokens:
+    def _parts(self, text: Text) -> list[str]:
+        """Return the parts of a text to tokenize; none of one that cannot be."""
+        if isinstance(attempt(require_unicode, text.text), Exception):
+            return []
+        giant = len(text.text) > 2 * PART and not text.starts and self._cuts_giants
+        return cut_giant(text.text) if giant else [text.text]
+
+    @cached_property
+    def _cuts_giants(self) -> bool:
+        return can_be_cut(self._backend)
+
+    def _tokens(self, text: Text, encoded: Sequence[Any] = ()) -> Tokens:
         require_unicode(text.text)
-        if encoded is None and self._backend is not None:
-            encoded = self._backend.encode(text.text, add_special_tokens=False)
-        ids = self._ids(text.text) if encoded is None else encoded.ids
-        known = text.starts and encoded is not None  # only fast tokenizers know
-        starts = [start for start, _ in encoded.offsets] if known else None
+        if not encoded and self._backend is not None:
+            encoded = [self._backend.encode(text.text, add_special_tokens=False)]
+        ids = [*chain(*(part.ids for part in encoded))] if encoded else self._ids(text.text)
+        known = text.starts and encoded  # only fast tokenizers know
+        starts = [start for start, _ in encoded[0].offsets] if known else None
         return Tokens(self._with_ends(ids, text.add_bos, text.add_eos), starts)
 
     @property
