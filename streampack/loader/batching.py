@@ -224,7 +224,7 @@ def agreed_shares(
                 costs = () if rank_sync.alone else map(_cost_of, share.packs)
                 filled = sum([FULL * sum(pack.seq_lens) // pack.tokens.size for pack in share.packs])
                 trained = sum(map(trains, share.packs))
-                untrained = any(event.state.ledger.untrained for event in share.events)
+                untrained = any(event.example != "" for event in share.events)
                 untold.append((share.exists, error is not None, sum(costs), trained, filled, untrained))
                 if len(untold) >= ahead:
                     exchanges.append(rank_sync.exchange(untold))

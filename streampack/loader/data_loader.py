@@ -19,7 +19,8 @@ from streampack.loader.iteration import Iteration
 from streampack.loader.one_run import identify_across_ranks, require_same_run
 from streampack.loader.step_meter import StepMeter
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.run_state import RunState, as_dicts
+from streampack.streaming.position import Progress
+from streampack.streaming.run_state import RunState, as_dicts, epoch_of
 from streampack.validation import require_duration, require_positive
 
 
@@ -92,14 +93,14 @@ class PackedDataLoader:
             process_group = RankSync(timeout=limit, group=process_group, place=data_place(data_ranks))
         self.rank_sync = process_group
         self._packs_per_step = packs_per_step
-        self._turn: int | None = None  # of the newest iteration, see `Readers`
+        self._progress: Progress | None = None  # of the newest iteration
         self._meter = StepMeter(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
     def __iter__(self) -> Iteration:
         """Collective: iterate from the dataset's state on, or its next epoch if the newest iteration has ended."""
         self._meter.step = ()  # an iteration that was left in the middle of a step gives no more of it
-        self._turn = self.dataset.readers.turn + 1
+        self._progress = self.dataset.position.start()
         return Iteration(
             self.dataset,
             self.rank_sync,
@@ -107,12 +108,13 @@ class PackedDataLoader:
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             meter=self._meter,
+            progress=self._progress,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Collective, after the same batch on all ranks: return the state behind it, of all ranks, as plain values."""
-        readers = self.dataset.readers
-        if self._turn is not None and readers.process and self._turn != readers.turn:
+        newest = self.dataset.position.newest
+        if self._progress is not None and newest.process and self._progress is not newest:
             raise ValueError(
                 "the newest iteration of this loader's dataset was begun by another: make a dataset for each loader"
             )
@@ -144,13 +146,13 @@ class PackedDataLoader:
 
     def position(self) -> RunState:
         """Return how far the newest iteration is, in the lanes of this rank, or where it was told to begin since."""
-        return self.dataset.readers.state
+        return self.dataset.position.state
 
     @property
     def epoch(self) -> int:
         """Epoch, from 0, that this rank's slowest lane is in, as of the last batch handed out."""
         position = self.position()
-        return min((state.epoch for state in position.lane_states.values()), default=position.epoch)
+        return min(map(epoch_of, position.lane_states.values()), default=position.epoch)
 
     def ledger(self) -> Ledger:
         """Count where every token of this rank's lanes went, as of the last batch handed out."""

@@ -21,8 +21,8 @@ from streampack.packing.batch import Batch, stack_packs
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_config import lanes_text
 from streampack.streaming.lane_state import LaneEvent
-from streampack.streaming.readers import ANEW
-from streampack.streaming.run_state import RunState, as_dicts
+from streampack.streaming.position import CUT_SHORT, Progress
+from streampack.streaming.run_state import Phase, RunState, as_dicts, epoch_of
 from streampack.types import Pack
 
 log = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class Iteration:
         num_workers: int,
         pin_memory: bool,
         meter: StepMeter,
+        progress: Progress,
     ) -> None:
         self.dataset, self.rank_sync, self.batching, self.meter = dataset, rank_sync, batching, meter
         self.num_workers, self.pin_memory = num_workers, pin_memory
-        begin = dataset.readers.start()
-        # Up to the last batch handed out; replaced as a whole when a batch is returned.
-        self.begin = self.handed = replace(begin, packs_per_step=batching.packs_per_step)
-        self.turn = dataset.readers.turn
-        self.epoch = begin.epoch  # of the newest batch
+        self.progress = progress
+        # Up to the last batch yielded; replaced as a whole when a batch is returned.
+        self.begin = self.handed = replace(self.progress.begin, packs_per_step=batching.packs_per_step)
+        self.epoch = self.begin.epoch  # of the newest batch
         self.broken = False  # whether the newest next() raised, or is under way
 
         agreed = False
@@ -77,7 +77,7 @@ class Iteration:
         first: int | None = None
         if epochs is not None:
             # The same on all ranks: also on one whose lanes have made no pack of this epoch yet.
-            first = max((state.epoch for state in begin.lane_states.values()), default=begin.epoch)
+            first = max(map(epoch_of, begin.lane_states.values()), default=begin.epoch)
         own = {lane: state for lane, state in begin.lane_states.items() if lane % size == rank}
         self.handed = self.begun = replace(begin, lane_states=own, partial=size > 1)
         workers = self.batching.workers(self.num_workers)
@@ -106,8 +106,8 @@ class Iteration:
         require_same_run(dataset, rank_sync, doing="iterate", settings=self._settings)
         if begin.partial:  # then it has the lanes of this rank
             begin = replace(begin, lane_states=rank_sync.merge_lanes(begin.lane_states))
-        dataset.num_lanes = num_lanes = dataset.lanes_for(ranks)
-        dataset.balance_window = dataset.window_for(ranks)
+        dataset.settle(lanes_of=ranks, window_of=ranks)
+        num_lanes = dataset.lanes_for(ranks)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
         dataset.lane_config.check_shards()
         self.batching = replace(self.batching, num_lanes=num_lanes)
@@ -145,11 +145,10 @@ class Iteration:
         """Collective: return the next batch. An error consumes nothing."""
         if self.broken:
             self.rank_sync.require_whole()
-            raise RuntimeError(ANEW)
-        if self.handed.over:
+            raise RuntimeError(CUT_SHORT)
+        if self.handed.phase is Phase.ENDED:
             raise StopIteration
         self.broken = True
-        readers = self.dataset.readers
         try:
             begun, batch = time.perf_counter(), None
             slot, lane_states = self.handed.slot, dict(self.handed.lane_states)
@@ -159,16 +158,17 @@ class Iteration:
                 for event in share.events:
                     lane_states[event.lane] = event.state
                     if speaks:
-                        self.dataset._look_at(event.state.ledger)
+                        self.dataset._look_at(event)
                 if any(share.untrained):
-                    readers.first_untrained()
+                    self.dataset.position.first_untrained()
                 slot, self.epoch = share.slot, share.epoch
                 if share.exists:
                     batch = self._collated(share.packs)
                     break
                 if not share.number:
                     self._require_packs(replace(self.handed, lane_states=lane_states))
-            handed = replace(self.handed, lane_states=lane_states, slot=slot, given=True, over=batch is None)
+            phase = Phase.ENDED if batch is None else Phase.READ
+            handed = replace(self.handed, lane_states=lane_states, slot=slot, phase=phase)
             if batch is None:
                 if self.rank_sync.rank == 0 and self.handed is self.begun:
                     self.begun.warn_if_left()
@@ -190,8 +190,7 @@ class Iteration:
         # CPython checks for signals at calls and loops. There are none below, so no Ctrl-C can come between recording
         # a batch and returning it.
         self.handed, self.broken = handed, False
-        if self.turn == readers.turn:
-            readers.state = handed
+        self.progress.state = handed
         if batch is None:
             raise StopIteration
         return batch
@@ -199,10 +198,10 @@ class Iteration:
     def _require_packs(self, read: RunState) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
         # Lanes that read on behind an earlier run may have nothing left of this epoch.
-        anew = any(state.anew for state in self.handed.lane_states.values())
-        found = self.rank_sync.gather((self.rank_sync.data_rank, read.ledger, anew))
+        restart = any(state.get("restart") for state in self.handed.lane_states.values())
+        found = self.rank_sync.gather((self.rank_sync.data_rank, read.ledger, restart))
         whole = Ledger.total({rank: ledger for rank, ledger, _ in found}.values())
-        if not whole.packs and not any(anew for _, _, anew in found):
+        if not whole.packs and not any(restart for _, _, restart in found):
             self.rank_sync.raise_on_all(nothing_to_pack(whole))
 
     def _collated(self, packs: list[Pack]) -> Batch:

@@ -23,7 +23,7 @@ import numpy as np
 
 from streampack.distributed.parent import end_with_parent
 from streampack.packing.columns import narrowed
-from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.lane_state import LaneEvent, Snapshot
 from streampack.types import Fragment, Pack, PackGroups
 from streampack.validation import raised_here
 
@@ -60,7 +60,7 @@ class End(NamedTuple):
 
 
 def start_worker(
-    open_stream: OpenStream, lane_states: Mapping[int, LaneState], name: str
+    open_stream: OpenStream, lane_states: Mapping[int, Snapshot], name: str
 ) -> Generator[LaneEvent]:
     """Start a process that reads some lanes, and return their events; closing the generator ends the process.
 
@@ -74,7 +74,7 @@ def start_worker(
 
 
 def _events(
-    open_stream: OpenStream, lane_states: dict[int, LaneState], name: str
+    open_stream: OpenStream, lane_states: dict[int, Snapshot], name: str
 ) -> Generator[LaneEvent | None]:
     """Yield None once the process is started, then its events."""
     home, started, in_vain = os.getpid(), False, 0
@@ -93,7 +93,7 @@ def _events(
             while True:
                 if home != os.getpid():
                     raise RuntimeError(
-                        "this process is a fork of the one that iterates the loader; iterate it anew here"
+                        "this process is a fork of the one that iterates the loader; iterate it again here"
                     )
                 try:
                     size = int.from_bytes(_receive(pipe, process, HEAD, limit))
@@ -163,9 +163,7 @@ def _kill(process: mp.Process) -> None:
             pause = min(0.05, 2 * pause)
 
 
-def _serve(
-    pipe: Connection, open_stream: OpenStream, lane_states: Mapping[int, LaneState], name: str
-) -> None:
+def _serve(pipe: Connection, open_stream: OpenStream, lane_states: Mapping[int, Snapshot], name: str) -> None:
     """Run the stream, in the worker's process."""
     os.write(pipe.fileno(), bytes(HEAD))  # a message of no bytes: it runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
@@ -229,7 +227,7 @@ def _portable(error: Exception) -> Exception:
 
 def fold(event: LaneEvent) -> Folded:
     """Return an event as numbers, tuples and buffers; pickle copies the arrays' memory without calling their class."""
-    pack, head = event.pack, (event.lane, event.epoch, event.state)
+    pack, head = event.pack, (event.lane, event.epoch, event.state, event.example)
     if pack is None:
         return head
     arrays: list[Any] = []
@@ -245,13 +243,13 @@ def fold(event: LaneEvent) -> Folded:
 
 def unfold(folded: Folded) -> LaneEvent:
     """Invert `fold`. The arrays use the memory of the bytes that arrived, and are writable."""
-    lane, epoch, state, *rest = folded
+    lane, epoch, state, example, *rest = folded
     if not rest:
-        return LaneEvent(lane, epoch, None, state)
+        return LaneEvent(lane, epoch, None, state, example)
     first, tokens, second, labels, seq_lens, fragments, number, groups, media = rest
     tokens, labels = np.frombuffer(tokens, np.dtype(first)), np.frombuffer(labels, np.dtype(second))
     pack = Pack(tokens, labels, seq_lens, tuple(map(Fragment._make, fragments)), epoch, number, lane)
     if groups is not None:
         pack.groups = PackGroups(*groups)
     pack.media = media
-    return LaneEvent(lane, epoch, pack, state)
+    return LaneEvent(lane, epoch, pack, state, example)

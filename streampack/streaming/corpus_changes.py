@@ -15,7 +15,7 @@ from streampack.sources.mixture_reader import translated
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import LaneState, Stand
+from streampack.streaming.lane_state import LaneState, Snapshot
 from streampack.streaming.run_state import RunState
 from streampack.types import RowId
 
@@ -113,7 +113,7 @@ class CorpusChanges:
 
         Also return whether files are gone.
         """
-        epochs = self._epochs(name, [state.stand for state in loaded.lane_states.values()])
+        epochs = self._epochs(name, [state["reader"] for state in loaded.lane_states.values()])
         first = self.source.epochs_read(loaded.epoch)[name]
         # Each consumer would let the new list begin in another epoch: the one after the latest of its own lanes.
         if loaded.partial and len(epochs) != loaded.num_lanes and any(epoch > first for epoch in epochs):
@@ -146,7 +146,7 @@ class CorpusChanges:
         what = changes(before, now, paths=paths) or "the files are in another order"
         return (
             what,
-            loaded.with_lanes(lambda state: state.moved(row_id, lambda cursor: cursor)),
+            loaded.with_lanes(lambda state: state.remapped(row_id, lambda cursor: cursor)),
             None in numbers,
         )
 
@@ -154,7 +154,10 @@ class CorpusChanges:
         self, name: str, source: FileSource, history: list[tuple[int, str]], loaded: RunState
     ) -> list[Division]:
         """Return the divisions that lanes still read by, and forget the lists that none reads by any more."""
-        epochs = self._epochs(name, [state.begin for state in loaded.lane_states.values()])
+        states = loaded.lane_states.values()
+        epochs = self._epochs(
+            name, [state["window"] if "window" in state else state["reader"] for state in states]
+        )
         least = min(epochs, default=0) if len(epochs) == loaded.num_lanes else 0
         while len(history) > 1 and history[1][0] <= least:
             del history[0]
@@ -171,9 +174,9 @@ class CorpusChanges:
             )
         return [CorpusList.load(self.folder, digest, loaded.num_lanes) for digest in digests]
 
-    def _epochs(self, name: str, stands: Sequence[Stand]) -> list[int]:
-        """Return the epoch of a source that each lane reads where it stands."""
-        return [self.source.epochs_read(stand.epoch, stand.cursor)[name] for stand in stands]
+    def _epochs(self, name: str, readers: Sequence[Sequence[Any]]) -> list[int]:
+        """Return the epoch of a source that each lane reads, from plain values of a `ReaderSnapshot`."""
+        return [self.source.epochs_read(epoch, tuple(cursor))[name] for epoch, cursor, *_ in readers]
 
 
 def _without_gone(loaded: RunState, config: LaneConfig) -> RunState:
@@ -182,13 +185,14 @@ def _without_gone(loaded: RunState, config: LaneConfig) -> RunState:
     The other windows are planned again as they were. Files that an earlier change removed count, too.
     """
 
-    def of_lane(lane: int, state: LaneState) -> LaneState:
+    def of_lane(lane: int, found: Snapshot) -> Snapshot:
+        state = LaneState.from_dict(found)
         if state.window is None:
-            return state
+            return found
         begin = state.window.begin
         reader = config.open(lane, num_lanes=loaded.num_lanes or 1, epoch=begin.epoch, start=begin.cursor)
-        same = begin.epoch == state.epoch and not reader.lacks(state.stand.cursor)
-        return state if same else state.closed()
+        same = begin.epoch == state.epoch and not reader.lacks(state.reader.cursor)
+        return found if same else state.closed().as_dict()
 
     return replace(
         loaded, lane_states={lane: of_lane(lane, each) for lane, each in loaded.lane_states.items()}
@@ -203,7 +207,7 @@ def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> 
         return (to[found[0]], *found[1:]) if found[0] in to else None
 
     def of_lane(state: LaneState) -> LaneState:
-        state = state.closed().moved(row_id, lambda cursor: translated(cursor, before, now))
+        state = state.closed().remapped(row_id, lambda cursor: translated(cursor, before, now))
         stats = dict(zip(before, state.source_stats, strict=True))
         found = tuple(stats.get(name, SourceStats()) for name in now)
         return replace(state, source_stats=found, bad_in_pass=())

@@ -29,9 +29,10 @@ from streampack.streaming.corpus_changes import CorpusChanges, Resumed
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check, require_lanes
-from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.lane_state import LaneEvent, LaneState, Snapshot
 from streampack.streaming.mixing import AUTO, SHUFFLE_WINDOW, auto_window
-from streampack.streaming.readers import PackDicts, Readers
+from streampack.streaming.pack_dicts import PackDicts
+from streampack.streaming.position import Position, Progress
 from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_state import RunState, as_dicts, checked_state, part_of, state_of
@@ -201,7 +202,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.balance_window = None if balance_window is None else require_window(balance_window)
         # What the user set, and no state has replaced.
         self._asked_for = {"num_lanes": self.num_lanes, "balance_window": self.balance_window}
-        self.readers = Readers(epochs or 1)
+        self.position = Position(epochs or 1)
         self._ranks = 1  # of the process that pickled this for a worker process
         self._shared_logged = False
         self._identity = RunIdentity(self.lane_config)
@@ -209,14 +210,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._estimates: dict[tuple[int, int], Estimate] = {}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return PackDicts(self._start, readers=self.readers, look_at=self._look_at)
+        return PackDicts(self._start, look_at=self._look_at)
 
-    def _look_at(self, ledger: Ledger) -> None:
-        """Warn at the first ledger of a run that counts an untrained sample, unless what becomes of them was set."""
-        if ledger.untrained and self.lane_config.untrained is None and self.readers.first_untrained():
+    def _look_at(self, event: LaneEvent) -> None:
+        """Warn at the first event of a run that knows an untrained sample, unless ``untrained`` was set."""
+        if event.example and self.lane_config.untrained is None and self.position.first_untrained():
+            ledger = replace(Ledger.from_numbers(event.state["ledger"]), example=event.example)
             warn_of_untrained(ledger, max_seq_len=self.lane_config.packing.max_seq_len)
 
-    def _start(self) -> tuple[RunState, Iterator[LaneEvent]]:
+    def _start(self) -> tuple[Progress, Iterator[LaneEvent]]:
         refuse_several_ranks(self._ranks)
         refuse_foreign_loader(self)
         worker = get_worker_info()
@@ -227,26 +229,33 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "shares them out by itself, as datasets do that ask torch for their worker; iterate a "
                 "PackedDataLoader, or use one worker"
             )
-        begin = self.readers.start(shuffled=self.lane_config.shuffle_window > 0)
-        self.balance_window = self.window_for(1)
+        progress = self.position.start(shuffled=self.lane_config.shuffle_window > 0)
+        begin = progress.begin
+        self.settle(lanes_of=1, window_of=1)
         events = self.events(consumer, consumers, lane_states=begin.lane_states, epoch=begin.epoch)
         if consumer == 0:
             self._log_shared()
-        return begin, events
+        return progress, events
 
     def stream(self, consumer: int = 0, consumers: int = 1) -> Iterator[Pack]:
         """Return the packs of one of several consumers (ranks x workers); this fixes num_lanes and balance_window.
 
         Consumer c owns lanes c, c + consumers, and so on. Where it owns none, it makes no pack.
         """
-        return (event.pack for event in self.events(consumer, consumers) if event.pack is not None)
+        events = self.events(consumer, consumers)
+        self.settle(lanes_of=1, window_of=consumers)
+        return (event.pack for event in events if event.pack is not None)
+
+    def settle(self, *, lanes_of: int, window_of: int) -> None:
+        """Fix the number of lanes and the balance window, with the defaults for these numbers of ranks."""
+        self.num_lanes, self.balance_window = self.lanes_for(lanes_of), self.window_for(window_of)
 
     def events(
         self,
         consumer: int = 0,
         consumers: int = 1,
         *,
-        lane_states: Mapping[int, LaneState] | None = None,
+        lane_states: Mapping[int, Snapshot] | None = None,
         epoch: int | None = None,
         first_epoch: int | None = None,
     ) -> Generator[LaneEvent]:
@@ -257,10 +266,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
-        self.num_lanes = num_lanes = self.lanes_for(1)
-        self.balance_window = self.window_for(consumers)
-        config = replace(self.lane_config, balance_window=self.balance_window)
-        begin = self.readers.following()
+        num_lanes = self.lanes_for(1)
+        config = replace(self.lane_config, balance_window=self.window_for(consumers))
+        begin = self.position.following()
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
         lanes = range(consumer, num_lanes, consumers)
@@ -299,7 +307,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     @property
     def epoch(self) -> int:
         """The epoch, from 0, with which whoever has not read yet begins."""
-        return self.readers.following().epoch
+        return self.position.following().epoch
 
     def lanes_for(self, ranks: int) -> int:
         """Return the number of lanes: that of the state or of the user, or the default for the data on these ranks.
@@ -328,7 +336,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         last gave in this process if that was left before its end. Worker processes of torch's DataLoader do not count:
         call it before each iteration. Another epoch than the loaded state's discards the state.
         """
-        self.readers.set_epoch(require_positive(epoch, "epoch", least=0))
+        self.position.set_epoch(require_positive(epoch, "epoch", least=0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, a new dict.
@@ -341,10 +349,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if it is read by a `PackedDataLoader` on several ranks, or by worker processes of torch's
                 DataLoader, where the state is theirs.
         """
-        state, worker = self.readers.whole_state(), get_worker_info()
+        state, worker = self.position.complete_state(), get_worker_info()
         if worker is None or not state.partial:
             return self._state_of(state, as_dicts(state.lane_states))
-        self.num_lanes = self.lanes_for(1)  # as `events` does
+        self.num_lanes = self.lanes_for(1)  # as `_start` does
         own = range(worker.id, self.num_lanes, worker.num_workers)
         return self._state_of(state, part_of(state.lane_states, own))
 
@@ -408,7 +416,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the data "
                 "anew"
             )
-        self._go_on(loaded.behind(), resumed)
+        self._go_on(loaded.restarted(), resumed)
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
         checked = checked_state(state)
@@ -442,8 +450,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 self._asked_for = {key: value for key, value in self._asked_for.items() if key != name}
             setattr(self, name, asked if before is None else before)
         if loaded.ledger.untrained:
-            self.readers.first_untrained()  # which the run before has said
-        self.readers.command(loaded)
+            self.position.first_untrained()  # which the run before has said
+        self.position.command(loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ranks": ranks_here() or 1}
@@ -454,7 +462,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def ledger(self) -> Ledger:
         """Return the ledger as of the last pack; raise as `state_dict` does."""
-        return self.readers.whole_state().ledger
+        return self.position.complete_state().ledger
 
     @property
     def mix(self) -> Mix | None:
@@ -463,11 +471,13 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def source_stats(self) -> dict[str, SourceStats]:
         """Return the counts of each source of a mixture as of the last pack; raise as `state_dict` does."""
-        return self._source_stats_of(self.readers.whole_state().lane_states)
+        return self._source_stats_of(self.position.complete_state().lane_states)
 
-    def _source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
+    def _source_stats_of(self, lane_states: Mapping[int, Snapshot]) -> dict[str, SourceStats]:
         names = [] if self.mix is None else self.mix.names
-        lanes = [list(state.source_stats) for state in lane_states.values()] or [[SourceStats()] * len(names)]
+        lanes = [
+            [SourceStats(*numbers) for numbers in state["source_stats"]] for state in lane_states.values()
+        ] or [[SourceStats()] * len(names)]
         return {name: SourceStats.total(each) for name, *each in zip(names, *lanes, strict=True)}
 
     def trace(self, fragment: Fragment) -> dict[str, Any]:

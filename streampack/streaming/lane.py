@@ -15,7 +15,14 @@ from streampack.packing.planner import Placed, Planner
 from streampack.storage.prefetch import Prefetch
 from streampack.streaming.balance import in_order
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import Address, LaneEvent, LaneState, OpenWindow, Stand, joined
+from streampack.streaming.lane_state import (
+    LaneEvent,
+    LaneState,
+    OpenWindow,
+    Snapshot,
+    plain_reader,
+    snapshot_of,
+)
 from streampack.streaming.piece_reader import Piece, PieceReader
 from streampack.types import Fragment, Pack, RowId, Sample
 
@@ -36,7 +43,7 @@ class Lane:
         *,
         lane: int = 0,
         num_lanes: int = 1,
-        state: LaneState | None = None,
+        state: Snapshot | None = None,
         first_epoch: int = 0,
         prefetch: Prefetch | None = None,
     ) -> None:
@@ -45,15 +52,15 @@ class Lane:
         self.first_epoch = first_epoch
         self.done = False  # whether this epoch is used up
         self.packs = 0  # made in this epoch; with ``endless``, since the beginning
-        self.resumes_from = state  # until `restore`
-        self._open(PieceReader(config, lane=lane, num_lanes=num_lanes, prefetch=prefetch), state)
+        self.resumes_from = None if state is None else LaneState.from_dict(state)  # until `restore`
+        self._open(PieceReader(config, lane=lane, num_lanes=num_lanes, prefetch=prefetch), self.resumes_from)
 
     def _open(self, reader: PieceReader, state: LaneState | None) -> None:
         """Begin to read at a state, or at the beginning, with nothing that waits."""
         self.piece_reader = reader
         self.planner: Planner[Piece] = Planner(self.config.packing, reader.next)
         # With ``balance_window``, the packs that wait to be handed out, and their tokens.
-        self.window: OpenWindow | None = None
+        self.window: tuple[Any, ...] | None = None  # an `OpenWindow` as plain values
         self.planned: deque[list[Placed[Piece]]] = deque()
         self.planned_tokens = 0
         if state is None:
@@ -116,7 +123,8 @@ class Lane:
         self.piece_reader.check()
         self.done = not placed
         pack = self._assembled(placed) if placed else None
-        return LaneEvent(self.lane, 0 if self.config.endless else self.epoch, pack, self.state())
+        epoch = 0 if self.config.endless else self.epoch
+        return LaneEvent(self.lane, epoch, pack, self.snapshot(), self.ledger.example)
 
     def _assembled(self, placed: list[Placed[Piece]]) -> Pack:
         reader, packing = self.piece_reader, self.config.packing
@@ -126,7 +134,7 @@ class Lane:
         grouped, mixed = False, bool(reader.source_stats)
         packed = taken = 0
         for piece, start, stop in placed:
-            sequence, (row_id, first, *_), length = piece.sample, piece.address, stop - start
+            sequence, row_id, first, length = piece.sample, piece.row_id, piece.start, stop - start
             if piece.media:
                 if (found := reader.with_media(piece)) is None:
                     continue
@@ -180,39 +188,32 @@ class Lane:
             media=media,
         )
 
-    def state(self) -> LaneState:
-        """Return a snapshot to resume from, between two packs."""
+    def snapshot(self) -> Snapshot:
+        """Return plain values to resume from, between two packs."""
         reader, held = self.piece_reader, self._held
-        ledger = reader.ledger.copy()
-        if ledger.buffered != held:
+        if reader.ledger.buffered != held:
             raise RuntimeError(
-                f"lane {self.lane} lost tokens: the ledger counts {ledger.buffered} buffered tokens and the lane holds "
-                f"{held}; this is a bug in streampack, do not trust this run"
+                f"lane {self.lane} lost tokens: the ledger counts {reader.ledger.buffered} buffered tokens and the "
+                f"lane holds {held}; this is a bug in streampack, do not trust this run"
             )
-        return LaneState(
-            self._stand(),
-            ledger,
-            self.done,
-            self.packs,
-            self.window,
-            source_stats=tuple([stats.copy() for stats in reader.source_stats]),
-            bad_in_pass=reader.bad_of_state,
+        return snapshot_of(
+            self._reader(), done=self.done, packs=self.packs, window=self.window, **reader.snapshot()
         )
 
-    def _stand(self) -> Stand:
+    def _reader(self) -> tuple[Any, ...]:
+        """Return the plain values of a `ReaderSnapshot`."""
         reader, planner = self.piece_reader, self.planner
         waiting = [piece.address for piece in planner.waiting]
-        return Stand(reader.epoch, reader.reader.cursor, (*waiting, *reader.waiting), planner.offset)
+        return reader.epoch, reader.reader.cursor, waiting + reader.waiting, planner.offset
 
     @property
     def _held(self) -> int:
-        """Tokens that were read and are in no pack that was handed out."""
-        pending = sum([each.tokens for each in self.piece_reader.waiting])
-        return self.planner.buffered + self.planned_tokens + pending
+        """Tokens that were read and are in no emitted pack."""
+        return self.planner.buffered + self.planned_tokens + self.piece_reader.waiting_tokens
 
     def _plan(self) -> None:
         """Plan the packs of a balance window that begins here, and ends at a multiple of its size, as in all lanes."""
-        self.window = OpenWindow(self._stand(), self.ledger.tokens_in)
+        self.window = (*self._reader(), self.ledger.tokens_in, 0)
         self.planner.packs = self.packs
         size, planned = self.config.balance_window, list[list[Placed[Piece]]]()
         while len(planned) < size - self.packs % size and (placed := self.planner.next_pack()):
@@ -224,40 +225,31 @@ class Lane:
         placed = self.planned.popleft() if self.planned else []
         self.planned_tokens -= _tokens(placed)
         window = self.window
-        self.window = window._replace(handed_out=window.handed_out + 1) if window and self.planned else None
+        self.window = (*window[:-1], window[-1] + 1) if window and self.planned else None
         return placed
 
     def _restore(self, state: LaneState, waited: Sequence[Mapping[str, Any]]) -> None:
-        reader, begin = self.piece_reader, state.begin
         # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
         # end only if none of its rows makes a piece.
-        self.done = state.done and not (self.config.endless and (state.ledger.packed or state.anew))
-        self.packs, self.planner.offset = state.packs, begin.offset
-        if state.window is None:
-            reader.ledger = state.ledger.copy()
-            reader.source_stats = [stats.copy() for stats in state.source_stats]
-        if state.anew:  # what waits is counted when it is encoded
-            reader.ledger.tokens_in -= reader.ledger.buffered
-        if len(state.bad_in_pass) == len(reader.bad_in_pass):
-            reader.bad_in_pass = list(state.bad_in_pass)
-        reader.planning_again = state.window is not None
-        reader.restore(begin.waiting, waited)
+        self.done = state.done and not (self.config.endless and (state.ledger.packed or state.restart))
+        self.packs, self.planner.offset = state.packs, state.begin.offset
+        self.piece_reader.restore(state, waited)
         if state.window is not None:
             self._plan_again(state, state.window)
 
     def _plan_again(self, state: LaneState, window: OpenWindow) -> None:
-        """Plan the packs of a state's open window again, and leave out those that were handed out."""
-        reader, bad = self.piece_reader, [*self.piece_reader.bad_in_pass]
+        """Plan the packs of a state's open window again, and skip those that were emitted."""
+        reader = self.piece_reader
         lost = bool(reader.skipped)  # of what waited, which was no bad record
-        self.packs -= window.handed_out
+        self.packs -= window.emitted
         self._plan()
         reader.planning_again = False
-        for _ in range(window.handed_out):
+        for _ in range(window.emitted):
             for piece, *_ in self._take():
                 reader.forget(piece)
-        read = state.ledger.tokens_in - window.tokens_in
-        same = self.ledger.tokens_in == read and self._held == state.ledger.buffered
-        same = same and bool(self.planned) and _places(self._stand()) == _places(state.stand)
+        same = self.ledger.tokens_in == state.ledger.tokens_in - window.tokens_in
+        same = same and self._held == state.ledger.buffered and bool(self.planned)
+        same = same and plain_reader(self._reader()) == plain_reader(state.reader.plain())
         if self.config.reads_images and (lost or (reader.skipped and not same)):
             self._close_window(state)
             return
@@ -266,9 +258,8 @@ class Lane:
                 f"lane {self.lane}: other packs are planned than when the state was made; the data or the encoder "
                 "changed since it was written"
             )
-        self.packs, self.window = state.packs, window
-        reader.ledger, reader.bad_in_pass = state.ledger.copy(), bad
-        reader.source_stats = [stats.copy() for stats in state.source_stats]
+        self.packs, self.window = state.packs, (*window.begin.plain(), *window[1:])
+        reader.end_window(state)
 
     def _close_window(self, state: LaneState) -> None:
         """Go on behind an open window, and drop what it had planned: images are gone, so it cannot be planned again."""
@@ -291,8 +282,3 @@ class Lane:
 
 def _tokens(placed: list[Placed[Piece]]) -> int:
     return sum([stop - start for _, start, stop in placed])
-
-
-def _places(stand: Stand) -> tuple[int, Sequence[int], list[Address], int]:
-    """Return what is equal of two stands where the same rows were read and the same pieces wait."""
-    return stand.epoch, stand.cursor, joined(stand.waiting), stand.offset

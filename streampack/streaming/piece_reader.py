@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, own_row
 from streampack.storage.prefetch import Prefetch
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import Address
+from streampack.streaming.lane_state import Address, LaneState, PlainAddress, joined
 from streampack.types import Cursor, Row, RowId, Sample
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,10 @@ class Piece:
 
     sample: Sample  # the piece's own tokens and labels
     length: int  # in tokens
-    address: Address  # where to find it again
-    trained: int | None  # see Fragment
+    row_id: RowId
+    start: int  # of the piece in the sample that the row became
+    address: PlainAddress  # where to find it again
+    trained: int | None = None  # see Fragment
     media: int = 0  # what it takes of ``max_media``
     row: Mapping[str, Any] | None = None  # of a sample that waits without its media
 
@@ -71,6 +73,7 @@ class PieceReader:
         # Bad records of the newest pass over each source: a record counts once, however often it is read.
         self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.planning_again = False  # whether what is read was read, counted and listed before a resume
+        self._bad_of_state: list[int] = []  # `bad_in_pass` where the resume began
         self.skipped: list[BadRecord] = []  # while it was: rows that are bad now
         self.epoch_has_rows = False
         self.dropped_in_row = 0  # rows
@@ -136,9 +139,29 @@ class PieceReader:
             unchecked, self.unchecked = self.unchecked, []
             self.config.check_ids(unchecked)
 
-    def restore(self, waiting: Sequence[Address], rows: Iterable[Mapping[str, Any]]) -> None:
-        """Encode and cut rows that waited when a state was taken, so that their pieces come first."""
-        for address, data in zip(waiting, rows, strict=True):
+    def snapshot(self) -> dict[str, Any]:
+        """Return counts, as plain values."""
+        return {
+            "ledger": self.ledger.numbers(),
+            "source_stats": [stats.numbers() for stats in self.source_stats],
+            "bad_in_pass": self.bad_in_pass,
+        }
+
+    def restore(self, state: LaneState, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Encode and cut the rows of buffered pieces, which come first; take the counts of the state.
+
+        With an open window, nothing is counted until `end_window`: its rows were counted before the resume.
+        """
+        if len(state.bad_in_pass) == len(self.bad_in_pass):
+            self.bad_in_pass = list(state.bad_in_pass)
+        self.planning_again = state.window is not None
+        if not self.planning_again:
+            self.ledger = state.ledger.copy()
+            self.source_stats = [stats.copy() for stats in state.source_stats]
+        if state.restart:  # rows are counted when they are encoded
+            self.ledger.tokens_in -= self.ledger.buffered
+        self._bad_of_state = [*self.bad_in_pass]
+        for address, data in zip(state.begin.waiting, rows, strict=True):
             row, pieces = Row(data, address.row_id), list[Piece]()
             try:
                 pieces = self._pieces_at(address, row) if address.total else self._pieces_of(row)
@@ -150,15 +173,25 @@ class PieceReader:
             if pieces:
                 self.pending.append(deque(pieces))
 
-    @property
-    def waiting(self) -> list[Address]:
-        """Where to find what was read and not asked for; in a long sample there may be thousands of pieces."""
-        return [each[0].address._replace(stop=each[-1].address.stop) for each in self.pending]
+    def end_window(self, state: LaneState) -> None:
+        """Take the counts of a state whose open window is planned again."""
+        self.ledger, self.bad_in_pass = state.ledger.copy(), self._bad_of_state
+        self.source_stats = [stats.copy() for stats in state.source_stats]
 
     @property
-    def bad_of_state(self) -> tuple[int, ...]:
-        """Bad records of the newest pass over each source, as a state keeps them: empty if there are none."""
-        return tuple(self.bad_in_pass) if any(self.bad_in_pass) else ()
+    def waiting(self) -> list[PlainAddress]:
+        """Where to find what was read and not asked for; in a long sample there may be thousands of pieces."""
+        return [
+            each[0].address
+            if len(each) == 1
+            else (*each[0].row_id, each[0].start, each[-1].start + each[-1].length, each[0].address[-1])
+            for each in self.pending
+        ]
+
+    @property
+    def waiting_tokens(self) -> int:
+        """How many tokens were read and not asked for."""
+        return sum([each[-1].start + each[-1].length - each[0].start for each in self.pending])
 
     def stats(self, row_id: RowId) -> SourceStats:
         """Return the counts of a row's source in a mixture."""
@@ -173,7 +206,7 @@ class PieceReader:
         length, untrained = sample.tokens.size, False
         # As most are.
         if type(sample) is Sample and length <= self.max_seq_len and not trains_nothing(sample):
-            pieces = [Piece(sample, length, Address(row_id, 0, length, length), None)]
+            pieces = [Piece(sample, length, row_id, 0, (*row_id, -length))]
             kept = length
         else:
             pieces, untrained = self._cut(sample, row_id)
@@ -217,7 +250,7 @@ class PieceReader:
         lengths = [part.tokens.size for _, part in parts]
         total = sum(lengths)
         pieces = [
-            Piece(part, length, Address(row_id, start, start + length, total), trained)
+            Piece(part, length, row_id, start, Address(row_id, start, start + length, total).plain(), trained)
             for (start, part), length in zip(parts, lengths, strict=True)
         ]
         return pieces, untrained
@@ -244,7 +277,7 @@ class PieceReader:
         self.forget(piece)
         if isinstance(piece.sample, MediaSample):
             return piece.sample
-        row_id = piece.address.row_id
+        row_id = piece.row_id
         [data] = self.config.source.fetch_many([row_id]) if piece.row is None else [piece.row]
         try:
             again = self.config.sample(Row(data, row_id))
@@ -263,8 +296,8 @@ class PieceReader:
 
     def _pieces_at(self, address: Address, row: Row) -> list[Piece]:
         pieces = self._pieces_of(row, counted=True)
-        waited = [piece for piece in pieces if address.start <= piece.address.start < address.stop]
-        if not waited or waited[0].address._replace(stop=waited[-1].address.stop) != address:
+        waited = [piece for piece in pieces if address.start <= piece.start < address.stop]
+        if not waited or joined([piece.address for piece in waited]) != [address.plain()]:
             raise self._other_pieces(address)
         return waited
 

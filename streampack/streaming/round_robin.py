@@ -25,7 +25,7 @@ def in_turn(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Ge
     """
     lanes = list(lanes)
     # Lanes that read on behind an earlier run may have nothing left of this epoch.
-    alone = alone and not any(lane.resumes_from.anew for lane in lanes if lane.resumes_from)
+    alone = alone and not any(lane.resumes_from.restart for lane in lanes if lane.resumes_from)
     _restore([lane for lane in lanes if lane.resumes_from is not None])
     fetches = any(not lane.config.source.local for lane in lanes[:1])
     place = {lane.lane: i for i, lane in enumerate(lanes)}

@@ -8,43 +8,57 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from streampack.accounting import Ledger
-from streampack.streaming.lane_state import LaneState
+from streampack.streaming.lane_state import LaneState, Snapshot, saved
 
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 6
 
 
+class Phase(Enum):
+    """How a run came to its state."""
+
+    NEW = "the beginning of an epoch"
+    LOADED = "by load_state_dict or continue_from"
+    READ = "by an iteration in this process"
+    ENDED = "by an iteration in this process, to its end"
+
+
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands: at the beginning of an epoch, or behind the last pack or batch that was handed out."""
+    """Position of a run: the beginning of an epoch, or after the last pack or batch that was yielded."""
 
-    lane_states: Mapping[int, LaneState] = field(default_factory=dict)  # a lane without a state begins
+    lane_states: Mapping[int, Snapshot] = field(default_factory=dict)  # a lane without a state begins
     slot: int = 0  # the slot at which the next step begins
     epoch: int = 0  # in which the iteration that made the state began
     num_lanes: int | None = None
     balance_window: int | None = None
     packs_per_step: int | None = None  # of the loader that made the state
     partial: bool = False  # of one of several consumers, without the lanes of the others
-    loaded: bool = False  # from `load_state_dict` or `continue_from`
-    given: bool = False  # whether an iteration in this process has handed something out, and came to here
-    over: bool = False  # whether that iteration has come to its end
+    phase: Phase = Phase.NEW
 
-    def behind(self) -> RunState:
-        """Return the state of a run that reads on behind this one with other settings; see `LaneState.behind`."""
-        return replace(self.with_lanes(LaneState.behind), slot=0, balance_window=None, packs_per_step=None)
+    def restarted(self) -> RunState:
+        """Return the state of a run that continues after this one with other settings; see `LaneState.restarted`."""
+        return replace(self.with_lanes(LaneState.restarted), slot=0, balance_window=None, packs_per_step=None)
 
     def with_lanes(self, change: Callable[[LaneState], LaneState]) -> RunState:
         """Return the state with the states of all lanes changed."""
-        return replace(self, lane_states={lane: change(state) for lane, state in self.lane_states.items()})
+        parsed = {lane: LaneState.from_dict(state) for lane, state in self.lane_states.items()}
+        return replace(self, lane_states={lane: change(state).as_dict() for lane, state in parsed.items()})
 
     @property
     def ledger(self) -> Ledger:
         """Where every token of these lanes went."""
-        return Ledger.total(state.ledger for state in self.lane_states.values())
+        return Ledger.total(Ledger.from_numbers(state["ledger"]) for state in self.lane_states.values())
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether it may be in the middle of an epoch."""
+        return bool(self.lane_states) or self.phase is Phase.LOADED
 
     @property
     def nothing_read(self) -> bool:
@@ -56,14 +70,15 @@ class RunState:
         """How many epochs all lanes have read to their end."""
         if not self.lane_states or len(self.lane_states) != self.num_lanes:
             return 0
-        return min(state.epoch + state.done for state in self.lane_states.values()) - self.epoch
+        ended = (epoch_of(state) + bool(state["done"]) for state in self.lane_states.values())
+        return min(ended) - self.epoch
 
     def warn_if_left(self) -> None:
         """Warn that an iteration from here gave nothing, if a loop over as many batches as an epoch has is why."""
-        if self.given:
+        if self.phase is Phase.READ:
             log.warning(
-                "this iteration gave nothing: the one before was left behind the last batch of its epoch, so this "
-                "was the rest of that epoch, and the next iteration is another epoch. Read epochs to their end or call "
+                "this iteration gave nothing: the one before stopped after the last batch of its epoch, so this was "
+                "the rest of that epoch, and the next iteration is another epoch. Read epochs to their end or call "
                 "set_epoch(epoch) of the dataset before each"
             )
 
@@ -74,21 +89,27 @@ def state_of(head: Mapping[str, Any], lanes: Mapping[int, Mapping[str, Any]]) ->
     return {**sealed({"version": STATE_VERSION, **head, "sums": sums}, of="the run"), "lanes": dict(lanes)}
 
 
-def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
+def epoch_of(state: Snapshot) -> int:
+    """Return the epoch that a lane reads."""
+    epoch: int = state["reader"][0]
+    return epoch
+
+
+def as_dicts(states: Mapping[int, Snapshot]) -> dict[int, dict[str, Any]]:
     """Return what is saved of lanes."""
-    return {lane: sealed(state.as_dict(), of=f"lane {lane}") for lane, state in states.items()}
+    return {lane: sealed(saved(state), of=f"lane {lane}") for lane, state in states.items()}
 
 
-def part_of(states: Mapping[int, LaneState], own: range) -> dict[int, dict[str, Any]]:
+def part_of(states: Mapping[int, Snapshot], own: range) -> dict[int, dict[str, Any]]:
     """Return what is saved of the lanes of one of several consumers, also of those that have not begun.
 
     Each has ``of``: the number of consumers, and the packs that this one has handed out. Merged lanes keep the head of
     one consumer, so only this tells a lane that is missing, or of another step.
     """
     begun = {lane: states[lane] for lane in own if lane in states}
-    of = [own.step, sum(state.ledger.packs for state in begun.values())]
+    of = [own.step, RunState(begun).ledger.packs]
     return {
-        lane: sealed({**(begun[lane].as_dict() if lane in begun else {}), "of": of}, of=f"lane {lane}")
+        lane: sealed({**(saved(begun[lane]) if lane in begun else {}), "of": of}, of=f"lane {lane}")
         for lane in own
     }
 
@@ -121,14 +142,14 @@ def checked_state(state: Any) -> RunState:
     if wrong:
         raise _damaged(f"its lane {min(wrong)} is missing, or of another state")
     return RunState(
-        {lane: LaneState.from_dict(each) for lane, each in states.items() if "stand" in each},
+        {lane: LaneState.from_dict(each).as_dict() for lane, each in states.items() if "reader" in each},
         head["slot"],
         head["epoch"],
         num_lanes,
         head["balance_window"],
         head["packs_per_step"],
         head["partial"] and len(lanes) < (num_lanes or 0),
-        loaded=True,
+        phase=Phase.LOADED,
     )
 
 

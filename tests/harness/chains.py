@@ -59,7 +59,7 @@ def of_ranks(ranks: list[list[Any]], batches_per_step: int) -> list[list[Plain]]
 def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """Save and load a state, which is no larger than docs/reliability.md says."""
     for lane in state["lanes"].values():
-        stands = [lane["stand"][2], lane["stand"][1], *lane.get("window", [0, [], [], 0])[1:3]]
+        stands = [lane["reader"][2], lane["reader"][1], *lane.get("window", [0, [], [], 0])[1:3]]
         numbers, waiting = len(stands[1]) + len(stands[2]), len(stands[0]) + len(stands[3])
         assert len(pickle.dumps(lane)) <= 350 + 140 * len(lane["source_stats"]) + 25 * waiting + 3 * numbers
     buffer = io.BytesIO()
@@ -407,7 +407,7 @@ def changes(seed: int, number: int) -> Counter[str]:
             files = changed(rng, lists[-1], numbers)
             gone = {name: lists[-1][name] for name in set(lists[-1]) - set(untouched(lists[-1], files))}
             lists.append(files)
-            begins.append(1 + max(lane["stand"][0] for lane in state["lanes"].values()))
+            begins.append(1 + max(lane["reader"][0] for lane in state["lanes"].values()))
             source = source_of(folder / "data", files)
             ahead, data, third = (resumed(stream_of(source, **settings), state) for _ in range(3))
             assert not tokens_of(ahead) & everything([gone], longest), "something of a file that is gone"

@@ -17,7 +17,7 @@ import zstandard
 
 from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Pack, Sample
 from streampack.sources import Reading, Source
-from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.lane_state import LaneEvent, Snapshot
 from streampack.types import Row
 
 # Without the time of writing, so that a file that is written again with the same rows is the same file.
@@ -133,7 +133,7 @@ def identity_of(value: Any) -> Any:
     return value() if callable(value) else value
 
 
-def recorded(events: Iterable[LaneEvent], states: dict[int, LaneState]) -> Iterator[Pack]:
+def recorded(events: Iterable[LaneEvent], states: dict[int, Snapshot]) -> Iterator[Pack]:
     """The packs of some lanes; ``states`` takes what is needed to go on behind them."""
     for event in events:
         states[event.lane] = event.state

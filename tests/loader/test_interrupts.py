@@ -184,7 +184,7 @@ def test_an_iteration_that_raised_says_so_when_it_is_asked_again(door: Any) -> N
         for _ in iterator:
             pass
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="cut this iteration short; iterate anew"):
+        with pytest.raises(RuntimeError, match="cut this iteration short; iterate again"):
             next(iterator)
 
 

@@ -19,10 +19,10 @@ from streampack.sources.reading import permutation
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
-from streampack.streaming.readers import Readers
+from streampack.streaming.position import Position
 from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import RunIdentity
-from streampack.streaming.run_state import RunState, checked_state, state_of
+from streampack.streaming.run_state import Phase, RunState, checked_state, state_of
 from tests.mutants.registry import replaces
 
 
@@ -112,23 +112,23 @@ def loading(change: Callable[[LaneState], None]) -> Any:
 @loading
 def lost_buffer(state):
     """A resume does not read the waiting pieces again; the ledger is changed to agree."""
-    state.ledger.tokens_in -= state.stand.buffered
-    state.stand = replace(state.stand, waiting=(), offset=0)
+    state.ledger.tokens_in -= state.reader.buffered
+    state.reader = replace(state.reader, waiting=(), offset=0)
 
 
 @loading
 def window_handed_out_again(state):
     """A resume hands out the packs of an open window from its beginning."""
     if state.window is not None:
-        state.packs -= state.window.handed_out
-        state.window = state.window._replace(handed_out=0)
+        state.packs -= state.window.emitted
+        state.window = state.window._replace(emitted=0)
 
 
 @loading
 def offset_not_restored(state):
     """A split sample starts again from its beginning; the ledger is changed to agree."""
-    state.ledger.packed -= state.stand.offset
-    state.stand = replace(state.stand, offset=0)
+    state.ledger.packed -= state.reader.offset
+    state.reader = replace(state.reader, offset=0)
 
 
 @loading
@@ -149,8 +149,8 @@ def drop_counted_twice(state):
 @loading
 def buffer_order_changed(state):
     """A resume reverses the order of the waiting pieces behind the oldest."""
-    waiting = state.stand.waiting
-    state.stand = replace(state.stand, waiting=(*waiting[:1], *reversed(waiting[1:])))
+    waiting = state.reader.waiting
+    state.reader = replace(state.reader, waiting=(*waiting[:1], *reversed(waiting[1:])))
 
 
 @replaces(Ledger, "as_dict")
@@ -264,13 +264,13 @@ def untrained_taken_for_trained(good, sample):
 @loading
 def newest_waiting_piece_lost(state):
     """A resume takes the newest waiting piece for one that is packed; the ledger is made to agree."""
-    if len(waiting := state.stand.waiting) > 1:
+    if len(waiting := state.reader.waiting) > 1:
         state.ledger.tokens_in -= waiting[-1].tokens
-        state.stand = replace(state.stand, waiting=waiting[:-1])
+        state.reader = replace(state.reader, waiting=waiting[:-1])
 
 
-@replaces(Readers, "following")
+@replaces(Position, "following")
 def each_iteration_begins_its_epoch(good, self):
     """Iterating again begins the epoch anew, in place of going on behind what was handed out."""
     found = good(self)
-    return RunState(epoch=found.epoch) if found.given else found
+    return RunState(epoch=found.epoch) if found.phase is Phase.READ else found

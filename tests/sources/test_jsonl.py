@@ -399,7 +399,7 @@ def test_a_run_over_a_torn_file_is_resumed_at_every_step(tmp_path: Path, suffix:
         again = make()
         again.load_state_dict(state)
         assert [each["tokens"].tolist() for each in again] == packs[step:]
-        waited += state["lanes"][0]["stand"][2] != []
+        waited += state["lanes"][0]["reader"][2] != []
     assert waited > 10
     assert data.trace(next(iter(make()))["fragments"][0])["tokens"] == packs[0][: packs[0].count(packs[0][0])]
 

@@ -322,7 +322,7 @@ def test_the_state_of_one_of_several_consumers_is_refused_where_the_others_decid
     for state in states[::2]:
         [own] = state["lanes"].values()
         # The next epoch is the same for all consumers only in the first.
-        epoch = own["stand"][0]
+        epoch = own["reader"][0]
         error = "the state has 1 of 2 lanes, and the others decide, too" if epoch else "of one worker process"
         with pytest.raises(ValueError, match=error):
             resumed(new(), state)

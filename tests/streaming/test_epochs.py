@@ -253,7 +253,7 @@ def test_parts_of_an_epoch_follow_one_another(caplog: pytest.LogCaptureFixture) 
     assert first + second == [pack[2] for pack in epoch(0)]
     assert not caplog.records
     assert list(loader) == [], "the end of the epoch, as after a resume"
-    assert "this iteration gave nothing: the one before was left behind the last batch" in caplog.text
+    assert "this iteration gave nothing: the one before stopped after the last batch" in caplog.text
     assert len(list(loader)) == WHOLE
     data = dataset()
     assert [len(list(islice(data, WHOLE))) for _ in range(3)] == [WHOLE, 0, WHOLE]
@@ -276,7 +276,7 @@ def state_after(count: int) -> dict[str, Any]:
 
 
 STATE = state_after(5)
-PEEKED = r"began from the loaded state, and where they stopped.*load the state again.*set_epoch"
+PEEKED = r"began in the middle of an epoch, and where they stopped.*load the state again.*set_epoch"
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -375,7 +375,7 @@ def test_a_resume_refuses_rows_that_changed(window: int) -> None:
     longer = [refusal([*data[:i], {**data[i], "n": data[i]["n"] + 1}, *data[i + 1 :]]) for i in range(read)]
     assert any("the data or the encoder changed" in words for words in longer), "each row that waited"
     # Rows are gone: those that waited are missed, and with a window those of which packs were planned.
-    last = state["lanes"][0]["stand"][2][-1][1]
+    last = state["lanes"][0]["reader"][2][-1][1]
     assert re.search("the data( or the encoder)? changed", refusal(data[:last]))
     assert refusal(data) == refusal(data[:read] + rows(20, seed=1)) == ""
 

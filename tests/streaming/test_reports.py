@@ -187,7 +187,7 @@ def test_a_run_without_packs_is_an_error_on_all_ranks_and_in_workers() -> None:
         try:
             list(batches)
         except ValueError:
-            with pytest.raises(RuntimeError, match="iterate anew"):  # the ranks are in step
+            with pytest.raises(RuntimeError, match="iterate again"):  # the ranks are in step
                 next(batches)
             raise
 

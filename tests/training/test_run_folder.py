@@ -344,9 +344,9 @@ def test_a_second_phase_continues_the_data_of_the_first_if_asked(tmp_path: Path,
         folder = tmp_path / str(continued)
         train(tiny_config(folder, max_steps=9, continue_data=continued, **settings))
         lanes = stream_of(folder / "out" / "checkpoints" / "step_00000009")
-        places[continued] = {lane: tuple(each["stand"][:2]) for lane, each in lanes.items()}
+        places[continued] = {lane: tuple(each["reader"][:2]) for lane, each in lanes.items()}
         assert sum(lane["ledger"][0] for lane in lanes.values()) > 0
-    assert all(places[True][lane] >= tuple(each["stand"][:2]) for lane, each in before.items())
+    assert all(places[True][lane] >= tuple(each["reader"][:2]) for lane, each in before.items())
     assert places[True] != places[False]
     # It is resumed from its own checkpoints, with the same losses.
     for steps in (8, 9):

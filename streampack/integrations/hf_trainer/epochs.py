@@ -114,7 +114,7 @@ def packed_lengths(config: LaneConfig, rows: range) -> list[int]:
     reader.open(0)
     lengths = dict.fromkeys(rows, 0)
     for piece in iter(reader.next, None):
-        lengths[piece.address.row_id[0]] += piece.length
+        lengths[piece.row_id[0]] += piece.length
     return list(lengths.values())
 
 

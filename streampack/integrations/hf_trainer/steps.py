@@ -100,7 +100,7 @@ class Steps:
             if self._batches is None:
                 # Whoever reads the same data, an evaluation or a callback that looks, may have done so before; of what
                 # they do from now on the iteration knows nothing.
-                self.loader.dataset.readers.command(self._before)
+                self.loader.dataset.position.command(self._before)
                 self._batches = iter(self.loader)
             self._before, self._made = self._batches.handed, self.step
             self._ahead = [next(self._batches, None)]
