@@ -27,6 +27,7 @@ from streampack import (
     PackedDataLoader,
     prepare_trainer_for_packing,
 )
+from tests.harness import stand_in_device
 from tests.harness.hf_trainers import (
     MAX_SEQ_LEN,
     SAMPLES,
@@ -393,6 +394,43 @@ def test_masks_are_made_one_micro_batch_at_a_time(tmp_path: Path) -> None:
     seen.clear()
     trainer.evaluate()
     assert seen == [8 * MAX_SEQ_LEN**2]
+
+
+def copies_of_a_step(folder: Path) -> dict[str, list[stand_in_device.Copy]]:
+    """The copies that one step makes: until its forward pass, in it, and after it."""
+    device = stand_in_device.set_up()
+    trainer = trainer_of(folder)
+    trainer.args.dataloader_pin_memory = True  # which Trainer switches off on a CPU
+    stand_in_device.moved(trainer.model)
+    backward, found = trainer.accelerator.backward, {}
+    with patch.object(type(trainer.args), "device", device), stand_in_device.noted() as copies:
+        prepare_trainer_for_packing(trainer, train_dataset=stream(), attention="dense")
+        trainer.state.max_steps = 12
+
+        def counted(loss: Any) -> None:
+            found.setdefault("forward", []).extend(copies)
+            copies.clear()
+            backward(loss)
+
+        trainer.accelerator.backward = counted
+        copies.clear()
+        batches, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 2, device)
+        found["before"] = [*copies]
+        copies.clear()
+        for inputs in batches:
+            trainer.training_step(trainer.model, inputs, count)
+        found["after"] = [*copies]
+    return found
+
+
+def test_the_next_batch_is_queued_before_a_steps_backward_and_no_copy_waits(tmp_path: Path) -> None:
+    """Tokens, labels, positions and lengths of two batches before the step, and those of the next before backward."""
+    [found] = run_ranks(copies_of_a_step, 1, tmp_path)
+    assert [len(found[name]) for name in ("before", "forward", "after")] == [8, 4, 0]
+    assert {(copy.kind, copy.blocking, copy.pinned) for name in found for copy in found[name]} == {
+        ("to device", False, True)
+    }
+    assert sum(copy.size for copy in found["before"]) <= 25 * 4 * MAX_SEQ_LEN
 
 
 # Before the first step, samples of a pack must not see one another.

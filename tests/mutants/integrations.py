@@ -84,3 +84,31 @@ def packing_of_the_evaluation_by_trl_too(good, trainer, *args, **settings):
     inputs = good(trainer, *args, **settings)
     options.eval_packing = True
     return inputs
+
+
+@changing_trainers
+def masks_of_all_micro_batches_at_once(trainer):
+    """All masks of a step are made when Trainer collects its batches: 16 times the bytes with accumulation 16."""
+    get, prepare = trainer.get_batch_samples, trainer._prepare_inputs
+
+    def collect(*given: Any) -> Any:
+        batches, count = get(*given)
+        return [prepare(batch) for batch in batches], count
+
+    trainer.get_batch_samples = collect
+
+
+@replaces("streampack.integrations.hf_trainer.steps:Steps", "prefetch")
+def next_batch_after_the_backward_pass(good, steps):
+    """The next batch is packed and copied when the GPU has nothing left to do."""
+
+
+@replaces("streampack.integrations.hf_trainer.steps:Steps", "_after_last_step")
+def saves_after_the_step_that_was_only_fetched(good, steps):
+    """A save in the middle of a step has the stream's position after it: a resume loses the step's packs."""
+    made = steps.trainer.state.global_step
+    steps.trainer.state.global_step = max(made, steps._made)
+    try:
+        return good(steps)
+    finally:
+        steps.trainer.state.global_step = made

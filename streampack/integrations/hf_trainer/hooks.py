@@ -334,6 +334,8 @@ class Hooks:
         )
         if self.token_mean is not None and torch.is_tensor(self._num_trained):
             self.token_mean.add(result[0] if return_outputs else result, self._num_trained)
+        if self.steps is not None and self.token_mean is None and self.trainer.model.training:
+            self.steps.prefetch()  # the host has queued the forward pass, and has time
         return result
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -378,7 +380,7 @@ class Hooks:
             batch_size=batch_size,
             num_workers=args.dataloader_num_workers,
             packs_per_step=batch_size * accumulation_steps * ranks,
-            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            pin_memory=args.dataloader_pin_memory and args.device.type not in ("cpu", "mps"),
             timeout=args.ddp_timeout,
         )
         assert loader.rank_sync.world_size == args.world_size, "ranks are not in one torch.distributed group"

@@ -34,9 +34,9 @@ PREFIX = "checkpoint-"
 class Steps:
     """The training loader that a trainer iterates, and where the stream stands after the steps that were made.
 
-    The loader may be ahead of the last step that was made, after which a checkpoint's state must resume: Trainer gets
-    all batches of a step before it makes the step, and may save between the two; and to find out whether an epoch or
-    the data has ended, the first batch of the next step is fetched in advance. So the position before it is kept.
+    A checkpoint resumes after the last step that was made, and the loader may be up to two steps past it: Trainer takes
+    all batches of a step before it makes the step, and may save between the two. And the first batch of the next step
+    is fetched and queued for the device before this step's backward. So the position before each fetch is kept.
 
     Args:
         loader: yields the batches.
@@ -64,9 +64,13 @@ class Steps:
         self.epoch = 0  # epoch of the last batch handed out, counted from the run's first epoch
         self._left = 0  # batches of this step that Trainer has not asked for
         self._batches: Iteration | None = None  # of the loader; None before the first batch
-        self._ahead: list[Batch | None] = []  # the first batch of the next step, None at the end of the data
-        # Where the stream stood when `_ahead` was fetched last, or began, or was closed: after the step `_made`.
+        self._next: list[
+            dict[str, Any] | None
+        ] = []  # the first batch of the next step, None at the end of the data
+        # The stream's position when `_next` was fetched last, or began, or was closed: after the step `_made`. And its
+        # position at the fetch before.
         self._before, self._made = loader.position(), steps_before
+        self._earlier = self._before
         self._first = steps_before
 
     def __iter__(self) -> Steps:
@@ -75,13 +79,12 @@ class Steps:
 
     def __next__(self) -> dict[str, Any]:
         if self._left:
-            assert self._batches is not None
-            batch = next(self._batches, None)
+            batch = self._take()
         elif self.trainer.state.global_step >= self.trainer.args.max_steps:
             batch = None  # otherwise Trainer would make one more step in a run that is resumed at its end
         else:
-            batch = self._fetch()
-            self._ahead = []
+            batch = self.fetch()
+            self._next = []
         if batch is None:
             self._end()
             raise StopIteration
@@ -89,24 +92,34 @@ class Steps:
             self.step, self._left = self.step + 1, self.loader.batches_per_step
         self._left -= 1
         self.epoch = self._epoch()
-        return self.to_device(batch)
+        return batch
 
-    def _fetch(self) -> Batch | None:
-        """Return the first batch of the next step, fetched once; None at the end of the data.
+    def _take(self) -> dict[str, Any] | None:
+        assert self._batches is not None
+        batch = next(self._batches, None)
+        return None if batch is None else self.to_device(batch)
 
-        A collective, to be called only between steps.
+    def prefetch(self) -> None:
+        """Collective: fetch the first batch of the next step, if all batches of this one were handed out."""
+        if not self._left and self.step < self.trainer.args.max_steps:
+            self.fetch()
+
+    def fetch(self) -> dict[str, Any] | None:
+        """Collective, between the batches of two steps: return the first batch of the next step, None at the end.
+
+        It is fetched once.
         """
-        if not self._ahead:
+        if not self._next:
             if self._batches is None:
                 # Whoever reads the same data, an evaluation or a callback that looks, may have done so before; of what
                 # they do from now on the iteration knows nothing.
                 self.loader.dataset.position.command(self._before)
                 self._batches = iter(self.loader)
-            self._before, self._made = self._batches.handed, self.step
-            self._ahead = [next(self._batches, None)]
-            if self._ahead[0] is None:
-                self._before = self._batches.handed  # with what was dropped behind the last pack
-        return self._ahead[0]
+            self._earlier, self._before, self._made = self._before, self._batches.handed, self.step
+            self._next = [self._take()]
+            if self._next[0] is None:
+                self._before = self._batches.handed  # with what was dropped after the last pack
+        return self._next[0]
 
     def _epoch(self) -> int:
         """Return the epoch of the last batch fetched, counted from the run's first epoch."""
@@ -115,11 +128,11 @@ class Steps:
 
     def ends_epoch(self) -> bool:
         """Collective: return whether the newest step ended an epoch and another epoch follows."""
-        return self._fetch() is not None and self._epoch() > self.epoch
+        return self.fetch() is not None and self._epoch() > self.epoch
 
     def has_more(self) -> bool:
         """Collective: return whether there is data after the newest step."""
-        return self._fetch() is not None
+        return self.fetch() is not None
 
     def steps_in_epoch(self) -> int:
         """Count the steps made in this epoch, including those before a resume."""
@@ -129,9 +142,10 @@ class Steps:
         """Return where the stream stands after the last step that was made."""
         # With enable_jit_checkpoint, Trainer saves at once when it gets a SIGTERM, before it makes a step whose batches
         # it has.
-        if self._batches is None or self.trainer.state.global_step <= self._made:
+        made = self.trainer.state.global_step
+        if self._batches is None or made == self._made:
             return self._before
-        return self._batches.handed
+        return self._batches.handed if made > self._made else self._earlier
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: return the stream's state after the last step that was made."""
@@ -154,7 +168,7 @@ class Steps:
     def close(self) -> None:
         """End the worker processes. A checkpoint may still be saved, after an interrupt too."""
         self._before = self._after_last_step()
-        self._batches, self._ahead, self._left = None, [], 0
+        self._batches, self._next, self._left = None, [], 0
 
     def _end(self) -> None:
         """Stop the trainer at the end of the data; otherwise it would begin another epoch.
