@@ -10,9 +10,11 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from benchmarks import lengths as corpora
 from benchmarks import peers, report
@@ -29,6 +31,7 @@ HEADER = (
     "packer | packs | above bound | padding | Mtok/s | of floor | x torchtune | plan Mtok/s | "
     "waits mean | waits max | held mean"
 )
+ORDER = f"packer | correlation | {' | '.join(f'decile {i}' for i in range(1, 11))}"
 # A faster row runs several times: one run of the floor takes 20 ms, which is mostly noise.
 LEAST_SECONDS = 0.5
 
@@ -64,6 +67,58 @@ def waiting(lengths: Sequence[int], max_seq_len: int, **settings: Any) -> tuple[
         packs += 1
         held.append(len(read_at) - len(waits))
     return statistics.fmean(waits), max(waits), statistics.fmean(held)
+
+
+def order(packs: Iterable[Any], lengths: Sequence[int], max_seq_len: int) -> list[str]:
+    """Return how lengths of samples correlate with their packs, and mean delays by decile of length, in packs.
+
+    Each sample is made of its own number, from 1. Its delay counts from the pack it would be in if samples were cut.
+    """
+    found = np.zeros(len(lengths))
+    for number, pack in enumerate(packs):
+        numbers = np.unique(np.asarray(pack.get("tokens", pack.get("input_ids"))))
+        found[numbers[numbers > 0] - 1] = number
+    delays = found - (np.cumsum(lengths) - lengths) / max_seq_len
+    deciles = np.array_split(delays[np.argsort(lengths, kind="stable")], 10)
+    return [f"{np.corrcoef(lengths, found)[0, 1]:.2f}", *(f"{decile.mean():.1f}" for decile in deciles)]
+
+
+def order_section(options: Any, *, count: int) -> str:
+    """Compare the order of training with that of arrival, for lengths of which half fit with no other of that half."""
+    max_seq_len = options.max_seq_len
+    lengths = np.random.default_rng(options.seed).integers(2, max_seq_len + 1, count)
+    rows = [
+        {"tokens": np.full(length, i + 1), "labels": np.full(length, i + 1)}
+        for i, length in enumerate(lengths)
+    ]
+    lists = corpora.as_lists(rows)
+
+    def ours(**settings: Any) -> Iterable[Any]:
+        return IterablePackedDataset(
+            rows, max_seq_len=max_seq_len, buffer_size=options.buffer_size, **settings
+        )
+
+    packers: dict[str, Callable[[], Iterable[Any]]] = {
+        **{name: partial(ours, num_lanes=1, **settings) for name, settings in OURS.items()},
+        "exact_fit, 8 lanes": partial(ours, num_lanes=8),
+        TORCHTUNE: lambda: peers.torchtune_packs(lists, max_seq_len=max_seq_len).packs,
+        "TRL bfd, whole set": lambda: peers.trl_packs(
+            peers.trl_rows(rows), max_seq_len=max_seq_len, batch=None
+        ),
+        "Grain best-fit, 64 bins": lambda: peers.grain_packs(rows, max_seq_len=max_seq_len, bins=64),
+    }
+    table = []
+    for name, packs in packers.items():
+        try:
+            table.append([name, *order(packs(), lengths.tolist(), max_seq_len)])
+        except ModuleNotFoundError as error:
+            table.append([f"{name}: not installed ({error.name})"])
+    return "\n\n".join(
+        [
+            f"## Order\n\n{count:,} samples of uniform lengths up to {max_seq_len:,}.",
+            report.table(ORDER, table),
+        ]
+    )
 
 
 def contenders(samples: peers.Samples, max_seq_len: int, buffer_size: int) -> dict[str, Callable[[], Runner]]:
@@ -177,6 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Packing: {options.max_seq_len:,} tokens a pack, buffer of {options.buffer_size} samples",
         f"Medians of {options.repeats} interleaved rounds, seed {options.seed}. Explained in ../README.md.",
         *(section(name, options, count=count, least=least) for name in options.distributions),
+        order_section(options, count=min(count, 2000)),
         packages=["numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"],
     )
 

@@ -94,8 +94,15 @@ def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[]
     Arrow in, Arrow out, in memory: padding and tensors are not timed. It truncates samples longer than
     ``max_seq_len`` silently, which is one reason to count the tokens of the output.
     """
-    import pyarrow as pa
     import trl  # noqa: F401 - not to be timed
+
+    dataset = trl_rows(samples)
+    return lambda: arrow_run(lambda: trl_packs(dataset, max_seq_len=max_seq_len, batch=batch))
+
+
+def trl_rows(samples: Samples) -> Any:
+    """Return samples as a ``Dataset`` of ids and labels, in memory."""
+    import pyarrow as pa
     from datasets import Dataset
 
     offsets = np.cumsum([0, *(len(sample["tokens"]) for sample in samples)], dtype=np.int32)
@@ -103,9 +110,7 @@ def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[]
     def column(key: str) -> pa.ListArray:
         return pa.ListArray.from_arrays(offsets, np.concatenate([sample[key] for sample in samples]))
 
-    dataset = Dataset(pa.table({"input_ids": column("tokens"), "labels": column("labels")}))
-
-    return lambda: arrow_run(lambda: trl_packs(dataset, max_seq_len=max_seq_len, batch=batch))
+    return Dataset(pa.table({"input_ids": column("tokens"), "labels": column("labels")}))
 
 
 def trl_packs(dataset: Any, *, max_seq_len: int, batch: int | None) -> Any:
