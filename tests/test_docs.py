@@ -90,8 +90,8 @@ def test_readme_has_the_figures_of_the_run_that_it_names() -> None:
     for (_, *cells), corpus in zip(told, ("flan", "orca", "stack"), strict=True):
         [padded] = [row for row in run[corpus] if row[0] == "random_padding"]
         [packed] = [row for row in run[corpus] if row[:2] == ["exact_fit", "1 pack"]]
-        padding = ", ".join(f"{row[4].rstrip('%')} %" for row in (padded, packed))
-        assert cells == [padding, f"{padded[6]}, {packed[6]}", f"{float(packed[7]):.1f}x"]
+        padding = " → ".join(f"{row[4].rstrip('%')} %" for row in (padded, packed))
+        assert cells == [padding, f"{padded[6]} → {packed[6]}", f"{float(packed[7]):.1f}x"]
 
 
 def test_the_comparison_has_the_figures_of_the_runs_that_it_names() -> None:
