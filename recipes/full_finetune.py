@@ -18,12 +18,13 @@ import torch
 from omegaconf import DictConfig
 
 from streampack.inspection.report_writer import ReportWriter
-from streampack.losses import label_weights, loss_terms
+from streampack.losses import label_weights
 from streampack.training.collated_rows import prepare_inputs
 from streampack.training.data import join_documents
 from streampack.training.entry import parse
 from streampack.training.evaluation import evaluate
 from streampack.training.model import activation_context, build_model
+from streampack.training.model_loss import model_loss
 from streampack.training.optimizer import build_optimizer
 from streampack.training.run import Result, Run, open_run
 
@@ -70,10 +71,9 @@ def _train(run: Run) -> Result:
             batch = batch.to(device)
             batch = batch if cfg.document_masking else join_documents(batch)
             label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
-            with activations:
-                logits = model(**inputs(batch))
-            losses, z_terms = loss_terms(logits, batch.labels, weights=label_weight, compiled=cfg.compile)
-            del logits  # or they would stay through the backward pass
+            losses, z_terms = model_loss(
+                model, inputs(batch), batch.labels, weights=label_weight, config=cfg, activations=activations
+            )
             loss = losses.sum()
             z_loss = cfg.z_loss * z_terms.sum() if cfg.z_loss else torch.zeros_like(loss)
             step.add(batch, loss, losses, label_weight, z_loss=z_loss)

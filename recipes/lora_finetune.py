@@ -17,11 +17,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from streampack.inspection.report_writer import ReportWriter
-from streampack.losses import label_weights, loss_terms
+from streampack.losses import label_weights
 from streampack.training.collated_rows import prepare_inputs
 from streampack.training.entry import parse
 from streampack.training.evaluation import evaluate
 from streampack.training.model import activation_context, build_model
+from streampack.training.model_loss import model_loss
 from streampack.training.optimizer import build_optimizer
 from streampack.training.run import Result, Run, open_run
 
@@ -67,10 +68,9 @@ def _train(run: Run) -> Result:
         for batch in step:
             batch = batch.to(device)
             label_weight = label_weights(batch, loss_norm=cfg.loss_norm)
-            with activations:
-                logits = model(**inputs(batch))
-            losses, _ = loss_terms(logits, batch.labels, weights=label_weight, compiled=cfg.compile)
-            del logits  # or they would stay through the backward pass
+            losses, _ = model_loss(
+                model, inputs(batch), batch.labels, weights=label_weight, config=cfg, activations=activations
+            )
             loss = losses.sum()
             step.add(batch, loss, losses, label_weight)
             loss.backward()

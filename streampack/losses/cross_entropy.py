@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from streampack.types import IGNORE_INDEX
 from streampack.validation import require_positive
@@ -76,6 +77,7 @@ def loss_terms(
     *,
     weights: torch.Tensor | None = None,
     chunk_size: int = 512,
+    output: Callable[[torch.Tensor], torch.Tensor] | None = None,
     compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `token_losses`, and the weighted squares of log(sum(exp(logits))) for the same labels: ``[batch, seq]``.
@@ -87,11 +89,14 @@ def loss_terms(
     >>> losses.sum() + 1e-4 * squares.sum()
     tensor(4.6062)
 
+    With ``output``, a model's output layer, the first argument is the hidden states before it, ``[batch, seq, dim]``.
+    Then the logits of only ``chunk_size`` tokens exist at a time: the backward pass computes them again.
+
     ``compiled`` compiles what is computed for a chunk, by `torch.compile`: once for batches of all lengths, while
     compiling this function would compile again for each number of chunks.
     """
     losses, squares, _ = branch_terms(
-        logits, labels, weights=weights, chunk_size=chunk_size, compiled=compiled
+        logits, labels, weights=weights, chunk_size=chunk_size, output=output, compiled=compiled
     )
     return losses, squares
 
@@ -103,6 +108,7 @@ def branch_terms(
     weights: torch.Tensor | None = None,
     branches: tuple[torch.Tensor, torch.Tensor] | None = None,
     chunk_size: int = 512,
+    output: Callable[[torch.Tensor], torch.Tensor] | None = None,
     compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `loss_terms`, and the losses of more targets, which any token of their row predicts: ``[batch, targets]``.
@@ -114,6 +120,9 @@ def branch_terms(
     """
     require_positive(chunk_size, "chunk_size")
     parts = [logits] if isinstance(logits, torch.Tensor) else [part for part in logits if part.shape[1]]
+    if output is not None:  # each part's logits are made for its loss, and again for its gradient
+        size = max(1, chunk_size // len(labels))
+        parts = [piece for part in parts for piece in torch.split(part, size, 1)]
     shape = [parts[0].shape[0], sum(part.shape[1] for part in parts)]
     if list(labels.shape) != shape:
         raise ValueError(
@@ -139,20 +148,31 @@ def branch_terms(
         inside = (predictors >= begin) & (predictors < begin + size)
         places = torch.where(inside, predictors - begin, 0)
         places = places + size * torch.arange(rows, device=places.device)[:, None]
-        terms = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            part.flatten(0, 1),
+        asked = (
             torch.cat([targets[:, here].flatten(), ids.flatten()]),
             torch.cat([weight[:, here].flatten(), torch.where(inside, counted, 0).flatten()]),
             places.flatten(),
             chunk_size,
             _compiled if compiled else _as_it_is,
         )
+        if output is None:
+            terms = _terms_of(part, None, *asked)
+        else:
+            terms = checkpoint(_terms_of, part, output, *asked, use_reentrant=False, preserve_rng_state=False)
         losses.append(terms[0][: rows * size].view(rows, size))
         squares.append(terms[1][: rows * size].view(rows, size))
         of_branches = of_branches + terms[0][rows * size :].view_as(of_branches)
         begin += size
     # The loss at token i belongs to label i + 1.
     return *(F.pad(torch.cat(each, 1)[:, :-1], (1, 0)) for each in (losses, squares)), of_branches  # type: ignore[return-value]
+
+
+def _terms_of(
+    part: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor] | None, *asked: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = part if output is None else output(part)
+    terms: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(logits.flatten(0, 1), *asked)  # type: ignore[no-untyped-call]
+    return terms
 
 
 def _counted(

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from streampack.instantiate import COMPONENT, component_problems
-from streampack.training.conditions import problems_of
+from streampack.training.conditions import LINEAR_LOSS, problems_of
 from streampack.training.config import RunConfig
 from streampack.training.multi_dataset import with_dataset
 
@@ -66,7 +66,9 @@ def checked(config: Any, *, built: Collection[str] | None = None) -> tuple[RunCo
         return None, [*problems, str(error)]
     assert isinstance(cfg, RunConfig)
     for key in plain:
-        if key in given:
+        # Recipes need no more than the name of this loss.
+        linear = key == "loss" and isinstance(plain[key], dict) and plain[key].get(COMPONENT) == LINEAR_LOSS
+        if key in given and not linear:
             problems += component_problems(plain[key], key)
     problems += problems_of(cfg, built)
     return cfg, list(dict.fromkeys(problems))

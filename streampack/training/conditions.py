@@ -28,8 +28,10 @@ WORDS = {
     "ac_mode": ("selective", "full"),
 }  # fmt: skip
 """Keys whose value is null or one of these words."""
+LINEAR_LOSS = "torchtune.modules.loss.LinearCrossEntropyLoss"
+"""The loss that never holds all logits; torchtune has it after 0.6.1, and recipes need its name only."""
 CROSS_ENTROPIES = (
-    "torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.CrossEntropyLoss",
+    "torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.CrossEntropyLoss", LINEAR_LOSS,
 )  # fmt: skip
 """Losses that a config may name for recipes other than dpo."""
 COLUMNS = (
@@ -149,7 +151,7 @@ def recipe_problems(cfg: RunConfig, *, pairs: bool, adapters: bool | None = None
         return
     if (chunks := cfg.loss.get("num_output_chunks")) is not None:
         yield from message_from(require_positive, chunks, "loss.num_output_chunks")
-    used = {COMPONENT, "ignore_index", *["num_output_chunks"] * (name == CROSS_ENTROPIES[0])}
+    used = {COMPONENT, "ignore_index", *["num_output_chunks"] * (name != CROSS_ENTROPIES[1])}
     for key, value in cfg.loss.items():
         if key not in used or (key == "ignore_index" and value != -100):
             yield f"loss.{key}={value} is not used: all labels but -100 are trained, and weigh the same; remove it"

@@ -83,7 +83,8 @@ class RunConfig:
             step of its checkpoint on any number of ranks.
         num_workers: processes that read, encode and pack, for each rank.
         loss: full and lora: one of torchtune's cross-entropies, or none; the loss is divided once, by the trained
-            tokens of a step. dpo: one that compares pairs: torchtune's ``DPOLoss`` or ``RSOLoss``, or `PreferenceLoss`.
+            tokens of a step. ``torchtune.modules.loss.LinearCrossEntropyLoss`` never holds all logits in memory. dpo:
+            one that compares pairs: torchtune's ``DPOLoss`` or ``RSOLoss``, or `PreferenceLoss`.
         loss_norm: ``"token"``, or ``"sample"``: every sample weighs the same, whatever its length.
         clip_grad_norm: the norm to which gradients are clipped; ``inf`` only logs it.
         attention: ``"auto"``, ``"dense"`` (``"sdpa"``), ``"flex"``, ``"varlen"`` or ``"flash"``; see
