@@ -301,6 +301,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
+def test_files_that_the_pages_name_exist() -> None:
+    folders = (ROOT, ROOT / "streampack", ROOT / "benchmarks")
+    pattern = r"`((?:[\w.]+/)+\w+\.(?:py|md|yaml))`"
+    named = {path for page in LINKED for path in re.findall(pattern, prose(page))}
+    assert not [path for path in named if not any((folder / path).exists() for folder in folders)]
+    assert len(named) > 30
+
+
 def listed(page: Path) -> set[Path]:
     """The pages in the toctrees of a page; an entry may be a glob."""
     text = page.read_text(encoding="utf-8")
