@@ -194,7 +194,7 @@ def mask() -> str:
 
 
 def lanes() -> str:
-    """Draw the first packs of four lanes with their slots, and which rank makes them."""
+    """Draw the packs of four lanes by step, and the rank that makes each, before and after a resume on more ranks."""
     rows = [{"input_ids": [5] * 8} for _ in range(200)]
     packs_per_step = 4
 
@@ -206,25 +206,23 @@ def lanes() -> str:
             owners |= {pack.lane: rank for pack in dataset.stream(rank, ranks)}
         return [owners[lane] for lane in range(4)]
 
-    picture = Picture("Packs of four lanes, steps, and ranks")
-    left, width = 66, 62
-    picture.text("step", kind="b")
-    for step in range(4):
-        picture.text(str(step), left=left + (step + 0.5) * width, anchor="middle", kind="b")
-    for column, ranks in enumerate((1, 2, 4)):
-        name = f"{ranks} rank{'s' * (ranks > 1)}"
-        picture.text(name, left=left + 4 * width + 28 + column * 54, anchor="middle", kind="n")
-    picture.down(LINE + 2)
-    owners = {ranks: read_by(ranks) for ranks in (1, 2, 4)}
+    picture = Picture("Packs of four lanes by step, before and after a resume on more ranks")
+    left, width, gap = 66, 97, 14
+    places = [left + step * width + gap * (step > 1) for step in range(4)]
+    for begin, text in ((0, "2 ranks"), (2, "killed, resumed on 4 ranks")):
+        picture.text(text, left=places[begin] + width - 2, anchor="middle", kind="b")
+    picture.down(LINE)
+    for step, place in enumerate(places):
+        picture.text(f"step {step}", left=place + width / 2, anchor="middle", kind="n")
+    picture.down(LINE)
+    before, after = read_by(2), read_by(4)
     for lane in range(4):
         picture.text(f"lane {lane}")
-        for step in range(4):
-            slot = step * packs_per_step + lane
-            picture.box(left + step * width, width - 3, LINE, fill=colour(step * 2))
-            picture.text(f"pack {slot}", left=left + (step + 0.5) * width, anchor="middle", kind="n", below=1)
-        for column, ranks in enumerate((1, 2, 4)):
-            place = left + 4 * width + 28 + column * 54
-            picture.text(f"rank {owners[ranks][lane]}", left=place, anchor="middle", kind="n")
+        for step, place in enumerate(places):
+            rank = (before, after)[step > 1][lane]
+            picture.box(place, width - 3, LINE, fill=colour(rank * 2))
+            text = f"pack {step * packs_per_step + lane}, rank {rank}"
+            picture.text(text, left=place + width / 2 - 1, anchor="middle", kind="n", below=1)
         picture.down(LINE + 4)
     return picture.svg()
 
