@@ -109,7 +109,7 @@ def test_epochs_of_a_stream_are_estimated(
     estimate_times(0.5)
     short = packed(tmp_path / "short", stream(str(file), epochs=1), **common)
     assert short.train().global_step < expected
-    assert f"max_steps={short.state.max_steps} was estimated, and the data goes on behind it" in caplog.text
+    assert f"max_steps={short.state.max_steps} was estimated and leaves data untrained" in caplog.text
 
 
 def test_data_that_ends_early_is_logged_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

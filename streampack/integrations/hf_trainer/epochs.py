@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streampack.integrations.hf_trainer.opening import PROBED_ROWS
 from streampack.loader.batching import Batching
@@ -42,6 +43,20 @@ def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> Non
                 f"max_steps is {args.max_steps}, and how many packs this stream makes is known at its end only "
                 f"({error}); set max_steps in TrainingArguments"
             ) from None
+
+
+def require_same_steps(loader: PackedDataLoader, state: Mapping[str, Any] | None) -> None:
+    """Check that a step has the packs that it has in the run of ``state``, because Trainer counts steps from its start.
+
+    With other packs they would not end where the data ends.
+    """
+    before = None if state is None else state.get("packs_per_step")
+    if before not in (None, loader.packs_per_step):
+        raise ValueError(
+            f"the checkpoint's run has steps of {before} packs, and per_device_train_batch_size x "
+            f"gradient_accumulation_steps x ranks is now {loader.packs_per_step}; set gradient_accumulation_steps so "
+            f"that it is {before}, or set max_steps in place of epochs"
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +13,18 @@ from streampack.accounting import Ledger
 from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.vision import text_of
-from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
+from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs, require_same_steps
 from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
 from streampack.integrations.hf_trainer.images import require_announced
 from streampack.integrations.hf_trainer.steps import (
     Steps,
+    make_loader,
     newest_checkpoint,
     read_stream,
     read_trainer,
     write_stream,
 )
 from streampack.integrations.hf_trainer.weights import load_renamed
-from streampack.loader.data_loader import PackedDataLoader
 from streampack.losses import require_unshared
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
@@ -61,43 +60,28 @@ class Hooks:
     """
 
     NAMES = (
-        "train",
-        "get_train_dataloader",
-        "get_eval_dataloader",
-        "get_test_dataloader",
-        "evaluate",
-        "evaluation_loop",
-        "save_model",
-        "log",
-        "_prepare_inputs",
-        "compute_loss",
-        "_get_num_items_in_batch",
-        "_load_from_checkpoint",
+        "train", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "evaluate", "evaluation_loop",
+        "save_model", "log", "_prepare_inputs", "compute_loss", "_get_num_items_in_batch", "_load_from_checkpoint",
         "_load_best_model",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, trainer: Trainer, packs: IterablePackedDataset, *, attention: str, verify: bool = True
     ) -> None:
-        self.trainer = trainer
-        self.verify = verify
-        self.packs = packs
-        self.attention = attention
+        self.trainer, self.packs = trainer, packs
+        self.attention, self.verify = attention, verify
         self.originals = {name: getattr(trainer, name) for name in self.NAMES}
         self.callback: Any = None
         self.checkpoint: Path | None = None  # the folder from which the current training resumes
         self.steps: Steps | None = None  # the loader of the newest training
-        # The number of steps, if num_train_epochs sets it; None if max_steps does.
-        self.plan: Plan | None = None
+        self.plan: Plan | None = None  # the number of steps, if num_train_epochs sets it
         self.first_epoch = 0  # the packs' epoch in which the first training began
         self.evaluations: dict[IterablePackedDataset, Evaluation] = {}
         self.token_mean: TokenMean | None = None  # the loss of the evaluation that is running
         self.ledger: Ledger | None = None  # of all ranks, after the newest training that came to its end
         self.totals: dict[str, float] = {}  # what is logged of all ranks: token totals, waiting, imbalance
-        # Trained tokens of all ranks, as `_get_num_items_in_batch` counted them last: of a step, or of an evaluation's
-        # batch.
-        self._num_trained: Any = None
-        # `inputs` of which model on which device.
+        self._num_trained: Any = None  # tokens of all ranks in the step, or in the batch of an evaluation
+        # With their model and device.
         self._inputs: tuple[Inputs, Any, torch.device] | None = None
 
     def patch(self, callback: Any) -> None:
@@ -168,19 +152,17 @@ class Hooks:
         if self.checkpoint is not None:
             read_trainer(self.checkpoint)  # before Trainer loads any of it
         trainer = self.trainer
-        if (
-            trainer.accelerator.distributed_type.value.startswith("MULTI_")
-            and trainer.model_wrapped is trainer.model
-        ):
-            # An earlier evaluation has marked the model as prepared. accelerate would then silently leave out DDP, and
-            # each rank would train a model of its own.
+        by_ddp = trainer.accelerator.distributed_type.value.startswith("MULTI_")
+        if by_ddp and trainer.model_wrapped is trainer.model:
+            # An earlier evaluation has marked the model as prepared. accelerate would then skip DDP, and each rank
+            # would train a model of its own.
             trainer.model._is_accelerate_prepared = False
         max_steps, epochs = trainer.args.max_steps, self.packs.epochs
         try:
             result = self.originals["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
             if self.steps is not None:
                 self.steps.loader.require_trained()
-                self.ledger = self.steps.totals(metered=False)[0]
+                self.ledger = self.steps.ledger()
             self._warn_of_untrained_data()
             return result
         finally:
@@ -191,21 +173,21 @@ class Hooks:
 
     def _warn_of_untrained_data(self) -> None:
         """Collective: warn if the training ended before the data, because its number of steps was estimated."""
-        state = self.trainer.state
         if self.plan is None or self.plan.exact or self.plan.epochs % 1 or self.steps is None:
             return
-        if state.global_step >= state.max_steps and self.steps.has_more():
+        made, planned = self.trainer.state.global_step, self.trainer.state.max_steps
+        if made >= planned and self.steps.has_more():
             log.warning(
-                "max_steps=%d was estimated, and the data goes on behind it; to train on all of it, set more max_steps",
-                state.max_steps,
+                "max_steps=%d was estimated and leaves data untrained; set a higher max_steps", planned
             )
 
     def get_train_dataloader(self) -> Steps:
         """Return the packed batches, without accelerate, which would shard them among the ranks again."""
+        args = self.trainer.args
         # _train_batch_size is per_device_train_batch_size, or less with auto_find_batch_size.
-        accumulation = self.trainer.args.gradient_accumulation_steps
+        accumulation = args.gradient_accumulation_steps
         state = None if self.checkpoint is None else read_stream(self.checkpoint)
-        loader = self._loader(self.packs, self.trainer._train_batch_size, accumulation, state=state)
+        loader = make_loader(args, self.packs, self.trainer._train_batch_size, accumulation, state=state)
         if self.steps is None:
             self.first_epoch = self.packs.epoch
         # A second training reads the same packs as the first, as with Trainer's own loaders.
@@ -216,22 +198,14 @@ class Hooks:
             steps_before = read_trainer(self.checkpoint)["global_step"]
         if loader.batches_per_step != accumulation:
             raise ValueError(
-                f"num_lanes={self.packs.lanes_for(1)} cannot be shared evenly by {self.trainer.args.world_size} ranks: "
-                f"a step would have {loader.batches_per_step} batches on each, and Trainer takes {accumulation} "
+                f"num_lanes={self.packs.lanes_for(1)} cannot be divided evenly by {args.world_size} ranks: a step "
+                f"would have {loader.batches_per_step} batches on each, and Trainer takes {accumulation} "
                 "(gradient_accumulation_steps); use a number of ranks that divides the lanes, or in a new run set "
                 "num_lanes to a multiple of the ranks"
             )
-        args = self.trainer.args
         # With auto_find_batch_size, Trainer calls this again for another batch size, which needs another plan.
         if self.plan is not None or args.max_steps <= 0:
-            before = None if state is None else state.get("packs_per_step")
-            if before not in (None, loader.packs_per_step):
-                # Trainer counts steps from the run's beginning: with other packs they would not end where the data do.
-                raise ValueError(
-                    f"the checkpoint's run has steps of {before} packs, and per_device_train_batch_size x "
-                    f"gradient_accumulation_steps x ranks is now {loader.packs_per_step}; set "
-                    f"gradient_accumulation_steps so that it is {before}, or set max_steps in place of epochs"
-                )
+            require_same_steps(loader, state)
             self.packs.epochs = math.ceil(args.num_train_epochs)
             self.plan = plan_epochs(loader, args.num_train_epochs)
             args.max_steps = self.plan.total
@@ -250,7 +224,7 @@ class Hooks:
             return self.originals["get_eval_dataloader"](eval_dataset)
         if data not in self.evaluations:
             require_end(data, "eval_dataset")
-            loader = self._loader(data, self.trainer.args.per_device_eval_batch_size)
+            loader = make_loader(self.trainer.args, data, self.trainer.args.per_device_eval_batch_size)
             self.evaluations[data] = Evaluation(loader, self.to_device)
         return self.evaluations[data]
 
@@ -297,9 +271,8 @@ class Hooks:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the stream's state before the model, when this is part of a checkpoint.
 
-        Trainer saves the model first and its own state last, and removes older checkpoints afterwards. So a checkpoint
-        that has both the stream's and Trainer's state is complete, and a run that is killed while saving still has the
-        one before.
+        Trainer saves its own state last, and removes older checkpoints afterwards. So a checkpoint with both states is
+        complete, and a run that is killed while it saves still has the one before.
         """
         if _internal_call and output_dir is not None and self.steps is not None:
             state = self.steps.state_dict()
@@ -324,8 +297,7 @@ class Hooks:
     ) -> Any:
         """Compute a loss that weights the tokens of all ranks equally, in an evaluation too.
 
-        In an evaluation TRL weights the ranks equally: one rank's null pack beside another rank's full pack would count
-        as a loss of 0.
+        TRL weights ranks equally there: a null pack beside another rank's full pack would count as a loss of 0.
         """
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.trainer.args.device)
@@ -346,42 +318,9 @@ class Hooks:
     def update_totals(self, *, logged: bool) -> None:
         """Collective: update the numbers of all ranks that are logged next; ``logged``: before an evaluation too."""
         assert self.steps is not None
-        self.steps.loader.require_trained()
-        ledger, metered = self.steps.totals(metered=logged)
-        self.totals = metered | {
-            "num_tokens": ledger.packed,
-            "padding": ledger.padding,
-            "untrained": ledger.untrained,
-            "dropped_tokens": sum(ledger.dropped.values()),
-            "bad_records": ledger.dropped_samples["bad"],
-        }
-        if ledger.media:
-            self.totals |= {"num_images": ledger.images, "num_media": ledger.media}
+        self.totals = self.steps.totals(metered=logged)
         # TRL logs num_tokens too, as the sum of the attention mask, which may hold boundaries here. So its numbers are
         # replaced.
         if hasattr(self.trainer, "_total_train_tokens"):
-            self.trainer._total_train_tokens = ledger.packed
-            self.trainer._metrics["train"]["num_tokens"] = [ledger.packed]
-
-    def _loader(
-        self,
-        packs: IterablePackedDataset,
-        batch_size: int,
-        accumulation_steps: int = 1,
-        *,
-        state: Mapping[str, Any] | None = None,
-    ) -> PackedDataLoader:
-        args = self.trainer.args
-        # A run that goes on may have fewer lanes than ranks. A step has ``accumulation_steps`` batches all the same.
-        lanes = state.get("num_lanes") if isinstance(state, Mapping) else None
-        ranks = min(args.world_size, lanes) if type(lanes) is int and lanes > 0 else args.world_size
-        loader = PackedDataLoader(
-            packs,
-            batch_size=batch_size,
-            num_workers=args.dataloader_num_workers,
-            packs_per_step=batch_size * accumulation_steps * ranks,
-            pin_memory=args.dataloader_pin_memory and args.device.type not in ("cpu", "mps"),
-            timeout=args.ddp_timeout,
-        )
-        assert loader.rank_sync.world_size == args.world_size, "ranks are not in one torch.distributed group"
-        return loader
+            self.trainer._total_train_tokens = self.totals["num_tokens"]
+            self.trainer._metrics["train"]["num_tokens"] = [self.totals["num_tokens"]]

@@ -1,4 +1,4 @@
-"""The training loader: batches on the device, and the state of the stream after a step, also in checkpoints."""
+"""The training loader: batches on the device, and the stream's state after a step, also in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from streampack.accounting import Ledger
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.loader.iteration import Iteration
 from streampack.packing.batch import Batch
+from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.run_state import RunState
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ PREFIX = "checkpoint-"
 
 
 class Steps:
-    """The training loader that a trainer iterates, and where the stream stands after the steps that were made.
+    """The training loader that a trainer iterates, and the stream's position after the steps that were made.
 
     A checkpoint resumes after the last step that was made, and the loader may be up to two steps past it: Trainer takes
     all batches of a step before it makes the step, and may save between the two. And the first batch of the next step
@@ -60,13 +61,12 @@ class Steps:
         self.to_device = to_device
         self.trainer = trainer
         self.planned_epochs = planned_epochs
-        self.step = steps_before  # whose batches were handed out last
-        self.epoch = 0  # epoch of the last batch handed out, counted from the run's first epoch
+        self.step = steps_before  # of the newest batch
+        self.epoch = 0  # of the newest batch, counted from the run's first epoch
         self._left = 0  # batches of this step that Trainer has not asked for
         self._batches: Iteration | None = None  # of the loader; None before the first batch
-        self._next: list[
-            dict[str, Any] | None
-        ] = []  # the first batch of the next step, None at the end of the data
+        # The first batch of the next step, None at the end of the data.
+        self._next: list[dict[str, Any] | None] = []
         # The stream's position when `_next` was fetched last, or began, or was closed: after the step `_made`. And its
         # position at the fetch before.
         self._before, self._made = loader.position(), steps_before
@@ -74,7 +74,7 @@ class Steps:
         self._first = steps_before
 
     def __iter__(self) -> Steps:
-        # Trainer iterates again when a callback has ended an epoch; the stream then goes on where it is.
+        # Trainer iterates again when a callback has ended an epoch; the stream then continues.
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -100,8 +100,8 @@ class Steps:
         return None if batch is None else self.to_device(batch)
 
     def prefetch(self) -> None:
-        """Collective: fetch the first batch of the next step, if all batches of this one were handed out."""
-        if not self._left and self.step < self.trainer.args.max_steps:
+        """Collective: fetch the first batch of the next step, if Trainer has all batches of this one."""
+        if self._batches is not None and not self._left and self.step < self.trainer.args.max_steps:
             self.fetch()
 
     def fetch(self) -> dict[str, Any] | None:
@@ -111,8 +111,8 @@ class Steps:
         """
         if not self._next:
             if self._batches is None:
-                # Whoever reads the same data, an evaluation or a callback that looks, may have done so before; of what
-                # they do from now on the iteration knows nothing.
+                # An evaluation or a callback may have read the same data before. What it reads from now on does not
+                # change this iteration.
                 self.loader.dataset.position.command(self._before)
                 self._batches = iter(self.loader)
             self._earlier, self._before, self._made = self._before, self._batches.handed, self.step
@@ -139,7 +139,7 @@ class Steps:
         return self._after_last_step().slot // self.loader.packs_per_step
 
     def _after_last_step(self) -> RunState:
-        """Return where the stream stands after the last step that was made."""
+        """Return the stream's position after the last step that was made."""
         # With enable_jit_checkpoint, Trainer saves at once when it gets a SIGTERM, before it makes a step whose batches
         # it has.
         made = self.trainer.state.global_step
@@ -151,19 +151,28 @@ class Steps:
         """Collective: return the stream's state after the last step that was made."""
         return self.loader.state_of(self._after_last_step())
 
-    def totals(self, *, metered: bool) -> tuple[Ledger, dict[str, float]]:
-        """Collective: return the ledger of all ranks, and of `PackedDataLoader.metrics` those in `METERED`.
+    def ledger(self) -> Ledger:
+        """Collective: return the ledger of all ranks after the last step that was made."""
+        return Ledger.total(self.loader.rank_sync.gather(self._after_last_step().ledger))
 
-        Of each metric the largest of the ranks is taken. A step whose batches were fetched in advance is in the
-        metrics, and not in the ledger. ``metered``: whether to ask for metrics, which are means since the last time.
+    def totals(self, *, metered: bool) -> dict[str, float]:
+        """Collective: return what is logged of all ranks: token totals, and if ``metered`` those of `METERED`.
+
+        Of each metric the largest of the ranks is taken, a mean since it was asked for last. Metrics cover a step whose
+        batches were prefetched, the ledger does not.
         """
+        self.loader.require_trained()
         found = self.loader.metrics() if metered else {}
-        mine = {name: found[name] for name in METERED if name in found}
-        ledgers, ranks = zip(
-            *self.loader.rank_sync.gather((self._after_last_step().ledger, mine)),
-            strict=True,
-        )
-        return Ledger.total(ledgers), {name: max(rank[name] for rank in ranks) for name in mine}
+        ranks = self.loader.rank_sync.gather({name: found[name] for name in METERED if name in found})
+        ledger = self.ledger()
+        totals = {name: max(rank[name] for rank in ranks) for name in ranks[0]} | {
+            "num_tokens": ledger.packed,
+            "padding": ledger.padding,
+            "untrained": ledger.untrained,
+            "dropped_tokens": sum(ledger.dropped.values()),
+            "bad_records": ledger.dropped_samples["bad"],
+        }
+        return totals | ({"num_images": ledger.images, "num_media": ledger.media} if ledger.media else {})
 
     def close(self) -> None:
         """End the worker processes. A checkpoint may still be saved, after an interrupt too."""
@@ -204,6 +213,29 @@ class Steps:
                 "rate's schedule ends, was estimated",
                 self.planned_epochs, steps, max_steps,
             )  # fmt: skip
+
+
+def make_loader(
+    args: TrainingArguments,
+    packs: IterablePackedDataset,
+    batch_size: int,
+    accumulation_steps: int = 1,
+    *,
+    state: dict[str, Any] | None = None,
+) -> PackedDataLoader:
+    """Return a loader whose steps have ``accumulation_steps`` batches on each rank, also in the run of ``state``."""
+    lanes = (state or {}).get("num_lanes")  # fewer than ranks in a run that has grown
+    ranks = min(args.world_size, lanes) if type(lanes) is int and lanes > 0 else args.world_size
+    loader = PackedDataLoader(
+        packs,
+        batch_size=batch_size,
+        num_workers=args.dataloader_num_workers,
+        packs_per_step=batch_size * accumulation_steps * ranks,
+        pin_memory=args.dataloader_pin_memory and args.device.type not in ("cpu", "mps"),
+        timeout=args.ddp_timeout,
+    )
+    assert loader.rank_sync.world_size == args.world_size, "ranks are not in one torch.distributed group"
+    return loader
 
 
 def write_stream(state: dict[str, Any], folder: Path) -> None:
