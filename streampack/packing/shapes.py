@@ -204,6 +204,31 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
     }
 
 
+def mapping_of(given: Mapping[str, str] | str | None, name: str, ours: Sequence[str]) -> dict[str, str]:
+    """Return a mapping from the user's names to ours; text is ``"theirs=ours,..."``.
+
+    >>> mapping_of("bot=assistant", "roles", ROLES)
+    {'bot': 'assistant'}
+    """
+    if isinstance(given, str):
+        pairs = [each.partition("=") for each in names_of(given)]
+        given = {theirs.strip(): mine.strip() for theirs, _, mine in pairs}
+    made = {str(theirs): str(mine) for theirs, mine in (given or {}).items()}
+    for theirs, mine in made.items():
+        if mine not in ours and (name == "columns" or theirs != mine):
+            raise ValueError(f"{name} maps {theirs!r} to {mine!r}; ours are {', '.join(ours)}")
+    if len(set(made.values())) < len(made) and name == "columns":
+        raise ValueError(f"columns={made} maps two columns to one; map each to another")
+    return made
+
+
+def names_of(given: Sequence[str] | str) -> list[str]:
+    """Return names of a list, or of text with commas."""
+    return (
+        [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else list(given)
+    )
+
+
 def plain_message(given: Mapping[str, Any], place: str, roles: Mapping[str, str] | None) -> Row:
     """Return a message under OpenAI's keys ``role`` and ``content``, with its role by ``roles``, without nulls.
 

@@ -99,7 +99,7 @@ def prompt_and_completion_apart(good, self, prompt, completion):
 @changing_rows(ChatEncoder)
 def tools_as_text_left_out(encoder, row):
     """Tools that are JSON text, as in Parquet files, are left out of the conversation."""
-    return {**row, encoder.tools: None} if isinstance(row.get(encoder.tools), str) else row
+    return {**row, "tools": None} if isinstance(row.get("tools"), str) else row
 
 
 @changing_rows(AnswersEncoder)

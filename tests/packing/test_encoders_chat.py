@@ -218,7 +218,8 @@ def test_boundaries_take_time_in_proportion_to_the_text() -> None:
             read.extend(len(each.text) for each in texts)
             return super().encode_many(texts)
 
-    encoder = ChatEncoder(Counting(byte_level(template=CHATML)), column="messages")
+    encoder = ChatEncoder(Counting(byte_level(template=CHATML)))
+    _ = encoder.template  # whose check reads a text, too
     read.clear()
     sample = encoder({"messages": [USER | {"content": "x" * 100}, ANSWER | {"content": "y" * 100}] * 50})
     assert trained_texts(encoder, sample) == ["y" * 100 + "<|im_end|>\n"] * 50
@@ -235,10 +236,10 @@ def test_an_answer_without_a_trained_end_warns() -> None:
     before = MARKED.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
     for template in (before, CHATML.replace("{{ '<|im_end|>' }}", "")):
         with pytest.warns(UserWarning, match="ends no answer with a special token that is trained"):
-            ChatEncoder(byte_level(template=template), column="messages")
+            _ = ChatEncoder(byte_level(template=template)).template
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ChatEncoder(byte_level(template=MARKED), column="messages")
+        _ = ChatEncoder(byte_level(template=MARKED)).template
 
 
 def test_a_template_that_writes_the_date_needs_a_date() -> None:
@@ -270,7 +271,7 @@ def test_other_tokenizers_are_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match="a Letters has no chat template; give a Hugging Face tokenizer"):
         ChatEncoder(Letters())({"messages": TALK})
     with pytest.raises(ValueError, match="has no chat template; give it one: chat_template"):
-        ChatEncoder(byte_level(template=None), column="messages")
+        ChatEncoder(byte_level(template=None))({"messages": TALK})
     given = ChatEncoder(HFTokenizer(byte_level(template=None), chat_template=CHATML))
     assert trained_texts(given, given({"messages": TALK[1:3]})) == ["hello there<|im_end|>\n"]
 
@@ -286,7 +287,8 @@ def test_completions_are_trained_and_end_with_eos(tokenizers: dict[str, Any]) ->
         assert encoder.decode(sample.tokens.tolist()).replace("<s> ", "<s>") == text
         assert [part.strip() for part in trained_texts(encoder, sample)] == ["hello there</s>"]
         assert sample.tokens[-1] == EOS
-    bare = ChatEncoder(tokenizers["chatml"], prompt="q", completion="a", add_bos=False, add_eos=False)
+    names = {"q": "prompt", "a": "completion"}
+    bare = ChatEncoder(tokenizers["chatml"], columns=names, add_bos=False, add_eos=False)
     assert bare.decode(bare({"q": "one", "a": " two"}).tokens.tolist()) == "one two"
     assert trained_texts(bare, bare({"q": "", "a": "two"})) == ["two"]
 
@@ -305,13 +307,16 @@ def test_the_columns_tell_conversations_from_completions(tokenizers: dict[str, A
     tok = tokenizers["chatml"]
     whole = ChatEncoder(tok)({"messages": [USER, ANSWER]}).tokens.tolist()
     assert ChatEncoder(tok)(row).tokens.tolist() == whole
-    named = ChatEncoder(tok, completion="completion", add_eos=False)
+    named = ChatEncoder(tok, columns="completion=completion", add_eos=False)
     assert named.decode(named(row).tokens.tolist()) == "<s>one two"
-    assert ChatEncoder(tok, column="messages")(row).tokens.tolist() == whole
+    theirs = {"talk": [USER, ANSWER], "functions": None}
+    assert (
+        ChatEncoder(tok, columns={"talk": "messages", "functions": "tools"})(theirs).tokens.tolist() == whole
+    )
     with pytest.raises(
-        ValueError, match="column='messages' names one column of messages, prompt and completion name"
+        ValueError, match="columns maps 'talk' to 'text'; ours are messages, conversations, prompt"
     ):
-        ChatEncoder(tok, column="messages", prompt="prompt")
+        ChatEncoder(tok, columns={"talk": "text"})
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_rows_of_arrow_are_trained_as_those_of_a_list(tmp_path: Path, kind: str,
 
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_an_authors_null_is_trained(tmp_path: Path, kind: str) -> None:
-    encoder = ChatEncoder(byte_level(), column="messages", ignore=["prompt", "chosen", "rejected"])
+    encoder = ChatEncoder(byte_level(), ignore=["prompt", "chosen", "rejected"])
     rows = [called("first", {"first": None}), called("second", {"second": "s"})]
     packs = packs_of(WRITTEN[kind](tmp_path, rows), encoder)
     assert packs == packs_of(rows, encoder)

@@ -25,12 +25,14 @@ from streampack.packing.encoders.steps import Steps, Text
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.packing.encoders.tokenizer import HFTokenizer, eos_of
 from streampack.packing.samples import missing_column, sample_from_pair
+from streampack.packing.shapes import mapping_of, renamed
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require
 
 ANSWERS = ("all", "last")
 COLUMNS = ("messages", "conversations")
 """Columns of the messages, as OpenAI and ShareGPT name them."""
+PAIR, TOOLS = ("prompt", "completion"), "tools"
 
 
 class ChatEncoder(TextsEncoder):
@@ -45,11 +47,9 @@ class ChatEncoder(TextsEncoder):
 
     Args:
         tokenizer: one of transformers, or of torchtune for texts; messages need a chat template.
-        column: the column that holds the messages. Default: ``"messages"``, or ``"conversations"``, where a row has
-            them.
-        prompt: the column that holds the prompt. Default: ``"prompt"``, in rows without messages.
-        completion: the column that holds the completion. Default: ``"completion"``.
-        tools: the column that holds the descriptions of tools, if there are any, for messages.
+        columns: your columns by name, and ours that they stand for: ``messages``, ``conversations``, ``prompt``,
+            ``completion``, ``tools``. Text, as for `ShapeEncoder`. A prompt is read in rows without messages, or if it
+            or a completion is named here.
         roles: roles of your messages, and those that they stand for, as for `ShapeEncoder`; a role that is neither
             mapped nor known is then refused. Default: any role is left to the chat template, but for misspelt ones.
         answers: ``"all"``, or ``"last"`` to train the last answer of each row only.
@@ -59,17 +59,14 @@ class ChatEncoder(TextsEncoder):
             refused if it has a column that belongs to the conversation and that the encoder does not use.
 
     Raises:
-        ValueError: for a tokenizer that does not fit, and columns of both forms.
+        ValueError: for a tokenizer or columns that do not fit.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         *,
-        column: str | None = None,
-        prompt: str | None = None,
-        completion: str | None = None,
-        tools: str = "tools",
+        columns: Mapping[str, str] | str | None = None,
         roles: Mapping[str, str] | None = None,
         answers: str = "all",
         add_bos: bool | None = None,
@@ -80,18 +77,9 @@ class ChatEncoder(TextsEncoder):
         self.tokenizer = check_tokenizer(tokenizer)
         self.add_bos = add_bos
         self.add_eos = add_eos
-        self.column = column
-        self.named = prompt is not None or completion is not None
-        if column is not None and self.named:
-            raise ValueError(
-                f"column={column!r} names one column of messages, prompt and completion name two; give either"
-            )
-        if column is not None:  # all that comes is messages
-            _ = self.template
-        elif not (isinstance(self.tokenizer, HFTokenizer) and self.tokenizer.has_template):
+        self.names = mapping_of(columns, "columns", (*COLUMNS, *PAIR, TOOLS))
+        if not (isinstance(self.tokenizer, HFTokenizer) and self.tokenizer.has_template):
             _ = self.bos  # all that comes is texts
-        self.pair = {"prompt": prompt or "prompt", "completion": completion or "completion"}
-        self.tools = tools
         self.roles = roles
         self.answers = answers
         self.ignore = tuple(ignore)
@@ -104,36 +92,38 @@ class ChatEncoder(TextsEncoder):
 
     def contents(self, row: Mapping[str, Any]) -> tuple[Content, Content, Any, str]:
         """Return a row's prompt, which may be no message, its answer, tools, and the answer's column, all checked."""
+        row = self.renamed(row)
         read = self._columns_of(row)
-        for option, column in read.items():
-            if column not in row:
-                raise missing_column(row, column, option=option)
+        for name in read:
+            if name not in row:
+                raise missing_column(row, name, option="columns")
         prompt: Content = []
         answer: Content
         if len(read) == 1:
-            answer = parse_conversation(row[column], column, roles=self.roles)
+            answer = parse_conversation(row[read[0]], read[0], roles=self.roles)
         else:
-            prompt, answer = (read_content(row[name], name, roles=self.roles) for name in read.values())
+            prompt, answer = (read_content(row[name], name, roles=self.roles) for name in read)
         if isinstance(prompt, str) and isinstance(answer, str):  # nothing renders tools
-            self.columns.check(row, *read.values())
-            return prompt, answer, None, column
-        self.columns.check(row, *read.values(), self.tools)
-        return prompt, answer, read_tools(row, self.tools, ignore=self.ignore), column
+            self.columns.check(row, *read)
+            return prompt, answer, None, read[-1]
+        self.columns.check(row, *read, TOOLS)
+        return prompt, answer, read_tools(row, TOOLS, ignore=self.ignore), read[-1]
+
+    def renamed(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a row under our names of columns."""
+        return renamed(row, self.names) if self.names else row
 
     def characters(self, row: Mapping[str, Any], /) -> int:
         """See `Encoder`."""
-        return sum(characters_in(row.get(name)) for name in self._columns_of(row).values())
+        row = self.renamed(row)
+        return sum(characters_in(row.get(name)) for name in self._columns_of(row))
 
-    def _columns_of(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return the columns to read, by the options that name them: one of messages, or a prompt and a completion."""
-        if self.column is not None:
-            return {"column": self.column}
-        if self.named:
-            return self.pair
+    def _columns_of(self, row: Mapping[str, Any]) -> Sequence[str]:
+        """Return the columns to read: one of messages, or a prompt and a completion."""
         found = [name for name in COLUMNS if name in row]
-        if not found and any(name in row for name in self.pair.values()):
-            return self.pair
-        return {"column": (found or COLUMNS)[0]}
+        if {*PAIR}.intersection(self.names.values()) or (not found and any(name in row for name in PAIR)):
+            return PAIR
+        return (found or COLUMNS)[:1]
 
     @cached_property
     def bos(self) -> bool | None:

@@ -21,7 +21,9 @@ from streampack.packing.shapes import (
     Shape,
     find_shape,
     is_empty,
+    mapping_of,
     misspelt,
+    names_of,
     renamed,
 )
 from streampack.sources.as_source import as_source
@@ -81,7 +83,7 @@ class ShapeEncoder(TextsEncoder):
         self.shape, self.answers, self.tokenizer = BY_KEY[shape], answers, tokenizer
         self.columns = mapping_of(columns, "columns", OURS)
         self.roles = mapping_of(roles, "roles", ROLES)
-        self.ignore = frozenset(_names_of(ignore))
+        self.ignore = frozenset(names_of(ignore))
         if self.shape.encoder == TOKENS:
             self.inner: Encoder = TokensEncoder()
         elif tokenizer is None:
@@ -286,30 +288,6 @@ def with_encoders(
         for entry in source.entries
     ]
     return Mix(entries, stop=source.stop), None
-
-
-def mapping_of(given: Mapping[str, str] | str | None, name: str, ours: Sequence[str]) -> dict[str, str]:
-    """Return a mapping from the user's names to ours; text is ``"theirs=ours,..."``.
-
-    >>> mapping_of("bot=assistant", "roles", ROLES)
-    {'bot': 'assistant'}
-    """
-    if isinstance(given, str):
-        pairs = [each.partition("=") for each in _names_of(given)]
-        given = {theirs.strip(): mine.strip() for theirs, _, mine in pairs}
-    made = {str(theirs): str(mine) for theirs, mine in (given or {}).items()}
-    for theirs, mine in made.items():
-        if mine not in ours and (name == "columns" or theirs != mine):
-            raise ValueError(f"{name} maps {theirs!r} to {mine!r}; ours are {', '.join(ours)}")
-    if len(set(made.values())) < len(made) and name == "columns":
-        raise ValueError(f"columns={made} maps two columns to one; map each to another")
-    return made
-
-
-def _names_of(given: Sequence[str] | str) -> list[str]:
-    return (
-        [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else list(given)
-    )
 
 
 def _described(shape: Shape) -> str:

@@ -70,7 +70,7 @@ class VisionEncoder(ChatEncoder):
         max_pixels: the most pixels of an image, by its header: a larger one is not decoded, and none of more than twice
             ``PIL.Image.MAX_IMAGE_PIXELS``. The processor makes smaller ones of what is left, by its own settings.
         max_bytes: the most bytes of an image's file.
-        column, prompt, completion, tools, roles, answers, ignore: as for `ChatEncoder`.
+        columns, roles, answers, ignore: as for `ChatEncoder`.
 
     Raises:
         ValueError: for a processor without a chat template, or that does not say what it makes of an image.
@@ -90,10 +90,7 @@ class VisionEncoder(ChatEncoder):
         storage: Storage | Mapping[str, Any] | None = None,
         max_pixels: int = MAX_PIXELS,
         max_bytes: int = MAX_BYTES,
-        column: str | None = None,
-        prompt: str | None = None,
-        completion: str | None = None,
-        tools: str = "tools",
+        columns: Mapping[str, str] | str | None = None,
         roles: Mapping[str, str] | None = None,
         answers: str = "all",
         ignore: Sequence[str] = (),
@@ -112,16 +109,7 @@ class VisionEncoder(ChatEncoder):
         tokenizer = HFTokenizer(copy.copy(processor.tokenizer))  # whose template may be another
         if template := getattr(processor, "chat_template", None):
             tokenizer.tokenizer.chat_template = template
-        super().__init__(
-            tokenizer,
-            column=column,
-            prompt=prompt,
-            completion=completion,
-            tools=tools,
-            roles=roles,
-            answers=answers,
-            ignore=ignore,
-        )
+        super().__init__(tokenizer, columns=columns, roles=roles, answers=answers, ignore=ignore)
         self.processor = processor
         self.images = images
         self.columns = ReadColumns("VisionEncoder", ignore=self.ignore)
@@ -228,13 +216,12 @@ class VisionEncoder(ChatEncoder):
 
     def _with_contents(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Content]]:
         """Return a row without its column of images, in whose messages each content is a `Content`; and those."""
+        row = self.renamed(row)
         name = self.images or ("image" if is_empty(row.get("images")) else "images")
         value: Any = row.get(name)
         several = isinstance(value, list | tuple) or getattr(value, "dtype", None) == np.dtype(object)
         listed = [] if is_empty(value) else list(value) if several else [value]
-        talks = {
-            column: _messages_in(row.get(column), self.roles) for column in self._columns_of(row).values()
-        }
+        talks = {column: _messages_in(row.get(column), self.roles) for column in self._columns_of(row)}
         messages, left, contents = list(chain(*talks.values())), iter(listed), list[Content]()
         if listed and not any(is_image(part) for message in messages for part in parts_of(message)):
             for message in messages:
