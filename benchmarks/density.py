@@ -84,7 +84,7 @@ def order(packs: Iterable[Any], lengths: Sequence[int], max_seq_len: int) -> lis
 
 
 def order_section(options: Any, *, count: int) -> str:
-    """Compare the order of training with that of arrival, for lengths of which half fit with no other of that half."""
+    """Compare the order of training with that of arrival, for lengths where half fit with no other of that half."""
     max_seq_len = options.max_seq_len
     lengths = np.random.default_rng(options.seed).integers(2, max_seq_len + 1, count)
     rows = [

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: tiny sizes, to see that it runs")
     add("--only", nargs="+", metavar="NAME", help="only these parts (probe, tests, flan, orca) or rows")
-    add("--minutes", type=float, default=9, help="time limit; what does not fit is left out (%(default)s)")
+    add("--minutes", type=float, default=9, help="time limit; the rest is skipped (%(default)s)")
     add("--out", type=Path, help="folder of the result (benchmarks/results; for the CPU outputs/gpu)")
     options = parser.parse_args(arguments)
     ends = time.monotonic() + 60 * options.minutes

@@ -14,7 +14,7 @@ CUT = re.compile(r"(?<=[^\s\u180e]\n)(?=\w)")
 """One line break after a character that is no white space, and before a letter or number.
 
 None of the patterns in `PATTERNS` matches a line break with what follows it here, so there a pre-token ends. None looks
-back, so the text after the cut is matched as in the whole. The only one that looks ahead, ``\\s+(?!\\S)``, has one line
+back, so the text after the cut is matched as in the whole. The only one with a lookahead, ``\\s+(?!\\S)``, has one line
 break here, which ``\\s+`` matches as well. No composition of NFC has a line break in it.
 """
 
