@@ -26,7 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # is in it, or a module beside them) imports from the lines above its own. `streampack` is the package's own __init__.
 LAYERS = (
     "types", "validation", "fingerprint instantiate accounting", "storage", "sources", "packing", "distributed",
-    "streaming", "loader", "map_style", "attention", "losses", "tokenize scoring", "integrations", "streampack",
+    "lanes", "streaming", "loader", "map_style", "attention", "losses", "tokenize scoring", "integrations",
+    "streampack",
     "catalog", "training", "inspection", "launch recipes", "cli", "__main__",
 )  # fmt: skip
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units.split()}

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby, islice, pairwise
 
+from streampack.lanes.lane import Lane
+from streampack.lanes.lane_config import LaneConfig
 from streampack.packing.assemble import lengthened
 from streampack.packing.groups import ROOT
-from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Pack
 
 MOST_TEXT = 240

@@ -14,9 +14,9 @@ from streampack.accounting import DROP_REASONS, Ledger
 from streampack.inspection.packs import PackView, view
 from streampack.inspection.page import Chart, render
 from streampack.inspection.tables import Table, percent
+from streampack.lanes.lane_config import LaneConfig
 from streampack.packing.batch import Batch, unstack_packs
 from streampack.storage.folders import write_text
-from streampack.streaming.lane_config import LaneConfig
 from streampack.training.checks import to_plain
 from streampack.training.config import RunConfig
 from streampack.training.progress import METRICS_FILE, read_metrics

@@ -24,13 +24,13 @@ from streampack.inspection.report import (
     Settings,
     SourceShare,
 )
+from streampack.lanes.balance import DEFAULT_WINDOW
+from streampack.lanes.lane_config import LaneConfig
 from streampack.sources.bad_records import kind_of
 from streampack.sources.mixture import Mix
-from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.epoch_rows import Epoch, Seen, ratio, read_lanes, read_sample, tolerant
 from streampack.streaming.first_look import first_look
-from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.mixing import mixing_lines
 from streampack.types import IntArray, RowId
 

@@ -13,14 +13,14 @@ from streampack.accounting import Ledger, nothing_to_pack
 from streampack.distributed.rank_sync import RankSync
 from streampack.distributed.ranks import require_loader_made_after_group
 from streampack.fingerprint import digest
+from streampack.lanes.lane_state import LaneEvent
+from streampack.lanes.number_of_lanes import lanes_text
 from streampack.loader.batching import FULL, Batching, RankPacks, agreed_shares
 from streampack.loader.one_run import divide_across_ranks, require_same_run
 from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import start_worker
 from streampack.packing.batch import Batch, stack_packs
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane_config import lanes_text
-from streampack.streaming.lane_state import LaneEvent
 from streampack.streaming.position import CUT_SHORT, Progress
 from streampack.streaming.run_state import Phase, RunState, as_dicts, epoch_of
 from streampack.types import Pack

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streampack.distributed.parent import end_with_parent
+from streampack.lanes.lane_state import LaneEvent, Snapshot
 from streampack.packing.columns import narrowed
-from streampack.streaming.lane_state import LaneEvent, Snapshot
 from streampack.types import Fragment, Pack, PackGroups
 from streampack.validation import raised_here
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from streampack.accounting import Ledger, nothing_to_pack, trains_nothing, warn_of_untrained
+from streampack.lanes.lane_config import UNTRAINED
 from streampack.map_style import parity as torchtune
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
@@ -25,7 +26,6 @@ from streampack.packing.settings import Packing, trained_if_split
 from streampack.packing.strategies import PADDED
 from streampack.sources.as_source import by_rows
 from streampack.sources.torchtune_rows import null_safe
-from streampack.streaming.lane_config import UNTRAINED
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import require, require_positive, require_token_id
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack.accounting import SourceStats
+from streampack.lanes.lane_config import LaneConfig
+from streampack.lanes.lane_state import LaneState, Snapshot
 from streampack.sources.corpus_lists import CorpusList, changes, moves, some
 from streampack.sources.files import FileSource, file_sources
 from streampack.sources.mixture_reader import translated
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
-from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import LaneState, Snapshot
 from streampack.streaming.run_state import RunState
 from streampack.types import RowId
 

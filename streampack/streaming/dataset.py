@@ -15,27 +15,27 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats, warn_of_untrained
 from streampack.distributed.ranks import ranks_here, refuse_several_ranks
+from streampack.lanes.balance import default_window, require_window
+from streampack.lanes.lane_config import UNTRAINED, LaneConfig, must_check
+from streampack.lanes.lane_state import LaneEvent, LaneState, Snapshot
+from streampack.lanes.number_of_lanes import default_lanes, require_lanes
+from streampack.lanes.round_robin import in_turn, open_lanes
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.foreign_loader import refuse_foreign_loader
-from streampack.packing.samples import sample_from_row
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import SkipBad, quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.sources.source import shared_by_lanes
-from streampack.storage.prefetch import PREFETCH_BYTES, Prefetch
-from streampack.streaming.balance import default_window, require_window
+from streampack.storage.prefetch import PREFETCH_BYTES
 from streampack.streaming.corpus_changes import CorpusChanges, Resumed
 from streampack.streaming.estimate import Estimate, estimate
-from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import UNTRAINED, LaneConfig, default_lanes, must_check, require_lanes
-from streampack.streaming.lane_state import LaneEvent, LaneState, Snapshot
 from streampack.streaming.mixing import AUTO, SHUFFLE_WINDOW, auto_window
 from streampack.streaming.pack_dicts import PackDicts
 from streampack.streaming.position import Position, Progress
-from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_state import RunState, as_dicts, checked_state, part_of, state_of
+from streampack.streaming.trace import trace
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import (
     refuse_text,
@@ -59,71 +59,65 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     [2, 2, 0, 0, 0, 0, 0, 0] [2, 6] 1
 
     Yields dicts in torchtune's format: ``tokens``, ``labels``, ``input_pos`` (int64, ``[max_seq_len]``) and
-    ``seq_lens``, whose last entry is the padding where there is any; ``num_seqs`` counts the real
-    sequences, and `trace` leads from ``fragments`` back to the rows. Labels are unshifted, the first of
-    every sequence is -100, positions restart at 0.
+    ``seq_lens``, whose last entry is the padding, if any. ``num_seqs`` counts the real sequences, and `trace` leads
+    from ``fragments`` back to the rows. Labels are unshifted, the first label of every sequence is -100, and positions
+    restart at 0.
 
     Args:
-        source: a `Source`, several as a `Mix`; or a path or glob of JSONL files; or any map-style dataset of
-            ``{"tokens", "labels"}`` or ``{"input_ids"}``; or columns of such, a pandas frame too; or any deterministic
-            iterable of rows.
-        encoder: makes a `Sample` of a row; rows of ready tokens need none, sources of a `Mix` may have their own.
+        source: a `Source` or a `Mix` of several; a path, glob or folder of files; a map-style dataset of ``{"tokens",
+            "labels"}`` or ``{"input_ids"}``; columns of such, also as a pandas frame; or a deterministic iterable.
+        encoder: makes a `Sample` of a row. Rows of token ids need none; sources of a `Mix` may have their own.
         vocab_size: if given, token ids must be below it.
 
         max_seq_len: tokens in a pack.
-        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``. ``"padded"`` does not
-            pack, to compare with packing: each pack is one sample and only as long, in the stream's order, and a batch
-            is padded to its longest.
-        split_across_pack: for pretraining: packs are always full, and the sample that crosses a pack's end continues
-            in the next; a ``strategy`` is refused.
-        buffer_size: how many samples may wait, per lane; none waits for more packs than that.
-        max_seqs_per_pack: the most sequences in a pack, well above the typical number; a pack that reaches it is
-            padded. It gives `cu_seqlens` a fixed length, for static shapes.
+        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``. ``"padded"`` packs
+            nothing, to compare with packing: each pack is one sample, and a batch is padded to its longest.
+        split_across_pack: for pretraining: packs are always full, and a sample that crosses a pack's end continues in
+            the next. Refuses a ``strategy``.
+        buffer_size: buffered samples per lane. No sample waits for more packs than that.
+        max_seqs_per_pack: the most sequences in a pack, for `cu_seqlens` of a fixed length. A pack that reaches it is
+            padded.
         pad_seqs_to: pad every sequence to a multiple of this many tokens: 2 x n for context parallelism over n ranks.
         padding_idx: the token that fills a pack's end.
 
-        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (its
-            end is cut off, but for the EOS of the encoder), ``"truncate_left"`` (its beginning is) or ``"split"``.
-            Default ``"error"``, with ``split_across_pack`` ``"split"``.
-        max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. A row with a text or
-            messages of more than 16 characters for each of them is not encoded; its tokens count as 0. Default: no
-            limit.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` (cut off
+            its end, but keep the encoder's EOS), ``"truncate_left"`` (cut off its beginning) or ``"split"``. Default:
+            ``"error"``; with ``split_across_pack``, ``"split"``.
+        max_document_tokens: drop samples of more tokens, and count them as ``overlong``. A row with more than 16
+            characters for each of these tokens is not encoded, and counts as 0 tokens. Default: no limit.
         untrained: what to do with a sample that trains no token, or a group with such an answer: ``"keep"``,
-            ``"drop"`` or ``"error"``. By default a warning says so at the first. Samples are kept, and a step of such
-            samples alone is an error in recipes and under Trainer, otherwise a warning. A group is dropped if a cut by
-            ``overlong`` took the trained tokens of an answer.
-        skip_bad: whether to leave out, count and list records that cannot be read or encoded or have no token; a part
-            of a file that cannot be read is one. By default they are errors. ``True`` skips up to 1 % of the rows that
-            a lane has read, or 100 if that is more; a number is another limit, below 1 a fraction; a folder is where
-            they are listed; a `Quarantine`, or a mapping of its ``folder`` and ``limit``, says both.
-        prefetch: of files behind URLs, the most bytes that each process which reads fetches ahead of need, for all
-            of its lanes together, beside two shuffle windows a lane.
-        corpus_lists: a folder where the lists of the files are kept, with which a resume goes on where files, or
-            sources of a mixture, were added, removed or changed; without, that is refused.
+            ``"drop"`` or ``"error"``. Default: keep it and warn at the first; a step without a trained token is an
+            error in recipes and under Trainer. A group is dropped if ``overlong`` cut off all that an answer trains.
+        skip_bad: skip, count and list records that cannot be read or encoded; by default they are errors. ``True``
+            skips up to 1 % of the rows that a lane has read, at least 100. A number is another limit, below 1 a
+            fraction. A folder is where they are listed. A `Quarantine`, or a mapping of ``folder`` and ``limit``, sets
+            both. A part of a file that cannot be read is one record.
+        prefetch: for files behind URLs: bytes that a process fetches in advance, for all of its lanes together, beside
+            two shuffle windows a lane.
+        corpus_lists: a folder that keeps the lists of files. A resume needs it after files, or sources of a mixture,
+            were added, removed or changed.
 
-        shuffle: whether to read in a shuffled order, a function of (seed, epoch, lane): parts of files are shuffled,
-            and rows within windows of 2,048, or of the given number. Map-style data are shuffled entirely. ``"auto"``
-            chooses the smallest window with which the rows of one file lie within 90 % of an epoch, or the largest
-            that fits into 256 MiB for all lanes; a resume keeps that of its run.
+        shuffle: read in a shuffled order, a function of (seed, epoch, lane): parts of files, and rows within windows of
+            2,048 or of the given number. Map-style data are shuffled entirely. ``"auto"`` chooses the smallest window
+            with which the rows of one file lie within 90 % of an epoch, or the largest that fits into 256 MiB for all
+            lanes; a resume keeps it.
         seed: of the shuffled order.
-        epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
-        num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
-            number of ranks that divides it. The default follows from the data: 8, or 4, 2 or 1 with fewer than
-            100 rows or 64 KiB a lane, or 24 or 48 with 2,000 rows or 1.25 MiB a lane; 1 for an iterable, and at most
-            one for each compressed file. Ranks that do not divide it get the next multiple of theirs. A number of
-            your own must give each rank of a new run a lane; a run that resumes on more ranks hands out
-            null packs. At most 65,536, and above 1,024 no more than there are rows in memory.
-        balance_window: packs that each lane plans ahead and hands out by attention cost, so that the ranks of a step
-            have about the same work; 0 is off. A sample then waits for at most ``buffer_size + 2 * balance_window``
-            packs. Default: 64 for several ranks and ``max_seq_len`` from 8,192 on; otherwise, with images and with
-            ``"padded"``, 0. With ``"padded"`` it puts samples of about the same length into a step. Fixed for the life
-            of a run.
-        max_media: the most that the samples of a pack may bring besides tokens: patches of images, or images, as their
-            encoder counts them. Default: no limit.
+        epochs: how often the data is read. None reads without end and never emits a part-empty pack.
+        num_lanes: the streams that the data is divided into, fixed for the life of a run. Steps hold the same packs on
+            any number of ranks that divides it. Default, by the size of the data: 1, 2, 4 or 8, from 100 rows or 64 KiB
+            a lane; 24 or 48, from 2,000 rows or 1.25 MiB; 1 for an iterable, at most one for each compressed file.
+            Ranks that do not divide it get the next multiple of theirs. Your own number must give each rank of a new
+            run a lane; on more ranks, a resumed run yields null packs. At most 65,536, and above 1,024 no more than
+            rows in memory.
+        balance_window: packs that each lane plans in advance and emits by attention cost, so that the ranks of a step
+            have about the same work; 0 is off. A sample waits for at most ``buffer_size + 2 * balance_window`` packs.
+            Default: 64 for several ranks and ``max_seq_len`` from 8,192 on; otherwise, with images or ``"padded"``, 0.
+            With ``"padded"`` it puts samples of about the same length into a step. Fixed for the life of a run.
+        max_media: the most media in a pack, such as patches of images, as their encoder counts them. Default: no limit.
 
     Raises:
-        ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
-            The row is not consumed by the error.
+        ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read. The error does
+            not consume the row.
     """
 
     def __init__(
@@ -272,19 +266,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         states = begin.lane_states if lane_states is None else lane_states
         first = begin.epoch if epoch is None else epoch
         lanes = range(consumer, num_lanes, consumers)
-        prefetch = Prefetch.for_lanes(self.prefetch, len(lanes))
-
-        opened = (
-            Lane(
-                config,
-                lane=number,
-                num_lanes=num_lanes,
-                state=states.get(number),
-                # A lane that resumes continues its own epoch.
-                first_epoch=(0 if number in states else first) if first_epoch is None else first_epoch,
-                prefetch=prefetch,
-            )
-            for number in lanes
+        opened = open_lanes(
+            config,
+            lanes,
+            num_lanes=num_lanes,
+            states=states,
+            # A lane that resumes continues its own epoch.
+            first_epoch=lambda lane: (
+                first_epoch if first_epoch is not None else 0 if lane in states else first
+            ),
+            prefetch=self.prefetch,
         )
         last_epoch = None if self.epochs is None else first + self.epochs - 1
         return in_turn(opened, last_epoch=last_epoch, alone=consumers == 1)
@@ -490,17 +481,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         >>> data.trace(pack["fragments"][0])
         {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
         """
-        config, row_id = self.lane_config, tuple(fragment.row_id)  # of a fragment that was JSON, it is a list
-        [row], encode = config.source.fetch_many([row_id]), config.encoder(row_id)
-        # The fragment lies in the last piece that begins at or before it.
-        start, piece = [p for p in config.cut(sample_from_row(encode(row))) if p[0] <= fragment.start][-1]
-        tokens = piece.tokens[fragment.start - start : fragment.stop - start].tolist()
-        found = {"place": config.source.locate(row_id), "row": row, "tokens": tokens}
-        if self.mix is not None:
-            found["source"] = self.mix.names[self.mix.source_index(row_id)]
-        if hasattr(encode, "decode"):
-            found["text"] = encode.decode(tokens)
-        return found
+        return trace(self.lane_config, fragment)
 
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
         """Estimate the packs of an epoch from so many rows, all over the corpus.

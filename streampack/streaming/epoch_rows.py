@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.accounting import DROP_REASONS, trained_tokens
+from streampack.lanes.lane_config import CHARACTERS_OF_A_TOKEN, GIANT, LaneConfig
 from streampack.packing.groups import Group, lacks_training
 from streampack.packing.media import MediaSample
 from streampack.packing.settings import Packing
@@ -21,7 +22,6 @@ from streampack.sources.examples import Example
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import BadRecord, permutation
 from streampack.sources.source import Source
-from streampack.streaming.lane_config import CHARACTERS_OF_A_TOKEN, GIANT, LaneConfig
 from streampack.types import IntArray, Row, RowId, Sample
 
 ENOUGH_ROWS = 64

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from streampack.lanes.lane_config import LaneConfig
 from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import PADDED
 from streampack.streaming.epoch_rows import Epoch, Seen, ratio, read_lanes, read_sample, tolerant
-from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IntArray
 
 COUNTED_ROWS = 4096

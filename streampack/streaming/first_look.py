@@ -7,13 +7,13 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+from streampack.lanes.lane_config import LaneConfig
 from streampack.packing.encoders.shaped import ShapeEncoder
 from streampack.packing.groups import Group
 from streampack.packing.shapes import find_shape, is_empty
 from streampack.sources.examples import Example, first_rows
 from streampack.sources.mixture import Mix
 from streampack.sources.reading import Reading
-from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Row
 
 MOST = 240

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from streampack.lanes.lane_config import LaneConfig
 from streampack.sources.files import FileSource
 from streampack.sources.reading import permutation
 from streampack.sources.source import Source
-from streampack.streaming.lane_config import LaneConfig
 
 AUTO = "auto"
 SHUFFLE_WINDOW = 2048

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from streampack.lanes.lane_state import LaneEvent
 from streampack.packing.batch import to_torchtune
-from streampack.streaming.lane_state import LaneEvent
 from streampack.streaming.position import CUT_SHORT, Progress
 from streampack.streaming.run_state import Phase
 

@@ -8,13 +8,13 @@ from functools import cached_property, partial
 from typing import Any
 
 from streampack.fingerprint import qualified_name
+from streampack.lanes.lane_config import Encode, LaneConfig, encoder_beside, is_giant
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.groups import Group
 from streampack.packing.media import MediaSample
 from streampack.sources.corpus_identity import difference, plain_identity
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, mark, marks
 from streampack.sources.source import Source
-from streampack.streaming.lane_config import Encode, LaneConfig, encoder_beside, is_giant
 from streampack.validation import warn_user
 
 OF_READING = ("corpus", "shuffle", "seed")

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from streampack.accounting import Ledger
-from streampack.streaming.lane_state import LaneState, Snapshot, saved
+from streampack.lanes.lane_state import LaneState, Snapshot, saved
 
 log = logging.getLogger(__name__)
 

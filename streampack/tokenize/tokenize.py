@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streampack.instantiate import build
+from streampack.lanes.lane_config import Encode, LaneConfig
+from streampack.lanes.number_of_lanes import require_lanes
 from streampack.packing.encoders import TokensEncoder, check_tokenizer
 from streampack.packing.encoders.shaped import SHAPE_KEYS, with_encoders
 from streampack.packing.settings import Packing
@@ -28,7 +30,6 @@ from streampack.storage.base import map_in_threads
 from streampack.storage.folders import Folder, RemoteFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.storage.retries import Storage
-from streampack.streaming.lane_config import Encode, LaneConfig, require_lanes
 from streampack.streaming.run_identity import encoder_identity
 from streampack.tokenize.engines import write_here, write_on_ray
 from streampack.tokenize.lane_shards import Job, Progress, read_progress

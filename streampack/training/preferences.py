@@ -15,9 +15,9 @@ from torchtune.modules import peft
 from streampack.attention import Inputs
 from streampack.attention.prepare import prepare_model_for_packing
 from streampack.instantiate import build
+from streampack.lanes.lane_config import LaneConfig
 from streampack.losses import PreferenceLoss, pair_of, sequence_logps
 from streampack.packing.batch import Batch
-from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut, mean_losses
 from streampack.training.model import build_model

@@ -13,11 +13,11 @@ from typing import Any
 from streampack.accounting import Ledger
 from streampack.attention.prepare import Inputs
 from streampack.instantiate import build, errors_of
+from streampack.lanes.number_of_lanes import lanes_text
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.strategies import PADDED
 from streampack.sources.bad_records import Quarantine
 from streampack.streaming.estimate import TooLong
-from streampack.streaming.lane_config import lanes_text
 from streampack.training.config import RunConfig
 from streampack.training.schedule import PROBED_ROWS
 from streampack.training.world import World

@@ -20,6 +20,7 @@ from torch import nn
 
 from streampack.attention.prepare import Inputs, prepare_model_for_packing
 from streampack.instantiate import build
+from streampack.lanes.lane_config import LaneConfig
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.groups import Group
 from streampack.packing.pretrained import load_pretrained
@@ -30,7 +31,6 @@ from streampack.scoring.score import Score, progress_bar, score
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.reading import BadRecord, Reading
 from streampack.storage.folders import settle
-from streampack.streaming.lane_config import LaneConfig
 from streampack.tokenize.tokenize import from_config
 from streampack.training.checks import read_config, to_plain
 from streampack.training.config import RunConfig

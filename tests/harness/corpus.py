@@ -16,8 +16,8 @@ import pytest
 import zstandard
 
 from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Pack, Sample
+from streampack.lanes.lane_state import LaneEvent, Snapshot
 from streampack.sources import Reading, Source
-from streampack.streaming.lane_state import LaneEvent, Snapshot
 from streampack.types import Row
 
 # Without the time of writing, so that a file that is written again with the same rows is the same file.

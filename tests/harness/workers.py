@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from streampack import IterablePackedDataset, Sample
+from streampack.lanes.lane_state import LaneEvent
 from streampack.loader.workers import start_worker  # private: processes that are killed at any moment
-from streampack.streaming.lane_state import LaneEvent
 from tests.harness.corpus import Numbers, plain, rows
 
 ROWS = rows(60)

@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 
 from streampack import IterablePackedDataset
+from streampack.lanes.lane_state import LaneEvent
 from streampack.loader.workers import start_worker  # private: what is left of one
-from streampack.streaming.lane_state import LaneEvent
 from tests.harness.corpus import Numbers, rows, write
 from tests.harness.interrupts import Injector, within
 from tests.harness.workers import content, dataset, expected, gone, held, process_of, worker

@@ -12,15 +12,15 @@ import numpy as np
 
 from streampack import IterablePackedDataset, Ledger, PackedDataLoader
 from streampack.accounting import trains_nothing
+from streampack.lanes.lane import Lane
+from streampack.lanes.lane_config import LaneConfig
+from streampack.lanes.lane_state import LaneState
+from streampack.lanes.round_robin import in_turn
 from streampack.packing.planner import Planner
 from streampack.sources import memory
 from streampack.sources.parts_reader import PartsReader
 from streampack.sources.reading import permutation
-from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import LaneState
 from streampack.streaming.position import Position
-from streampack.streaming.round_robin import in_turn
 from streampack.streaming.run_identity import RunIdentity
 from streampack.streaming.run_state import Phase, RunState, checked_state, state_of
 from tests.mutants.registry import replaces

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from streampack import Encoder, IterablePackedDataset, MapSource, Mix, Sample
+from streampack.lanes import window_reader
 from streampack.sources import IterableSource, JSONLSource
-from streampack.streaming import window_reader
 from tests.harness.conformance import check_resume_everywhere, content
 
 

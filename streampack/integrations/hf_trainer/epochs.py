@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from streampack.integrations.hf_trainer.opening import PROBED_ROWS
+from streampack.lanes.lane_config import LaneConfig
+from streampack.lanes.piece_reader import PieceReader
 from streampack.loader.batching import Batching
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.planner import plan_samples
@@ -16,8 +18,6 @@ from streampack.sources import MapSource
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.epoch_rows import tolerant
 from streampack.streaming.estimate import TooLong
-from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.piece_reader import PieceReader
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from streampack.lanes.lane_config import LaneConfig
+from streampack.lanes.piece_reader import Piece
 from streampack.packing.groups import Group, attention_cost
 from streampack.packing.planner import Placed
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import PADDED
 from streampack.sources.reading import permutation
-from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.piece_reader import Piece
 from streampack.validation import require_positive
 
 DEFAULT_WINDOW = 64

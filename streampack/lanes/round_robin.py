@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from streampack.accounting import Ledger, nothing_to_pack
-from streampack.storage.prefetch import SOON
-from streampack.streaming.lane import Lane
-from streampack.streaming.lane_state import LaneEvent
+from streampack.lanes.lane import Lane
+from streampack.lanes.lane_config import LaneConfig
+from streampack.lanes.lane_state import LaneEvent, Snapshot
+from streampack.storage.prefetch import SOON, Prefetch
+
+
+def open_lanes(
+    config: LaneConfig,
+    lanes: range,
+    *,
+    num_lanes: int,
+    states: Mapping[int, Snapshot],
+    first_epoch: Callable[[int], int],
+    prefetch: int,
+) -> Iterator[Lane]:
+    """Open lanes at their states; one that has none, or has ended an epoch before, begins ``first_epoch(lane)``."""
+    each = Prefetch.for_lanes(prefetch, len(lanes))
+    for lane in lanes:
+        yield Lane(
+            config,
+            lane=lane,
+            num_lanes=num_lanes,
+            state=states.get(lane),
+            first_epoch=first_epoch(lane),
+            prefetch=each,
+        )
 
 
 def in_turn(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Generator[LaneEvent]:

@@ -19,13 +19,13 @@ from streampack.accounting import (
     trained_tokens,
     trains_nothing,
 )
+from streampack.lanes.lane_config import LaneConfig
+from streampack.lanes.lane_state import Address, LaneState, PlainAddress, joined
 from streampack.packing.groups import lacks_training, why_untrained
 from streampack.packing.media import MediaSample
 from streampack.sources.mixture_reader import passes_by_all
 from streampack.sources.reading import BadRecord, Reader, own_row
 from streampack.storage.prefetch import Prefetch
-from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import Address, LaneState, PlainAddress, joined
 from streampack.types import Cursor, Row, RowId, Sample
 
 log = logging.getLogger(__name__)

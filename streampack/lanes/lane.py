@@ -8,14 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streampack.accounting import Ledger, trained_tokens
-from streampack.packing.assemble import assemble
-from streampack.packing.groups import Group, pack_groups
-from streampack.packing.media import media_of
-from streampack.packing.planner import Placed, Planner
-from streampack.storage.prefetch import Prefetch
-from streampack.streaming.balance import in_order
-from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import (
+from streampack.lanes.balance import in_order
+from streampack.lanes.lane_config import LaneConfig
+from streampack.lanes.lane_state import (
     LaneEvent,
     LaneState,
     OpenWindow,
@@ -23,7 +18,12 @@ from streampack.streaming.lane_state import (
     plain_reader,
     snapshot_of,
 )
-from streampack.streaming.piece_reader import Piece, PieceReader
+from streampack.lanes.piece_reader import Piece, PieceReader
+from streampack.packing.assemble import assemble
+from streampack.packing.groups import Group, pack_groups
+from streampack.packing.media import media_of
+from streampack.packing.planner import Placed, Planner
+from streampack.storage.prefetch import Prefetch
 from streampack.types import Fragment, Pack, RowId, Sample
 
 log = logging.getLogger(__name__)
