@@ -26,7 +26,7 @@ from benchmarks.gpu.settings import CPU_PARTS, PARTS, PROBE, ROWS, TESTS, plan_o
 ROW_SECONDS = 240  # the most for one row
 LEAST_SECONDS = 15  # with less time left no row is started: importing torch takes seconds
 HEADER = (
-    "lengths | what | outcome | real tok/s | x padding | of ceiling | step ms | peak GiB | MFU | waits | graphs | "
+    "lengths | what | outcome | real tok/s | x padding | of ceiling | step ms | peak GiB | waits | graphs | "
     "padding | seconds"
 )
 Done = Mapping[str, Any]
@@ -168,7 +168,7 @@ def cells(row: Done, rates: Mapping[tuple[str, str], float]) -> list[str]:
     return [*found, f"{row['seconds']:.0f}" if "seconds" in row else report.NONE]
 
 
-MEASURED = (("peak_gib", ".1f"), ("mfu", ".1%"), ("waits", "d"))
+MEASURED = (("peak_gib", ".1f"), ("waits", "d"))
 """What a CPU has none of, and how it is printed."""
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ class Step(NamedTuple):
     passes: Sequence[Batch | StockBatch]
     tokens: int  # of samples
     places: int  # tokens and padding
-    pairs: int  # (query, key) that causal attention within the sequences needs
     trained: int  # labels that the loss counts
 
 
@@ -60,16 +59,17 @@ def steps_of(kind: str, samples: Samples, settings: Settings) -> list[Step]:
         return [padded(mini_batches[number], settings.most_places) for number in order]
     if kind == "stock":
         packs: Any = torchtune_packs(corpora.as_lists(samples), max_seq_len=settings.max_seq_len).packs
-        make: Callable[[Any], Step] = stock_step
     else:
         packs = packs_of(samples, settings.max_seq_len, split_across_pack=kind == "wrapped")
-        make = wrapped_step if kind == "wrapped" else lambda packs: step([collate_packed(packs)])
     packs_per_step = max(1, settings.tokens_per_step // settings.max_seq_len)
-    return list(map(make, slices(packs, packs_per_step)))
+    return [
+        stock_step(each) if kind == "stock" else step([collate_packed(each)])
+        for each in slices(packs, packs_per_step)
+    ]
 
 
 def padded(mini_batch: Samples, most_places: int) -> Step:
-    """Pad a mini-batch to the longest, in the fewest equal passes of at most so many places each."""
+    """Pad a mini-batch to the longest, in the fewest equal passes of at most ``most_places``."""
 
     def longest(part: Samples) -> int:
         return max(len(sample["tokens"]) for sample in part)
@@ -101,32 +101,16 @@ def step(passes: Sequence[Batch]) -> Step:
         passes,
         tokens=sum(lengths),
         places=sum(batch.tokens.numel() for batch in passes),
-        pairs=corpora.causal_pairs(lengths),
         trained=sum(int(batch.num_trained) for batch in passes),
     )
 
 
-def wrapped_step(packs: Sequence[Any]) -> Step:
-    """Make a step of packs whose samples see one another."""
-    made = step([collate_packed(packs)])
-    rows = (sum(f.stop - f.start for f in pack["fragments"]) for pack in packs)
-    return made._replace(pairs=corpora.causal_pairs(rows))
-
-
 def stock_step(packs: StockBatch) -> Step:
     """Make a step of torchtune's packs; its collate function, run within the step, makes the mask."""
-    tokens = pairs = places = 0
-    for made in packs:
-        real = int((made["tokens"] != corpora.PADDING).sum())
-        lengths = made["seq_lens"].tolist()
-        if real < len(made["tokens"]):
-            lengths.pop()  # the padding's
-        assert sum(lengths) == real
-        tokens += real
-        places += len(made["tokens"])
-        pairs += corpora.causal_pairs(lengths)
+    tokens = sum(int((made["tokens"] != corpora.PADDING).sum()) for made in packs)
+    places = sum(len(made["tokens"]) for made in packs)
     trained = sum(int((made["labels"][1:] != IGNORE_INDEX).sum()) for made in packs)
-    return Step([list(packs)], tokens, places, pairs, trained)
+    return Step([list(packs)], tokens, places, trained)
 
 
 def slices(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:

@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks import report
 from benchmarks.gpu.batches import Step, samples_of, steps_of
 from benchmarks.gpu.settings import BACKENDS, ROWS, Row, Settings
-from benchmarks.model import LLAMA_1B, TINY, Shape, utilization
+from benchmarks.model import LLAMA_1B, TINY, Shape
 from streampack import Batch, find_leaks, prepare_model_for_packing, summed_cross_entropy
 
 # private: which versions of flash-attn suit a GPU; a row tries one of them
@@ -68,8 +68,6 @@ def measure(row: Row, settings: Settings, *, device: str) -> dict[str, Any]:
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
     tokens = sum(step.tokens for step in timed)
-    pairs = sum(step.pairs for step in timed)
-    name = torch.cuda.get_device_name() if cuda else "cpu"
     passes = sum(len(step.passes) for step in timed)
     return {
         "outcome": "measured" if passes == len(timed) else f"{passes} passes for {len(timed)} steps",
@@ -78,9 +76,6 @@ def measure(row: Row, settings: Settings, *, device: str) -> dict[str, Any]:
         "step_median": statistics.median(seconds),
         "padding": 1 - tokens / sum(step.places for step in timed),
         "peak_gib": peak,
-        "mfu": utilization(
-            MODELS[settings.model], tokens=tokens, pairs=pairs, seconds=sum(seconds), device=name
-        ),
         "waits": count_waits(lambda: train(model, optimizer, feed, timed[0])) if cuda else None,
         "graphs": count_graphs(),
         "graphs_late": count_graphs() - graphs,  # in timed steps

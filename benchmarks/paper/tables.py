@@ -1,4 +1,4 @@
-"""The results of one device as Markdown tables, and whether they show the paper's findings."""
+"""The results as Markdown tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks import report
-from benchmarks.paper.settings import PACKED, ROWS, Row, Settings
+from benchmarks.paper.settings import ROWS, Row, Settings
 
 Done = Mapping[str, Any]
 Seeds = list[Done]  # of one row, in the order of their seeds
@@ -34,7 +34,6 @@ def draw(data: Mapping[str, Settings], done: Iterable[Done]) -> str:
         if found := {row: seeds for row, seeds in found.items() if seeds}:
             lines = [cells(ROWS[row], seeds, found[PADDING], settings) for row, seeds in found.items()]
             sections += [f"## {name}", about(settings, found[PADDING]), report.table(HEADER, lines)]
-            sections.append("\n".join(f"- {line}" for line in findings(found)))
     return "\n\n".join(sections)
 
 
@@ -83,60 +82,3 @@ def rate(seeds: Seeds) -> float:
 def spread(seeds: Seeds, name: str) -> float:
     """Return the standard deviation over seeds, 0 for a single one."""
     return statistics.stdev(row[name] for row in seeds) if len(seeds) > 1 else 0.0
-
-
-def findings(measured: Mapping[str, Seeds]) -> list[str]:
-    """Hold the figures against the paper's three findings, and tell the effect of a higher learning rate.
-
-    Rows are compared seed by seed; a difference counts as shown if every seed has it.
-    """
-
-    def gaps(*pairs: tuple[str, str]) -> list[float]:
-        """By how much the first row of each pair ends higher than the second, seed by seed."""
-        return [
-            one["validation_loss"] - other["validation_loss"]
-            for pair in pairs
-            if measured.keys() >= set(pair)
-            for one, other in zip(*map(measured.__getitem__, pair), strict=True)
-        ]
-
-    lines = []
-    if gaps((FLATTENED, PADDING)):
-        apart = max(map(abs, gaps((FLATTENED, PADDING))))
-        noise = spread(measured[PADDING], "validation_loss")
-        times = report.quotients(
-            *([done["seconds"] for done in measured[row]] for row in (PADDING, FLATTENED))
-        )
-        lines.append(
-            f"{verdict(apart <= noise and min(times) > 1)}: mini-batch packing ends with padding's validation loss "
-            f"(at most {apart:.5f} apart, {noise:.5f} between seeds) at {min(times):.2f} to {max(times):.2f} times its "
-            "token rate."
-        )
-    claims = {
-        f"{step} steps, fixed-length packing without position ids ends higher than with them": [
-            (f"{step}/fixed_length", f"{step}/fixed_length_posid")
-        ]
-        for step in ("wide", "narrow")
-    }
-    # Not sorted packing: its loss depends on its order, the shortest samples last, more than on its steps.
-    claims[
-        "with fewer, wider steps, the same packs (but for sorted ones) end higher than with narrow ones"
-    ] = [(f"wide/{method}", f"narrow/{method}") for method in PACKED if method != "sorted_packing"]
-    for claim, pairs in claims.items():
-        if worse := gaps(*pairs):
-            lines.append(
-                f"{verdict(min(worse) > 0)}: {claim}, by {min(worse):+.3f} to {max(worse):+.3f} nats."
-            )
-    wide, narrow, scaled = (f"{step}/exact_fit" for step in ("wide", "narrow", "scaled"))
-    if (lost := gaps((wide, narrow))) and (won := gaps((wide, scaled))):
-        times_lr = measured[scaled][0]["lr"] / measured[wide][0]["lr"]
-        lines.append(
-            f"Of the {statistics.fmean(lost):.3f} nats that its wide steps cost `exact_fit`, {times_lr:.1f} times the "
-            f"learning rate wins back {statistics.fmean(won):.3f}."
-        )
-    return lines
-
-
-def verdict(holds: bool) -> str:
-    """Say whether a finding was shown."""
-    return "**Shown**" if holds else "**Not shown**"

@@ -123,23 +123,15 @@ def test_only_completions_are_trained_with_the_losses_of_padded_batches(tmp_path
 
 
 def test_the_evaluation_loss_is_the_mean_over_tokens(tmp_path: Path) -> None:
-    """So are TRL's own means; and `evaluate` takes packs, which TRL would tokenize."""
+    """`evaluate` takes packs, which TRL would tokenize."""
     trainer = sft(tmp_path, per_device_eval_batch_size=2)
     prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer))
     trainer.train()
     rows = list(trainer.train_dataset.lane_config.source.dataset)[:40]
     packs = IterablePackedDataset(rows, encoder=TokensEncoder(tokens="input_ids"), max_seq_len=MAX_SEQ_LEN)
     metrics = trainer.evaluate(packs)
-    right: list[bool] = []
-    for row in rows:
-        tokens, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
-        with torch.no_grad():
-            guesses = trainer.model(input_ids=tokens, use_cache=False).logits.argmax(-1)
-        right += (guesses[:, :-1] == labels[:, 1:])[labels[:, 1:] != IGNORE_INDEX].tolist()
     *_, trained, _, evaluated = trainer.state.log_history
     assert evaluated["eval_num_tokens"] == trained["num_tokens"] > 0
-    assert any(right)
-    assert metrics["eval_mean_token_accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-6)
     assert metrics["eval_loss"] == pytest.approx(
         truth(trainer.model, [{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows]),
         rel=1e-5,

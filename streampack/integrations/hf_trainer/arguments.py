@@ -1,4 +1,4 @@
-"""Checks of a trainer's arguments: those that would train packs wrongly are refused, unused ones are logged."""
+"""Checks of a trainer's arguments: refuse those that would train packs wrongly, log unused ones."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def _faults(trainer: Trainer, packs: IterablePackedDataset) -> Iterator[str]:
         )
     if args.world_size > 1 and args.accelerator_config.split_batches:
         yield (
-            "split_batches=True shares per_device_train_batch_size rows among the ranks, and each gets so many packs; "
-            "leave it out, and divide per_device_train_batch_size by the number of ranks"
+            "split_batches=True divides per_device_train_batch_size among the ranks, and here each rank gets that many "
+            "packs; leave it out, and divide per_device_train_batch_size by the number of ranks"
         )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
@@ -106,7 +106,7 @@ def _faults(trainer: Trainer, packs: IterablePackedDataset) -> Iterator[str]:
 
 
 def log_unused(trainer: Trainer, packs: IterablePackedDataset) -> None:
-    """Log settings of the trainer that a stock one would use for its data, and that mean nothing for these packs."""
+    """Log settings that a stock trainer uses for its data, and that mean nothing for these packs."""
     args, config = trainer.args, packs.lane_config
     if args.process_index:
         return
@@ -124,7 +124,7 @@ def log_unused(trainer: Trainer, packs: IterablePackedDataset) -> None:
     if {*_datasets_in(packs)}.isdisjoint(_datasets_in(trainer.train_dataset)):
         if of_rows := _changed(args, _OF_ROWS):
             log.warning(
-                "the packs are not the rows of trainer.train_dataset, which alone TRL prepares by %s",
+                "the packs are not the rows of trainer.train_dataset, and TRL prepares only those by %s",
                 ", ".join(of_rows),
             )
     elif args.max_length is not None and args.max_length < config.packing.max_seq_len:

@@ -11,7 +11,7 @@ from streampack.integrations.hf_trainer.hooks import Hooks
 def _verify_isolation(hooks: Hooks) -> None:
     """Collective: check that samples of a pack do not see one another in the model as it trains: wrapped, compiled.
 
-    All ranks raise if one does; with a loader of the user's own, only the one that fails.
+    All ranks raise if one does. With a loader of the user's own, only the rank that fails.
     """
     trainer = hooks.trainer
     max_seq_len = hooks.packs.lane_config.packing.max_seq_len
@@ -34,7 +34,9 @@ def _verify_isolation(hooks: Hooks) -> None:
     if hooks.steps is None:
         check()
     else:
-        hooks.steps.loader.rank_sync.gather_results(check, doing="looking whether samples see one another")
+        hooks.steps.loader.rank_sync.gather_results(
+            check, doing="checking that samples do not see one another"
+        )
 
 
 def step_callback(hooks: Hooks) -> Any:

@@ -63,7 +63,7 @@ def require_same_steps(loader: PackedDataLoader, state: Mapping[str, Any] | None
 class Plan:
     """The number of steps that a training of some epochs takes."""
 
-    steps: tuple[int, ...]  # steps of each epoch, the last one counted as a whole
+    steps: tuple[int, ...]  # steps of each complete epoch
     epochs: float  # num_train_epochs
     exact: bool  # False if the steps were estimated
 

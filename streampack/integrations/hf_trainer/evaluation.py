@@ -67,9 +67,9 @@ class Evaluation:
 
 
 class TokenMean:
-    """The mean loss of an evaluation, in which each batch weighs as much as it has trained tokens.
+    """The mean loss of an evaluation over its trained tokens.
 
-    In Trainer's mean a part-empty last batch weighs as much as a full one.
+    In Trainer's mean over batches, a part-empty last batch weighs as much as a full one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -92,18 +92,6 @@ class TokenMean:
         if self.trainer.args.world_size > 1:
             mine = losses.float().to(self.trainer.args.device)
             losses = self.trainer.accelerator.reduce(mine, reduction="mean").double().cpu()
-        metrics[name] = self._weighted(losses, counts)
+        metrics[name] = ((losses * counts).sum() / counts.sum()).item()
         if math.isnan(metrics[name]) and not counts.any():
             log.warning("%s is NaN: no token of the evaluation data is trained (all labels are -100)", name)
-        self._apply_to_trl(counts)
-
-    def _apply_to_trl(self, counts: torch.Tensor) -> None:
-        """Replace the means that TRL's SFTTrainer logs in the same way."""
-        kept = getattr(self.trainer, "_metrics", {}).get("eval", {})
-        for name in ("entropy", "mean_token_accuracy"):
-            if len(kept.get(name, ())) == len(counts):
-                kept[name] = [self._weighted(torch.tensor(kept[name]).double(), counts)]
-
-    @staticmethod
-    def _weighted(values: torch.Tensor, counts: torch.Tensor) -> float:
-        return ((values * counts).sum() / counts.sum()).item()

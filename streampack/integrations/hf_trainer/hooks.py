@@ -46,7 +46,7 @@ def hooks_of(trainer: Trainer) -> Hooks | None:
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a model, in which TRL finds no mask to count tokens by if it is none that can be summed."""
+    """Arguments of a model. TRL counts tokens by a mask in them only if it is a tensor."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) and (name != "attention_mask" or torch.is_tensor(self[name]))
@@ -55,8 +55,7 @@ class Arguments(dict[str, Any]):
 class Hooks:
     """Replacements for methods of one trainer, which call the original ones.
 
-    They are set on the trainer instead of in a subclass, so that they work with any class derived from `Trainer`.
-    Nothing is patched before `patch`.
+    `patch` sets them on the trainer, so that they work with any class derived from `Trainer`.
     """
 
     NAMES = (

@@ -47,10 +47,10 @@ def prepare_trainer_for_packing(
     ``per_device_train_batch_size`` counts packs; a step trains the next ``per_device_train_batch_size *
     gradient_accumulation_steps * ranks`` packs of the stream, with the mean over their trained tokens as its loss. So
     is the loss of an evaluation. Every checkpoint holds the stream's state, and ``train(resume_from_checkpoint=...)``
-    goes on with the next packs, on another number of ranks too. Data that ends before ``max_steps`` ends the training;
-    without ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read. A step that trains
-    nothing is an error, unless the packs have ``untrained="keep"``. The guide tells what the logs have, and what
-    differs.
+    continues with the next packs, on another number of ranks too. The training ends with its data, if that is before
+    ``max_steps``. Without ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read. A step
+    that trains nothing is an error, unless the packs have ``untrained="keep"``. The guide says what the logs have, and
+    what differs.
 
     Prints one line: the backend and why each better one was refused, the dtype, samples and tokens of a step, and the
     padding expected. The backend's part is the ``summary`` of what this returns.

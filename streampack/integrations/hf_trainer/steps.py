@@ -241,7 +241,7 @@ def make_loader(
 def write_stream(state: dict[str, Any], folder: Path) -> None:
     """Write the stream's state as the first file of a checkpoint.
 
-    An older checkpoint in the folder becomes incomplete first, so that no mixture of the two passes for a complete one.
+    This makes an older checkpoint in the folder incomplete, so that a mixture of the two never looks complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRAINER_FILE).unlink(missing_ok=True)
@@ -254,14 +254,14 @@ def read_stream(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(folder / STREAM_FILE, weights_only=True)
     except FileNotFoundError:
         raise ValueError(
-            f"{folder} has no {STREAM_FILE}: it was saved without prepare_trainer_for_packing, so nobody knows which "
-            "packs were trained; load its weights into the model and call train() without resume_from_checkpoint"
+            f"{folder} has no {STREAM_FILE}: it was saved without prepare_trainer_for_packing, and which packs were "
+            "trained is unknown; load its weights into the model and call train() without resume_from_checkpoint"
         ) from None
     return state
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Read Trainer's own state, which Trainer writes last, so that a checkpoint with it is complete."""
+    """Read Trainer's own state. Trainer writes it last, so a checkpoint with it is complete."""
     try:
         state: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

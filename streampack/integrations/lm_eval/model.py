@@ -33,10 +33,10 @@ class PackedLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: a name or path of a model, or a model.
-        max_seq_len: of a pack, in tokens; a longer request has a pack for itself. None: 8192, or as many as the model
-            has positions.
+        max_seq_len: of a pack, in tokens; a longer request has a pack for itself. None: 8192, or the
+            model's number of positions if that is smaller.
         attention: see `prepare_model_for_packing`.
-        share_prefix: whether what requests begin with is computed once, such as examples and the question.
+        share_prefix: whether a beginning that requests share, such as examples and the question, is computed once.
         kwargs: of the class ``hf``.
 
     Raises:
@@ -96,12 +96,12 @@ class PackedLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Return for each request the log-likelihood of its continuation, and whether the model prefers it greedily.
 
-        Of a longer request than ``max_length`` tokens before the last one, the beginning is left out, as in ``hf``.
+        A request with more than ``max_length`` tokens before the last one loses its beginning, as in ``hf``.
         """
         pairs = []
         for _, context, continuation in requests:
             kept = (context + continuation)[-(self.max_length + 1) :]
-            assert len(kept) > len(continuation) > 0, "the harness hands out no other requests"
+            assert len(kept) > len(continuation) > 0, "the harness makes no other requests"
             pairs.append((kept[: -len(continuation)], continuation))
         longest = max((len(context) + len(continuation) - 1 for context, continuation in pairs), default=1)
         answers = []

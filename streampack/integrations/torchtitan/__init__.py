@@ -1,4 +1,4 @@
-"""A data loader for torchtitan's trainer that hands out packs; for torchtitan 0.3."""
+"""A data loader of packs for the trainer of torchtitan 0.3."""
 
 from streampack.integrations.torchtitan.data_loader import StreampackDataLoader, trainer_batch
 

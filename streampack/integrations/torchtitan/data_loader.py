@@ -54,11 +54,11 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
             return config
 
     Each batch is as `trainer_batch` returns it. Packs have ``training.seq_len`` tokens, and
-    a batch has ``training.local_batch_size`` of them (with pipeline parallelism, as many as a microbatch). Positions
+    a batch has ``training.local_batch_size`` of them (with pipeline parallelism, those of a microbatch). Positions
     restart at each sequence, which is where the attention masks of torchtitan's language models separate documents.
 
     All ranks make the same number of batches, and an error on one is raised on all, as by `PackedDataLoader`. Ranks
-    with the same ``dp_rank`` (of tensor, context and pipeline parallelism) are given the same batches.
+    with the same ``dp_rank`` (of tensor, context and pipeline parallelism) get the same batches.
 
     ``loader`` is the `PackedDataLoader`, with its ``metrics()`` and ``ledger()``.
 
@@ -66,7 +66,7 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         config: see `Config`.
         dp_world_size: the number of data-parallel groups of ranks.
         dp_rank: which of them this rank belongs to.
-        tokenizer: torchtitan's, which encoders that are given as nodes take.
+        tokenizer: torchtitan's; encoders that are nodes take it.
         seq_len: tokens of a pack.
         local_batch_size: packs of a batch.
         snapshot_every_n_steps: ignored; a state can be taken after any batch.
@@ -100,13 +100,13 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         encoder ``columns``, ``roles``, ``answers`` and ``ignore`` of `encoder_for`."""
 
         infinite: bool = True
-        """Whether the data is read for ever. Otherwise it is read once, and then training ends."""
+        """Whether to read the data for ever. Otherwise it is read once, and then training ends."""
 
         num_workers: int = 0
         """Processes of each rank that read, encode and pack. 0: the rank does it itself."""
 
         pin_memory: bool = False
-        """Whether batches lie in page-locked memory, from which copies to a GPU are faster."""
+        """Whether batches are in page-locked memory, for faster copies to a GPU."""
 
         timeout: float = 1800.0
         """Seconds that ranks wait in the loader for one another."""
@@ -200,8 +200,8 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         """Collective: let the next iteration continue after the batch of a state, on any number of ranks."""
         if STATE not in state_dict:
             raise ValueError(
-                f"the state has the keys {sorted(state_dict)} and not {STATE!r}: another loader made it; begin the "
-                "data anew with --checkpoint.exclude_from_loading dataloader"
+                f"the state has the keys {sorted(state_dict)} and not {STATE!r}: another loader made it; start the "
+                "data again with --checkpoint.exclude_from_loading dataloader"
             )
         self.loader.load_state_dict(torch.load(io.BytesIO(state_dict[STATE]), weights_only=True))
 
