@@ -53,9 +53,8 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
             )
             return config
 
-    Each batch is as `trainer_batch` returns it. Packs have ``training.seq_len`` tokens, and
-    a batch has ``training.local_batch_size`` of them (with pipeline parallelism, those of a microbatch). Positions
-    restart at each sequence, which is where the attention masks of torchtitan's language models separate documents.
+    Each batch is as `trainer_batch` returns it. It has ``training.local_batch_size`` packs (with pipeline parallelism,
+    those of a microbatch) of ``training.seq_len`` tokens.
 
     All ranks make the same number of batches, and an error on one is raised on all, as by `PackedDataLoader`. Ranks
     with the same ``dp_rank`` (of tensor, context and pipeline parallelism) get the same batches.
@@ -79,9 +78,8 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
         """Where the packs come from, and how they are read.
 
-        Sources and encoders are objects, or nodes with a ``_component_``. As torchtitan's ``model_spec``, they and
-        ``settings`` are set in a config registry; the other fields are options of the command line, too. ``dataset``
-        and ``dataset_path``, which all loaders of torchtitan have, are refused.
+        Sources and encoders are objects, or nodes with a ``_component_``. They and ``settings`` are set in a config
+        registry, as torchtitan's ``model_spec``; the other fields are options of the command line, too.
 
         Raises:
             ValueError: without a source, or for values that another field decides.
@@ -105,30 +103,24 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         num_workers: int = 0
         """Processes of each rank that read, encode and pack. 0: the rank does it itself."""
 
-        pin_memory: bool = False
-        """Whether batches are in page-locked memory, for faster copies to a GPU."""
-
         timeout: float = 1800.0
         """Seconds that ranks wait in the loader for one another."""
 
         def __post_init__(self) -> None:
-            for name, value in (("dataset", self.dataset), ("dataset_path", self.dataset_path)):
-                if value:
-                    raise ValueError(
-                        f"dataloader.{name}={value!r} names data of torchtitan's own loaders; leave it out, and give "
-                        "source, such as source='corpus/*.jsonl' or source=datasets.load_dataset(...)"
-                    )
-            if self.source is None:
+            given = {"dataset": self.dataset, "dataset_path": self.dataset_path}
+            if self.source is None or any(given.values()):
                 raise ValueError(
-                    "dataloader.source is None; give StreampackDataLoader.Config a source, such as "
-                    "source='corpus/*.jsonl'"
+                    f"dataloader has source={self.source!r} and, for torchtitan's own loaders, {given}; give "
+                    "StreampackDataLoader.Config only a source, such as source='corpus/*.jsonl'"
                 )
             settings = self.settings or {}
             for name in settings.keys() & DECIDED.keys():
                 raise ValueError(
                     f"settings[{name!r}]={settings[name]!r}: remove it; {DECIDED[name]} decides it"
                 )
-            if not isinstance(self.source, str) and not _is_node(self.source):
+            if not isinstance(self.source, str) and not (
+                isinstance(self.source, Mapping) and COMPONENT in self.source
+            ):
                 # torchtitan logs a config by to_dict, which would copy the rows of a list or a Dataset.
                 self.source = as_source(self.source)
 
@@ -171,7 +163,7 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
             batch_size=local_batch_size,
             packs_per_step=local_batch_size * dp_world_size,  # one batch: torchtitan counts those of a step
             num_workers=config.num_workers,
-            pin_memory=config.pin_memory,
+            pin_memory=torch.cuda.is_available(),
             process_group=ranks,
         )
 
@@ -221,7 +213,3 @@ def trainer_batch(batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     labels = torch.full_like(batch.labels, IGNORE_INDEX)
     labels[:, :-1] = batch.labels[:, 1:]
     return {"input": batch.tokens, "positions": batch.input_pos}, labels
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, Mapping) and COMPONENT in value
