@@ -123,7 +123,7 @@ def _add_looks(commands: Any) -> None:
     word("--ignore", default="", help="columns to skip on purpose: tools,label")
     word("--rows", type=positive, help="rows to read (20,000)")
     word("--all", action="store_true", help="read every row: exact figures")
-    word("--ranks", type=ranks, default=(1, 8, 64), help="of the run, then others to compare (1,8,64)")
+    word("--ranks", type=positive, default=1, help="of the run (1)")
     word("--packs", type=positive, default=6, help="first packs to show (6)")
     word("--html", type=Path, help="write a page that opens from disk")
     word("--json", help="write the figures to a file; - prints them and nothing else")
@@ -142,11 +142,6 @@ def positive(word: str) -> int:
     if not word.isdecimal() or not int(word):
         raise argparse.ArgumentTypeError(f"{word!r} is no whole number from 1 on")
     return int(word)
-
-
-def ranks(word: str) -> list[int]:
-    """Return numbers such as ``8,64``."""
-    return list(dict.fromkeys(map(positive, word.split(","))))
 
 
 def validate(options: Options) -> int:

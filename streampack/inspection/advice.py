@@ -9,7 +9,7 @@ from streampack.packing.groups import ROOT
 from streampack.packing.strategies import STRATEGIES
 
 WORTH = 0.01
-"""The least difference in padding, lost tokens or waiting for which a change is recommended."""
+"""The least difference in padding or lost tokens for which a change is recommended."""
 MANY = 0.1
 """The fraction of bad rows above which skipping them is not recommended."""
 ROUND = 1024
@@ -72,7 +72,7 @@ def _enough_for(report: Report, quantile: float) -> int:
 
 def _of_packs(report: Report) -> Iterator[Advice]:
     chosen, settings = report.chosen, report.settings
-    ranks = settings.shape.ranks[0]
+    ranks = settings.shape.ranks
     consumers = ranks * max(1, settings.shape.workers)
     # Among strategies that differ by less than 0.1 %, exact_fit, which is the default.
     best = min(
@@ -98,12 +98,4 @@ def _of_packs(report: Report) -> Iterator[Advice]:
             f"{chosen.last_packs:.1%} of all tokens is padding in the last packs of {settings.lanes} lanes, which are "
             "part-empty",
             f"data:\n  num_lanes: {consumers}  # ranks x workers; a resume on more ranks needs more lanes",
-        )
-    each = next((i for i in report.imbalance if i.ranks == settings.shape.ranks[0]), None)
-    if each and not settings.balance_window and each.planned - each.balanced >= WORTH:
-        yield Advice(
-            "Order packs by attention cost",
-            f"the slowest of {each.ranks} ranks does {each.planned:.2f}x the mean attention work, with a window "
-            f"{each.balanced:.2f}x",
-            f"data:\n  balance_window: {each.window}",
         )

@@ -59,7 +59,7 @@ def training_data(config: RunConfig) -> IterablePackedDataset:
         ).train
 
 
-def inspect_config(config: Any, *, title: str, ranks: Sequence[int], rows: int | None, packs: int) -> Report:
+def inspect_config(config: Any, *, title: str, ranks: int, rows: int | None, packs: int) -> Report:
     """Inspect the data of a run's config. See `inspect_dataset` for the other arguments."""
     from streampack.training.checks import read_config
 
@@ -88,7 +88,7 @@ def inspect_files(
     tokenizer: Mapping[str, Any],
     shape: Mapping[str, Any],
     packing: Mapping[str, Any],
-    ranks: Sequence[int],
+    ranks: int,
     rows: int | None,
     packs: int,
 ) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ class RunShape:
     """Ranks, workers and batches of a run.
 
     Args:
-        ranks: of the run, then numbers of ranks to compare it with.
+        ranks: of the run.
         workers: processes of each rank that make packs.
         batch_size: packs in a batch.
         packs_per_step: packs in an optimizer step over all ranks; None: ``accumulation`` batches of each rank.
@@ -31,17 +30,18 @@ class RunShape:
         max_steps: of the run, for the passes over a mixture's sources.
     """
 
-    ranks: Sequence[int] = (1, 8, 64)
+    ranks: int = 1
     workers: int = 0
     batch_size: int = 1
     packs_per_step: int | None = None
     accumulation: int = 1
     max_steps: int | None = None
 
-    def batching(self, ranks: int) -> Batching:
-        """Return how ``ranks`` ranks with one lane each divide the packs of a step."""
-        packs = self.packs_per_step or ranks * self.batch_size * self.accumulation
-        return Batching(self.batch_size, packs, ranks, ranks)
+    @property
+    def batching(self) -> Batching:
+        """How the ranks divide the packs of a step, with one lane each."""
+        packs = self.packs_per_step or self.ranks * self.batch_size * self.accumulation
+        return Batching(self.batch_size, packs, self.ranks, self.ranks)
 
     def padded_batch(self, packing: Packing) -> int:
         """Return the number of samples in a padded batch: the run's own, or one to compare its packs with."""
@@ -55,7 +55,6 @@ class Settings:
     packing: Packing
     shape: RunShape
     lanes: int
-    packs_per_step: int
     balance_window: int
 
 
@@ -132,17 +131,6 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Imbalance:
-    """Attention cost of the slowest rank of a step / mean of the ranks."""
-
-    ranks: int
-    steps: int
-    planned: float  # packs in the order in which they are planned
-    window: int
-    balanced: float  # with ``balance_window=window``
-
-
-@dataclass(frozen=True)
 class SourceShare:
     """A source of a mixture in one epoch, and in the complete run if its length is known."""
 
@@ -174,7 +162,6 @@ class Report:
     lengths: Lengths
     losses: list[Loss]
     outcomes: list[Outcome]
-    imbalance: list[Imbalance]
     packs: list[PackView]
     sources: list[SourceShare]
     advice: list[Advice]

@@ -11,10 +11,9 @@ import numpy as np
 from streampack.accounting import DROP_REASONS
 from streampack.inspection.advice import advise
 from streampack.inspection.packs import first_packs
-from streampack.inspection.plans import plan_outcomes, slowest_over_mean
+from streampack.inspection.plans import plan_outcomes
 from streampack.inspection.report import (
     Coverage,
-    Imbalance,
     Lengths,
     LongRow,
     Loss,
@@ -24,7 +23,6 @@ from streampack.inspection.report import (
     Settings,
     SourceShare,
 )
-from streampack.lanes.balance import DEFAULT_WINDOW
 from streampack.lanes.lane_config import LaneConfig
 from streampack.sources.bad_records import kind_of
 from streampack.sources.mixture import Mix
@@ -32,7 +30,7 @@ from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.epoch_rows import Epoch, Seen, ratio, read_lanes, read_sample, tolerant
 from streampack.streaming.first_look import first_look
 from streampack.streaming.mixing import mixing_lines
-from streampack.types import IntArray, RowId
+from streampack.types import RowId
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
 EXAMPLES = 3
@@ -103,13 +101,12 @@ def inspect_dataset(
         ValueError: if no row makes a sample, or the source cannot be read.
     """
     shape = shape or RunShape()
-    ranks, config = shape.ranks[0], dataset.lane_config
+    config = dataset.lane_config
     settings = Settings(
         packing=config.packing,
         shape=shape,
-        lanes=dataset.num_lanes or dataset.lanes_for(ranks),
-        packs_per_step=shape.batching(ranks).packs_per_step,
-        balance_window=dataset.window_for(ranks),
+        lanes=dataset.num_lanes or dataset.lanes_for(shape.ranks),
+        balance_window=dataset.window_for(shape.ranks),
     )
     reading = replace(tolerant(config), balance_window=settings.balance_window)
     named = NamedRows(progress)
@@ -123,7 +120,7 @@ def inspect_dataset(
             if len(epoch.rows)
             else "the source has no rows; check its paths"
         )
-    outcomes, planned = plan_outcomes(epoch, reading.packing, shape, seed=config.seed)
+    outcomes = plan_outcomes(epoch, reading.packing, shape, seed=config.seed)
     [chosen] = [outcome for outcome in outcomes if outcome.chosen]
     report = Report(
         title=title,
@@ -137,9 +134,8 @@ def inspect_dataset(
         lengths=_lengths(epoch, named, config),
         losses=losses,
         outcomes=outcomes,
-        imbalance=[_imbalance(dataset, planned.pairs, chosen, shape, n) for n in shape.ranks if n > 1],
         packs=first_packs(reading, settings.lanes, packs),
-        sources=_shares(config, epoch, chosen, settings),
+        sources=_shares(config, epoch, chosen, shape),
         advice=[],
         assumed=_assumed(dataset, epoch, settings),
         first=[*first_look(reading), *mixing_lines(reading, settings.lanes)],
@@ -205,30 +201,11 @@ def _losses(named: NamedRows, config: LaneConfig, epoch: Epoch) -> list[Loss]:
     return found
 
 
-def _imbalance(
-    dataset: IterablePackedDataset, costs: IntArray, chosen: Outcome, shape: RunShape, ranks: int
-) -> Imbalance:
-    batching, most = shape.batching(ranks), dataset.balance_window or DEFAULT_WINDOW
-    planned, balanced = (
-        slowest_over_mean(
-            costs,
-            ranks=ranks,
-            lanes=dataset.num_lanes or dataset.lanes_for(ranks),
-            packs_per_rank=batching.packs_per_rank,
-            epoch_packs=chosen.packs,
-            window=window,
-            seed=dataset.lane_config.seed,
-        )
-        for window in (0, most)
-    )
-    return Imbalance(ranks, math.ceil(chosen.packs / batching.packs_per_step), planned, most, balanced)
-
-
-def _shares(config: LaneConfig, epoch: Epoch, chosen: Outcome, settings: Settings) -> list[SourceShare]:
+def _shares(config: LaneConfig, epoch: Epoch, chosen: Outcome, shape: RunShape) -> list[SourceShare]:
     """Return the sources of a mixture in an epoch, and in the complete run if it has a number of steps."""
     if config.mix is None:
         return []
-    steps, rows = settings.shape.max_steps, epoch.rows
+    steps, rows, batching = shape.max_steps, epoch.rows, shape.batching
     trained = max(1e-9, float(epoch.weights @ rows.kept_trained))
     shares = []
     for number, entry in enumerate(config.mix.entries):
@@ -240,7 +217,7 @@ def _shares(config: LaneConfig, epoch: Epoch, chosen: Outcome, settings: Setting
             tokens=float(own @ rows.kept) / max(passes, 1e-9),
             fraction=float(own @ rows.kept_trained) / trained,
             passes=passes,
-            passes_in_run=None if steps is None else passes * steps * settings.packs_per_step / chosen.packs,
+            passes_in_run=None if steps is None else passes * steps * batching.packs_per_step / chosen.packs,
         )
         shares.append(share)
     return shares
@@ -250,8 +227,8 @@ def _assumed(dataset: IterablePackedDataset, epoch: Epoch, settings: Settings) -
     """Return sentences about what was assumed, because nothing said so."""
     shape, mix = settings.shape, dataset.lane_config.mix
     found = [
-        f"the run has {shape.ranks[0]} rank(s), each with {shape.workers} worker processes, {settings.lanes} lane(s), "
-        f"and steps of {settings.packs_per_step} packs over all ranks",
+        f"the run has {shape.ranks} rank(s), each with {shape.workers} worker processes, {settings.lanes} lane(s), "
+        f"and steps of {shape.batching.packs_per_step} packs over all ranks",
         f"padding is that of batches of {shape.padded_batch(settings.packing)} random samples, to the longest of each",
         "attention computes no pair of tokens of different samples (flex, varlen, flash; dense attention computes all)",
     ]

@@ -47,8 +47,6 @@ def report_tables(report: Report) -> list[Table]:
         tables.append(_losses(report))
     if report.sources:
         tables.append(_sources(report))
-    if report.imbalance:
-        tables.append(_imbalance(report))
     return tables
 
 
@@ -136,21 +134,3 @@ def _sources(report: Report) -> Table:
     columns = ("source", "weight", "fraction", "rows", "tokens", "passes an epoch", "in the run")
     note = "weight and fraction are those of the trained tokens"
     return Table("Sources of the mixture", columns, rows, notes=[note])
-
-
-def _imbalance(report: Report) -> Table:
-    rows = [
-        (
-            str(each.ranks),
-            f"{each.steps:,.0f}",
-            f"{each.planned:.3f}",
-            f"{each.balanced:.3f}",
-        )
-        for each in report.imbalance
-    ]
-    note = (
-        "slowest / mean: attention cost of the slowest rank of a step / mean of the ranks; balanced: with "
-        f"balance_window={report.imbalance[0].window}."
-    )
-    columns = ("ranks", "steps", "slowest / mean", "balanced")
-    return Table("Ranks that wait for the slowest", columns, rows, notes=[note])

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streampack.lanes.lane_config import LaneConfig
-from streampack.packing.groups import attention_cost
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import PADDED
@@ -31,7 +30,6 @@ COLUMNS = np.dtype(
         ("lane", "i4"),
         ("held", "i8"),  # tokens, without padding
         ("used", "i8"),  # tokens and the padding at the ends of sequences (`pad_seqs_to`)
-        ("pairs", "i8"),  # of tokens, which attention computes
     ]
 )
 
@@ -57,8 +55,7 @@ def plan_lanes(lanes: Iterable[Sequence[Iterable[int]]], packing: Packing) -> Pa
         for lane, sizes in enumerate(lanes):
             for pack in plan_samples(zip(count(), *sizes, strict=False), packing):
                 lengths = [span.length for span in pack]
-                padded = [packing.padded(length) for length in lengths]
-                yield lane, sum(lengths), sum(padded), attention_cost(padded)
+                yield lane, sum(lengths), sum(map(packing.padded, lengths))
 
     return np.fromiter(records(), COLUMNS).view(np.recarray)
 
