@@ -28,7 +28,7 @@ DOCSTRINGS = replace(DATA["docstrings"], samples=6200, max_seq_len=256, batch_si
 CORPORA = {"docstrings": DOCSTRINGS, "sources": replace(DOCSTRINGS, data="sources", samples=200)}
 HEADER = (
     "corpus | balance_window | held-out loss, mean | standard deviation over seeds | "
-    "against 0, the same seed: mean | standard error | steps | cost in a step, dearest / mean"
+    "against 0, the same seed: mean | standard error | steps | cost in a step, highest / mean"
 )
 
 
@@ -37,11 +37,11 @@ class Result(NamedTuple):
 
     loss: float  # nats a held-out token
     steps: int
-    excess: float  # mean over steps of the dearest pack's attention cost over the packs' mean
+    excess: float  # mean over steps of the highest attention cost of a pack over the packs' mean
 
 
 def sources(settings: Settings) -> Corpus:
-    """Return sources of the standard library, all of whose tokens are trained; every 10th is held out."""
+    """Return the standard library's sources, with all tokens trained; every 10th is held out."""
     rows, tokenizer = stdlib("sources")
     samples = []
     for row in rows[: settings.samples]:

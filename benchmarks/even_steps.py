@@ -22,7 +22,7 @@ from tests.harness.processes import run_ranks
 CONTEXT, WINDOW, ROUND = 8_192, 64, 16
 HEADER = (
     "steps | as planned, s a step | window 64, s a step | gain | gain by the model | "
-    "dearest / mean before | after"
+    "highest / mean before | after"
 )
 
 

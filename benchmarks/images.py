@@ -17,7 +17,7 @@ HEADER = "way | packs | above bound | padding | points above | max_media used"
 STRATEGIES = ("exact_fit", "best_fit", "first_fit", "next_fit")
 PATCHES = 4  # of an image for each of its tokens, as in models of Qwen
 # Tokens of a pack; how many samples; median and sigma of their texts, which are log-normal; weights of the numbers of
-# images, of which each has so many tokens, least and most.
+# images; the least and most tokens of an image.
 MIXES = {
     "web pages, 0 to 4 images": (8192, 12_000, 200, 1.0, (0.4, 0.35, 0.15, 0.06, 0.04), (16, 576)),
     "scans, 0 to 2 pages": (8192, 10_000, 150, 0.9, (0.15, 0.7, 0.15), (300, 1280)),

@@ -34,7 +34,7 @@ LEAST_SECONDS = 0.5
 
 
 class Input(NamedTuple):
-    """One kind of data: what streampack is given, and functions that return what the others are given."""
+    """One kind of data: what streampack takes, and functions that return what the others take."""
 
     ours: Callable[[], Any]  # a source, or what `IterablePackedDataset` makes one of
     rows: Callable[[], Any]  # a map-style dataset of lists
@@ -117,7 +117,7 @@ def with_trl(arrow: Callable[[], Any], *, batch: int = 1000) -> Any:
 
 
 def flattened(arrow: Callable[[], Any]) -> Iterator[dict[str, Any]]:
-    """Yield transformers' batches: the next samples end to end, as many as fill ours on average."""
+    """Yield transformers' batches: the next samples end to end, with the tokens of ours on average."""
     from torch.utils.data import DataLoader
     from transformers import DataCollatorWithFlattening
 

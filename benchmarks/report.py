@@ -65,7 +65,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def progress(total: int) -> Callable[[str], None]:
-    """Return a function to call as each of so many steps begins; it writes a line to stderr."""
+    """Return a function to call as each of ``total`` steps begins; it writes a line to stderr."""
     steps = iter(range(1, total + 1))
     return lambda step: print(f"[{next(steps, total)}/{total}] {step}", file=sys.stderr)
 

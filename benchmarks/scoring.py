@@ -34,7 +34,7 @@ Request = tuple[list[int], list[int]]
 
 
 def mixed(count: int) -> list[Request]:
-    """Return texts of skewed lengths of which the last fifth, at most 64 tokens, is scored; none begin alike."""
+    """Return texts of skewed lengths; the last fifth, at most 64 tokens, is scored. None begin alike."""
     rng = np.random.default_rng(0)
     found = []
     for length in lengths("flan", count=count, longest=LONGEST).tolist():

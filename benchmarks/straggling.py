@@ -26,7 +26,7 @@ HEADER = "context | ranks | packs | as planned | " + " | ".join(f"window {each}"
 
 
 def web_rows(tokens: int, longest: int, *, seed: int) -> list[dict[str, npt.NDArray[np.int32]]]:
-    """Return rows of about so many tokens with web-like lengths; they share their memory."""
+    """Return rows of about ``tokens`` tokens with web-like lengths; they share their memory."""
     rng = np.random.default_rng(seed)
     ids = np.ones(longest, np.int32)
     rows, total = [], 0
@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options,
         "straggling",
         "Waiting for the rank whose pack costs most",
-        f"Lengths: log-normal with median {WEB.median:,.0f} and sigma {WEB.sigma}, {WEB.like}. Work of the dearest "
-        "rank over the ranks' mean, mean over steps, of an 8B llama; each rank takes packs of its own lane. Explained "
+        f"Lengths: log-normal with median {WEB.median:,.0f} and sigma {WEB.sigma}, {WEB.like}. Work of the most "
+        "expensive rank over the ranks' mean, mean over steps, of an 8B llama; each rank takes packs of its own lane. Explained "
         "in ../README.md.",
         report.table(HEADER, [case(*each) for each in (((8_192, 2, 32),) if options.smoke else CASES)]),
         packages=["numpy"],

@@ -80,7 +80,7 @@ def padded(mini_batch: Samples, most_places: int) -> Step:
 
 
 def flattened(mini_batch: Samples, most_places: int) -> Step:
-    """Flatten a mini-batch to one row of all its samples, or to the fewest rows of at most so many places each."""
+    """Flatten a mini-batch to one row of all its samples, or to the fewest rows of at most ``most_places``."""
 
     def size(part: Samples) -> int:
         return sum(len(sample["tokens"]) for sample in part)

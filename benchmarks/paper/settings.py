@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-# Of `method_loader`; those of the first line have rows of whole samples, those of the others packs.
+# Of `method_loader`; the first line has rows of samples, the second packs.
 UNPACKED = ("random_padding", "group_by_length_padding", "minibatch_packing")
 PACKED = ("fixed_length", "fixed_length_posid", "multipack", "sorted_packing", "random_packing", "exact_fit")
 

@@ -97,7 +97,7 @@ def feed_of(method: str, model: nn.Module) -> Feed:
 
 
 def loader_of(method: str, samples: Samples, settings: Settings, batch_size: int) -> Iterable[Batch]:
-    """Return the batches of an epoch, each of which is a step."""
+    """Return the batches of an epoch; each is a step."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="method='fixed_length' lets")  # it is here for comparison
         return method_loader(

@@ -52,7 +52,7 @@ def simulate(settings: Settings) -> tuple[str, str]:
         packs = sim.Packs.of(counts)
         for size in sizes:
             topology = sim.Topology(ranks, size, lanes)
-            dealt = sim.deal(packs, topology)
+            assigned = sim.assign(packs, topology)
             epochs.append(
                 [
                     f"{lanes:,}",
@@ -60,9 +60,9 @@ def simulate(settings: Settings) -> tuple[str, str]:
                     f"{counts.sum():,}",
                     f"{1 - lengths.sum() / (counts.sum() * MAX_SEQ_LEN):.2%}",
                     f"{counts.min()} to {counts.max()}",
-                    f"{dealt.steps:,}",
+                    f"{assigned.steps:,}",
                     f"{sim.first_lane_end(packs, topology):,}",
-                    f"{1 - counts.sum() / (dealt.steps * topology.places):.1%}",
+                    f"{1 - counts.sum() / (assigned.steps * topology.places):.1%}",
                 ]
             )
             after = (size, left) if (lanes, size) == (many, ranks) else (size,)
@@ -72,16 +72,16 @@ def simulate(settings: Settings) -> tuple[str, str]:
 
 def resume_row(packs: sim.Packs, before: sim.Topology, after: sim.Topology) -> list[str]:
     """Format a resume's row: the steps from the middle on, beside those of the uninterrupted run."""
-    dealt = sim.deal(packs, before)
-    half = dealt.steps // 2
-    later = dealt.step >= half
+    assigned = sim.assign(packs, before)
+    half = assigned.steps // 2
+    later = assigned.step >= half
     rest = packs.where(later)
-    again = sim.deal(rest, after, slot=half * before.packs_per_step)
+    again = sim.assign(rest, after, slot=half * before.packs_per_step)
     lane_end = sim.first_lane_end(packs, before)
     same = after.packs_per_step == before.packs_per_step
-    until = half + sim.same_steps((rest, dealt.step[later] - half), (rest, again.step))
+    until = half + sim.same_steps((rest, assigned.step[later] - half), (rest, again.step))
     assert not same or until >= lane_end, "the same packs until the first lane ends"
-    unbroken = dealt.steps - half
+    unbroken = assigned.steps - half
     return [
         f"{before.lanes:,}",
         f"{before.packs_per_step:,}" + ("" if same else f", then {after.packs_per_step:,}"),

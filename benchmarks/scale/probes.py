@@ -90,7 +90,7 @@ def open_files() -> int:
 
 
 def manifest(shards: int) -> dict[str, float]:
-    """Measure a source of so many files, which are not read."""
+    """Measure a source of ``shards`` files, which are not read."""
     with TemporaryDirectory() as folder:
         for number in range(shards):
             path = Path(folder, f"shard-{number:06}-of-100000.jsonl")

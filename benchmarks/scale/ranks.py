@@ -29,7 +29,7 @@ TCP_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in Linux's struct tcp_
 
 
 def loaders(shards: int, size: int) -> dict[str, float]:
-    """Measure loaders of so many JSONL files of 150 kB on ``size`` ranks, and their states; return means over ranks."""
+    """Measure loaders of JSONL files of 150 kB on ``size`` ranks, and their states; return means over ranks."""
     with TemporaryDirectory() as folder:
         first = Path(folder, "0.jsonl")
         write_rows(first, 150_000)

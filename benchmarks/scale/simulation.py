@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def by_bytes(row_bytes: Ints, rows_per_file: int, num_lanes: int) -> list[Ints]:
-    """Return the numbers of each lane's rows, for JSONL files of so many rows each, as `JSONLSource` cuts them."""
+    """Return the numbers of each lane's rows, for JSONL files cut as `JSONLSource` cuts them."""
     begins = np.concatenate([[0], np.cumsum(row_bytes)])
     files = begins[np.append(np.arange(0, len(row_bytes), rows_per_file), len(row_bytes))]
     lanes = divide(np.diff(files).tolist(), num_lanes, least=LEAST_PART)
@@ -88,16 +88,16 @@ class Topology(NamedTuple):
         return self.ranks * self.batches_per_step * self.packs_per_batch
 
 
-class Dealt(NamedTuple):
+class Assigned(NamedTuple):
     """The rank, step and batch of each pack."""
 
     rank: Ints  # [packs]
     step: Ints  # [packs]
     batch: Ints  # [packs] of its rank, over all steps
-    steps: int  # of every rank: ranks whose lanes have ended hand out null packs
+    steps: int  # of every rank: ranks whose lanes have ended add null packs
 
 
-def deal(packs: Packs, topology: Topology, *, slot: int = 0) -> Dealt:
+def assign(packs: Packs, topology: Topology, *, slot: int = 0) -> Assigned:
     """Assign packs to ranks and steps, where step 0 begins at ``slot`` of the epoch.
 
     A slot is that of lane ``slot % lanes``, and a rank fills those of its lanes with its packs in the order of
@@ -114,7 +114,7 @@ def deal(packs: Packs, topology: Topology, *, slot: int = 0) -> Dealt:
     step = (rounds * lanes + lane * ranks + rank - slot) // per_step
     within = place - topology.own_slots(rank, slot + step * per_step)
     batch = step * topology.batches_per_step + within // topology.packs_per_batch
-    return Dealt(rank, step, batch, int(step.max()) + 1)
+    return Assigned(rank, step, batch, int(step.max()) + 1)
 
 
 def first_lane_end(packs: Packs, topology: Topology) -> int:

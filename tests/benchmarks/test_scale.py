@@ -63,15 +63,15 @@ def test_a_run_is_that_of_real_loaders(topology: sim.Topology, steps: int) -> No
     lanes = [planned(range(lane, len(DATA), topology.lanes)) for lane in range(topology.lanes)]
     packs = sim.Packs.of(np.array(list(map(len, lanes))))
     before = sim.Topology(4, topology.packs_per_step, topology.lanes)
-    dealt = sim.deal(packs, before)
-    later = dealt.step >= steps
+    assigned = sim.assign(packs, before)
+    later = assigned.step >= steps
     rest = packs.where(later)
-    again = sim.deal(rest, topology, slot=steps * before.packs_per_step)
+    again = sim.assign(rest, topology, slot=steps * before.packs_per_step)
     batches = range(again.steps * topology.batches_per_step)
     handed: Handed = [[[] for _ in batches] for _ in range(topology.ranks)]
     for pack in np.lexsort((rest.lane, rest.number)):
         handed[again.rank[pack]][again.batch[pack]].append(lanes[rest.lane[pack]][rest.number[pack]])
     state = really(before, steps=steps)[1] if steps else None
     assert handed == really(topology, state=state)[0]
-    same = sim.same_steps((rest, dealt.step[later] - steps), (rest, again.step))
+    same = sim.same_steps((rest, assigned.step[later] - steps), (rest, again.step))
     assert steps + same >= sim.first_lane_end(packs, before) > steps
