@@ -33,7 +33,7 @@ class FlatteningCollator:
     - a sample: ``input_ids``, or ``tokens`` and ``labels``;
     - a row of several samples, such as TRL packs, with ``seq_lengths`` (which a Trainer keeps only with
       ``remove_unused_columns=False``) or ``position_ids`` that restart;
-    - a pack of an `IterablePackedDataset` or a `PackedDataset`, whose padding is left out.
+    - a pack of an `IterablePackedDataset` or a `PackedDataset`, without its padding.
 
     >>> collate = FlatteningCollator(return_flash_attn_kwargs=True)
     >>> batch = collate([{"input_ids": [10, 11, 12]}, {"input_ids": [20, 21]}])
@@ -139,7 +139,7 @@ def _read(feature: Any, number: int) -> tuple[Sample, list[int]]:
 
 @functools.cache
 def _warn_of_untrained() -> None:
-    """Warn, once in a process, of a batch of which no label is trained."""
+    """Warn, once in a process, of a batch without a trained label."""
     log.warning(
         "a batch trains nothing, and transformers' loss of it is NaN: look at the labels, and at the roles of messages "
         "(only the assistant's are trained); leave such samples out"

@@ -192,7 +192,7 @@ def plan_batches(
     ``minibatch_packing``: ``batch_size`` random samples in one row, so that steps are those of padding.
     ``fixed_length``, ``fixed_length_posid``: samples in a random order, cut at the end of each row. With the
     first, samples of a row see one another.
-    ``random_packing``: whole samples in a random order, a new row when the next does not fit.
+    ``random_packing``: unsplit samples in a random order, a new row when the next does not fit.
     ``sorted_packing``: the same, from the longest sample to the shortest, over the whole epoch.
     ``multipack``: full rows that cost the ranks of a step the same; see `plan_steps`.
     ``exact_fit``: rows that exact sums fill, in a random order, as an `IterablePackedDataset` makes them.
@@ -251,7 +251,7 @@ def _sorted(pieces: list[Span], max_seq_len: int, *_sizes: int) -> list[Row]:
 
 
 def _multipack(pieces: list[Span], max_seq_len: int, batch_size: int, ranks: int) -> list[Row]:
-    """Rows of a step are ordered by cost, so dealing them out in turn makes batches of even cost."""
+    """Rows of a step are ordered by cost, so assigning them in turn makes batches of even cost."""
     lengths = [piece.length for piece in pieces]
     steps = plan_steps(lengths, max_tokens=max_seq_len, packs_per_step=batch_size * ranks)
     return [

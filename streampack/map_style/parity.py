@@ -4,8 +4,8 @@
 
 - It packs greedily, in order.
 - Labels are not changed: the first token of a sequence is trained, predicted from the sequence before.
-- Positions count through the whole sample modulo ``max_seq_len``, also in the parts of a split sample, and on through
-  the padding, up to ``max_seq_len - 1``.
+- Positions count through the unsplit sample modulo ``max_seq_len``, also in its parts, and continue through the
+  padding, up to ``max_seq_len - 1``.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class PlannedSampler(Sampler[T]):
     """Yields this rank's batches of a planned epoch: batch i goes to rank ``i % num_replicas``.
 
     ``plan(epoch=, num_replicas=)`` returns the batches of all ranks, a multiple of ``num_replicas``, and must return
-    the same on every rank. Behind the end of an epoch, the next iteration is over the next one.
+    the same on every rank. After the end of an epoch, the next iteration is over the next one.
 
     >>> sampler = PlannedSampler(lambda **_: [[0], [1], [2], [3]], num_replicas=2, rank=1)
     >>> list(sampler), len(sampler)
@@ -138,7 +138,7 @@ class PlannedSampler(Sampler[T]):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int, *, done: int = 0) -> None:
-        """Let the next iteration begin in this epoch, behind the batches that all ranks together have ``done`` of it.
+        """Let the next iteration begin in this epoch, after the batches that all ranks together have ``done`` of it.
 
         Raises:
             ValueError: if this number of ranks cannot have done them together.
@@ -163,7 +163,7 @@ class MultipackBatchSampler(PlannedSampler[list[int]]):
 
     The steps depend on ``packs_per_step``, not on the number of ranks: 8 ranks with one batch each and 2 ranks with
     four (gradient accumulation) train on the same steps. So a run resumes on either, with the same arguments and
-    ``set_epoch(epoch, done=steps * packs_per_step)``; torchdata's loader and Trainer skip batches by themselves. Behind
+    ``set_epoch(epoch, done=steps * packs_per_step)``; torchdata's loader and Trainer skip batches by themselves. After
     the end of an epoch the next iteration is over the next one, which may have a step more or less.
 
     If a framework shards batches itself, as accelerate does with ``even_batches=False``, set ``num_replicas=1`` and

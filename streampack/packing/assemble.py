@@ -64,7 +64,7 @@ def lengthened(pack: Pack, size: int, padding_idx: int) -> Pack:
 
 @lru_cache(maxsize=4)
 def _padding(length: int, padding_idx: int) -> Sample:
-    """Return so many tokens of padding, in read-only arrays that are cached."""
+    """Return ``n`` tokens of padding in read-only arrays that are cached."""
     ids = np.full(length, padding_idx, INT32 if padding_idx < 2**31 else INT64)
     labels = np.full(length, IGNORE_INDEX, INT32)
     ids.flags.writeable = labels.flags.writeable = False

@@ -29,7 +29,7 @@ def to_torchtune(pack: Pack) -> PackDict:
 
     A pack with groups has the key ``groups``, one with images ``media``. With images, and where sequences share
     prefixes, their lengths are under ``segment_lens``: a collator that knows no more than ``seq_lens`` would hide
-    prompts from their answers, and leave out images.
+    prompts from their answers, and drop images.
     """
     [input_pos] = _positions([pack])
     groups, media = pack.groups, pack.media
@@ -60,7 +60,7 @@ class BatchGroups:
     """Parents, first labels and fields of the sequences in a batch with groups: `PackGroups` of its packs, stacked."""
 
     parents: tuple[tuple[int, ...], ...]  # for each pack and sequence the one that it continues, or -1
-    # [batch, most segments, depth] int64: the sequences from the root to each, behind the number of segments where a
+    # [batch, most segments, depth] int64: the sequences from the root to each, after the number of segments where a
     # path is shorter. The depth is 1 if no sequence continues another.
     paths: torch.Tensor
     first_labels: torch.Tensor  # [batch, most segments] int64: labels of first tokens, which parents predict
@@ -230,7 +230,7 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None, padding_i
 
 
 def unstack_packs(batch: Batch) -> list[Pack]:
-    """Return the packs of a batch in memory of their own, without media, null packs left out.
+    """Return the packs of a batch in memory of their own, without media and without null packs.
 
     Where they came from is unknown.
     """
@@ -253,7 +253,7 @@ def unstack_packs(batch: Batch) -> list[Pack]:
 
 
 def _positions(packs: Sequence[Pack]) -> IntArray:
-    """Return the positions of tokens ``[len(packs), max_seq_len]``, which go on where a sequence continues another."""
+    """Return positions ``[len(packs), max_seq_len]``; a sequence that continues another continues its positions."""
     if packs[0].input_pos is not None:
         return np.array([pack.input_pos for pack in packs])
     groups, starts = _groups(packs), None

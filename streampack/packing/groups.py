@@ -19,11 +19,11 @@ ROOT = -1
 
 
 class Group(Sample):
-    """A sample whose tokens are several segments, each of which may continue another: a tree, laid end to end.
+    """A sample of several segments; each may continue another, as in a tree. They are laid end to end.
 
-    A pair of answers to one prompt is three segments, of which the second and the third continue the first. In a pack,
-    the tokens of a segment attend to their own segment and to those that it continues, and their positions go on from
-    there, so the model computes what it would for each answer behind its own copy of the prompt.
+    A pair of answers to one prompt is three segments: the second and the third continue the first. In a pack,
+    the tokens of a segment attend to their own segment and to those that it continues, and their positions continue
+    from there, so the model computes what it would for each answer after its own copy of the prompt.
 
     >>> pair = Group([5, 6, 7, 8, 9, 4], [-100, -100, 7, 8, 9, 4], lengths=[2, 2, 2], parents=[-1, 0, 0])
     >>> pair.paths()
@@ -248,7 +248,7 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
 
 
 def path_starts(seq_lens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Return the position of each sequence's first token: behind the sequence that it continues."""
+    """Return the position of each sequence's first token: after the sequence that it continues."""
     starts: list[int] = []
     for parent in parents:
         starts.append(0 if parent == ROOT else starts[parent] + seq_lens[parent])
@@ -271,7 +271,7 @@ def attention_cost(seq_lens: Sequence[int], parents: Sequence[int] | None = None
 
 
 def _capped(lengths: Sequence[int], room: int) -> list[int]:
-    """Return lengths of at most ``room`` together, of which only the longest were cut, to as equal ones as can be."""
+    """Return lengths with a sum of at most ``room``: only the longest are cut, to lengths as equal as possible."""
     left, kept = room, list(lengths)
     order = sorted(range(len(lengths)), key=lambda number: lengths[number])
     for done, number in enumerate(order):

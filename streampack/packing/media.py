@@ -109,7 +109,7 @@ class MediaSample(Sample):
 
 
 def has_room(sample: MediaSample, packing: Packing) -> bool:
-    """Return whether a sample fits into a pack, of which it needs one whole."""
+    """Return whether a sample fits unsplit into an empty pack."""
     return sample.tokens.size <= packing.max_seq_len and sample.cost <= (packing.max_media or sample.cost)
 
 

@@ -13,7 +13,7 @@ from streampack.packing.two_budgets import choose_within
 
 MOST_LARGE, PACKS_A_LARGE = 12, 6
 """Limits of the drift: 2,000 uniform lengths up to a pack's correlate with their packs by 0.09 in place of 0.14, 250 by
-0.08 in place of 0.57. On flan, orca and stack (`benchmarks.density`), packs are as many as without limits."""
+0.08 in place of 0.57. On flan, orca and stack (`benchmarks.density`), packs are no more than without limits."""
 
 
 class HasLength(Protocol):
@@ -48,7 +48,7 @@ class MediaSpan(Span):
 
 
 class Planner(Generic[PieceT]):
-    """Holds the buffer of waiting pieces and plans the next pack from it.
+    """Holds the buffer of pieces and plans the next pack from it.
 
     At most ``buffer_size`` pieces wait, and every pack takes the oldest. So each piece leaves the buffer within
     ``buffer_size`` packs; a piece that is longer than a pack, as ``split_across_pack`` allows, begins to leave it then.
@@ -71,11 +71,11 @@ class Planner(Generic[PieceT]):
     def __init__(self, packing: Packing, pull: Callable[[], PieceT | None]) -> None:
         self.packing = packing
         self.pull = pull
-        # The waiting pieces in the order in which they were pulled, and the tokens that each takes in a pack.
+        # The buffered pieces in the order in which they were pulled, and the tokens that each takes in a pack.
         self.waiting: list[PieceT] = []
         self.lengths: list[int] = []
         self.media: list[int] = []  # with ``max_media``, what each takes of it
-        # With split_across_pack, so many tokens of the oldest waiting piece were packed already. Otherwise always 0.
+        # With split_across_pack, the tokens of the oldest buffered piece that were packed already. Otherwise always 0.
         self.offset = 0
         # Of the newest pack.
         self.placed: list[Placed[PieceT]] = []
@@ -83,14 +83,14 @@ class Planner(Generic[PieceT]):
         self.media_room = packing.max_media
         self.packs = 0  # planned in this epoch
         self.quarter = packing.max_seq_len // 4
-        self.large = 0  # waiting pieces that are longer than a quarter of a pack
+        self.large = 0  # buffered pieces that are longer than a quarter of a pack
         self.most_large = math.inf
         # A sequence for each token is no limit.
         self.max_seqs = packing.max_seqs_per_pack or packing.max_seq_len
 
     @property
     def buffered(self) -> int:
-        """Number of tokens that wait, padding left out. Ask for it between packs only."""
+        """Number of buffered tokens without padding. Ask for it between packs only."""
         return sum([piece.length for piece in self.waiting]) - self.offset
 
     def next_pack(self) -> list[Placed[PieceT]]:
@@ -154,7 +154,7 @@ class Planner(Generic[PieceT]):
                 del waiting[0], lengths[0]
 
     def _take(self, taken: list[int]) -> None:
-        """Move the waiting pieces with these ascending indices into the pack."""
+        """Move the buffered pieces with these ascending indices into the pack."""
         waiting, lengths, room, large = self.waiting, self.lengths, self.room, self.large
         for i in taken:
             piece, length = waiting[i], lengths[i]
@@ -218,7 +218,7 @@ Numbered = tuple[int, int] | tuple[int, int, int]
 
 
 def plan_samples(numbered: Iterable[Numbered], packing: Packing) -> Iterator[list[Span]]:
-    """Plan packs of samples, as `plan_packs`; numbers may be left out."""
+    """Plan packs of samples, as `plan_packs`; numbers may be missing."""
     spans = spans_of(numbered, packing)
     planner: Planner[Span] = Planner(packing, lambda: next(spans, None))
     while pack := planner.next_pack():

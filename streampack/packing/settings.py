@@ -30,7 +30,7 @@ class Packing:
     is padded to its longest. There ``max_seq_len`` is the most that a sample may have, and ``buffer_size`` and
     ``max_seqs_per_pack`` are refused.
 
-    ``pad_seqs_to`` pads every sequence to a multiple of so many tokens, inside the sequence: context parallelism over n
+    ``pad_seqs_to`` pads every sequence to a multiple of this, inside the sequence: context parallelism over n
     ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``max_seq_len`` must be a multiple of it, so that the
     padding at a pack's end is one, too.
 

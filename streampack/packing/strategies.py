@@ -1,6 +1,6 @@
-"""Strategies: pure functions that choose which waiting pieces join the oldest one in a pack.
+"""Strategies: pure functions that choose which buffered pieces join the oldest one in a pack.
 
-Such a function is called as ``choose(lengths, room, limit, pull) -> taken``. ``lengths`` are those of the waiting
+Such a function is called as ``choose(lengths, room, limit, pull) -> taken``. ``lengths`` are those of the buffered
 pieces in arrival order, ``room`` is the number of tokens still free in the pack, and ``limit`` how many more pieces it
 may hold. ``pull()`` appends one more length to ``lengths``, or returns False when the buffer is full or the stream has
 ended. ``taken`` are ascending indices into ``lengths``. The `Planner` itself takes the oldest piece first, so that no
@@ -26,7 +26,7 @@ def next_fit(lengths: list[int], room: int, limit: int, pull: Pull) -> list[int]
 
 
 def first_fit(lengths: list[int], room: int, limit: int, pull: Pull) -> list[int]:
-    """Go through the waiting pieces in arrival order and take each that fits."""
+    """Go through the buffered pieces in arrival order and take each that fits."""
     taken: list[int] = []
     i = 0
     while room and len(taken) < limit and (i < len(lengths) or pull()):

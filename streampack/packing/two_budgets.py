@@ -13,12 +13,12 @@ import numpy as np
 from streampack.packing.strategies import Pull
 
 WIDE = 7 / 8
-"""With less of ``max_media`` in use than so many times the part of ``max_seq_len``, only tokens are scarce."""
+"""If the part of ``max_media`` in use is below this times that of ``max_seq_len``, only tokens are scarce."""
 RESERVE = 96
-"""So many pieces are looked at before a pack is closed, if so many may wait: where both budgets are scarce, a stretch
+"""Pieces to look at before a pack is closed, if the buffer holds that many: where both budgets are scarce, a stretch
 of text needs images that wait, and the other way round. Where only tokens are, half of them do."""
 ENOUGH = 7 / 4
-"""A pack is full if one budget is, to a 1,024th, and the other has so many times its share of what was looked at."""
+"""A pack is full if one budget is, to a 1,024th, and the other has this times its share of what was looked at."""
 Room = tuple[int, int]
 """The free tokens and the free media of a pack."""
 
@@ -26,9 +26,9 @@ Room = tuple[int, int]
 def choose_within(
     strategy: str, lengths: list[int], media: list[int], room: Room, limit: int, pull: Pull
 ) -> list[int]:
-    """Return ascending indices of the waiting pieces that join a pack with this ``room``.
+    """Return ascending indices of the buffered pieces that join a pack with this ``room``.
 
-    ``lengths`` and ``media`` are what the waiting pieces take of each budget, in arrival order; ``pull`` appends to
+    ``lengths`` and ``media`` are what the buffered pieces take of each budget, in arrival order; ``pull`` appends to
     both.
 
     >>> choose_within("exact_fit", [4, 4, 3, 1], [9, 1, 1, 0], (4, 1), 9, lambda: False)
@@ -58,9 +58,9 @@ def choose_within(
 def _fullest(lengths: list[int], media: list[int], room: Room, pull: Pull) -> list[int]:
     """Take the earliest arrivals that fill the ``room``; if there are none, those that fill most of it.
 
-    It is subset sum over tokens, which carries for every number of tokens the most media of a subset that leaves so
-    many. The scarcer budget must be full, and the other one have more than its share: with just its share, packs would
-    follow every stretch of text and of images in the stream, and near equal budgets would both be wasted.
+    It is subset sum over tokens, which carries for every number of free tokens the most media of a subset that
+    leaves it. The scarcer budget must be full, and the other one have more than its share: with just its share, packs
+    would follow every stretch of text and of images in the stream, and near equal budgets would both be wasted.
     When no more pieces may wait, the scarce budget counts most, and few large pieces are taken before many small ones,
     which find room later; where tokens are scarce, only among nearly equal sums, for many of those are exact.
     """
@@ -120,7 +120,7 @@ class _Sums:
         return int(np.where(self.media < 0, -np.inf, score).argmax())
 
     def taken(self, left: int, lengths: list[int]) -> list[int]:
-        """Return the ascending indices of the pieces in the subset that leaves so many tokens."""
+        """Return the ascending indices of the pieces in the subset that leaves ``left`` tokens."""
         found = []
         for i in range(len(self.bits) - 1, -1, -1):
             bits = self.bits[i]

@@ -13,14 +13,14 @@ from streampack.distributed.parent import end_with_parent
 from streampack.tokenize.lane_shards import Job, write_lane
 
 RETRIES = 100
-"""How often Ray starts a task again whose process or node died. A task goes on behind its last complete shard."""
+"""How often Ray starts a task again whose process or node died. A task continues after its last complete shard."""
 
 _jobs: dict[str, Job] = {}
 """The job of a worker process by its name; a source knows from the first lane what it reads for the next ones."""
 
 # Of a worker process on this machine:
 _job: Job
-_stop: Any  # its value is 1 once the others need not go on
+_stop: Any  # its value is 1 once the others need not continue
 
 
 class Stopped(Exception):
@@ -46,7 +46,7 @@ def write_here(job: Job, lanes: Sequence[int], *, workers: int) -> Generator[int
                 yield done.result()
         except BrokenProcessPool:
             raise RuntimeError(
-                "a worker process was killed, perhaps for want of memory; the same call again goes on where it stopped"
+                "a worker process was killed, perhaps for want of memory; the same call again continues from there"
             ) from None
         finally:
             stop.value = 1
@@ -60,11 +60,11 @@ def _start(job: Job, stop: Any) -> None:
 
 
 def _write(lane: int) -> int:
-    write_lane(_job, lane, between_rows=_require_going_on)
+    write_lane(_job, lane, between_rows=_require_running)
     return lane
 
 
-def _require_going_on() -> None:
+def _require_running() -> None:
     if _stop.value:
         raise Stopped
 
@@ -102,7 +102,7 @@ def write_on_ray(job: Job, lanes: Sequence[int], *, address: str | None) -> Gene
         raise error.cause from None
     except ray.exceptions.RayError as error:
         raise RuntimeError(
-            f"Ray gave up a task ({type(error).__name__}): {error}; the same call again goes on where it stopped"
+            f"Ray gave up a task ({type(error).__name__}): {error}; the same call again continues where it stopped"
         ) from None
     finally:
         for each in running:

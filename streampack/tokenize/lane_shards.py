@@ -63,7 +63,7 @@ def read_progress(job: Job, lane: int) -> Progress:
         bad = header.get("bad", 0)
         if bad and job.config.quarantine is None:
             raise ValueError(
-                f"{path} leaves out {bad} broken record(s) before its end; set skip_bad=True, or remove the old shards"
+                f"{path} skips {bad} broken record(s) before its end; set skip_bad=True, or remove the old shards"
             )
         shards.append(shard_of(name, header))
         ended = header["next"] is None

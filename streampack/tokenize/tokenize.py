@@ -85,8 +85,8 @@ def tokenize(
         out: the folder, on this machine or behind a URL (``s3://``, ``gs://``, ``az://`` and what fsspec reaches); made
             if need be. Shards for a URL are made below ``TMPDIR`` first, one for each worker at a time.
         encoder: makes a `Sample` of a row; rows of ready tokens need none.
-        workers: processes on this machine, each of which writes one lane at a time.
-        lanes: parts of the source. Default: as many as it fills, up to 64.
+        workers: processes on this machine; each writes one lane at a time.
+        lanes: parts of the source. Default: what it fills, up to 64.
         shard_tokens: a shard ends with the document that reaches this number.
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
         progress: show a bar of the lanes, if tqdm is installed.
@@ -96,7 +96,7 @@ def tokenize(
         shard: ``(i, n)`` writes the lanes of the i-th of n equal parts of the work, from 0, and no index: for n
             processes on machines that reach the same folder, which know nothing of one another.
         finish: write the index when all shards are there, and tokenize nothing.
-        skip_bad: whether to leave out what cannot be read or encoded, as an `IterablePackedDataset` does. The index
+        skip_bad: whether to skip what cannot be read or encoded, as an `IterablePackedDataset` does. The index
             counts it. It is listed in ``out/bad_records`` unless a folder is named; with ``out`` behind a URL, each
             process logs the first ten.
         storage: how ``out`` is reached behind a URL, see `JSONLSource`.
@@ -172,7 +172,7 @@ def _full_disks_named(folder: Folder) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             place = tempfile.gettempdir() if isinstance(folder, RemoteFolder) else folder.shown
             error.add_note(
-                f"while writing to {place}; free some space there, and the same call goes on behind its complete shards"
+                f"while writing to {place}; free space there, and the same call continues after its complete shards"
             )
         raise
 
@@ -245,7 +245,7 @@ def _require_complete(job: Job, found: Sequence[Progress]) -> None:
         raise ValueError(
             f"{job.folder.shown} is not complete: {len(missing)} of {job.plan['lanes']} lanes are missing or end early "
             f"({_listed(missing)}); run again the shards that write them (shard i of n: lanes i, i + n, ...), "
-            "or leave out finish=True (--finish), to tokenize here what is missing"
+            "or remove finish=True (--finish), to tokenize here what is missing"
         )
 
 
@@ -255,7 +255,7 @@ def _write_index(job: Job, lanes: Sequence[Progress]) -> None:
     folder, quarantine = job.folder, job.config.quarantine
     if bad:
         listed = quarantine.report() if quarantine is not None else ""
-        log.warning("%s leaves out %d broken record(s)%s", folder.shown, bad, listed and f": {listed}")
+        log.warning("%s skips %d broken record(s)%s", folder.shown, bad, listed and f": {listed}")
     if not shards:
         raise ValueError("the source has no rows; there is nothing to write")
     index = {

@@ -216,7 +216,7 @@ def test_columns_that_change_the_prompt_are_refused_unless_ignored(
     tok: Any, encoder: Any, row: dict[str, Any], column: str
 ) -> None:
     """Only templates render tools; a system column is not rendered at all."""
-    with pytest.raises(ValueError, match=f"column '{column}' would be left out"):
+    with pytest.raises(ValueError, match=f"column '{column}' would be ignored"):
         encoder(tok)(row | {column: [TOOL]})
     ignoring = encoder(tok, ignore=[column])(row | {column: [TOOL]})
     assert ignoring.tokens.tolist() == encoder(tok)(row | {column: []}).tokens.tolist()
@@ -224,7 +224,7 @@ def test_columns_that_change_the_prompt_are_refused_unless_ignored(
 
 KTO = r"column 'label' holds .*: .*judged.*, as for KTO.*; leave the bad ones out and say ignore: \[label\], or give"
 UNTRAINED = r"column '{}' holds .*, which says that the row is not trained, .*leave such rows out, or .*ignore: \[{}\]"
-SEES = r"column 'images' would be left out, and the model trained on the words .*; VisionEncoder.*ignore: \[images\]"
+SEES = r"column 'images' would be ignored, and the model trained on the words .*; VisionEncoder.*ignore: \[images\]"
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_columns_of_images_without_any_are_no_images(tok: Any, empty: Any) -> No
 
 def test_a_text_with_a_mark_of_an_image_is_refused_beside_its_images(tok: Any) -> None:
     encoder = TextEncoder(tok)
-    with pytest.raises(ValueError, match=r"column 'images' would be left out.*'<image>'.*VisionEncoder"):
+    with pytest.raises(ValueError, match=r"column 'images' would be ignored.*'<image>'.*VisionEncoder"):
         encoder({"text": "<image> hello", "images": ["a.png"]})
     for row in ({"text": "<image> hello"}, {"text": "<image> hello", "images": [None]}):
         assert encoder(row).tokens.tolist() == encoder({"text": "<image> hello"}).tokens.tolist()
@@ -362,8 +362,8 @@ def test_answers_without_their_prompt_are_refused_by_a_transform_that_reads_none
     ],
 )
 def test_an_answer_that_asks_behind_a_prompt_that_asks_is_refused(tok: Any, encoder: Any, row: Any) -> None:
-    """The row's prompt would be left out, or the user would ask twice."""
-    with pytest.raises(ValueError, match="behind a prompt that ends with one of the user; give the"):
+    """The row's prompt would be ignored, or the user would ask twice."""
+    with pytest.raises(ValueError, match="after a prompt that ends with one of the user; give the"):
         encoder(tok)(row)
 
 
@@ -451,7 +451,7 @@ def test_flags_that_torchtunes_transforms_leave_out_are_refused(
     tok: Any, transform: Any, row_of: Any, flag: str
 ) -> None:
     encoder, value = MessagesEncoder(tok, message_transform=transform), FLAGS.get(flag, 1)
-    with pytest.raises(ValueError, match=rf"has {flag}=.*, which torchtune's transform leaves out"):
+    with pytest.raises(ValueError, match=rf"has {flag}=.*, which torchtune's transform drops"):
         encoder(row_of({flag: value}))
     assert encoder(row_of({flag: None})).tokens.size, "as tables fill what is absent"
     if flag in FLAGS:

@@ -146,10 +146,10 @@ THINKING = [USER, {"role": "assistant", "content": "<think>hm</think>yes"}, USER
     ("template", "messages", "message"),
     [
         # Templates that would leave something out, or that cannot say where answers are.
-        (DEAF, [USER, {**ANSWER, "tool_calls": [CALL]}], "leaves out the tool_calls of message 1"),
-        (DEAF, TALK, "leaves out message 0, of role 'system'"),
-        (DEAF, [USER, ANSWER, {"role": "tool", "content": "rain"}], "leaves out message 2, of role 'tool'"),
-        (DEAF, [USER, {**ANSWER, "reasoning_content": "well"}], "leaves out the reasoning of the last"),
+        (DEAF, [USER, {**ANSWER, "tool_calls": [CALL]}], "drops the tool_calls of message 1"),
+        (DEAF, TALK, "drops message 0, of role 'system'"),
+        (DEAF, [USER, ANSWER, {"role": "tool", "content": "rain"}], "drops message 2, of role 'tool'"),
+        (DEAF, [USER, {**ANSWER, "reasoning_content": "well"}], "drops the reasoning of the last"),
         (FORGETFUL, THINKING, r"renders the first 2 message\(s\) in another way.*answers: last"),
         (CROSSING, [USER, TALK[-1]], "a token crosses a boundary of message 1: the text before 'The answer is 42"),
         (TWICE, [USER, ANSWER], r"marks 2 stretch\(es\) with \{% generation %\} in a conversation of 1"),
@@ -339,5 +339,5 @@ def test_prompts_with_completions_use_tools(tokenizers: dict[str, Any]) -> None:
     whole = ChatEncoder(tokenizers["chatml"])({"messages": [USER, ANSWER], "tools": [TOOL]})
     assert encoder({**row, "tools": [TOOL]}).tokens.tolist() == whole.tokens.tolist()
     assert encoder(row).tokens.size < whole.tokens.size
-    with pytest.raises(ValueError, match="leaves out the tool .weather."):
+    with pytest.raises(ValueError, match="drops the tool .weather."):
         ChatEncoder(byte_level(template=DEAF))({**row, "tools": [TOOL]})

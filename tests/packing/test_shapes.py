@@ -154,7 +154,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str, Any, dict[str, Any]]] = {
     "12 images": (
         {"messages": [{"role": "user", "content": "<image>What?"}, HI[1]], "images": ["demo/1.jpg"]},
         "VisionEncoder takes images", None, {}),
-    "12 videos": ({"messages": HI, "videos": ["a.mp4"]}, "column 'videos' would be left out", None, {}),
+    "12 videos": ({"messages": HI, "videos": ["a.mp4"]}, "column 'videos' would be ignored", None, {}),
     "13 completion": (
         {"prompt": "Q:", "completion": " A"}, "prompts with completions: prompt, completion",
         [("Q:", False), (" A</s>", True)], {}),
@@ -284,7 +284,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "system a list": (M, M | {"system": ["S"]}, "column 'system' holds a list.*it must be text"),
     "row not trained": (M, M | {"train": False}, "says that the row is not trained.*leave such rows out"),
     "judged": (M, M | {"label": False}, "judged, as for KTO.*leave the bad ones out"),
-    "images": (M, M | {"images": ["a.png"]}, "column 'images' would be left out.*VisionEncoder"),
+    "images": (M, M | {"images": ["a.png"]}, "column 'images' would be ignored.*VisionEncoder"),
     "column renamed": (M, {"message": HI}, r"if 'message' is the messages, say columns: \{message: messages\}"),
     "two readings": (M, M | {"text": "Hi Hello"}, r"may be OpenAI's messages.*or text.*say ignore: \[text\]"),
     "both conversations": (M, M | S, r"may be OpenAI's.*or ShareGPT's.*say ignore"),

@@ -300,8 +300,8 @@ def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_part_of_a_file(
         patch.setattr(Path, "open", opened)
         assert cli.main(words) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"streampack: error: [Errno 28] No space left on device while writing to {out}; free some space there, and the "
-        "same call goes on behind its complete shards"
+        f"streampack: error: [Errno 28] No space left on device while writing to {out}; free space there, and the "
+        "same call continues after its complete shards"
     )
     files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
     assert not [path for path in files if path.name.startswith(".")]

@@ -317,7 +317,7 @@ def test_a_text_that_writes_image_has_the_images_of_its_column_there(family: str
         make({"messages": talk, "images": images[:1]})
     with pytest.raises(ValueError, match="has 3 images, and the messages have parts for 2"):
         make({"messages": talk, "images": [*images, png(3)]})
-    with pytest.raises(ValueError, match=r"column 'videos' would be left out.*ignore: \[videos\]"):
+    with pytest.raises(ValueError, match=r"column 'videos' would be ignored.*ignore: \[videos\]"):
         make({"messages": talk, "images": images, "videos": ["a.mp4"]})
 
 

@@ -37,7 +37,7 @@ class AnswersEncoder(TextsEncoder):
     The answers are in columns of their own, ``chosen`` and ``rejected``, or in one column with a list,
     ``completions``. Prompt and answers are texts, messages (OpenAI's, ShareGPT's), which a Hugging Face tokenizer's
     chat template renders, or ids, which are taken as they are: nothing is added, also no EOS. In place of a prompt,
-    answers in columns of their own may all begin with it. Each answer is encoded as a whole with its prompt, as by
+    answers in columns of their own may all begin with it. Each answer is encoded together with its prompt, as by
     `ChatEncoder`; the tokens that all begin with are kept once.
 
     >>> class Letters:
@@ -59,7 +59,7 @@ class AnswersEncoder(TextsEncoder):
             ``[chosen, rejected]``. Default: those two, or ``completions`` in rows that have it and no ``chosen``.
         tools: the column that holds the descriptions of tools, if there are any.
         roles: as for `ChatEncoder`.
-        mask: the column that holds for each answer a list of which of its ids are trained (1) and which are not (0),
+        mask: the column that holds for each answer a list that says which ids are trained (1) and which are not (0),
             such as what a tool answered.
         add_bos: as for `TextEncoder`.
         add_eos: whether an answer that is text ends with EOS.
@@ -68,7 +68,7 @@ class AnswersEncoder(TextsEncoder):
         token_fields: numbers of tokens, ``{field: column}``. A column holds for each answer as many numbers as it has
             ids.
         share_prefix: whether the prompt is kept once. Otherwise each answer has its own copy.
-        ignore: columns, and flags of messages, to leave out on purpose, such as ``["tools"]``.
+        ignore: columns, and flags of messages, to ignore on purpose, such as ``["tools"]``.
 
     Raises:
         ValueError: for a tokenizer or fields that do not fit.
@@ -343,7 +343,7 @@ def _numbers(value: Any, column: str, *shapes: tuple[int, ...]) -> Any:
         raise ValueError(f"column {column!r} is no array of numpy ({error}); give float32") from None
     if found.dtype.kind not in "fiub" or not (np.abs(found) <= np.finfo(np.float32).max).all():
         raise ValueError(
-            f"column {column!r} holds {shown(value)}; give finite numbers, and leave out rows that lack them"
+            f"column {column!r} holds {shown(value)}; give finite numbers, and remove rows that lack them"
         )
     if found.shape not in shapes:
         wanted = " or ".join(f"{shape[0]} numbers" if shape else "one number" for shape in shapes)
@@ -385,7 +385,7 @@ def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Conten
 
 
 def _split_where_unequal(ids: Sequence[Any], prompt: Sequence[int] | None = None) -> list[Sample]:
-    """Return sequences of which all is trained but what all, and the prompt if there is one, begin with."""
+    """Return sequences whose shared prefix (and prompt, if any) is not trained; every other token is."""
     shared = _common_prefix(ids)
     if all(len(each) == shared for each in ids):
         raise ValueError(

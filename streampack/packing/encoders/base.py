@@ -194,7 +194,7 @@ class TextEncoder(TextsEncoder):
 def characters_in(value: Any) -> int:
     """Return how many characters the contents of a text or of messages have, at least; 0 for anything else.
 
-    Of a message, what is before the end of its reasoning does not count, which templates leave out of earlier answers.
+    The reasoning of a message does not count: templates drop it from earlier answers.
 
     >>> characters_in("Hello"), characters_in([{"from": "gpt", "value": "<think>Hm</think>Hello"}]), characters_in([5])
     (5, 5, 0)

@@ -39,9 +39,9 @@ class ChatEncoder(TextsEncoder):
     """Encoder of conversations, and of prompts with completions; it trains the answers.
 
     Conversations are OpenAI's messages or ShareGPT's, as lists or JSON text; a prompt and its completion are texts or
-    messages. Messages are rendered by a Hugging Face tokenizer's chat template, tools and tool calls too, and a row of
-    which it leaves something out is refused; `ChatTemplate` says which tokens are an answer's. A message is not trained
-    if its flag says so: ``weight``, ``train``, ``training``, ``train_on_turn``, ``loss``, ``loss_weight`` or
+    messages. Messages are rendered by a Hugging Face tokenizer's chat template, tools and tool calls too. A row is
+    refused if the template drops a part of it; `ChatTemplate` says which tokens are an answer's. A message is not
+    trained if its flag says so: ``weight``, ``train``, ``training``, ``train_on_turn``, ``loss``, ``loss_weight`` or
     ``loss_mask`` is 0, or ``masked`` is 1; a row with such a column is refused. Texts are joined, tokenized and ended
     with EOS; the prompt's tokens must be the same with and without the answer.
 
@@ -55,7 +55,7 @@ class ChatEncoder(TextsEncoder):
         answers: ``"all"``, or ``"last"`` to train the last answer of each row only.
         add_bos: as for `TextEncoder`, for texts; a chat template writes its own.
         add_eos: whether a completion that is text ends with EOS.
-        ignore: columns, and flags of messages, to leave out on purpose, such as ``["tools"]``. Otherwise a row is
+        ignore: columns, and flags of messages, to ignore on purpose, such as ``["tools"]``. Otherwise a row is
             refused if it has a column that belongs to the conversation and that the encoder does not use.
 
     Raises:
@@ -142,13 +142,13 @@ class ChatEncoder(TextsEncoder):
         return self.tokenizer.chat
 
     def encode(self, prompt: Content, answer: Content, *, tools: Any, name: str) -> Steps[Sample]:
-        """Encode an answer behind its prompt, which may be no message; ``name`` names the answer in errors."""
+        """Encode an answer after its prompt, which may be no message; ``name`` names the answer in errors."""
         if isinstance(prompt, str) and isinstance(answer, str):
             return (yield from self.encode_text(prompt, answer))
         before, after = as_messages(prompt, "user"), as_messages(answer, "assistant")
         if before and before[-1]["role"] == "user" and after[0]["role"] in ("user", "system"):
             raise ValueError(
-                f"{name} begins with a message of the {after[0]['role']}, behind a prompt that ends with one of the "
+                f"{name} begins with a message of the {after[0]['role']}, after a prompt that ends with one of the "
                 "user; give the prompt once, or, for AnswersEncoder, all of it in each answer"
             )
         messages = [*before, *after]
@@ -170,7 +170,7 @@ class ChatEncoder(TextsEncoder):
         return masked_sample(*(yield from self.template.steps(messages, trained, tools=tools)))
 
     def encode_text(self, prompt: str, answer: str) -> Steps[Sample]:
-        """Encode a text behind its prompt; raise if a token crosses from one into the other."""
+        """Encode a text after its prompt; raise if a token crosses from one into the other."""
         (head, _), (ids, _) = yield [
             Text(prompt, self.bos), Text(prompt + answer, self.bos, self.add_eos)
         ]  # fmt: skip

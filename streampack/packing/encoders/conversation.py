@@ -33,7 +33,7 @@ BEGINS_MESSAGES = re.compile(r"\s*\[\s*\{")
 """How JSON text of messages begins."""
 
 COMPANIONS = {"system", "tools", "functions", "history"}
-"""Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
+"""Columns beside a conversation that change what the model sees, so they must not be ignored unnoticed."""
 MEDIA = {"images", "image", "videos", "video", "audios", "audio"}
 JUDGEMENTS = {"label", "labels", "kto_tag"}
 """Columns that may say whether an answer is a good one, TRL's and LLaMA-Factory's: a number, or flags."""
@@ -116,7 +116,7 @@ class ReadColumns:
         self.named: set[str] = set()
 
     def check(self, row: Mapping[str, Any], *read: str) -> None:
-        """Refuse or name columns of a row that are not empty, and neither read nor left out on purpose."""
+        """Refuse or name columns of a row that are not empty, neither read nor ignored on purpose."""
         unread = row.keys() - self.known - {*read}
         for name in sorted(unread & SPECIAL):
             if not (_holds_nothing if name in MEDIA else is_empty)(row[name]):
@@ -137,7 +137,7 @@ class ReadColumns:
             if name in MEDIA:
                 what, way_out = "on the words about it", "VisionEncoder takes images"
             raise ValueError(
-                f"column {name!r} would be left out, and the model trained {what}; {way_out}, or say ignore: [{name}]"
+                f"column {name!r} would be ignored, and the model trained {what}; {way_out}, or say ignore: [{name}]"
             )
         if name in FLAGS:
             if flags_against({name: value} if _is_flag(value) else {}):
@@ -296,6 +296,6 @@ def refuse_marks(text: str, row: Mapping[str, Any]) -> None:
     for name in sorted(MEDIA & row.keys()):
         if (mark := f"<{name.removesuffix('s')}>") in text and not _holds_nothing(row[name]):
             raise ValueError(
-                f"column {name!r} would be left out, and the model trained on the words about it, such as {mark!r}; "
+                f"column {name!r} would be ignored, and the model trained on the words about it, such as {mark!r}; "
                 "VisionEncoder takes messages with images; or remove the column"
             )

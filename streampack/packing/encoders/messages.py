@@ -27,15 +27,15 @@ from streampack.types import Sample
 CONVERSATIONS = ("messages", "conversations", *PAIR)
 """Names in the ``column_map`` of torchtune's transforms that are of columns of messages."""
 
-LEFT_OUT = {"tool_calls", *REASONING}
-"""Keys of messages that change what is trained, and that torchtune's transforms leave out."""
+DROPPED = {"tool_calls", *REASONING}
+"""Keys of messages that change what is trained, and that torchtune's transforms drop."""
 
 
 class MessagesEncoder(TextsEncoder):
     """Encoder that works as torchtune's ``SFTDataset`` and ``PreferenceDataset``: row -> messages -> tokens and mask.
 
     The transform's masks are taken as they are. A row for one of torchtune's transforms is refused if it has null
-    content, of which they make something else, or tool calls, columns or keys of messages that they leave out.
+    content, which they change, or tool calls, columns or keys of messages, which they drop.
 
     Args:
         tokenizer: one of torchtune's model tokenizers, or a Hugging Face tokenizer with a chat template.
@@ -44,7 +44,7 @@ class MessagesEncoder(TextsEncoder):
             ``{"messages": [...]}``, or of a pair ``{"chosen": [...], "rejected": [...]}``.
         fields: numbers of a pair's answers, as for `AnswersEncoder`.
         share_prefix: whether what both conversations of a pair begin with is kept once.
-        ignore: columns and keys of messages to leave out on purpose.
+        ignore: columns and keys of messages to ignore on purpose.
 
     Raises:
         ValueError: for a tokenizer that takes no messages.
@@ -98,7 +98,7 @@ class MessagesEncoder(TextsEncoder):
         return max(texts) if self.makes_groups else sum(texts)
 
     def _checked(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a row of which torchtune's transform invents and drops nothing."""
+        """Return a row that torchtune's transform reads completely, and to which it adds nothing."""
         self.columns.check(row)
         given = dict(row)
         for name, column in self.read.items():
@@ -107,14 +107,14 @@ class MessagesEncoder(TextsEncoder):
             if name in CONVERSATIONS:
                 messages = parse_conversation(row[column], column)
                 for i, message in enumerate(messages):
-                    lost = LEFT_OUT & message.keys() | flags_against(message) | unread_flags(message)
+                    lost = DROPPED & message.keys() | flags_against(message) | unread_flags(message)
                     for key in sorted(lost - self.ignore):
                         raise ValueError(
                             f"column {column!r}, message {i} has {key}={shown(message[key])}, which torchtune's "
-                            f"transform leaves out; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which "
+                            f"transform drops; say ignore: [{key}], or use ChatEncoder or AnswersEncoder, which "
                             "render it"
                         )
-                # torchtune's transforms write into the messages that they are given
+                # torchtune's transforms change the messages that they receive
                 sharegpt = name == "conversations"
                 given[column] = parse_json(row[column], column) if sharegpt else [*map(dict, messages)]
         require_content(given, self.read)

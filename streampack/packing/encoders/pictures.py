@@ -162,7 +162,7 @@ class PictureReader:
         """Refuse a path, or a URL to which a server redirects, that is in none of the folders."""
         if self.anywhere or any(_is_inside(path, each) for each in self.homes):
             return
-        why = ": the row is of no file that images could lie beside; name their folder (folder=...)"
+        why = ": the row is of no file whose folder could hold its images; name their folder (folder=...)"
         if self.homes:
             homes = " and ".join(map(redact, self.homes))
             why = f" leads out of the folder of images, {homes}; add its folder (folder=[...])"

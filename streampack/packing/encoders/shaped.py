@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 SHAPE_KEYS = ("columns", "roles", "answers", "ignore")
-"""Arguments of `encoder_for` that stand beside the source in a config."""
+"""Arguments of `encoder_for` that are beside the source in a config."""
 LOOKED_AT = 1000
 """Rows at the beginning of a source that are looked at before training."""
 NAMED = 3
@@ -63,7 +63,7 @@ class ShapeEncoder(TextsEncoder):
             function_call, whose content is JSON text of a call. A role that is mapped to itself is left to the chat
             template. Text, as for ``columns``.
         answers: ``"all"`` or ``"last"``. Default: all, of Alpaca's ``history`` none.
-        ignore: columns, and flags of messages, to leave out on purpose; also text, ``"tools,label"``.
+        ignore: columns, and flags of messages, to ignore on purpose; also text, ``"tools,label"``.
 
     Raises:
         ValueError: for an unknown shape, column or role, and for a tokenizer that does not fit.
@@ -134,7 +134,7 @@ class ShapeEncoder(TextsEncoder):
         return made
 
     def named(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a row under our names of columns, without those to leave out."""
+        """Return a row under our names of columns, without those to ignore."""
         kept = {name: value for name, value in row.items() if name not in self.ignore}
         return renamed(kept, self.columns) if self.columns else kept
 
@@ -266,8 +266,7 @@ def with_encoders(
 ) -> tuple[Source, Any]:
     """Return a source and its encoder, found by `encoder_for` where none or ``"auto"`` was given.
 
-    ``settings`` are arguments of that which stand beside the source in a config. Of a mixture, each source without an
-    encoder gets its own.
+    ``settings`` are arguments of `encoder_for`. In a mixture, each source without an encoder gets its own.
     """
     given = sorted(name for name, value in settings.items() if value)
     if encoder not in (None, AUTO):

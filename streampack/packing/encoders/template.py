@@ -86,7 +86,7 @@ class ChatTemplate:
         return whole.ids, mask
 
     def prompt(self, messages: Messages, *, tools: Any = None) -> Steps[list[int]]:
-        """Return the token ids of a conversation with a generation prompt behind it, as at inference."""
+        """Return the token ids of a conversation followed by a generation prompt, as at inference."""
         self._whole(messages, tools)
         [made] = yield from self._tokens(self.render(messages, tools=tools, prompt=True)[0])
         return made.ids
@@ -120,7 +120,7 @@ class ChatTemplate:
         except (TemplateError, TypeError) as error:
             if isinstance(error, TypeError) and "strftime_now" in template:
                 raise ValueError(
-                    "the chat template writes today's date, so a run could not go on tomorrow with the same tokens; "
+                    "the chat template writes today's date, so a run could not continue tomorrow with the same tokens; "
                     'say which date to write: date: "2025-01-31"'
                 ) from error
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
@@ -135,8 +135,8 @@ class ChatTemplate:
                 "with a message of the user, or mark answers with {% generation %}"
             )
         before = self.render(messages[:i], tools=tools, prompt=asks)[0] if i else ""
-        behind = self.render(messages[: i + 1], tools=tools)[0] if messages[i + 1 :] else text
-        for count, head in ((i, before), (i + 1, behind)):
+        after = self.render(messages[: i + 1], tools=tools)[0] if messages[i + 1 :] else text
+        for count, head in ((i, before), (i + 1, after)):
             if not text.startswith(head):
                 at = next(at for at, letter in enumerate(head) if text[at : at + 1] != letter)
                 raise ValueError(
@@ -145,7 +145,7 @@ class ChatTemplate:
                     "apart; give a chat_template that marks the answers with {% generation %} ... "
                     "{% endgeneration %}, or train the last answer only (answers: last)"
                 )
-        return len(before), len(behind)
+        return len(before), len(after)
 
     def _counts(self, text: str, whole: Tokens, places: Mapping[int, int]) -> Steps[dict[int, int]]:
         """Return the numbers of tokens before places in the text; raise if they depend on the text after them.
@@ -178,7 +178,7 @@ class ChatTemplate:
         return counts
 
     def _whole(self, messages: Messages, tools: Any) -> tuple[str, list[tuple[int, int]] | None]:
-        """Render a conversation; raise if the template leaves out a message, a tool, a call or the last reasoning."""
+        """Render a conversation; raise if the template drops a message, a tool, a call or the last reasoning."""
         text, spans = self.render(messages, tools=tools)
         at = 0
         for i, message in enumerate(messages):
@@ -187,11 +187,11 @@ class ChatTemplate:
             if found >= 0:
                 at = found + len(tail)
                 continue
-            # The content may be out of order, escaped, or left out. If it is left out, changing it changes nothing.
+            # The content may be out of order, escaped, or dropped. If it is dropped, changing it changes nothing.
             changed = [dict(m, content="x" if m is message else m["content"]) for m in messages]
             if self.render(changed, tools=tools)[0] == text:
                 raise ValueError(
-                    f"the chat template leaves out message {i}, of role {message['role']!r}; give it a role that "
+                    f"the chat template drops message {i}, of role {message['role']!r}; give it a role that "
                     "the template knows, or another chat_template"
                 )
         parts = [
@@ -207,7 +207,7 @@ class ChatTemplate:
         for what, needed in parts:
             if needed not in text:
                 raise ValueError(
-                    f"the chat template leaves out {what}; give a chat_template that renders it, remove it from the "
+                    f"the chat template drops {what}; give a chat_template that renders it, remove it from the "
                     "row, or say ignore: [tools] if it is tools"
                 )
         return text, spans

@@ -183,7 +183,7 @@ class HFTokenizer:
             ):
                 warn_user(
                     f"the chat template of {self.name} ends no answer with a special token that is trained, so the "
-                    "model does not learn to stop; set {% endgeneration %} behind the end-of-turn token, or add one"
+                    "model does not learn to stop; set {% endgeneration %} after the end-of-turn token, or add one"
                 )
         return chat
 
@@ -238,7 +238,7 @@ def _plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """Return the fast tokenizer behind one of transformers, with truncation and padding switched off.
+    """Return the fast tokenizer in one of transformers, with truncation and padding switched off.
 
     None if there is none, or the tokenizer's class overrides how it is called. Calling it directly takes a fifth less
     time, and starts no threads, about which it would warn after a fork.

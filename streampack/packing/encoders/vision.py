@@ -38,12 +38,12 @@ OF_TEXT = frozenset((
 ))  # fmt: skip
 """Names in the output of a processor that belong to the text, and not to the images."""
 ONE_TEXT = ("Idefics3", "SmolVLM")
-"""Processors whose arrays have a first axis for texts, of which there is one here."""
+"""Processors whose arrays have a first axis for texts; here it has one entry."""
 
 MOST_FOLDERS = 64
 """Folders of data files whose readers of images are kept."""
 MOST_OF_A_ROW = 4
-"""All images of a row have so many times ``max_pixels`` at most, for they are in memory together."""
+"""The images of a row together have at most this times ``max_pixels``: they are in memory at once."""
 
 
 class VisionEncoder(ChatEncoder):
@@ -65,8 +65,8 @@ class VisionEncoder(ChatEncoder):
         folder: the folder of the images, or several; URLs, too. Relative paths are relative to the first. An image
             outside is an error. Default: the folder of the file that the row is in.
         anywhere: let rows name images outside the folder: any file that this process may read, any server.
-        storage: how image files are read, as for sources. Its ``options`` are for what lies in the folders, and of web
-            servers for the first of them.
+        storage: how image files are read, as for sources. Its ``options`` are for files in the folders; of web
+            servers, for the first.
         max_pixels: the most pixels of an image, by its header: a larger one is not decoded, and none of more than twice
             ``PIL.Image.MAX_IMAGE_PIXELS``. The processor makes smaller ones of what is left, by its own settings.
         max_bytes: the most bytes of an image's file.
@@ -183,7 +183,7 @@ class VisionEncoder(ChatEncoder):
         return pictures
 
     def _read(self, number: int, given: Any) -> Any:
-        """Read an image; its number stands in errors."""
+        """Read an image; its number is in errors."""
         try:
             return self.read_picture(given)
         except ConnectionError as error:
