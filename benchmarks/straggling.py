@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "straggling",
         "Waiting for the rank whose pack costs most",
         f"Lengths: log-normal with median {WEB.median:,.0f} and sigma {WEB.sigma}, {WEB.like}. Work of the most "
-        "expensive rank over the ranks' mean, mean over steps, of an 8B llama; each rank takes packs of its own lane. Explained "
-        "in ../README.md.",
+        "expensive rank over the ranks' mean, mean over steps, of an 8B llama; each rank takes packs of its own lane. "
+        "Explained in ../README.md.",
         report.table(HEADER, [case(*each) for each in (((8_192, 2, 32),) if options.smoke else CASES)]),
         packages=["numpy"],
     )
