@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # Files and rows.
     "no file": (
         lambda: first("data/*.jsonl"),
-        "no file matches 'data/*.jsonl' (looked in HERE); check the path or the glob",
+        "no file matches 'data/*.jsonl'; check the path or the glob",
     ),
     "array": (
         lambda: of_text('[{"text": "a"}]'),

@@ -25,7 +25,6 @@ LIMITS = {
     "streampack/packing": 78,
     "streampack/scoring": 16,
     "streampack/sources": 111,
-    "streampack/storage": 50,
     "streampack/streaming": 71,
     "streampack/tokenize": 15,
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,9 +21,9 @@ from streampack.storage.compression import PACKED
 from streampack.storage.retries import Storage
 
 STORES = ("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory")
-"""Schemes of object stores of whose answers nothing tells which version they are of."""
+"""Schemes of object stores whose answers name no version."""
 
-HASHED_BYTES = 1 << 16  # A digest is made of as many bytes at a file's beginning, and at its end.
+HASHED_BYTES = 1 << 16  # at a file's beginning, and at its end
 UNKNOWN_SIZE = -1
 GONE = "there is no such file"
 EMPTY = "it is empty"
@@ -46,12 +48,10 @@ class File:
     Attributes:
         path: its path or URL. A URL may hold secrets.
         name: its path relative to the folder that the user gave, or to the part of a glob before its first wildcard; of
-            a file that is named itself, what stands behind the last slash. So it depends neither on the place of the
-            corpus nor on its other files. Files of several folders may have the same name.
+            a file that is named itself, the part after the last slash. Files of several folders may share a name.
         size: its size in bytes, as it is stored (which may be compressed); `UNKNOWN_SIZE` until it is looked up.
         tag: the storage's name for this version of the content, such as an ETag; None if there is none.
-        problem: why it cannot be read, as far as a listing tells. It stays in the corpus, so that the same names and
-            sizes are always divided among the lanes in the same way.
+        problem: why it cannot be read, as far as a listing tells. Its file stays in the corpus, so that lanes do.
         beside: the files that belong to it, such as its index: they are part of its digest.
         inode: (device, number) of a file on this machine, by which two names of one file are noticed.
     """
@@ -76,7 +76,7 @@ class File:
 
 
 class FileStorage(ABC):
-    """Something that holds files: this machine, or a service behind URLs."""
+    """Reads files of one place: of this machine, or of a service at URLs."""
 
     block = 1 << 18
     """A good number of bytes for one read."""
@@ -90,7 +90,7 @@ class FileStorage(ABC):
         return {**self.__dict__, "_own": (0, set(), {})}
 
     def own(self) -> tuple[int, set[str], dict[str, Any]]:
-        """Return what this process has found out. In what a fork copied, the threads of the clients are missing."""
+        """Return the state of this process. A forked copy lacks the threads of the clients."""
         if self._own[0] != os.getpid():
             _INHERITED.append(self._own)
             self._own = (os.getpid(), set(), {})
@@ -115,7 +115,7 @@ class FileStorage(ABC):
         def read() -> bytes:
             data = self.read(file, start, stop)
             whole = len(data) == stop - start
-            if not whole or file.path not in known:  # behind the bytes, or they might be of a later version
+            if not whole or file.path not in known:  # after the bytes, which else might be of a later version
                 self.check(file)
             if not whole:
                 raise ConnectionError(
@@ -132,11 +132,7 @@ class FileStorage(ABC):
 
     @abstractmethod
     def check(self, file: File) -> None:
-        """Look whether a file is the listed one.
-
-        Raises:
-            ValueError: if it is not.
-        """
+        """Raise ValueError if a file is not the listed one."""
 
     @abstractmethod
     def look(self, path: str) -> File:
@@ -188,12 +184,20 @@ class LocalStorage(FileStorage):
         try:
             found = Path(path).stat()
         except (NotADirectoryError, ValueError):
-            found = None
-        if found is None or not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(path)
+            raise FileNotFoundError(path) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(f"{path}: {FOLDER}" if stat.S_ISDIR(found.st_mode) else path)
         # Some file systems do not number files.
         inode = (found.st_dev, found.st_ino) if found.st_ino else None
         return File(os.path.normpath(Path(path).absolute()), size=found.st_size, inode=inode)
+
+    def find(self, pattern: str, *, folder: bool = False) -> list[File]:
+        """Return the files that a glob matches, or all at any depth of a folder but hidden ones."""
+        found = []
+        for path in glob.glob(f"{glob.escape(pattern)}/**/*" if folder else pattern, recursive=True):
+            with suppress(FileNotFoundError):
+                found.append(self.look(path))
+        return found
 
     @override
     def pinned(self, paths: Sequence[str]) -> list[str]:
@@ -274,14 +278,14 @@ def redact(path: str) -> str:
         return path
     parts = split_url(path)
     user, _, host = parts.netloc.rpartition("@")
-    if parts.scheme == "hf" and ":" not in user:  # in hf://gpt2@main, what stands before the @ is no user
+    if parts.scheme == "hf" and ":" not in user:  # in hf://gpt2@main, gpt2 is no user
         host = parts.netloc
     # A signature that was written to a key by mistake is a secret, too.
     return f"{parts.scheme}://{host}{parts.path if '=' not in parts.path else parts.path.partition('?')[0]}"
 
 
 class ParallelMap(Protocol):
-    """A parallel map. `map_in_threads` uses threads; another one divides the items among the ranks."""
+    """A parallel map: `map_in_threads`, or one that divides the items among the ranks."""
 
     def __call__(self, call: Callable[[Item], Result], items: Sequence[Item], /) -> list[Result]:
         """Return the results, in the items' order."""
@@ -294,7 +298,7 @@ def map_in_threads(call: Callable[[Item], Result], items: Sequence[Item] | Itera
 
 
 def gone(error: FileNotFoundError, shown: str) -> str:
-    """Return why a file cannot be read for which a storage raised this error: what a server answered, if one did.
+    """Return why a storage raised this error: what a server answered, if one did.
 
     >>> gone(FileNotFoundError("https://host/a: HTTP 410, there is no such file"), "https://host/a")
     'HTTP 410, there is no such file'
@@ -303,7 +307,7 @@ def gone(error: FileNotFoundError, shown: str) -> str:
 
 
 def summarize(problems: Sequence[Problem], *, files: int) -> str:
-    """Name the files of a corpus that cannot be read, up to ten of them, each with the reason.
+    """Name up to ten files that cannot be read, each with the reason.
 
     >>> summarize([("a.jsonl", EMPTY), ("b.jsonl", GONE)], files=40)
     '2 of 40 files cannot be read: a.jsonl: it is empty; b.jsonl: there is no such file'

@@ -1,4 +1,4 @@
-"""`Corpus`: the files of a source; look-ups of each of them, and of files that lie beside them."""
+"""`Corpus`: the files of a source, with look-ups of each and of the files beside it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ _collective: ContextVar[Once | None] = ContextVar("_collective", default=None)
 
 @contextmanager
 def listed_by(collective: Once) -> Iterator[None]:
-    """Let all ranks make their sources in this ``with`` block, and one of them look at the files behind URLs.
+    """Let one rank list the files at URLs for all ranks that make their sources in this ``with`` block.
 
-    If each of a thousand ranks listed them, the storage would get a thousand requests for the same 100,000 names, and
-    ranks would get different ones while files are added. Files on this machine are listed by each process, as machines
-    may have different files.
+    Otherwise a thousand ranks would list the same names, and find different ones while files are added. Each process
+    lists files on its own machine, as machines may have different files.
     """
     before = _collective.set(collective)
     try:
@@ -158,7 +157,7 @@ class Corpus:
         try:
             own, *others = [self.storage.tag(each) for each in (file, *file.beside)]
             return digest(own, *others) if others else own
-        except FileNotFoundError:  # raised where its rows are read, unless they are left out
+        except FileNotFoundError:  # raised where its rows are read, unless they are skipped
             return UNREADABLE
 
 
@@ -187,7 +186,7 @@ def look_at_each(corpus: Corpus, describe: Callable[[Corpus, File], Result]) -> 
 def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File | None:
     """Return the file beside a file of the corpus whose name ``rename`` makes of that file's; None if there is none.
 
-    Behind a URL this takes a request.
+    A URL takes a request.
 
     Raises:
         OSError: if a storage does not answer, or refuses to.

@@ -12,8 +12,8 @@ from streampack.storage.retries import PERMANENT, Busy, Refused
 TEMPORARY = (408, 425, 429)  # HTTP statuses after which a request is tried again, besides 5xx
 
 
-class BehindTheEnd(OSError):
-    """The error for a range that lies behind a file's end."""
+class PastTheEnd(OSError):
+    """The error for a range after a file's end."""
 
 
 def replaced(error: BaseException, shown: str, timeout: float) -> Exception:
@@ -33,7 +33,7 @@ def replaced(error: BaseException, shown: str, timeout: float) -> Exception:
         busy.retry_after = float(after) if after.isdecimal() else 0.0
         return busy
     if status == 416 or (not status and isinstance(error, OSError) and error.errno == errno.EINVAL):
-        return BehindTheEnd(shown)
+        return PastTheEnd(shown)
     if status in (404, 410) or (not status and isinstance(error, FileNotFoundError)):
         return FileNotFoundError(f"{said}there is no such file")
     # gcsfs says so by a word.
@@ -52,7 +52,7 @@ def replaced(error: BaseException, shown: str, timeout: float) -> Exception:
     wrong = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
     if (own or isinstance(error, OSError | EOFError)) and not wrong and not isinstance(error, PERMANENT):
         return ConnectionError(f"{said}{name}")
-    return Refused(f"{said}{name} (its text, which may hold secrets, is left out)")
+    return Refused(f"{said}{name} (its text, which may hold secrets, is not shown)")
 
 
 def _of_aiohttp(error: BaseException | None) -> bool:

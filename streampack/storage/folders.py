@@ -1,4 +1,4 @@
-"""Folders, here or behind a URL, to which files are written whole or not at all; a lock for those of runs."""
+"""Folders, here or at a URL, in which a file is complete or absent; a lock for those of runs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from streampack.validation import warn_user
 LOCK_FILE = ".lock"
 PATIENCE = 5.0
 """Seconds to wait for a lock, as the processes of a run that was killed need a moment to end."""
-LEFT_BEHIND = 3600.0
-"""Seconds after which a file that is not complete, and was not written to, is one that a killed process left behind."""
+ABANDONED = 3600.0
+"""Seconds without a write after which an incomplete file counts as one of a killed process."""
 LOCKS_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 READ_ONLY = ("http", "https", "hf")
@@ -65,7 +65,7 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def clean(self, beginning: str, *, older: float = LEFT_BEHIND) -> None:
+    def clean(self, beginning: str, *, older: float = ABANDONED) -> None:
         """Remove what killed processes left of files whose names begin so."""
         for leftover in self.path.glob(f".{beginning}*"):
             with suppress(FileNotFoundError):  # it is complete now
@@ -74,7 +74,7 @@ class Folder:
 
 
 class RemoteFolder(Folder):
-    """A folder behind a URL. A file is made on this machine, in a scratch folder, and then stored as a whole.
+    """A folder at a URL. A file is made in a scratch folder of this machine, and then stored in one call.
 
     Object stores show an object when all of its bytes have arrived, so there is no moment at which a part of it could
     be read.
@@ -110,7 +110,7 @@ class RemoteFolder(Folder):
         Path(file.name).unlink(missing_ok=True)
 
     @override
-    def clean(self, beginning: str, *, older: float = LEFT_BEHIND) -> None:
+    def clean(self, beginning: str, *, older: float = ABANDONED) -> None:
         super().clean(beginning, older=older)
         with suppress(OSError):  # another process is making a file there
             self.path.rmdir()
@@ -130,7 +130,7 @@ def folder_at(place: str | os.PathLike[str], *, storage: Storage | Mapping[str, 
 
 
 def write_file(folder: Folder, name: str, content: bytes) -> None:
-    """Write a small file to a folder: whole, or not at all, with nothing left behind."""
+    """Write a small file to a folder, completely or not at all."""
     unfinished = folder.begin(name)
     try:
         with unfinished.open("wb") as file:

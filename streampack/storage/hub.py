@@ -1,7 +1,7 @@
 """Repositories of the Hugging Face Hub, read at one commit, as files of a web server: https://huggingface.co/docs/hub/api.
 
-`HfFileSystem` alone would read whatever the branch points to now, with the sizes it had before, read ahead, and retry
-each read up to five times below our own retries.
+`HfFileSystem` alone would read what the branch points to now, with the sizes it had before, prefetch, and retry each
+read up to five times within our own retries.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Listing of a corpus's files, which happens when its source is made: by paths, folders, globs, or a manifest.
 
-A line of a manifest is a name, or an object with ``name``, ``size`` (bytes, as they are stored) and ``tag`` (the ETag;
-of a file on this machine a digest of its first and last 64 KiB): a file whose size is given need not be looked up. A
-manifest is not trusted, as it may come from the network: its names stay below its folder.
+A line of a manifest is a name, or an object with ``name``, ``size`` (stored bytes) and ``tag`` (the ETag; of a file on
+this machine a digest of its first and last 64 KiB). A file with a size is not looked up. A manifest is not trusted, as
+it may come from the network: its names stay below its folder.
 """
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import os
@@ -15,7 +14,6 @@ import posixpath
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -36,6 +34,7 @@ from streampack.storage.base import (
     LocalStorage,
     gone,
     map_in_threads,
+    path_in,
     redact,
     split_url,
     with_path,
@@ -117,7 +116,7 @@ def storage_of(
     if len(places) > 1:
         shown = sorted(redact(f"{scheme}://{host}") if scheme else "this machine" for scheme, host in places)
         raise ValueError(
-            f"the files lie in several places ({', '.join(shown)}); make a source of each (a mixture joins them)"
+            f"the files are in several places ({', '.join(shown)}); make a source of each (a mixture joins them)"
         )
     [(scheme, _)], settings = places, Storage.of(storage)
     return RemoteStorage(scheme, settings, redirect) if scheme else LocalStorage(settings)
@@ -162,18 +161,21 @@ def _normal(file: File) -> tuple[str, str, str]:
 def _listed(
     storage: LocalStorage | RemoteStorage, patterns: list[str], endings: Sequence[Sequence[str]]
 ) -> Files:
-    patterns = storage.pinned(patterns)
-    if isinstance(storage, LocalStorage):
-        alone = len(patterns) == 1
-        return Files.of(
-            each for pattern in patterns for each in _here(storage, pattern, endings, alone=alone)
-        )
-    found = _looked_up(Files.of(each for pattern in patterns for each in _there(storage, pattern)), storage)
+    patterns = [_absolute(pattern) for pattern in storage.pinned(patterns)]
+    found = _looked_up(
+        Files.of(each for pattern in patterns for each in _matching(storage, pattern)), storage
+    )
+    if isinstance(storage, LocalStorage) and [*found.problems.values()] == [GONE] and len(found) == 1:
+        raise _no_match(patterns[0])
     return Files.of(
         each
         for file in found
         for each in (_in_folder(storage, file.path, endings) if file.problem == FOLDER else [file])
     )
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path or not path else os.path.normpath(Path(path).absolute())
 
 
 def _by_manifest(storage: LocalStorage | RemoteStorage, folder: str, manifest: str) -> Files:
@@ -230,59 +232,37 @@ def _looked_up(found: Files, storage: FileStorage) -> Files:
     return found.replaced(dict(zip(lacking, looks, strict=True)))
 
 
-def _here(
-    storage: LocalStorage, pattern: str, endings: Sequence[Sequence[str]], *, alone: bool
-) -> list[File]:
-    with suppress(FileNotFoundError):
-        return [replace(storage.look(pattern), name=Path(pattern).name)]
-    folder = pattern != "" and Path(pattern).is_dir()
-    root = pattern if folder else Path(*_plain_parts(Path(pattern).parts))
-    found: list[File] = []
-    in_it = (in_folder(pattern, each) for each in endings if folder and each)
-    for path in next(filter(None, in_it), []) if folder else sorted(glob.glob(pattern, recursive=True)):
-        with suppress(FileNotFoundError):
-            found.append(replace(storage.look(path), name=os.path.relpath(path, root)))
-    if found:
-        return found
-    if folder:
-        raise _no_file(pattern, endings)
-    if not alone and not any(character in pattern for character in MAGIC):
-        path = os.path.normpath(Path(pattern).absolute())
-        return [File(path, Path(path).name, problem=GONE)]
-    raise ValueError(f"no file matches {pattern!r} (looked in {Path.cwd()}); check the path or the glob")
-
-
-def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
-    """Return the files in a folder, at any depth, whose names have one of these endings; no hidden files."""
-    everything = glob.glob(f"{glob.escape(str(Path(folder)))}/**/*", recursive=True)
-    return sorted(path for path in everything if path.endswith(tuple(endings)) and Path(path).is_file())
-
-
 def names_in(folder: str) -> list[str] | None:
-    """Return the names, relative to it, of the files in a folder, here or behind a URL; None if it is no folder.
+    """Return the names, relative to it, of the files in a folder, here or at a URL; None if it is no folder.
 
-    Hidden files are left out. A web server lists no files, so its URLs are no folders.
+    Hidden files are skipped. A web server lists no files, so its URLs are no folders.
     """
     held = storage_of([folder], None)
-    if isinstance(held, LocalStorage):
-        [folder] = held.pinned([folder])
-        there = Path(folder).is_dir() if folder else False
-        return [os.path.relpath(path, folder) for path in in_folder(folder, [""])] if there else None
-    if held.scheme in ("http", "https") or any(character in split_url(folder).path for character in MAGIC):
+    local = isinstance(held, LocalStorage)
+    if not folder or (
+        isinstance(held, RemoteStorage) and (held.scheme in ("http", "https") or _is_glob(folder))
+    ):
         return None
 
     def names() -> list[str] | None:
-        [pinned] = held.pinned([folder])
+        pinned = _absolute(held.pinned([folder])[0])
         [file] = _looked_up(Files.of([File(pinned)]), held)
         return sorted(each.name for each in _below(held, pinned)) if file.problem == FOLDER else None
 
-    return once(names, of=f"the folder {redact(folder)}", local=False)
+    return names() if local else once(names, of=f"the folder {redact(folder)}", local=False)
 
 
-def _there(storage: RemoteStorage, pattern: str) -> list[File]:
-    if not any(character in split_url(pattern).path for character in MAGIC):
-        return [File(pattern, _parts_of(pattern)[-1])]
+def _is_glob(pattern: str) -> bool:
+    return any(character in path_in(pattern) for character in MAGIC)
+
+
+def _matching(storage: LocalStorage | RemoteStorage, pattern: str) -> list[File]:
+    """Return the file or folder of a name, not looked up, or the files that a glob matches."""
     parts = _parts_of(pattern)
+    if not pattern:  # else a folder, this one
+        raise _no_match(pattern)
+    if not _is_glob(pattern) or (isinstance(storage, LocalStorage) and Path(pattern).exists()):
+        return [File(pattern, "/".join(parts[-1:]))]
     folder = _plain_parts(parts)
     found = _named(storage.find(pattern), folder)
     # A wildcard matches no hidden file, as on this machine.
@@ -290,37 +270,38 @@ def _there(storage: RemoteStorage, pattern: str) -> list[File]:
         found = [file for file in found if not HIDDEN.search(file.name)]
     if found:
         return found
-    raise ValueError(f"no file matches {redact(pattern)!r}; check the path or the glob")
+    raise _no_match(pattern)
 
 
-def _in_folder(storage: RemoteStorage, folder: str, endings: Sequence[Sequence[str]]) -> list[File]:
-    """Return what `in_folder` does, of a folder behind a URL; raise if there is none."""
+def _no_match(pattern: str) -> ValueError:
+    return ValueError(f"no file matches {redact(pattern)!r}; check the path or the glob")
+
+
+def _in_folder(
+    storage: LocalStorage | RemoteStorage, folder: str, endings: Sequence[Sequence[str]]
+) -> list[File]:
+    """Return the files with the first of some sets of endings that a folder has, at any depth; no hidden ones."""
     everything = _below(storage, folder)
     for each in endings:
         if found := [file for file in everything if file.name.endswith(tuple(each))]:
             return found
-    raise _no_file(redact(folder), endings)
+    known = itertools.chain.from_iterable(endings)
+    shown = " or ".join(ending for ending in known if not ending.endswith(PACKED))
+    raise ValueError(f"the folder {redact(folder)} holds no {shown} file; name the files, or a glob of them")
 
 
-def _below(storage: RemoteStorage, folder: str) -> list[File]:
+def _below(storage: LocalStorage | RemoteStorage, folder: str) -> list[File]:
     found = _named(storage.find(folder, folder=True), _parts_of(folder))
     return [file for file in found if not HIDDEN.search(file.name)]
 
 
 def _named(found: Sequence[File], folder: Sequence[str]) -> list[File]:
-    """Name files by their paths below a folder, which is given by its parts."""
-    # How deep the folder lies is told by what the user gave: a file system may write its own paths in another way.
+    """Name files by their paths below a folder, whose parts the user gave: a file system may write paths otherwise."""
     parts = [_parts_of(file.path) for file in found]
     return [
         replace(file, name="/".join(of_file[len(folder) :] or of_file[-1:]))
         for file, of_file in zip(found, parts, strict=True)
     ]
-
-
-def _no_file(folder: str, endings: Sequence[Sequence[str]]) -> ValueError:
-    known = itertools.chain.from_iterable(endings)
-    shown = " or ".join(ending for ending in known if not ending.endswith(PACKED))
-    return ValueError(f"the folder {folder} holds no {shown} file; name the files, or a glob of them")
 
 
 def _plain_parts(parts: Sequence[str]) -> list[str]:
@@ -339,6 +320,8 @@ def _parts_of(url: str) -> list[str]:
     >>> _parts_of("https://host/a%20b/0.jsonl?token=secret"), _parts_of("s3://bucket/a%20b#1.jsonl")
     (['host', 'a b', '0.jsonl'], ['bucket', 'a%20b#1.jsonl'])
     """
+    if "://" not in url:
+        return [part for part in url.split("/") if part]
     parts = split_url(url)
     path = unquote(parts.path) if parts.scheme in ("http", "https") else parts.path
     return [part for part in [parts.netloc, *path.split("/")] if part]

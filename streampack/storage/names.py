@@ -55,7 +55,7 @@ class Texts(Sequence[str]):
 LARGEST = 1 << 62
 """Bytes that the column of sizes has for larger files, which are refused."""
 PLAIN = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
-"""Names that need no further look: most, and a million of them take as many calls less."""
+"""Most names, which need no further look."""
 
 
 class Place:
@@ -184,7 +184,7 @@ class Files(Sequence[File]):
         }
 
     def replaced(self, changed: Mapping[int, File]) -> Files:
-        """Return files of which some are others."""
+        """Return the files with other ones at some numbers."""
         sizes = self.sizes[:]
         for number, file in changed.items():
             sizes[number] = min(file.size, LARGEST)

@@ -1,4 +1,4 @@
-"""Read-ahead of one process: how many bytes each of its lanes may hold, and the threads that read for all of them."""
+"""Prefetching of one process: the bytes that each lane may hold, and the threads that read for all lanes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 PREFETCH_BYTES = 256 << 20  # bytes for all lanes of a process, unless the user says otherwise
 REQUESTS = 64
-"""The most requests of a process at a time. With blocks of 256 KiB and 50 ms a request that is 320 MB/s; more threads
-would wait for one another, and a slow line would answer the last of them too late."""
+"""Most requests of a process at a time: 320 MB/s with blocks of 256 KiB and 50 ms a request. On a slow line the last of
+more would time out."""
 PARTS = 64  # the most parts that threads of a process read records of at a time
 DECODERS = 4
 """The threads of a process in which pyarrow decodes: its allocator keeps freed memory for each that ever did."""
 SOON = 16
-"""A process prepares for the turns of so many lanes. A lane's first rows may take three requests, one after another."""
+"""Lanes for which a process prepares. The first rows of a lane may take three requests, one after another."""
 LONGEST_SHARE = 8 << 20  # bytes; with 50 ms a request, a lane that is read alone gets 160 MB/s
 SMALLEST_BLOCK = 1 << 18  # bytes
 IDLE = 1.0  # seconds after which a thread ends
@@ -29,10 +29,10 @@ Result = TypeVar("Result")
 
 
 class Threads:
-    """Threads that call functions, at most ``at_once`` at a time; others wait in the order in which they were given.
+    """Threads that call functions, at most ``at_once`` at a time, in the order of `submit`.
 
-    A thread ends when it has had nothing to do for a second, so there is no pool to shut down. What waits can be
-    cancelled, and is called by who needs it (`result_of`).
+    A thread ends after a second without work, so there is no pool to shut down. A call that has not begun can be
+    cancelled and made by the caller who needs it (`result_of`).
     """
 
     def __init__(self, at_once: int) -> None:
@@ -54,7 +54,7 @@ class Threads:
             self.waiting += 1
             if self.idle < self.waiting and self.running < self.at_once:
                 with suppress(RuntimeError):  # the system has no thread left
-                    threading.Thread(target=self._call, daemon=True, name="read ahead").start()
+                    threading.Thread(target=self._call, daemon=True, name="prefetch").start()
                     self.running += 1
         return future
 
@@ -83,7 +83,7 @@ class Threads:
 
 
 def result_of(future: Future[Result], call: Callable[[], Result]) -> Result:
-    """Return the result of a call that was given to `Threads`; if none has begun it, it is called here."""
+    """Return the result of a call that was submitted to `Threads`; if none has begun it, it is called here."""
     return call() if future.cancel() else future.result()
 
 
@@ -117,10 +117,10 @@ class FirstCall:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """How much each lane of a process may read before it is needed, and the threads that do.
+    """How much each lane of a process may prefetch, and the threads that do.
 
-    A lane holds ``room`` bytes of blocks that it will need, and as many of records, at most; where a shuffle window is
-    larger, the records of two windows. Besides, there is the block that it reads from.
+    A lane holds at most ``room`` bytes of blocks and as many of records (of two shuffle windows if that is more),
+    besides the block that it reads from.
 
     >>> [Prefetch.for_lanes(256 << 20, lanes).room >> 10 for lanes in (8, 240)]  # KiB
     [8192, 546]
@@ -137,11 +137,11 @@ class Prefetch:
         return cls(min(LONGEST_SHARE, budget // max(1, 2 * lanes)))
 
     def part(self, fraction: float) -> Prefetch:
-        """Return what one source of a mixture may read ahead, if the lane reads this fraction of its rows from it."""
+        """Return what one source of a mixture may prefetch, if the lane reads this fraction of its rows from it."""
         return replace(self, room=int(fraction * self.room))
 
     def decode(self, call: Callable[[], Result]) -> Result:
-        """Call a function that decodes: if anything is read ahead, in one of few threads."""
+        """Call a function that decodes: if anything is prefetched, in one of few threads."""
         if not self.room:
             return call()
         future = self.decoders.submit(call)

@@ -1,4 +1,4 @@
-"""Read files block by block, and some blocks ahead."""
+"""Reading of files block by block, with some blocks in flight."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from streampack.storage.base import File, FileStorage
 from streampack.storage.prefetch import NO_PREFETCH, Prefetch, result_of
 
 TAIL_BYTES = 1 << 15
-"""The most bytes that are read with a part's end, for its last line. A line that goes on behind them costs another
-request, for which the lane waits."""
+"""Most bytes that are read after a part's end, for its last line. A longer line costs another request."""
 LEAST_TAIL_BYTES = 1 << 8
 SINGLE_LINE_BYTES = 1 << 12  # that are first read for a single line
 
@@ -23,7 +22,7 @@ Block = tuple[File, int, int]  # (file, start, stop)
 
 
 class Fetcher:
-    """Reads blocks of files, and some of them ahead, which changes nothing in what is read.
+    """Reads blocks of files, some of them before they are needed.
 
     Args:
         storage: holds the files.
@@ -34,7 +33,7 @@ class Fetcher:
         self.storage = storage
         self.prefetch = prefetch
         self.block = prefetch.block(storage.block)
-        self.ahead = prefetch.room // self.block  # blocks of a stream that are read before they are needed
+        self.depth = prefetch.room // self.block  # blocks of a stream that are read before they are needed
         self.bytes = 0  # that were returned
 
     def take(self, block: Block) -> bytes:
@@ -43,17 +42,17 @@ class Fetcher:
         self.bytes += len(data)
         return data
 
-    def stream(self, blocks: Iterable[Block], *, ahead: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes of blocks, and read up to ``ahead`` further ones, by default as many as there is room for."""
-        ahead = self.ahead if ahead is None else ahead
-        if not ahead:
+    def stream(self, blocks: Iterable[Block], *, depth: int | None = None) -> Iterator[bytes]:
+        """Yield the bytes of blocks, with up to ``depth`` further ones in flight, by default what there is room for."""
+        depth = self.depth if depth is None else depth
+        if not depth:
             yield from map(self.take, blocks)
             return
         left = iter(blocks)
         in_flight: deque[tuple[partial[bytes], Future[bytes]]] = deque()
         try:
             while True:
-                for block in islice(left, 1 + ahead - len(in_flight)):
+                for block in islice(left, 1 + depth - len(in_flight)):
                     take = partial(self.storage.fetch, *block)
                     in_flight.append((take, self.prefetch.requests.submit(take)))
                 if not in_flight:
@@ -67,19 +66,18 @@ class Fetcher:
                 future.cancel()
 
     def together(self, file: File, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
-        """Return (start, bytes) of ranges of a file, which are read side by side where any are read ahead."""
+        """Return (start, bytes) of ranges of a file, which are read side by side where anything is prefetched."""
         found = [list(blocks(self.block, file, start, stop)) for start, stop in ranges]
-        data = self.stream(chain(*found), ahead=sum(map(len, found)) if self.prefetch.room else 0)
+        data = self.stream(chain(*found), depth=sum(map(len, found)) if self.prefetch.room else 0)
         return [
             (start, b"".join(islice(data, len(cut)))) for (start, _), cut in zip(ranges, found, strict=True)
         ]
 
 
 def tail_of(start: int, stop: int) -> int:
-    """Return how many bytes to read behind a part of lines, for the line that crosses its end.
+    """Return how many bytes to read after a part of lines, for the line that crosses its end.
 
-    That is a small fraction of the part. For a part of a byte or two, from which a single row is read, it is as much as
-    most rows need.
+    That is a small fraction of the part; for a single row, what most rows need.
     """
     length = stop - start
     return min(TAIL_BYTES, SINGLE_LINE_BYTES - length if length <= 2 else max(LEAST_TAIL_BYTES, length // 32))
@@ -97,14 +95,14 @@ def blocks(size: int, file: File, start: int, stop: int, *, tail: int = 0) -> It
 class RangeStream(io.RawIOBase):
     """A stream of a file's bytes from ``start`` on.
 
-    It reads whole blocks up to ``stop``, the last with ``tail`` bytes more, and behind that small blocks, each twice as
-    long as the one before. So for the line that crosses a part's end, a few KiB are read instead of a whole block.
+    It reads complete blocks up to ``stop``, the last with ``tail`` bytes more, then small blocks, each twice as long as
+    the one before: the line that crosses a part's end costs a few KiB.
     """
 
     def __init__(self, fetcher: Fetcher, file: File, start: int, stop: int, *, tail: int = 0) -> None:
         self.fetcher = fetcher
         self.file = file
-        self.at = start  # the byte of the file behind the current block
+        self.at = start  # the byte of the file after the current block
         self.blocks = fetcher.stream(blocks(fetcher.block, file, start, stop, tail=tail))
         self.more = max(LEAST_TAIL_BYTES, tail)  # bytes to read next, if more are needed than the tail
         self.block = memoryview(b"")  # those bytes of the current block that were not returned yet

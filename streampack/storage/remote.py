@@ -10,17 +10,17 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from streampack.storage.base import FOLDER, STORES, File, FileStorage, changed, redact, resized
-from streampack.storage.error_texts import BehindTheEnd, replaced
+from streampack.storage.error_texts import PastTheEnd, replaced
 from streampack.storage.hub import http_options, pinned, web_address
 from streampack.storage.redirects import Check, elsewhere, guarded
 from streampack.storage.retries import Refused, Storage
 
 SCHEMES = ("http", "https", "s3", "hf", *STORES)
-"""The schemes that are read, besides those that a user has registered with fsspec. fsspec knows others, but some of
-them run programs, open archives or read files of this machine."""
+"""Schemes that are read, besides those that a user has registered with fsspec. Some of fsspec's own run programs, open
+archives or read files of this machine."""
 
 SLOWEST = 1 << 20
-"""Bytes per second: a file that is stored at a lower rate is given up, and tried again."""
+"""Bytes per second: storing a file at a lower rate is ended, and tried again."""
 
 Result = TypeVar("Result")
 
@@ -51,7 +51,7 @@ class RemoteStorage(FileStorage):
     def read(self, file: File, start: int, stop: int) -> bytes:
         try:
             data: bytes = self._call("cat_file", file.path, start=start, end=stop)
-        except BehindTheEnd:
+        except PastTheEnd:
             return b""
         if len(data) == file.size > stop - start:
             what = "the server sends whole files only; serve them with range requests"
@@ -140,10 +140,10 @@ class RemoteStorage(FileStorage):
         self.storage.retry(store, f"storing {redact(path)}")
 
     def _call(self, name: str, path: str, *before: str, timeout: float = 0, **settings: Any) -> Any:
-        """Call a method of the file system with a path, which stands behind the arguments ``before``.
+        """Call a method of the file system with the arguments ``before`` and a path.
 
-        Ranges of the Hub's files are read as those of a web server: its own file system looks files up, reads ahead,
-        and retries.
+        Ranges of the Hub's files are read as those of a web server: its own file system looks files up, prefetches, and
+        retries.
         """
         scheme, url = self.scheme, path
         if (scheme, name) == ("hf", "cat_file"):

@@ -440,7 +440,7 @@ def test_folders_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         ([], "no folders given; name at least one"),
         ([one, one], "one/tokens-00000-00000.bin is named twice"),
         ([one, two, copy], f"copy/{same}"),
-        ([one, in_memory(two)], "lie in several places .*; make a source of each"),
+        ([one, in_memory(two)], "are in several places .*; make a source of each"),
         ([one, tmp_path / "nothing"], "there is no .*nothing/index.json"),
         ([one / "index.json"], "there is no .*index.json/index.json; name the folder"),
     ):

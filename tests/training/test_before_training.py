@@ -88,7 +88,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"validation": {"source": COLUMNS}}, "validation rows: {folder}/columns.jsonl:1: column 'text' is missing"),
     ({"data.shufle": True}, "data: got an unexpected keyword argument 'shufle'; did you mean 'shuffle'?"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
-    ({"data.source.paths": "{folder}/gone.jsonl"}, "no file matches '{folder}/gone.jsonl' (looked in "),
+    ({"data.source.paths": "{folder}/gone.jsonl"}, "no file matches '{folder}/gone.jsonl'"),
     (of_file("long"), "{folder}/long.jsonl:1 has 101 tokens, max_seq_len is 32; set overlong to"),
     (of_file("no"), "{folder}/no.jsonl:1: not a line of JSON"),
     (of_file("columns"), "{folder}/columns.jsonl:1: column 'text' is missing; the row's columns are 'txt'"),
