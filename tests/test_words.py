@@ -24,7 +24,6 @@ LIMITS = {
     "streampack/map_style": 8,
     "streampack/packing": 78,
     "streampack/scoring": 16,
-    "streampack/sources": 111,
     "streampack/streaming": 71,
     "streampack/tokenize": 15,
 }

@@ -18,7 +18,7 @@ Clean = Callable[[Any], Any]
 """Returns the value of a column without the nulls that Arrow put into it."""
 
 READ_OF_BATCH = 4
-"""When one row in so many of a batch was read, it pays to look through the whole batch."""
+"""A batch is looked through when one row of this many was read."""
 
 
 class IdColumn:
@@ -131,7 +131,7 @@ class CheckedIds:
 
 
 class ArrowRow(Mapping[str, Any]):
-    """A row of an `ArrowBatch`: plain Python values, of which lists of whole numbers are made when they are asked for.
+    """A row of an `ArrowBatch`: plain Python values. Lists of whole numbers are made when they are asked for.
 
     `column_of` returns such a list as an array, without making it.
 

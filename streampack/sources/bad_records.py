@@ -107,7 +107,7 @@ class Quarantine:
             raise ValueError(
                 f"{source.locate(row_id)}: {reason}; lane {lane} has skipped {before:,} others"
                 f"{f' of the {rows:,} rows that it read' if of_rows else ''}, and skip_bad.limit={self.limit} lets no "
-                "more pass: look at them, and raise it if they may be left out"
+                "more pass: look at them, and raise it if they may be skipped"
             )
         if self.folder is None:
             self._log(source.locate(row_id), reason)
@@ -213,7 +213,7 @@ def require_sound(source: Source, quarantine: Quarantine | None) -> None:
     files = sum(len(each.files) for each in leaves)
     if quarantine is None:
         raise ValueError(
-            f"{summarize(bad, files=files)}; restore them, remove them from the corpus, or leave them out with "
+            f"{summarize(bad, files=files)}; restore them, remove them from the corpus, or skip them with "
             "skip_bad=True"
         )
     new = {shown: reason for shown, reason in bad if shown not in quarantine._warned_of}
@@ -221,14 +221,14 @@ def require_sound(source: Source, quarantine: Quarantine | None) -> None:
         quarantine._warned_of.update(new)
         shown, reason = next(iter(new.items()))
         warn_user(
-            f"{len(new):,} of {files:,} files cannot be read and are left out; the first is {shown}: {reason}"
+            f"{len(new):,} of {files:,} files cannot be read and are skipped; the first is {shown}: {reason}"
         )
 
 
 def _begun(path: Path) -> set[tuple[str, int]]:
     """Return the keys of the records that a lane's file lists. An incomplete last line is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink():  # whoever may write to the folder could have any file cut and written to
+    if path.is_symlink():  # or others who may write to the folder could have any file cut and written to
         raise ValueError(f"{path} is a link, and is not followed; remove it, or name another folder")
     if not path.exists():
         return set()

@@ -11,7 +11,7 @@ from streampack.sources.source import Source
 
 OF_ROWS = ("content", "hashed", "samples")
 """Entries that hold marks of a few rows. A mark that is unknown, or that only one of two identities has, is equal to
-any other, so that a run can go on after a row, or a bug in the encoder, was mended."""
+any other, so that a run can continue after a row, or a bug in the encoder, was mended."""
 
 
 def fingerprint_of(source: Source) -> str:
@@ -44,12 +44,12 @@ def difference(theirs: Any, ours: Any, *, skip: Callable[[str], bool] = lambda _
     words = f"with {name}={before!r} and this dataset has {name}={now!r}"
     if name.endswith(".files"):
         words += (
-            " (the digest is of names, sizes and contents; a name is relative to the folder that is given, or to the "
+            " (the digest is of names, sizes and contents; a name is relative to the given folder, or to the "
             "part of a pattern before its first wildcard)"
         )
     if name.endswith((".files", ".names")):
         words += (
-            "; a run goes on with others only with corpus_lists, a folder where it has kept the lists of its files "
+            "; a run continues with others only with corpus_lists, a folder where it has kept the lists of its files "
             "(recipes: data.corpus_lists=OUTPUT_DIR/corpus_lists)"
         )
     return words

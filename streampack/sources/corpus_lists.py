@@ -1,4 +1,4 @@
-"""Lists of a corpus's files and of the parts of its lanes, kept so that a run can go on when files change."""
+"""Lists of a corpus's files and of the parts of its lanes, kept so that a run can continue when files change."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Entry(NamedTuple):
 class CorpusList:
     """The files of a corpus, and the parts that each lane reads of them.
 
-    It is written once, as ``<digest>-<lanes>.json.gz``. Lane states count parts, so a run that goes on without some of
-    the files needs the parts as they were.
+    It is written once, as ``<digest>-<lanes>.json.gz``. Lane states count parts, so a run that continues without some
+    files needs the parts as they were.
     """
 
     files: Sequence[Entry]
@@ -58,8 +58,8 @@ class CorpusList:
             content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(
-                f"{path} is missing: the list of the files that the run began with. A run can go on with other files "
-                "only where it kept their lists (corpus_lists) before they changed"
+                f"{path} is missing: the list of the files that the run began with. A run can continue with other "
+                "files only where it kept their lists (corpus_lists) before they changed"
             ) from None
         try:
             found = json.loads(gzip.decompress(content))

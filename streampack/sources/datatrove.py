@@ -28,7 +28,7 @@ from streampack.storage.listing import Name, find_files
 from streampack.storage.ranges import Fetcher
 from streampack.storage.retries import Storage
 
-ANEW = "copy both anew, or tokenize again"
+AGAIN = "copy both again, or tokenize again"
 
 
 class DatatroveSource(DocumentSource):
@@ -44,7 +44,7 @@ class DatatroveSource(DocumentSource):
     [[5, 6, 7], [8, 9]]
 
     The files are read in place, also by several runs. On this machine they are mapped into memory. A document is what
-    the index says, with the end-of-sequence token that datatrove put behind it; where datatrove shuffled chunks
+    the index says, with the end-of-sequence token that datatrove added; where datatrove shuffled chunks
     (``shuffle_chunk_size``), a document that crossed a chunk's end was cut there.
 
     Args:
@@ -98,7 +98,7 @@ def _layout(corpus: Corpus, file: File, *, loss: bool) -> Layout:
             f"there is no {file.name}.index beside it, which says where documents end; tokenize with save_index=True, "
             "or read the file as FlatTokensSource"
         )
-    cut_off = f"one of the two was cut off or replaced: {ANEW}"
+    cut_off = f"one of the two was cut off or replaced: {AGAIN}"
     if index.size % 8 or not index.size:
         raise ValueError(
             f"{index.name} has {index.size:,} bytes, and an index has 8 for each document; {cut_off}"

@@ -121,7 +121,7 @@ class NumberedRecords(FileSource):
             )
         super().__init__(Corpus(Files.of(files), corpus.storage))
         self.counts = [layout.count for layout in self.layouts]
-        # A file of which nothing is known is a part, too, so that a lane lists it.
+        # An unknown file is a part, too, so that a lane lists it.
         self.uncut = {*whole, *(number for number in self.bad if not self.counts[number])}
 
     def offsets(self, part: Part, read: Read) -> tuple[Offsets, Checksums | None]:
@@ -130,7 +130,7 @@ class NumberedRecords(FileSource):
         If the format has checksums (`checksum`), those of the records are returned, too.
 
         Raises:
-            Damage: if what says so is damaged. That the offsets rise and lie in the file is checked by the caller.
+            Damage: if what says so is damaged. The caller checks that the offsets rise within the file.
         """
         raise NotImplementedError
 

@@ -89,7 +89,7 @@ class FileSource(Source):
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
         prefetch = NO_PREFETCH
-        if not self.local:  # on this machine, the operating system reads ahead
+        if not self.local:  # on this machine, the operating system prefetches
             prefetch = reading.prefetch or Prefetch.for_lanes(PREFETCH_BYTES, 1)
         fetcher = Fetcher(self.corpus.storage, prefetch=prefetch)
 
@@ -105,7 +105,7 @@ class FileSource(Source):
             decode=self.decode,
             place=self.place,
             locate=self.locate,
-            ahead=fetcher if prefetch.room else None,
+            prefetch=fetcher if prefetch.room else None,
             empty=self._empty,
             damage=self.damage,
         )
@@ -138,7 +138,7 @@ class FileSource(Source):
         return CorpusList(self.listed(), self.lanes(num_lanes))
 
     def place(self, part: Part, offset: int) -> str:
-        """Describe where reading stands, for errors of the storage."""
+        """Describe the position of a reader, for errors of the storage."""
         return f"{self.files[part.file].shown} from {self.unit} {offset} on"
 
     def locate(self, row_id: RowId) -> str:
@@ -150,7 +150,7 @@ class FileSource(Source):
         return self.files[row_id[0]].shown
 
     def fetch_many(self, row_ids: Sequence[RowId]) -> list[Mapping[str, Any]]:
-        """See `Source.fetch_many`. Rows that lie near one another are read in one go, and files side by side."""
+        """See `Source.fetch_many`. Rows near one another are read in one go, and files side by side."""
         runs: list[list[RowId]] = []
         row_ids = list(map(tuple, row_ids))  # torch's DataLoader makes lists of them
         for row_id in sorted(set(row_ids)):
@@ -187,7 +187,7 @@ class FileSource(Source):
             error.add_note(f"while reading {self.place(part, at[1])}")
             raise
         except ValueError as error:
-            if isinstance(error, Damage) and len(row_ids) > 1:  # perhaps of what lies between them
+            if isinstance(error, Damage) and len(row_ids) > 1:  # perhaps of what is between them
                 return {row_id: row for each in row_ids for row_id, row in self._fetch_run([each]).items()}
             raise ValueError(f"{self.locate(at)}: {error}") from None
         return found
@@ -216,7 +216,7 @@ class FileSource(Source):
         return self._divided[num_lanes]
 
     def fetcher(self) -> Fetcher:
-        """Return a fetcher that reads nothing ahead."""
+        """Return a fetcher that prefetches nothing."""
         return Fetcher(self.corpus.storage)
 
 
@@ -233,7 +233,7 @@ def divide(
     whole: Collection[int] = (),
     least: int = 1,
 ) -> list[list[Part]]:
-    """Cut files into slices and deal those out to lanes. Returns the parts of each lane, in corpus order.
+    """Cut files into slices and assign those to lanes. Returns the parts of each lane, in corpus order.
 
     >>> [[(part.file, part.start) for part in lane] for lane in divide([4, 2], 2, sizes=[400, 200])]
     [[(0, 0), (0, 2), (1, 0)], [(0, 1), (0, 3), (1, 1)]]

@@ -1,6 +1,6 @@
 """`FlatTokensSource`: files of token ids and nothing else, in which a token says where a document ends.
 
-The ids lie raw in a file, behind numpy's header, or behind that of llm.c.
+The ids are raw, or follow the header of numpy or of llm.c.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONE_DOCUMENT = 1 << 13  # bytes that are first read behind a URL for a single do
 HEAD_BYTES = 1024  # that are read of a file when it is looked at; the header of llm.c
 NUMPY = b"\x93NUMPY"
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
-"""Types by the first number of llm.c's header: 256 ``int32``, of which the third is the number of tokens.
+"""Types by the first number of llm.c's header of 256 ``int32``. The third is the number of tokens.
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py"""
 CERTAIN = {
     b"\x28\xb5\x2f\xfd": "zstd data",
@@ -45,7 +45,7 @@ CERTAIN = {
 }
 """Kinds of files by their first bytes, where these are too many to be ids by chance."""
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
-ANEW = "it was cut off or replaced: copy it anew"
+AGAIN = "it was cut off or replaced: copy it again"
 
 
 class FlatTokensSource(DocumentSource):
@@ -61,7 +61,7 @@ class FlatTokensSource(DocumentSource):
     >>> [row.data["tokens"].tolist() for row in FlatTokensSource(path, eos_token_id=0, dtype="uint16").read(Reading())]
     [[5, 6, 0], [8, 0], [9]]
 
-    The format has no other boundaries than tokens, so a document ends behind ``eos_token_id``, or before
+    The format has no other boundaries than tokens, so a document ends after ``eos_token_id``, or before
     ``bos_token_id``. If both are given, it ends where the one is followed by the other, as in OLMo-core: a document may
     then hold either alone. Nothing is searched before it is read: files are cut into lanes at any token, and a document
     belongs to the part in which its first token lies.
@@ -76,8 +76,7 @@ class FlatTokensSource(DocumentSource):
         bos_token_id: the token that begins each document, as in files of llm.c.
         document_length: instead of both, the number of tokens of a document; the last of a file may be shorter.
         dtype: the type of the ids, such as ``uint16``. Files with a header say it themselves; raw files do not.
-        max_document_tokens: tokens of the longest document. A longer one is a bad record, of which no more than that is
-            held in memory.
+        max_document_tokens: tokens of the longest document. A longer one is a bad record.
         storage: see `JSONLSource`.
 
     Raises:
@@ -173,7 +172,7 @@ class FlatTokensSource(DocumentSource):
         assert part.stop is not None
         if part.start >= part.stop:  # the last document went beyond the part
             return
-        # The document that is read, if there is one: where it begins, and what of it lies in earlier chunks.
+        # The document that is read, if there is one: where it begins, and its ids in earlier chunks.
         begin: int | None = None
         held: list[Stored] = []
         limit = self.max_document_tokens if self.document_length is None else LONGEST_FILE
@@ -219,7 +218,7 @@ class FlatTokensSource(DocumentSource):
         return last if self.local and not held else np.concatenate([*held, last]), None, None
 
     def _too_long(self, begin: int) -> Damage:
-        """Return the error for a document that is too long. Within it, reading goes on at the next one's beginning."""
+        """Return the error for a document that is too long. Reading resumes at the next beginning of one."""
         limit = self.max_document_tokens
         rules = (("eos_token_id", self.eos_token_id), ("bos_token_id", self.bos_token_id))
         rule = ", ".join(f"{name}={token}" for name, token in rules if token is not None)
@@ -232,7 +231,7 @@ class FlatTokensSource(DocumentSource):
     def _chunks(self, part: Part, fetcher: Fetcher) -> Iterator[Stored]:
         """Yield the ids of a file, from one before the part on, up to the file's end.
 
-        By that one it is known whether a document begins with the part, as a line of text does behind a line's end.
+        That one tells whether a document begins with the part, as a line of text does after a line's end.
         """
         file, layout = self.files[part.file], self.layouts[part.file]
         first, dtype = max(0, part.start - 1), np.dtype(layout.dtype)
@@ -268,7 +267,7 @@ def layout_of(corpus: Corpus, file: File, *, dtype: str | None) -> Layout:
             raise ValueError(f"its header says {found.name}, and dtype is {dtype!r}; leave dtype out")
         if (size := first + tokens * found.itemsize) != file.size:
             raise ValueError(
-                f"it has {file.size:,} bytes, and its header describes {size:,} ({tokens:,} of {found.name}); {ANEW}"
+                f"it has {file.size:,} bytes, and its header describes {size:,} ({tokens:,} of {found.name}); {AGAIN}"
             )
         return Layout(found.str.replace("|", "<"), tokens, tokens, first)
     if dtype is None:
@@ -300,7 +299,7 @@ def _of_numpy(head: bytes) -> Header:
         )
         shape, _, dtype = read(stream)
     except ValueError as error:
-        raise ValueError(f"its numpy header cannot be read ({error}); write it anew by numpy.save") from None
+        raise ValueError(f"its numpy header cannot be read ({error}); write it again by numpy.save") from None
     if len(shape) != 1 or dtype.name not in DTYPES or dtype.newbyteorder("<") != dtype:
         raise ValueError(
             f"it holds an array of {dtype} of shape {shape}; save one flat, little-endian array of ids of one of "

@@ -83,7 +83,7 @@ class Holdout(WrappedSource):
 
     @override
     def sample(self, count: int) -> tuple[list[Example], float]:
-        rows, scale = self.source.sample(count)  # of which as large a fraction is kept as of the source
+        rows, scale = self.source.sample(count)  # `keeps` reduces both alike
         return [row for row in rows if row.data is None or self._keeps_if_sound(row)], scale
 
     def _keeps_if_sound(self, row: Example) -> bool:

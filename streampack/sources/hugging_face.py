@@ -68,7 +68,7 @@ class HFSource(WrappedSource):
 
     Args:
         dataset: a ``Dataset``, an ``IterableDataset``, or a name for ``datasets.load_dataset``.
-        name: the dataset's configuration. This and the next four arguments are for a dataset that is given by name.
+        name: the dataset's configuration. This and the next four arguments are for a dataset by name.
         split: the split to read, such as ``"train"``.
         data_files: the files of a local folder, or those for a builder such as ``"json"``.
         revision: the revision of the dataset's repository. A commit keeps a run's corpus from changing.
@@ -140,7 +140,7 @@ class _Stream(Source):
                 "others come twice; leave .shuffle() out, and use IterablePackedDataset(..., shuffle=True)"
             )
         self.dataset = dataset
-        # Whether it is read as a whole, as one shard. Its info is that of the split, of which it may be a part.
+        # Whether it is read as one shard. Its info is that of the split, so it may be only a part of that.
         self.whole = not classes <= ROW_WISE
         self.shards = 1 if self.whole else dataset.num_shards
         plain = classes <= BY_TABLE and dataset._formatting is None and dataset.features is not None
@@ -219,8 +219,8 @@ class _Stream(Source):
 
     def _rows(self, shard: int, offset: int = 0) -> Iterator[Mapping[str, Any]]:
         """Read a shard's rows from number ``offset`` on."""
-        # A new object each time, also of a stream that is read as a whole: iterators of one that is interleaved or
-        # concatenated disturb one another, in datasets 5.2.
+        # A new object each time: iterators of a stream that is interleaved or concatenated disturb one another, in
+        # datasets 5.2.
         dataset = self.dataset.shard(self.shards, shard)
         if self.by_table:
             return _rows_of(dataset.with_format("arrow").iter(BATCH_ROWS), offset)

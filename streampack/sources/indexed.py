@@ -115,4 +115,4 @@ def _looked_at(file: File, storage: LocalStorage) -> File:
 
 def cut_off(size: int | None, described: int) -> str:
     """Describe a file that has another size than its index says."""
-    return f"it has {size} bytes and its index says {described}; it was cut off or replaced: copy it anew"
+    return f"it has {size} bytes and its index says {described}; it was cut off or replaced: copy it again"

@@ -30,7 +30,7 @@ class Brackets:
     """
 
     def __init__(self) -> None:
-        self.depth = 1  # of brackets; 0 behind the end of the array
+        self.depth = 1  # of brackets; 0 after the end of the array
         self.quoted = False
         self.escaped = False  # whether the next byte is
         self.closed: int | None = None  # the place in the last block where the array ended
@@ -79,7 +79,7 @@ class Brackets:
 def starts_after(blocks: Iterable[bytes], at: int, places: Sequence[int], *, end: int) -> list[int]:
     """Return for each of some places, which rise, where the next record of an array begins; ``end`` if none does.
 
-    ``blocks`` are the bytes of the array from ``at`` on, behind its first bracket.
+    ``blocks`` are the bytes of the array from ``at`` on, after its first bracket.
     """
     brackets, found, within = Brackets(), list[int](), 0
     for block in blocks:

@@ -61,8 +61,7 @@ class JSONLSource(LineSource):
             ``paths``.
         storage: how the files are read: a `Storage`, or a mapping of its arguments: ``options`` of the storage behind
             URLs, ``timeout`` of a request, and ``max_outage``, the minutes for which a read that fails is tried again.
-        max_line_bytes: bytes of the longest line or record, decompressed. A longer one is a broken record,
-            of which no more than that is held in memory.
+        max_line_bytes: bytes of the longest line or record, decompressed. A longer one is a bad record.
 
     Raises:
         ValueError: if nothing matches, no file can be read, or one is named twice. When rows are read, with file and

@@ -272,6 +272,6 @@ class LineSource(FileSource):
 
 
 def torn(at: int, error: Exception) -> Damage:
-    """Return the damage of a compressed file of which ``at`` bytes could be read."""
+    """Return the damage of a compressed file after ``at`` bytes of its content."""
     what = f"the file is damaged after byte {at} of its content" if at else "it cannot be decompressed"
     return Damage(f"{what}: {error}", offset=at)

@@ -27,7 +27,7 @@ from streampack.storage.listing import Name
 from streampack.storage.ranges import Fetcher, RangeStream
 from streampack.storage.retries import Storage
 
-CUT_OFF = "it is too short for its samples: copy it anew"
+CUT_OFF = "it is too short for its samples: copy it again"
 MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
 ARRAYS = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
@@ -43,7 +43,7 @@ class Column(NamedTuple):
 
     name: str
     size: int | None  # in bytes; None if each sample has its own
-    decode: Decode | None  # None if the column is left out
+    decode: Decode | None  # None if the column is skipped
 
 
 class Shard(NamedTuple):
@@ -91,7 +91,7 @@ class MDSSource(NumberedRecords):
     @override
     def offsets(self, part: Part, read: Read) -> tuple[Offsets, None]:
         assert part.stop is not None
-        # The first part is read with the number of samples, which stands before the offsets.
+        # The first part is read with the number of samples, which comes before the offsets.
         begin = 4 * (1 + part.start) if part.start else 0
         table = np.frombuffer(read((self.files[part.file], begin, 4 * (part.stop + 2))), "<u4").astype(
             np.int64
@@ -127,7 +127,7 @@ class MDSSource(NumberedRecords):
 
 
 def _layout(file: File, shard: Shard) -> Layout | str:
-    first = 4 * (shard.samples + 2)  # behind the number of samples and their offsets
+    first = 4 * (shard.samples + 2)  # after the number of samples and their offsets
     if shard.suffix:
         return Layout("|u1", file.size, shard.samples, first)
     return Layout("|u1", file.size - first, shard.samples, first) if first <= file.size else CUT_OFF

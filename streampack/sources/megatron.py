@@ -42,7 +42,7 @@ BEGINNING = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Types by their codes. Megatron also has floating point types, 6 and 7, which hold no token ids."""
-ANEW = "write both files anew, or copy them again"
+AGAIN = "write both files again, or copy them"
 
 
 class MegatronSource(DocumentSource):
@@ -65,7 +65,7 @@ class MegatronSource(DocumentSource):
 
     Args:
         paths: prefixes of pairs of files as Megatron takes them, or the names of ``.bin`` files, folders that hold
-            some, or globs; of this machine, or URLs. An index lies beside its file.
+            some, or globs; of this machine, or URLs. An index is beside its file.
         storage: see `JSONLSource`.
 
     Raises:
@@ -104,7 +104,7 @@ class MegatronSource(DocumentSource):
             if not (pointers % width).any():
                 offsets: Offsets = np.append(pointers // width, layout.units)[documents - first]
                 return offsets, None
-        raise Damage(f"the index of its documents is damaged; {ANEW}", offset=part.start)
+        raise Damage(f"the index of its documents is damaged; {AGAIN}", offset=part.start)
 
 
 def _data_file(path: str) -> str:
@@ -144,14 +144,14 @@ def _layout(corpus: Corpus, file: File) -> Layout:
     if (beginning, version) != (BEGINNING, VERSION) or code not in DTYPES:
         raise ValueError(
             f"{index.name} is no index of Megatron-LM, version {VERSION}, of ids of type "
-            f"{', '.join(map(str, DTYPES))}: it begins with {header[:18]!r}; {ANEW}"
+            f"{', '.join(map(str, DTYPES))}: it begins with {header[:18]!r}; {AGAIN}"
         )
     documents_at = HEADER.size + 12 * sequences
     size = documents_at + 8 * entries
     if index.size != size or not sequences or entries < 2:
         raise ValueError(
             f"{index.name} has {index.size:,} bytes, and {sequences:,} sequences and {entries - 1:,} documents take "
-            f"{size:,}; it was cut off or replaced, or has the modes of a multimodal corpus, which is not read: {ANEW}"
+            f"{size:,}; it was cut off or replaced, or has the modes of a multimodal corpus, which is not read: {AGAIN}"
         )
     [length] = read("<i", HEADER.size + 4 * (sequences - 1))
     pointer, first = read("<qq", documents_at - 8)
@@ -161,6 +161,6 @@ def _layout(corpus: Corpus, file: File) -> Layout:
     if (first, last, end) != (0, sequences, file.size):
         raise ValueError(
             f"it has {file.size:,} bytes, and its index describes {end:,}, in documents of the sequences {first} to "
-            f"{last} of {sequences}; one of the two was cut off or replaced: {ANEW}"
+            f"{last} of {sequences}; one of the two was cut off or replaced: {AGAIN}"
         )
     return Layout(DTYPES[code], end // width, entries - 1, index=index)

@@ -205,9 +205,9 @@ class IterableSource(Source):
     >>> [row.data["tokens"] for row in source.read(Reading(start=(0, 1, 0)))]
     [[1], [2]]
 
-    Each rank and each worker must be given the same rows, all of them. An iterable that shares out its rows among ranks
-    or torch's workers by itself would lose rows here, so several consumers are refused without a `PackedDataLoader`,
-    which compares the ranks' first rows, and whose workers are none of torch's.
+    Each rank and each worker must read the same rows, all of them. An iterable that divides its rows among ranks or
+    torch's workers by itself would lose rows here, so several consumers need a `PackedDataLoader`, which compares the
+    ranks' first rows and has workers of its own.
 
     Raises:
         ValueError: for an iterator or generator, which could be read only once.
@@ -242,9 +242,9 @@ class IterableSource(Source):
             if len(both) == 2 and UNKNOWN not in both:
                 raise ValueError(
                     f"{type(self.iterable).__name__} gives other rows each time it is iterated, so neither a second "
-                    "epoch nor a resume is possible; make it begin anew, in the same order: shuffle with "
-                    "IterablePackedDataset(..., shuffle=True), and open files in the function that is given to "
-                    "IterableSource"
+                    "epoch nor a resume is possible; let it restart in the same order: shuffle with "
+                    "IterablePackedDataset(..., shuffle=True), and open files in the function that IterableSource "
+                    "takes"
                 )
             self._first = first
         return {"source": "IterableSource", "content": self._first}

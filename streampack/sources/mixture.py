@@ -64,7 +64,7 @@ class Mix(Source):
 
     A source may be a `Mix` itself, with the same ``stop``: its sources take its place, and their weights divide its
     weight. Weights may be changed at a resume, with a warning: the new ones apply from the next row on, and the packs
-    of open balance windows that were not handed out are dropped and counted. Names, order and ``stop`` may not be
+    of open balance windows that were not returned are dropped and counted. Names, order and ``stop`` may not be
     changed.
 
     Args:
@@ -187,8 +187,8 @@ class Mix(Source):
     def read(self, reading: Reading) -> MixtureReader:
         """Open a reader of one lane's rows in one epoch.
 
-        Whoever reads must call the reader's `Reader.charge` with the samples made of a row, before the next row is
-        read: the trained tokens decide which source that comes from. A lane of an `IterablePackedDataset` does.
+        Callers must call the reader's `Reader.charge` with the samples made of a row before they read the next one: the
+        trained tokens decide which source that comes from. A lane of an `IterablePackedDataset` does.
         """
         return MixtureReader(self.entries, reading, locate=self.locate, stop=self.stop, weights=self.weights)
 
@@ -211,10 +211,9 @@ class Mix(Source):
         return [found[row_id] for row_id in row_ids]
 
     def natural_lanes(self) -> int:
-        """Return as many lanes as the sources fill together. Those that fill one at most count as nothing.
+        """Return the number of lanes that the sources fill together. A source that fills one at most counts as nothing.
 
-        With ``stop="first_exhausted"`` it is as many as each source fills, because a lane without rows of a source ends
-        when that source is needed.
+        With ``stop="first_exhausted"`` each source must fill them, as a lane without rows of one ends when it needs it.
         """
         found = [entry.source.natural_lanes() for entry in self.entries]
         return min(found) if self.stop == "first_exhausted" else max(1, sum(n for n in found if n > 1))

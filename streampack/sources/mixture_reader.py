@@ -23,8 +23,7 @@ MOST_RESTARTS = 1 << 20  # of a source in an epoch of the mixture
 GOLDEN = 0x9E3779B97F4A7C15
 """The golden ratio less 1, times 2^64. Its multiples, modulo 2^64, are spread evenly however many are taken."""
 UNTRAINED_ROWS = 1000
-"""A source is refused if, at the end of a pass, so many of the last rows that a lane read of it trained no token. With
-fewer, a run could end late because of a small source of which few rows are trained."""
+"""A source is refused if a pass over it ends with this number of rows of a lane that trained no token."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class SourceState:
     """The state of one source of a mixture in one lane's epoch.
 
     Attributes:
-        deficit: how many trained tokens the source is behind its target fraction, times the sum of the weights.
-        restarts: how often the source was begun anew in this epoch: the number of the pass over it.
+        deficit: trained tokens that the source lacks to its target fraction, times the sum of the weights.
+        restarts: how often the source was restarted in this epoch: the number of the pass over it.
         untrained: how many rows were read since the newest one with a trained token.
         begun: how many passes were begun since the newest row; above 1 if the lane had no rows in some.
         cursor: the source's own cursor of its next row; empty if a pass was begun and no row was read yet.
@@ -69,7 +68,7 @@ def states_at(cursor: Cursor, sources: int) -> list[SourceState]:
     """Return the states of the sources that a mixture's cursor holds.
 
     Raises:
-        ValueError: if it is not the cursor of so many sources.
+        ValueError: if it is not the cursor of this number of sources.
     """
     numbers, found = iter(cursor), []
     for _ in range(sources):
@@ -91,13 +90,13 @@ def cursor_of(states: Iterable[SourceState]) -> Cursor:
     return tuple(found)
 
 
-def translated(cursor: Cursor, before: Sequence[str], now: Sequence[str]) -> Cursor:
+def remapped(cursor: Cursor, before: Sequence[str], now: Sequence[str]) -> Cursor:
     """Return the cursor for the sources ``now``, given by name, of one for the sources ``before``.
 
     A source that is new begins with a deficit of 0. The deficits of those that are gone are divided among the others,
     so that deficits still add up to 0.
 
-    >>> translated((2, 0, 0, 0, 1, 7, -2, 0, 0, 0, 1, 8), ["a", "b"], ["b", "c"])
+    >>> remapped((2, 0, 0, 0, 1, 7, -2, 0, 0, 0, 1, 8), ["a", "b"], ["b", "c"])
     (0, 0, 0, 0, 1, 8, 0, 0, 0, 1, 0)
     """
     states = dict(zip(before, states_at(cursor, len(before)), strict=True))
@@ -117,7 +116,7 @@ def passes_by_all(num_lanes: int) -> int:
 
 
 def pass_number(epoch: int, restarts: int) -> int:
-    """Return the number of a pass over a source, which is the epoch that it is given: each has an order of its own."""
+    """Return the number of a pass over a source, which it reads as its epoch: each has an order of its own."""
     return epoch * MOST_RESTARTS + restarts
 
 
@@ -166,7 +165,7 @@ class MixtureReader(Reader):
         self.stop = stop
         self.weights = weights
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
-        # Sources of which no row is left before the epoch ends, because their files were removed.
+        # Sources without a row before the epoch ends, because their files were removed.
         self.emptied: set[int] = set()
         start = reading.start
         self.states = self._first_states() if start is None else states_at(start, len(entries))
@@ -187,7 +186,7 @@ class MixtureReader(Reader):
                 "read it by an IterablePackedDataset, and hold rows out of its sources, not of the whole"
             )
         while True:
-            self.current = current = self._furthest_behind()
+            self.current = current = self._largest_deficit()
             reader = self._reader(current)
             self.passes_begun = self.states[current].begun
             try:
@@ -233,7 +232,7 @@ class MixtureReader(Reader):
             other.deficit += weight * trained
         state.deficit -= sum(self.weights) * trained
 
-    def _furthest_behind(self) -> int:
+    def _largest_deficit(self) -> int:
         """Return the source with the largest deficit, of those that have a weight."""
         return max(
             (i for i, weight in enumerate(self.weights) if weight and i not in self.emptied),
@@ -313,7 +312,7 @@ class MixtureReader(Reader):
         That is so where its files were removed, and those that were added are read from the next epoch on.
 
         Raises:
-            ValueError: if there is none in so many passes over one list of files that each row came by this lane.
+            ValueError: if there is none in the passes over one list of files that bring each row to this lane.
         """
         reading, entry, following = self.reading, self.entries[index], self.states[index].restarts + 1
         lists = [each.until - pass_number(reading.epoch, 0) for each in reading.earlier.get(entry.name, ())]

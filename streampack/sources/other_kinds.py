@@ -104,7 +104,7 @@ def by_content(path: str, head: bytes) -> str | None:
 def _is_array(head: bytes, rows: int) -> bool:
     """Return whether a file begins as a JSON array. ``rows`` of its lines look like rows of JSON lines.
 
-    Where an array has a row on each line, only the last one has no comma behind it.
+    Where an array has a row on each line, only the last one has no comma after it.
     """
     begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     first = begin.split(b"\n", 1)[0].rstrip()

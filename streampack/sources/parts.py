@@ -15,7 +15,7 @@ REMOVED_FILE = -1
 
 
 class Part(NamedTuple):
-    """A slice of a file: the records whose first unit (byte or row) lies in ``[start, stop)``.
+    """A slice of a file: the records whose first unit (byte or row) is in ``[start, stop)``.
 
     ``file`` is the number of the file in its corpus, or `REMOVED_FILE`. ``stop`` is None for a part that ends with its
     file.

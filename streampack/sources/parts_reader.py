@@ -34,7 +34,7 @@ class PartsReader(Reader):
     The cursor is ``(part, offset, 0)``: an index into the parts, in the order of reading, and the byte or row number in
     that part's file where the next record begins or is searched for.
 
-    With a ``shuffle_window``, so many records are read at once, and their rows come in a permuted order. Within a
+    With a ``shuffle_window``, up to that number of records are read at once, and permuted. Within a
     window the cursor is ``(part, offset, index, *counts)``: the window begins there, ``index`` of its rows were
     returned, and the counts are those of its records of this part and of each following one. The order of the parts
     and of each window's records is a function of (seed, epoch, lane) and, for a window, of where it begins.
@@ -51,7 +51,7 @@ class PartsReader(Reader):
         decode: ``(part, offset, raw)`` makes a row's data of a record's raw data, or raises ValueError; by default the
             raw data is the row's data.
         place: ``(part, offset)`` describes the position, for errors of the storage; by default `locate` does.
-        ahead: fetcher of the parts, if threads read them before they are asked for.
+        prefetch: fetcher of the parts, if threads read them before they are asked for.
         empty: parts without records, which are not opened; the reader adds those that it finds.
         damage: see `DamageOf`.
     """
@@ -67,7 +67,7 @@ class PartsReader(Reader):
         locate: Callable[[RowId], str],
         decode: Callable[[Part, int, Any], Mapping[str, Any]] = lambda part, offset, raw: raw,
         place: Callable[[Part, int], str] | None = None,
-        ahead: Fetcher | None = None,
+        prefetch: Fetcher | None = None,
         empty: set[Part] | None = None,
         damage: DamageOf = lambda error, part, offset: None,
     ) -> None:
@@ -81,10 +81,10 @@ class PartsReader(Reader):
         self.damage = damage
         opened = strided(open_part)
         self.open: Callable[[int, int], Iterator[Record]] = lambda i, offset: opened(self.parts[i], offset)
-        self.ahead = None
-        if ahead is not None:
-            self.ahead = Prefetcher(self.parts, self.empty, opened, fetcher=ahead, window=window)
-            self.open = self.ahead.open
+        self.prefetcher = None
+        if prefetch is not None:
+            self.prefetcher = Prefetcher(self.parts, self.empty, opened, fetcher=prefetch, window=window)
+            self.open = self.prefetcher.open
         self.cursor = reading.start or (0, self.parts[0].start if parts else 0, 0)
         self.position: tuple[int, int, int] = (*self.cursor[:2], 0)  # type: ignore[assignment] # after what was read
         # What is left of the window, the next record last: (index of the part, offset, raw data).
@@ -111,8 +111,8 @@ class PartsReader(Reader):
     @override
     def prepare(self) -> None:
         """Let the next records be read; with a shuffle window, if little of the current one is left."""
-        if self.ahead is not None and len(self.window) <= self.reading.shuffle_window // 4:
-            self.ahead.prepare(*self.position[:2])
+        if self.prefetcher is not None and len(self.window) <= self.reading.shuffle_window // 4:
+            self.prefetcher.prepare(*self.position[:2])
 
     @override
     def lacks(self, until: Cursor) -> bool:

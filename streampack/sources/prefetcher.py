@@ -1,4 +1,4 @@
-"""Records that are read before they are asked for: in threads, by the format's own `FileSource.records`."""
+"""Prefetching of records in threads, by the format's own `FileSource.records`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Stretch:
 
 
 class Prefetcher:
-    """Reads the records of a lane's parts ahead: threads read up to ``wanted`` of them, each thread those of one part.
+    """Prefetches records of a lane's parts: threads read up to ``wanted`` of them, each thread those of one part.
 
     Args:
         parts: the lane's parts, in the order of reading.
         empty: parts that have no records.
         open_part: opens a part; reads by ``fetcher``.
-        fetcher: says how much may be read ahead, and has the threads.
+        fetcher: says how much may be prefetched, and has the threads.
         window: how many records are asked for at once; 0 if they are asked for one by one.
     """
 
@@ -75,7 +75,7 @@ class Prefetcher:
 
     def prepare(self, index: int, offset: int) -> None:
         """Begin to read the next records, which begin at an offset of a part, because they are needed soon."""
-        self._leave_behind()
+        self._after_fork()
         with self.lock:
             if not self.stretches and (first := self._next(index)) is not None:
                 begin = offset if first == index else self.parts[first].start
@@ -84,7 +84,7 @@ class Prefetcher:
 
     def open(self, index: int, offset: int) -> Iterator[Record]:
         """Return the records of a part from an offset on."""
-        self._leave_behind()
+        self._after_fork()
         with self.lock:
             stretch = self.stretches.get(index)
             later = {i: each for i, each in self.stretches.items() if i > index}
@@ -93,7 +93,7 @@ class Prefetcher:
             self.stretches = {index: stretch, **later}
         return self._records(stretch)
 
-    def _leave_behind(self) -> None:
+    def _after_fork(self) -> None:
         if self.process != os.getpid():  # a fork copied this object, but none of the threads that read
             self.process, self.lock, self.stretches = os.getpid(), threading.Lock(), {}
 

@@ -71,7 +71,7 @@ class Reading:
 
 
 class BadRecord(ValueError):
-    """A record that cannot be read. The reader that raises it goes on behind it.
+    """A record that cannot be read. The reader that raises it continues after it.
 
     Args:
         reason: why it cannot be read.
@@ -105,9 +105,9 @@ class BadRecord(ValueError):
 
 
 class Reader(ABC):
-    """An iterator over one lane's rows of one epoch, which goes on behind a `BadRecord`, and behind no other error.
+    """An iterator over one lane's rows of one epoch, which continues after a `BadRecord`, and after no other error.
 
-    Its cursor is all that a resume needs to go on with the next row, at any row.
+    Its cursor is all that a resume needs to continue with the next row.
 
     A lane calls `charge` with the samples made of each row, before it reads the next row. A mixture chooses the source
     of the next row by their trained tokens; other readers ignore them.

@@ -22,7 +22,7 @@ KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes abo
 OUTSIDE = "it lies outside the file"
 BATCH_ROWS = 1024  # rows that are decoded at a time
 BATCH_BYTES = 1 << 24
-"""About so many bytes, and not all of those rows, are decoded at a time: a sample may hold its batch."""
+"""At most about this number of bytes is decoded at a time: a sample may hold its batch."""
 
 
 class Footers:
@@ -205,7 +205,7 @@ class RangeFile(io.RawIOBase):
         return data
 
     def hold(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Read the ranges that will be needed: side by side, where any are read ahead."""
+        """Read the ranges that will be needed: side by side, where anything is prefetched."""
         self.held = self._noting(self.fetcher.together, self.file, ranges)
 
     def _noting(self, fetch: Callable[..., Any], *where: Any) -> Any:

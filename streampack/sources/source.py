@@ -45,7 +45,7 @@ class Source(ABC):
     """Whether the rows are on this machine; else they are fetched before they are needed."""
 
     varies_by_process = False
-    """Whether a rank or a worker of torch may be given other rows than another, as by a dataset that splits itself."""
+    """Whether ranks or workers of torch may read different rows, as of a dataset that splits itself."""
 
     probed_by_bytes = False
     """Whether the scale that `sample` returns is a ratio of bytes; else it is a ratio of numbers of rows."""
@@ -98,7 +98,7 @@ class Source(ABC):
     def sample(self, count: int) -> tuple[list[Example], float]:
         """Return about ``count`` rows from all over the corpus, and how many times as large the corpus is.
 
-        Records that cannot be read have no data, or are left out; they count as rows for the size.
+        Records that cannot be read have no data, or are skipped; they count as rows for the size.
 
         Raises:
             ValueError: if the corpus has no known length.

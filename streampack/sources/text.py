@@ -1,4 +1,4 @@
-"""`TextSource`: text files, of which each line or each file is a row."""
+"""`TextSource`: text files. Each line or each file is a row."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ A folder holds shards and an ``index.json`` that names them. A shard, all number
 | (``documents`` + 1) x 12 | ``int64``: a document's first token; ``uint32``: its checksum; last the end and a 0 |
 | ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 if its label is -100 |
 
-A document's checksum is the CRC-32 of its tokens and then, with a mask, of its bits, each as a byte. Readers compare it
-when they decode the document. They read documents complete, so the check needs no other bytes.
+A document's checksum is the CRC-32 of its tokens and then, with a mask, of its bits, each as a byte. It is compared
+when the document is decoded, and needs no other bytes.
 ``crc32`` in the header is the checksum of all bytes after the header; states know the shard by it. The index repeats
 what a reader needs of every header; when a shard is opened, the two are compared.
 
@@ -106,7 +106,7 @@ def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
     counts = [header.get(key) for key in COUNTS]
     sound = all(type(count) is int and 0 <= count < 1 << 48 for count in counts)
     if header.get("dtype") not in DTYPES or type(header.get("masked")) is not bool or not sound:
-        raise ValueError(f"{name}: its description is damaged; make it anew")
+        raise ValueError(f"{name}: its description is damaged; tokenize again")
     return Shard(name, **{key: header[key] for key in ("dtype", "documents", "tokens", "masked", "crc32")})
 
 
@@ -137,7 +137,7 @@ def misdescribed(raw: bytes | memoryview, shard: Shard) -> str | None:
         return None
     return (
         f"it is not the shard that its index describes: its header says {own}, the index {shard}; one of them was "
-        "replaced: copy the folder anew, the index and all shards"
+        "replaced: copy the folder again, the index and all shards"
     )
 
 
@@ -260,8 +260,7 @@ class TokenShardSource(DocumentSource):
 
     Args:
         folder: the folder that holds ``index.json``, on this machine or behind a URL; or several folders in one place,
-            which are one corpus. Folders that were added are an addition to the corpus:
-            with ``corpus_lists``, a run goes on with them in its next epoch.
+            which are one corpus. With ``corpus_lists``, a run reads folders that were added in its next epoch.
         storage: see `JSONLSource`.
 
     Raises:

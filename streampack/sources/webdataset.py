@@ -62,7 +62,7 @@ class WebDatasetSource(FileSource):
 
     A row has the fields of the sample's ``.json``, ``text`` of its ``.txt``, ``cls`` of its ``.cls``, a list ``images``
     of the bytes of its ``.jpg``, ``.jpeg``, ``.png`` and ``.webp``, which `VisionEncoder` takes, and ``__key__``. Other
-    members are left out: the log names each kind once, and ``left_out`` counts them. A sample without a member that is
+    members are skipped: the log names each kind once, and ``skipped`` counts them. A sample without a member that is
     read is no row.
 
     A tar of this machine is cut into lanes at samples; its headers are read once for that. A resume seeks to a sample.
@@ -105,7 +105,7 @@ class WebDatasetSource(FileSource):
             given = [paths] if isinstance(paths, str | os.PathLike) else paths
             paths = [name for path in given for name in expanded(os.fspath(path))]
         super().__init__(find_files(paths, manifest=manifest, endings=TAR, storage=storage))
-        self.left_out: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
 
     @override
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
@@ -202,9 +202,9 @@ class WebDatasetSource(FileSource):
         ending = name.rpartition(".")[2].lower()
         if ending in DECODED:
             return True
-        self.left_out[ending] += 1
-        if self.left_out[ending] == 1:
-            log.warning("members such as %s are left out: .%s is not read", name, ending)
+        self.skipped[ending] += 1
+        if self.skipped[ending] == 1:
+            log.warning("members such as %s are skipped: .%s is not read", name, ending)
         return False
 
     def _starts_after(self, number: int, at: Sequence[int]) -> Sequence[int]:

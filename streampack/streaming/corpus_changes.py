@@ -13,7 +13,7 @@ from streampack.lanes.lane_config import LaneConfig
 from streampack.lanes.lane_state import LaneState, Snapshot
 from streampack.sources.corpus_lists import CorpusList, changes, moves, some
 from streampack.sources.files import FileSource, file_sources
-from streampack.sources.mixture_reader import translated
+from streampack.sources.mixture_reader import remapped
 from streampack.sources.reading import Division
 from streampack.sources.source import Source
 from streampack.streaming.run_state import RunState
@@ -207,7 +207,7 @@ def _of_sources(loaded: RunState, before: Sequence[str], now: Sequence[str]) -> 
         return (to[found[0]], *found[1:]) if found[0] in to else None
 
     def of_lane(state: LaneState) -> LaneState:
-        state = state.closed().remapped(row_id, lambda cursor: translated(cursor, before, now))
+        state = state.closed().remapped(row_id, lambda cursor: remapped(cursor, before, now))
         stats = dict(zip(before, state.source_stats, strict=True))
         found = tuple(stats.get(name, SourceStats()) for name in now)
         return replace(state, source_stats=found, bad_in_pass=())

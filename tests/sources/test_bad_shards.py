@@ -41,7 +41,7 @@ GONE = "there is no such file"
 def unwarned() -> Iterator[None]:
     """Ignore the warning that shards are left out, which has a test of its own."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* files cannot be read and are left out")
+        warnings.filterwarnings("ignore", message=".* files cannot be read and are skipped")
         yield
 
 
@@ -135,7 +135,7 @@ def test_without_skip_all_bad_shards_are_named_at_once(
     if harm in KNOWN_AT_START:
         assert message.startswith(f"2 of {len(files.paths)} files cannot be read: {bad[0]}: ")
         assert str(bad[1]) in message
-        assert message.endswith("or leave them out with skip_bad=True")
+        assert message.endswith("or skip them with skip_bad=True")
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -211,7 +211,7 @@ REFUSED: dict[str, dict[str, tuple[Change, str]]] = {
         "no index": (remove("index.json"), "there is no .*index.json; name the folder that holds index.json"),
         "a list": (text("index.json", "[1]"), "names no shards"),
         "no json": (text("index.json", "{"), "is no JSON"),
-        "cut off": (cut(SHARD, 4100), "it was cut off or replaced: copy it anew"),
+        "cut off": (cut(SHARD, 4100), "it was cut off or replaced: copy it again"),
     },
     "mds": {
         "a name out of it": (file(basename="../x.mds"), "the name '../x.mds' is refused: it must be relative"),
@@ -223,7 +223,7 @@ REFUSED: dict[str, dict[str, tuple[Change, str]]] = {
         "columns": (first(column_encodings=["str"]), "its samples or columns do not fit together"),
         "sizes": (first(column_sizes=[None, -8]), "column 'i' of -8 bytes is none"),
         "samples": (first(samples=-1), "its samples or columns do not fit together"),
-        "more samples": (first(samples=10**6), "it is too short for its samples: copy it anew"),
+        "more samples": (first(samples=10**6), "it is too short for its samples: copy it again"),
         "format": (first(format="json"), "it is no MDS shard, version 2"),
         "compression": (first(compression="br:11"), "compression 'br:11' is not read; it can be gz, zstd"),
         "no file": (first(raw_data=None), "it lacks its file or its columns"),
@@ -385,7 +385,7 @@ LOST: dict[str, tuple[str, int, Change, str, int]] = {
             ("offset 0", 4 + 4 * 3, bytes(4), BAD_SAMPLES),
         )
     },
-    "cut packed": ("mds", 30, packed(cut(MDS, 30)), "it is too short for its samples: copy it anew", 10),
+    "cut packed": ("mds", 30, packed(cut(MDS, 30)), "it is too short for its samples: copy it again", 10),
     "archive": ("mds", 0, half, "shard.00000.mds.zstd, sample 0: it is damaged", 10),
     "sample": ("mds", 30, sample, r"shard.00000.mds, sample 3: not a sample of its columns \(the columns take", 1),
     "nested": ("json", 0, nested, "sample 7: not a sample of its columns .maximum recursion depth", 1),

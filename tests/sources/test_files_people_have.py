@@ -81,8 +81,8 @@ def test_a_sample_is_the_members_of_one_base_name(
         {"__key__": long, "cls": 7},
         {"__key__": "deep/0003", "text": ""},
     ]
-    assert source.left_out == {"npy": 2}
-    assert caplog.messages == [f"members such as {long}.npy are left out: .npy is not read"]
+    assert source.skipped == {"npy": 2}
+    assert caplog.messages == [f"members such as {long}.npy are skipped: .npy is not read"]
     with tarfile.open(tmp_path / "a.tar") as archive:
         begins = [member.offset for member in archive]
     found = [row.row_id[1] for row in source.read(Reading())]

@@ -541,7 +541,7 @@ def test_a_warning_names_what_was_added_removed_and_changed(changed_files: Any, 
         f"1 removed (f3.jsonl), 1 changed ({tmp_path}/data/f1.jsonl). Added files are read from the next epoch of "
         "their source on; of removed and changed ones nothing more is read, and what waited of them is dropped"
     ]
-    with pytest.raises(ValueError, match=r"goes on with others only with corpus_lists, a folder"):
+    with pytest.raises(ValueError, match=r"continues with others only with corpus_lists, a folder"):
         make(source, **{**settings, "corpus_lists": None}).load_state_dict(state)
     for changes, words in (
         ({"seed": 1}, "with seed=0 and this dataset has seed=1"),
