@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 DROP_REASONS = ("overlong", "truncated", "bad", "untrained", "removed")
 """Reasons for dropping tokens. ``overlong`` and ``untrained`` samples are dropped whole, of ``truncated`` ones what is
 cut off. The tokens of ``bad`` records are unknown: 0. ``removed`` are those that waited when a run resumed without
-their file or source, or went on with other settings in the middle of a row."""
+their file or source, or continued with other settings in the middle of a row."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Ledger:
     # its batch is not counted here, because only the loader knows the batch.
     capacity: int = 0
     packed: int = 0  # tokens in packs, without padding
-    untrained: int = 0  # samples of which no token is trained, whether they were kept or dropped
+    untrained: int = 0  # samples without a trained token, whether they were kept or dropped
     # Tokens dropped for each reason, and how many samples they are of.
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     dropped_samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))

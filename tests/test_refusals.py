@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a state of another release": (
         lambda: PackedDataLoader(packs(ROWS)).load_state_dict({"version": 4, "lanes": {}}),
-        "this state has format 4, of another release of streampack; this one reads format 6: go on with the release",
+        "this state has format 4, of another release of streampack; this one reads format 6: continue with the release",
     ),
     "other data": (
         lambda: resumed(rows=11),

@@ -133,7 +133,7 @@ class RankSync:
         """Collective: call a function on each item, on one of the ranks, in threads; return all results on every rank.
 
         For what every rank must know of files: 64 KiB of both ends of 100,000 shards, 13 GB, would be 13 TB on 1,024
-        ranks. All ranks must be given the same items.
+        ranks. All ranks must pass the same items.
         """
         size, own = self.world_size, items[self.rank :: self.world_size]
         results = self.gather_results(lambda: map_in_threads(call, own), doing=doing)

@@ -1,4 +1,4 @@
-"""Data ranks: which ranks are given the same batches, and checks that no others are, and that none reads all data."""
+"""Data ranks: which ranks get the same batches, and checks that no others do, and that none reads all data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def data_place(data_ranks: DeviceMesh | DataPlace | None) -> DataPlace | None:
         )
     if wrong := MODEL_PARALLEL_DIMS & {*(data_ranks.mesh_dim_names or ())}:
         raise ValueError(
-            f"the mesh in data_ranks has a dimension {min(wrong)!r}, along which ranks must be given the same batches; "
+            f"the mesh in data_ranks has a dimension {min(wrong)!r}, along which ranks need the same batches; "
             "give the dimensions along which batches differ, such as data_ranks=mesh['dp_replicate', 'dp_shard']"
         )
     place = data_ranks.get_coordinate()
@@ -73,7 +73,7 @@ def ranks_here() -> int | None:
 def refuse_several_ranks(of_parent: int) -> None:
     """Raise if several ranks would iterate a dataset without a `PackedDataLoader`.
 
-    A spawned worker process has no process group: ``of_parent`` is the number of ranks of whoever pickled the dataset.
+    A spawned worker process has no process group: ``of_parent`` is the number of ranks where the dataset was pickled.
     """
     here, in_worker = ranks_here(), get_worker_info() is not None
     size = here or (of_parent if in_worker else 1)
@@ -93,7 +93,7 @@ def model_parallel_warning(model: nn.Module) -> str | None:
         for dimension, name in enumerate(getattr(mesh, "mesh_dim_names", None) or ()):
             if name in MODEL_PARALLEL_DIMS and (size := mesh.size(dimension)) > 1:
                 return (
-                    f"the device mesh has a dimension {name!r} of {size} ranks, which must be given the same batches, "
+                    f"the device mesh has a dimension {name!r} of {size} ranks that need the same batches, "
                     "and a PackedDataLoader gives each rank its own; tell it so: PackedDataLoader(..., "
                     "data_ranks=mesh['dp']), with the dimensions along which batches differ"
                 )

@@ -1,7 +1,7 @@
-"""The order in which windows of packs are handed out, so that the packs of a step cost about the same attention.
+"""The order in which a window of packs is emitted, so that the packs of a step cost about the same attention.
 
-In a synchronous step all ranks wait for the one whose packs cost most. A lane plans ``balance_window`` packs ahead,
-sorts them by attention cost, and hands them out in a permutation of that order which is the same in all lanes. So the
+In a synchronous step all ranks wait for the one whose packs cost most. A lane plans ``balance_window`` packs,
+sorts them by attention cost, and emits them in a permutation of that order, the same one in all lanes. So the
 packs with the same number in their lanes have the same rank among the costs of their windows. Lanes exchange nothing,
 and a window holds the packs that the planner would have made one by one.
 """
@@ -48,8 +48,8 @@ def require_window(window: int) -> int:
     return window
 
 
-def hand_out_order(costs: Sequence[int], *, slot: int, window: int, key: Sequence[int]) -> list[int]:
-    """Return the indices of a window's packs in the order in which they are handed out.
+def emit_order(costs: Sequence[int], *, slot: int, window: int, key: Sequence[int]) -> list[int]:
+    """Return the indices of a window's packs in the order of emission.
 
     Args:
         costs: of the packs, in the order in which they were planned.
@@ -58,20 +58,20 @@ def hand_out_order(costs: Sequence[int], *, slot: int, window: int, key: Sequenc
             comes nearest to that of the slot.
         key: of the permutation; the same in all lanes.
 
-    >>> hand_out_order([40, 10, 30, 20], slot=0, window=4, key=(0, 0, 0))
+    >>> emit_order([40, 10, 30, 20], slot=0, window=4, key=(0, 0, 0))
     [0, 2, 1, 3]
     """
-    dearest_last = sorted(range(len(costs)), key=costs.__getitem__)
+    expensive_last = sorted(range(len(costs)), key=costs.__getitem__)
     ranks = permutation(window, BALANCE_KEY, *key)[slot : slot + len(costs)]
-    return [dearest_last[rank] for rank in ranks.argsort().argsort().tolist()]
+    return [expensive_last[rank] for rank in ranks.argsort().argsort().tolist()]
 
 
 def in_order(
     config: LaneConfig, planned: Sequence[list[Placed[Piece]]], *, epoch: int, packs: int
 ) -> list[list[Placed[Piece]]]:
-    """Return the packs that were planned behind so many ``packs`` in the order in which they are handed out."""
+    """Return packs that were planned after ``packs`` others, in the order of emission."""
     size = config.balance_window
-    order = hand_out_order(
+    order = emit_order(
         [_cost(placed, config.packing) for placed in planned],
         slot=packs % size,
         window=size,

@@ -59,7 +59,7 @@ class Lane:
         """Begin to read at a state, or at the beginning, with nothing that waits."""
         self.piece_reader = reader
         self.planner: Planner[Piece] = Planner(self.config.packing, reader.next)
-        # With ``balance_window``, the packs that wait to be handed out, and their tokens.
+        # With ``balance_window``, the packs that are not emitted yet, and their tokens.
         self.window: tuple[Any, ...] | None = None  # an `OpenWindow` as plain values
         self.planned: deque[list[Placed[Piece]]] = deque()
         self.planned_tokens = 0
@@ -88,7 +88,7 @@ class Lane:
         return [] if state is None else [address.row_id for address in state.begin.waiting]
 
     def restore(self, rows: Rows) -> None:
-        """Go on from the state, if there is one, with the `waiting_rows`; begin ``first_epoch`` if it ended before."""
+        """Resume from the state, if there is one, with the `waiting_rows`; begin ``first_epoch`` if it ended before."""
         state, self.resumes_from = self.resumes_from, None
         if state is not None:
             self._restore(state, [rows[address.row_id] for address in state.begin.waiting])
@@ -142,7 +142,7 @@ class Lane:
             packed += length
             if length < piece.length:
                 if piece.trained is None:
-                    # `label_weights` divides by the trained tokens of the whole sample, so that a split sample weighs
+                    # `label_weights` divides by the trained tokens of the unsplit sample, so that a split sample weighs
                     # as much as another. All cuts of a piece follow from this one fragment, so they are counted once.
                     piece.trained = trained_tokens(sequence, packing.cuts(piece.length, start, stop))
                 sequence = sequence.cut(start, stop)
@@ -262,7 +262,7 @@ class Lane:
         reader.end_window(state)
 
     def _close_window(self, state: LaneState) -> None:
-        """Go on behind an open window, and drop what it had planned: images are gone, so it cannot be planned again."""
+        """Resume after an open window and drop its packs: images are gone, so they cannot be planned again."""
         closed, before, config = state.closed(), self.piece_reader, self.config
         assert config.quarantine is not None
         for record in before.skipped:  # also those that were bad before, which are listed once

@@ -28,7 +28,7 @@ from streampack.types import IGNORE_INDEX, INT32, Cursor, Pack, Row, RowId, Samp
 
 UNTRAINED = ("keep", "drop", "error")
 CHARACTERS_OF_A_TOKEN = 16
-"""A row with more characters for each of ``max_document_tokens`` is left out unencoded: 3 MB take seconds to encode. A
+"""A row with more characters for each of ``max_document_tokens`` is dropped unencoded: 3 MB take seconds to encode. A
 text of so few tokens is hardly more than blanks or one repeated sign."""
 GIANT = Sample(np.zeros(0, INT32), np.zeros(0, INT32))
 """Sample that stands for such a text; no other sample is empty."""
@@ -51,7 +51,7 @@ class LaneConfig:
     vocab_size: int | None = None
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
-    balance_window: int = 0  # packs that are planned ahead and handed out by cost; 0: as they are planned
+    balance_window: int = 0  # packs that are planned and then emitted by cost; 0: emitted as planned
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
     eos_ids: frozenset[int | None] = field(init=False)  # of the encoders
     reads_beside: bool = field(init=False)  # whether an encoder reads images beside the data
@@ -162,7 +162,7 @@ class LaneConfig:
         return Pack(sample.tokens, np.full_like(sample.labels, IGNORE_INDEX), (), (), media=(sample,))
 
     def check_shards(self) -> None:
-        """Warn of files that are known not to be readable; raise if they are not to be left out."""
+        """Warn of files that are known to be unreadable; raise if bad records are not skipped."""
         require_sound(self.source, self.quarantine)
 
     def encoder(self, row_id: RowId) -> Encode:

@@ -231,7 +231,7 @@ def snapshot_of(
     bad_in_pass: Sequence[int],
     restart: bool = False,
 ) -> Snapshot:
-    """Return the plain values of a lane. Those that nearly all states lack are left out, to keep states small."""
+    """Return the plain values of a lane. States are small: values that nearly all lack are absent."""
     found: Snapshot = {
         "reader": reader, "ledger": ledger, "done": done, "packs": packs, "source_stats": source_stats,
     }  # fmt: skip

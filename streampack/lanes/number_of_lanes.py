@@ -13,8 +13,8 @@ DEFAULT_LANES = (1, 2, 4, 8, 24, 48)
 def default_lanes(source: Source, ranks: int) -> int:
     """Return the number of lanes of a new run. It follows from the data, so that packs are the same on all machines.
 
-    Each number is a multiple of those before it, so many numbers of ranks divide it; others get the next multiple of
-    theirs. Up to 8 lanes have 100 rows or more each, with which their last packs are 2 to 5 % padding in packs of
+    Each number is a multiple of those before it, so that most numbers of ranks divide it; others get the next multiple
+    of theirs. Up to 8 lanes have 100 rows or more each, with which their last packs are 2 to 5 % padding in packs of
     4,096; more lanes have 2,000, about 0.2 %.
     """
     filled = source.natural_lanes()

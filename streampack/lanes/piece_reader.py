@@ -31,7 +31,7 @@ from streampack.types import Cursor, Row, RowId, Sample
 log = logging.getLogger(__name__)
 
 FIRST_ROWS = 1000
-"""If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
+"""If a lane drops all of its first rows, up to this number, it warns before it reads the rest."""
 MOST_DROPPED = 100_000
 """Rows of a lane that may be dropped in a row, where a source may have no end."""
 CHECKED_AT_ONCE = 64  # rows
@@ -93,7 +93,7 @@ class PieceReader:
         )
         self.config.check_shards()
         self.epoch = epoch
-        self.epoch_has_rows = start is not None  # rows of it may lie before the cursor
+        self.epoch_has_rows = start is not None  # rows of it may be before the cursor
         self.epochs_without_pieces = 0 if start is not None else self.epochs_without_pieces + 1
 
     def begin_epoch(self, epoch: int) -> None:

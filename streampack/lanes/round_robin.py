@@ -35,8 +35,8 @@ def open_lanes(
         )
 
 
-def in_turn(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Generator[LaneEvent]:
-    """Give the packs of some lanes, one of each lane in turn, epoch after epoch, and the ends of their epochs.
+def round_robin(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Generator[LaneEvent]:
+    """Yield the packs of some lanes in round robin, epoch after epoch, and the ends of their epochs.
 
     The next lane is the one with the fewest packs in this epoch, of equals the one with the lowest number. So the order
     follows from the lanes, and a state needs nothing besides theirs.
@@ -47,7 +47,7 @@ def in_turn(lanes: Iterable[Lane], *, last_epoch: int | None, alone: bool) -> Ge
         alone: whether these are all the lanes of the run; then a run without a pack is an error.
     """
     lanes = list(lanes)
-    # Lanes that read on behind an earlier run may have nothing left of this epoch.
+    # Lanes that continue an earlier run may have nothing left of this epoch.
     alone = alone and not any(lane.resumes_from.restart for lane in lanes if lane.resumes_from)
     _restore([lane for lane in lanes if lane.resumes_from is not None])
     fetches = any(not lane.config.source.local for lane in lanes[:1])

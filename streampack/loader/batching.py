@@ -19,7 +19,7 @@ from streampack.validation import warn_user
 log = logging.getLogger(__name__)
 
 ROUND = 8
-"""Batches in one exchange between the ranks, and how many are made ahead.
+"""Batches in one exchange between the ranks, and how many are made in advance.
 
 One for each batch was tried. It costs two ranks 0.2 ms of CPU, more than making a pack of rows that are tokens already,
 and a thousand ranks 73 to 282 ms (benchmarks/results/scale-*.md).
@@ -116,7 +116,7 @@ class Batching:
             )  # fmt: skip
         if num_lanes % ranks:
             idle = (
-                f"{ranks - num_lanes} of them hand out null packs only"
+                f"{ranks - num_lanes} of them yield null packs only"
                 if num_lanes < ranks
                 else "some have fewer"
             )
@@ -136,8 +136,8 @@ class Batching:
 
 
 @dataclass(slots=True)
-class Share:
-    """One rank's share of a batch, or of the end of an epoch: of that, ``exists`` is False."""
+class BatchShard:
+    """One rank's part of a batch, or of the end of an epoch, where ``exists`` is False."""
 
     events: list[LaneEvent] = field(default_factory=list)  # packs, and ends of lanes before or among them
     packs: list[Pack] = field(default_factory=list)
@@ -160,27 +160,27 @@ class RankPacks:
         self._merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_order_of)
         self._next: LaneEvent | None = None  # looked at, and not taken
 
-    def share(self, room: int, epoch: int) -> Share:
-        """Return this rank's share of the next batch: at most ``room`` packs, fewer at the epoch's end.
+    def next_shard(self, room: int, epoch: int) -> BatchShard:
+        """Return this rank's part of the next batch: at most ``room`` packs, fewer at the epoch's end.
 
         With a ``room`` of 0 (the step has no slot left for this rank), it takes ends of lanes only, and finds out
         whether a pack follows.
         """
-        share, packs = Share(), 0
+        shard, packs = BatchShard(), 0
         while not room or packs < room:
             event = self._next or next(self._merged, None)
             self._next = event
             if event is None or event.epoch != epoch:
                 break
             if event.pack is not None:
-                share.exists = True
+                shard.exists = True
                 if not room:
                     break
-                share.packs.append(event.pack)
+                shard.packs.append(event.pack)
                 packs += 1
-            share.events.append(event)
+            shard.events.append(event)
             self._next = None
-        return share
+        return shard
 
     def close(self) -> None:
         """End the workers, or drop the lanes."""
@@ -188,55 +188,55 @@ class RankPacks:
             stream.close()  # explicitly, because the traceback of an error may keep the stream alive
 
 
-def agreed_shares(
+def agreed_shards(
     packs: RankPacks, batching: Batching, rank_sync: RankSync, *, slot: int, epochs: Iterable[int]
-) -> Iterator[Share]:
-    """Collective: yield this rank's shares of the batches that all ranks make, and of the end of each epoch.
+) -> Iterator[BatchShard]:
+    """Collective: yield this rank's shards of the batches that all ranks make, and of the end of each epoch.
 
     A batch exists if any rank has packs for it, or if it completes a step. When an exchange begins follows from the
-    number of batches taken, so all ranks begin the same ones. A single rank makes each share when it is asked for. If a
+    number of batches taken, so all ranks begin the same ones. A single rank makes each shard when it is asked for. If a
     rank fails, all raise after the same batch.
 
-    A function, and no method of whoever holds the iterator: such a cycle would keep the workers of an abandoned
-    iteration alive.
+    A function, not a method of the object that holds the iterator: such a cycle would keep the workers of an
+    abandoned iteration alive.
     """
     error: Exception | None = None  # of this rank
     for epoch in epochs:
-        made: deque[Share] = deque()  # and not taken
+        made: deque[BatchShard] = deque()  # and not taken
         untold: list[tuple[int, ...]] = []  # what the other ranks must know of the newest of them
         exchanges: deque[Exchange] = deque()  # under way
         told: deque[tuple[Sequence[int], ...]] = deque()  # what each rank has told of the oldest
         exists, number = True, 0
         while exists:
             # The first rounds are short, so that the first batch comes at once.
-            ahead = 0 if rank_sync.alone else min(number + 1, ROUND)
-            while len(made) <= ahead:
-                share = None
+            in_advance = 0 if rank_sync.alone else min(number + 1, ROUND)
+            while len(made) <= in_advance:
+                shard = None
                 if error is None:
                     room = batching.room(number + len(made), slot=slot, rank=rank_sync.data_rank)
                     try:
-                        share = packs.share(room, epoch)
+                        shard = packs.next_shard(room, epoch)
                     except Exception as raised:
                         if rank_sync.alone:
                             raise
                         error = raised  # raised on all ranks, when they have taken the batches before it
-                made.append(share := share or Share())
-                costs = () if rank_sync.alone else map(_cost_of, share.packs)
-                filled = sum([FULL * sum(pack.seq_lens) // pack.tokens.size for pack in share.packs])
-                trained = sum(map(trains, share.packs))
-                untrained = any(event.example != "" for event in share.events)
-                untold.append((share.exists, error is not None, sum(costs), trained, filled, untrained))
-                if len(untold) >= ahead:
+                made.append(shard := shard or BatchShard())
+                costs = () if rank_sync.alone else map(_cost_of, shard.packs)
+                filled = sum([FULL * sum(pack.seq_lens) // pack.tokens.size for pack in shard.packs])
+                trained = sum(map(trains, shard.packs))
+                untrained = any(event.example != "" for event in shard.events)
+                untold.append((shard.exists, error is not None, sum(costs), trained, filled, untrained))
+                if len(untold) >= in_advance:
                     exchanges.append(rank_sync.exchange(untold))
                     untold = []
             if not told:
                 told += zip(*exchanges.popleft()(), strict=True)
-            share = made.popleft()
-            exist, failed, share.costs, trains_of, filled_of, share.untrained = zip(
+            shard = made.popleft()
+            exist, failed, shard.costs, trains_of, filled_of, shard.untrained = zip(
                 *told.popleft(), strict=True
             )
-            exists = share.exists = any(exist) or number % batching.batches_per_step > 0
-            share.epoch, share.trained, share.filled = epoch, sum(trains_of), sum(filled_of)
+            exists = shard.exists = any(exist) or number % batching.batches_per_step > 0
+            shard.epoch, shard.trained, shard.filled = epoch, sum(trains_of), sum(filled_of)
             if any(failed):
                 try:
                     rank_sync.raise_on_all(error, doing="making packs")
@@ -244,8 +244,8 @@ def agreed_shares(
                     del error  # its traceback refers to this frame
             number += exists
             steps = number // batching.batches_per_step
-            share.number, share.slot = number, slot + steps * batching.packs_per_step
-            yield share
+            shard.number, shard.slot = number, slot + steps * batching.packs_per_step
+            yield shard
         slot = 0
 
 

@@ -32,17 +32,17 @@ class PackedDataLoader:
     >>> [tuple(batch.tokens.shape) for batch in loader]
     [(2, 10), (2, 10)]
 
-    Every rank hands out the same number of batches, all of the same size, each of packs of one epoch. A rank whose data
+    Every rank yields the same number of batches, all of the same size, each of packs of one epoch. A rank whose data
     ends before the others' fills up with null packs, which train nothing; an error on one rank is raised on all.
 
     An optimizer step takes ``packs_per_step`` packs over all ranks, the next ones of the stream: the same ones on every
     number of ranks that divides the lanes, whatever ``num_workers`` is, with the same ``balance_window``. A worker
     that dies is started again and nothing is lost; if it dies four times without a pack between, that is an error.
 
-    Iterating again goes on behind what an iteration gave that was left before its end, and else is the next epoch;
-    after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it was. ``dataset.set_epoch`` chooses
-    one. A state is that of the batches handed out, and can be loaded on any number of ranks and workers. It is the
-    dataset's: loaders that shall not go on behind one another need a dataset each.
+    If an iteration stopped early or raised, the next one continues after it. Otherwise it starts the next epoch; after
+    a resume, ``for epoch in range(loader.epoch, epochs)`` continues. ``dataset.set_epoch`` chooses an epoch. A state
+    is that of the batches yielded, and can be loaded on any number of ranks and workers. It is the dataset's: loaders
+    that should not continue one another need a dataset each.
 
     With a process group, construct the loader and iterate it on all ranks. It keeps connections between all ranks until
     the process group is destroyed: make one for each dataset, and iterate it again for each evaluation.
@@ -57,8 +57,9 @@ class PackedDataLoader:
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
         timeout: seconds that ranks wait for one another before they give up.
         data_ranks: for a model that is parallel in other ways than data parallelism, the mesh of the dimensions along
-            which batches differ, such as ``mesh["dp_replicate", "dp_shard"]``; or which of how many batches this rank
-            is given, ``(rank, size)``. "Ranks" above means these. Default: every rank is given batches of its own.
+            which batches differ, such as ``mesh["dp_replicate", "dp_shard"]``; or the number of
+            this rank's batches and how many there are, ``(rank, size)``. "Ranks" above means these. Default: every rank
+            has batches of its own.
         process_group: the ranks that iterate this loader. Default: all.
     """
 
@@ -112,7 +113,7 @@ class PackedDataLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective, after the same batch on all ranks: return the state behind it, of all ranks, as plain values."""
+        """Collective, after the same batch on all ranks: return the state after it, of all ranks, as plain values."""
         newest = self.dataset.position.newest
         if self._progress is not None and newest.process and self._progress is not newest:
             raise ValueError(
@@ -150,20 +151,20 @@ class PackedDataLoader:
 
     @property
     def epoch(self) -> int:
-        """Epoch, from 0, that this rank's slowest lane is in, as of the last batch handed out."""
+        """Epoch, from 0, that this rank's slowest lane is in, as of the last batch yielded."""
         position = self.position()
         return min(map(epoch_of, position.lane_states.values()), default=position.epoch)
 
     def ledger(self) -> Ledger:
-        """Count where every token of this rank's lanes went, as of the last batch handed out."""
+        """Count where every token of this rank's lanes went, as of the last batch yielded."""
         return self.position().ledger
 
     def source_stats(self) -> dict[str, SourceStats]:
-        """Count what each source of a mixture gave in this rank's lanes, as of the last batch handed out."""
+        """Count what each source of a mixture gave in this rank's lanes, as of the last batch yielded."""
         return self.dataset._source_stats_of(self.position().lane_states)
 
     def require_trained(self) -> None:
-        """Raise ValueError, on all ranks alike, if a step that was handed out trains nothing, which else is a warning.
+        """Raise ValueError, on all ranks alike, if a yielded step trains nothing, which is a warning otherwise.
 
         A step that is more than half padding may, if an earlier one trained something; and all may with
         ``untrained="keep"``.
@@ -183,8 +184,8 @@ class PackedDataLoader:
         Each is a mean over the steps since the call before, and as ``*_mean`` over those since this loader was made:
 
         - ``data_wait``: seconds that a step waited for batches.
-        - ``cost_imbalance``, of several ranks: the attention cost of the dearest rank's part of a step over the mean of
-          the ranks.
+        - ``cost_imbalance``, of several ranks: the attention cost of the most expensive rank's part of a step over the
+          mean of the ranks.
         """
         return self._meter.metrics()
 

@@ -15,7 +15,7 @@ from streampack.distributed.ranks import require_loader_made_after_group
 from streampack.fingerprint import digest
 from streampack.lanes.lane_state import LaneEvent
 from streampack.lanes.number_of_lanes import lanes_text
-from streampack.loader.batching import FULL, Batching, RankPacks, agreed_shares
+from streampack.loader.batching import FULL, Batching, RankPacks, agreed_shards
 from streampack.loader.one_run import divide_across_ranks, require_same_run
 from streampack.loader.step_meter import StepMeter
 from streampack.loader.workers import start_worker
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 class Iteration:
     """Iterator over one rank's batches, from the packs that its workers, or this process, make.
 
-    Constructing it is a collective. After an error or an interrupt an iteration gives nothing more: ``handed`` is what
-    it gave, and another iteration goes on from there.
+    Constructing it is a collective. After an error or an interrupt an iteration yields nothing more: ``handed`` is what
+    it yielded, and another iteration continues from there.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Iteration:
         self.dataset, self.rank_sync, self.batching, self.meter = dataset, rank_sync, batching, meter
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.progress = progress
-        # Up to the last batch yielded; replaced as a whole when a batch is returned.
+        # Up to the last batch yielded; replaced when a batch is returned.
         self.begin = self.handed = replace(self.progress.begin, packs_per_step=batching.packs_per_step)
         self.epoch = self.begin.epoch  # of the newest batch
         self.broken = False  # whether the newest next() raised, or is under way
@@ -89,7 +89,7 @@ class Iteration:
             name = f"worker {consumer} of {consumers}"
             streams.append(start_worker(stream, states, name) if workers else stream(lane_states=states))
         self.packs = RankPacks(streams)
-        self.shares = agreed_shares(
+        self.shards = agreed_shards(
             self.packs,
             self.batching,
             rank_sync,
@@ -111,7 +111,7 @@ class Iteration:
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
         dataset.lane_config.check_shards()
         self.batching = replace(self.batching, num_lanes=num_lanes)
-        # Of the ranks that are given the same batches, one lists the bad records.
+        # One of the ranks with the same batches lists the bad records.
         return begin, dataset._frozen(lists_bad=rank_sync.lists_bad_records())
 
     def _settings(self) -> dict[str, Any]:
@@ -152,20 +152,20 @@ class Iteration:
         try:
             begun, batch = time.perf_counter(), None
             slot, lane_states = self.handed.slot, dict(self.handed.lane_states)
-            for share in self.shares:
+            for shard in self.shards:
                 # Of the ranks that have read samples that train nothing, the first says so, for all.
-                speaks = any(share.untrained) and share.untrained.index(True) == self.rank_sync.rank
-                for event in share.events:
+                speaks = any(shard.untrained) and shard.untrained.index(True) == self.rank_sync.rank
+                for event in shard.events:
                     lane_states[event.lane] = event.state
                     if speaks:
                         self.dataset._look_at(event)
-                if any(share.untrained):
+                if any(shard.untrained):
                     self.dataset.position.first_untrained()
-                slot, self.epoch = share.slot, share.epoch
-                if share.exists:
-                    batch = self._collated(share.packs)
+                slot, self.epoch = shard.slot, shard.epoch
+                if shard.exists:
+                    batch = self._collated(shard.packs)
                     break
-                if not share.number:
+                if not shard.number:
                     self._require_packs(replace(self.handed, lane_states=lane_states))
             phase = Phase.ENDED if batch is None else Phase.READ
             handed = replace(self.handed, lane_states=lane_states, slot=slot, phase=phase)
@@ -174,12 +174,12 @@ class Iteration:
                     self.begun.warn_if_left()
             else:
                 self.meter.add(
-                    share.trained,
-                    share.filled,
+                    shard.trained,
+                    shard.filled,
                     FULL * len(batch.tokens) * self.rank_sync.world_size,
                     time.perf_counter() - begun,
-                    share.costs,
-                    ends_step=share.number % self.batching.batches_per_step == 0,
+                    shard.costs,
+                    ends_step=shard.number % self.batching.batches_per_step == 0,
                 )
         except BaseException as error:
             # Set at once: a second interrupt may come at the next call.
@@ -197,7 +197,7 @@ class Iteration:
 
     def _require_packs(self, read: RunState) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
-        # Lanes that read on behind an earlier run may have nothing left of this epoch.
+        # Lanes that continue an earlier run may have nothing left of this epoch.
         restart = any(state.get("restart") for state in self.handed.lane_states.values())
         found = self.rank_sync.gather((self.rank_sync.data_rank, read.ledger, restart))
         whole = Ledger.total({rank: ledger for rank, ledger, _ in found}.values())

@@ -17,7 +17,7 @@ ADVICE = {
     "doing": "all ranks must do the same, in the same order",
     "files": "all ranks must read one corpus: check what is mounted there, and whether its listing is an old one from "
     "a cache; of the Hub, name the commit, hf://datasets/org/name@<commit>",
-    "corpus": "give every rank the whole dataset: streampack shares it out among the ranks itself, so leave out slices "
+    "corpus": "give every rank the whole dataset: streampack divides it among the ranks itself, so remove slices "
     "such as rows[rank::world_size], split_dataset_by_node and DistributedSampler",
     "encoder": "give all ranks the same encoder: the same code, and the same files of its tokenizer",
 }

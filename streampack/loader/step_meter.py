@@ -67,7 +67,7 @@ class StepMeter:
     def metrics(self) -> dict[str, float]:
         """Return means over the steps since the last call, and since the beginning (``*_mean``); none without a step.
 
-        Called again without a step between, it returns the same: a trainer may write two logs behind one step.
+        Called again without a step between, it returns the same: a trainer may write two logs after one step.
         """
         if self.recent:
             self.told, self.recent = self.recent, {}

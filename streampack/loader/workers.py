@@ -36,7 +36,7 @@ Folded = tuple[Any, ...]
 """An event as plain values: pickled as objects, events took a tenth of a worker's time."""
 MAX_RESTARTS = 3
 """Deaths of a worker in a row, without a pack between them, that are survived."""
-AHEAD = 8
+QUEUED = 8
 """Events that wait in a worker to be sent, and the most in one message."""
 PAUSE_SECONDS = 0.001
 """Between two messages. What is made meanwhile arrives together: each arrival takes a core of the trainer's process."""
@@ -64,8 +64,8 @@ def start_worker(
 ) -> Generator[LaneEvent]:
     """Start a process that reads some lanes, and return their events; closing the generator ends the process.
 
-    Events come through a pipe of its own, so that a process that dies in the middle of writing harms no other. Where it
-    has died, a new one goes on after the last event that arrived. An error in the stream is raised here; one that
+    Events come through a pipe of its own, so that a process that dies in the middle of writing harms no other. If it
+    dies, a new one continues after the last event that arrived. An error in the stream is raised here; one that
     cannot be pickled as a RuntimeError with its message.
     """
     events: Generator[Any] = _events(open_stream, dict(lane_states), name)
@@ -173,7 +173,7 @@ def _serve(pipe: Connection, open_stream: OpenStream, lane_states: Mapping[int, 
     # fork does not copy: collected here, it crashed the worker.
     gc.freeze()
     gc.enable()  # a trainer may have switched it off, to collect at steps of its choice, as torchtitan does
-    made: Queue[Folded | End] = Queue(AHEAD)
+    made: Queue[Folded | End] = Queue(QUEUED)
     sender = threading.Thread(target=_send, args=(pipe, made), daemon=True)
     sender.start()
     try:
@@ -195,7 +195,7 @@ def _send(pipe: Connection, made: Queue[Folded | End]) -> None:
     end: End | None = None
     while end is None:
         events: list[Folded] = []
-        while end is None and (not events or (len(events) < AHEAD and not made.empty())):
+        while end is None and (not events or (len(events) < QUEUED and not made.empty())):
             each = made.get()
             if isinstance(each, End):
                 end = each

@@ -33,28 +33,28 @@ class Resumed(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """The warning of a corpus that changed: in what, and what the run goes on with."""
+        """The warning of a corpus that changed: what changed, and what the run reads now."""
         what = "; ".join(f"{name}: {what}" if name else what for name, what in self.changed.items())
         if self.loaded.nothing_read:
             then = "Nothing was read before, so the run begins with this one"
         else:
             then = (
-                "Added files are read from the next epoch of their source on; of removed and changed ones nothing more "
-                "is read, and what waited of them is dropped"
+                "Added files are read from the next epoch of their source on; removed and changed ones are no longer "
+                "read, and their buffered pieces are dropped"
             )
         return f"the corpus changed since the state was made: {what}. {then}"
 
 
 class CorpusChanges:
-    """Keeps the lists of a run's files in a folder, and lets a run go on with others; see docs/architecture.md.
+    """Keeps the lists of a run's files in a folder, and lets a run continue with others; see docs/architecture.md.
 
-    Lanes never divide the rows of an epoch by different lists. Without a ``folder`` a run goes on with its own files.
+    Lanes never divide the rows of an epoch by different lists. Without a ``folder``, a run keeps its own files.
     """
 
     def __init__(self, source: Source, *, folder: str | os.PathLike[str] | None) -> None:
         self.source = source
         self.folder = None if folder is None else Path(folder)
-        self.kept_in = self.folder  # for a resume that may go on with other files
+        self.kept_in = self.folder  # for a resume that may have other files
         self.histories: Histories = {}
         # Digests of the lists that are in the folder, and their numbers of lanes.
         self._kept: set[tuple[str, int]] = set()
@@ -74,7 +74,7 @@ class CorpusChanges:
         return {"sources": list(self.source.names), "corpus": histories}
 
     def resume(self, state: Mapping[str, Any], loaded: RunState, config: LaneConfig) -> Resumed:
-        """Return what a run needs to go on from a state. Where its changes are not allowed, it names none."""
+        """Return what a run needs to continue from a state. It names no changes where they are not allowed."""
         names, now = list(state["sources"]), self.source.names
         changed: dict[str, str] = {}
         if names and now and names != now:
@@ -119,7 +119,7 @@ class CorpusChanges:
         if loaded.partial and len(epochs) != loaded.num_lanes and any(epoch > first for epoch in epochs):
             raise ValueError(
                 f"the state has {len(epochs)} of {loaded.num_lanes} lanes, and the others decide, too, when a run "
-                "goes on with other files: merge the states of all consumers, or iterate a PackedDataLoader, whose "
+                "reads other files: merge the states of all consumers, or iterate a PackedDataLoader, whose "
                 "states have all lanes (those of torch's DataLoader with workers have some each)"
             )
         [kept], now = self._lists([history[-1][1]], loaded), source.listed()
@@ -131,7 +131,7 @@ class CorpusChanges:
                 f"{name}{name and ': '}none of the {len(before):,} files that the run began with ({some(names[0])}) is "
                 f"there any more; there are {some(names[1])}. Give what the run began with, or begin a new run from "
                 "the weights"
-                + (", or name this source of the mixture anew, as which it begins" if name else "")
+                + (", or give this source of the mixture a new name, under which it begins" if name else "")
             )
         history.append((1 + max(epochs, default=first), source.corpus.digest()))
         index = self.source.names.index(name) if name else None

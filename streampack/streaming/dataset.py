@@ -19,7 +19,7 @@ from streampack.lanes.balance import default_window, require_window
 from streampack.lanes.lane_config import UNTRAINED, LaneConfig, must_check
 from streampack.lanes.lane_state import LaneEvent, LaneState, Snapshot
 from streampack.lanes.number_of_lanes import default_lanes, require_lanes
-from streampack.lanes.round_robin import in_turn, open_lanes
+from streampack.lanes.round_robin import open_lanes, round_robin
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.foreign_loader import refuse_foreign_loader
 from streampack.packing.settings import Packing
@@ -278,7 +278,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             prefetch=self.prefetch,
         )
         last_epoch = None if self.epochs is None else first + self.epochs - 1
-        return in_turn(opened, last_epoch=last_epoch, alone=consumers == 1)
+        return round_robin(opened, last_epoch=last_epoch, alone=consumers == 1)
 
     def _log_shared(self) -> None:
         if not self._shared_logged and self.num_lanes is not None:
@@ -297,14 +297,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, with which whoever has not read yet begins."""
+        """Epoch, from 0, at which a new iterator starts."""
         return self.position.following().epoch
 
     def lanes_for(self, ranks: int) -> int:
         """Return the number of lanes: that of the state or of the user, or the default for the data on these ranks.
 
         Raises:
-            ValueError: if a new run has fewer lanes than ranks. One that resumes hands out null packs there.
+            ValueError: if a new run has fewer lanes than ranks. A resumed run yields null packs there.
         """
         lanes = self.num_lanes or default_lanes(self.lane_config.source, ranks)
         if lanes < ranks and "num_lanes" in self._asked_for:
@@ -323,9 +323,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
 
-        Without it, an iteration, be it a loader's, begins with the epoch after the last, or goes on behind what the
-        last gave in this process if that was left before its end. Worker processes of torch's DataLoader do not count:
-        call it before each iteration. Another epoch than the loaded state's discards the state.
+        Without it, an iteration of the dataset or of a loader begins the next epoch, or continues after the last pack
+        that the newest one yielded in this process, if that stopped early. Call it before each iteration of torch's
+        DataLoader with workers, which report nothing. Another epoch than the loaded state's discards the state.
         """
         self.position.set_epoch(require_positive(epoch, "epoch", least=0))
 
@@ -334,7 +334,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
         It may be saved as JSON. In worker processes of torchdata's loader it has the lanes of the worker. Merged, one
         state with the ``lanes`` of all is that of the run; lanes of other steps of a worker are refused, but a worker
-        may be batches ahead of another.
+        may be some batches before another.
 
         Raises:
             ValueError: if it is read by a `PackedDataLoader` on several ranks, or by worker processes of torch's
@@ -374,17 +374,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
             loaded = loaded.with_lanes(LaneState.closed)
-        self._go_on(loaded, resumed)
+        self._resume(loaded, resumed)
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
+        """Load the state of a run with other settings: the next iteration continues after what that run has packed.
 
         The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle`` and ``seed`` must be
-        those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed are not read again; those
-        of which none was are encoded, cut and packed anew. Packs, the ledger and the statistics are counted from zero,
-        and ``epochs`` from the run's beginning. What waited of a row that was packed in part is left out, and so are
-        the packs of an open ``balance_window`` that were not handed out, at most one window a lane; both are counted
-        as ``removed``.
+        those of the run, whose ``num_lanes`` is kept. Packed rows are never read again. Buffered rows are encoded, cut
+        and packed again if none of their tokens is packed. The buffered rest of other rows is dropped and counted as
+        ``removed``, and so are the unemitted packs of an open ``balance_window``: at most one window a lane. Packs,
+        ledger and statistics count from zero, and ``epochs`` from the run's beginning.
 
         >>> rows = [{"tokens": [i] * 4, "labels": [i] * 4} for i in range(6)]
         >>> short = IterablePackedDataset(rows, max_seq_len=4, num_lanes=1)
@@ -403,11 +402,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         loaded = resumed.loaded
         if self.epochs is not None and loaded.epochs_read >= self.epochs:
             raise ValueError(
-                f"nothing is left to go on with: the earlier run has read the data {loaded.epochs_read} times, and "
-                f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the data "
-                "anew"
+                f"nothing is left to read: the earlier run has read the data {loaded.epochs_read} times, and "
+                f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the "
+                "data again"
             )
-        self._go_on(loaded.restarted(), resumed)
+        self._resume(loaded.restarted(), resumed)
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> Resumed:
         checked = checked_state(state)
@@ -425,7 +424,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         return resumed
 
-    def _go_on(self, loaded: RunState, resumed: Resumed) -> None:
+    def _resume(self, loaded: RunState, resumed: Resumed) -> None:
         if resumed.changed:
             warn_user(resumed.warning)
         self.lane_config = replace(self.lane_config, earlier=resumed.earlier)
@@ -484,7 +483,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return trace(self.lane_config, fragment)
 
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
-        """Estimate the packs of an epoch from so many rows, all over the corpus.
+        """Estimate the packs of an epoch from about ``rows`` rows, all over the corpus.
 
         Each of ``num_lanes``, by default the run's, has a part-empty last pack.
 

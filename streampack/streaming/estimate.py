@@ -81,7 +81,7 @@ def plan_epoch(epoch: Epoch, packing: Packing, *, seed: int) -> PlannedEpoch:
 
 
 def padding_error(held: IntArray, widths: IntArray, *, times: float, unknown: float) -> float:
-    """Return the standard error of the padding in packs of a sample whose rows were repeated so many ``times``."""
+    """Return the standard error of the padding in packs of a sample whose rows were repeated ``times`` times."""
     if len(held) < FEW_PACKS * times:
         return unknown
     return ratio(held, widths)[1] * math.sqrt(times)
@@ -130,7 +130,7 @@ class TooLong(ValueError):
 def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     """Estimate an epoch from ``rows`` rows of each source; small sources are counted, in the order of epoch 0.
 
-    Rows that the run skips are left out; where it skips none, what the encoder raises for a row is raised.
+    Rows that the run skips are skipped. If it skips none, an error of the encoder is raised.
 
     Raises:
         TooLong: if samples are too long for a pack, and ``overlong`` is ``"error"``.

@@ -17,7 +17,7 @@ from streampack.sources.reading import Reading
 from streampack.types import IGNORE_INDEX, Row
 
 MOST = 240
-"""Characters of consecutive tokens that are all trained, or all masked, of which more are cut in the middle."""
+"""Most characters to show of consecutive tokens that are all trained, or all masked; longer texts lose their middle."""
 TRIED = 12
 """Rows that are tried until one can be encoded."""
 

@@ -54,7 +54,7 @@ class Mixing:
 def mixing(config: LaneConfig, num_lanes: int) -> dict[str, Mixing]:
     """Return how far the shuffle reaches in each source, by its name in a mixture; else the name is empty.
 
-    A few rows are read for their number. Streams, whose length nobody knows, are left out.
+    A few rows are read for their number. Streams of unknown length are skipped.
     """
     found = {}
     for name, source in config.source.leaves().items():

@@ -25,7 +25,7 @@ CUT_SHORT = (
 
 @dataclass(slots=True)
 class Progress:
-    """How far an iteration has come. Only the iteration itself replaces ``state``, as a whole."""
+    """How far an iteration has come. Only the iteration itself replaces ``state``."""
 
     begin: RunState
     state: RunState  # after the last pack or batch that it yielded
@@ -140,7 +140,7 @@ class Position:
         worker = get_worker_info()
         if self.state.partial and self.newest.process and worker is None:
             raise ValueError(
-                "a PackedDataLoader reads this dataset on several ranks, each of which has some of the lanes: call its "
+                "a PackedDataLoader reads this dataset on several ranks, and each has some of the lanes: call its "
                 "state_dict(), ledger() or source_stats(), not the dataset's"
             )
         # Of a worker that has given nothing, too: others may have.

@@ -98,7 +98,7 @@ def encoder_identity(encode: Encode, source: Source, *, most: int | None = None)
     """Return what distinguishes an encoder: its own ``fingerprint``, and marks of what it makes of twelve rows.
 
     It has no name: a function that was renamed is the same encoder, a closure over another value is not. The rows are
-    encoded twice; samples that differ are left out, with a warning. Giants by ``most`` (`is_giant`) are not encoded.
+    encoded twice; samples that differ are skipped, with a warning. Giants by ``most`` (`is_giant`) are not encoded.
     """
     own = getattr(encode, "fingerprint", None)
     # If rows are tokens already, the encoder is known by its columns' names, which its fingerprint holds.

@@ -1,4 +1,4 @@
-"""`RunState`: where a run stands, and what is saved of it, with checksums by which a damaged state is refused."""
+"""`RunState`: the position of a run, and its saved form, with checksums that reveal a damaged state."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def as_dicts(states: Mapping[int, Snapshot]) -> dict[int, dict[str, Any]]:
 def part_of(states: Mapping[int, Snapshot], own: range) -> dict[int, dict[str, Any]]:
     """Return what is saved of the lanes of one of several consumers, also of those that have not begun.
 
-    Each has ``of``: the number of consumers, and the packs that this one has handed out. Merged lanes keep the head of
+    Each has ``of``: the number of consumers, and the packs that this one has yielded. Merged lanes keep the head of
     one consumer, so only this tells a lane that is missing, or of another step.
     """
     begun = {lane: states[lane] for lane in own if lane in states}
@@ -121,7 +121,7 @@ def checked_state(state: Any) -> RunState:
     if type(version) is int and version != STATE_VERSION and "lanes" in found:
         raise ValueError(
             f"this state has format {version}, of another release of streampack; this one "
-            f"reads format {STATE_VERSION}: go on with the release that wrote it (CHANGELOG.md says which)"
+            f"reads format {STATE_VERSION}: continue with the release that wrote it (CHANGELOG.md says which)"
         )
     if type(version) is not int or version != STATE_VERSION:
         method = found.get("method")
@@ -129,7 +129,7 @@ def checked_state(state: Any) -> RunState:
         kind = "None" if state is None else f"this {type(state).__name__}"
         raise ValueError(
             f"{kind} is no state of an IterablePackedDataset (format {STATE_VERSION}){other}; give what "
-            "loader.state_dict() returned during the run to go on with"
+            "loader.state_dict() returned during the run to continue"
         )
     head = unsealed({name: value for name, value in found.items() if name != "lanes"}, of="the run")
     num_lanes, lanes = head["num_lanes"], _numbered(found.get("lanes"), head["num_lanes"])

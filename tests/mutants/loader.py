@@ -56,7 +56,7 @@ def _state_of_later_events(self: Any, share: Any, *, ends: bool) -> None:
         made.append(event)
 
 
-@replaces(batching.RankPacks, "share")
+@replaces(batching.RankPacks, "next_shard")
 def lane_end_recorded_too_early(good, self, room, epoch):
     """A state says that a lane has ended before its last packs are returned."""
     share = good(self, room, epoch)
@@ -64,7 +64,7 @@ def lane_end_recorded_too_early(good, self, room, epoch):
     return share
 
 
-@replaces(batching.RankPacks, "share")
+@replaces(batching.RankPacks, "next_shard")
 def state_ahead_of_packs(good, self, room, epoch):
     """A state counts packs that were made and not returned yet."""
     share = good(self, room, epoch)

@@ -15,7 +15,7 @@ from streampack.accounting import trains_nothing
 from streampack.lanes.lane import Lane
 from streampack.lanes.lane_config import LaneConfig
 from streampack.lanes.lane_state import LaneState
-from streampack.lanes.round_robin import in_turn
+from streampack.lanes.round_robin import round_robin
 from streampack.packing.planner import Planner
 from streampack.sources import memory
 from streampack.sources.parts_reader import PartsReader
@@ -68,7 +68,7 @@ def window_key_without_start(good, count, *key):
     return good(count, *key[:3])
 
 
-@replaces(in_turn)
+@replaces(round_robin)
 def one_epoch_too_many(good, lanes, *, last_epoch, alone):
     """A run has one epoch more than it should."""
     return good(lanes, last_epoch=None if last_epoch is None else last_epoch + 1, alone=alone)

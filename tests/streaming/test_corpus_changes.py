@@ -539,7 +539,7 @@ def test_a_warning_names_what_was_added_removed_and_changed(changed_files: Any, 
     assert [str(warning.message) for warning in warnings] == [
         f"the corpus changed since the state was made: 2 added ({tmp_path}/data/g0.jsonl, {tmp_path}/data/g1.jsonl), "
         f"1 removed (f3.jsonl), 1 changed ({tmp_path}/data/f1.jsonl). Added files are read from the next epoch of "
-        "their source on; of removed and changed ones nothing more is read, and what waited of them is dropped"
+        "their source on; removed and changed ones are no longer read, and their buffered pieces are dropped"
     ]
     with pytest.raises(ValueError, match=r"continues with others only with corpus_lists, a folder"):
         make(source, **{**settings, "corpus_lists": None}).load_state_dict(state)
