@@ -94,14 +94,17 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
 
 
 @contextmanager
-def errors_of(key: str, way_out: str = "", *, of_files: str = "") -> Iterator[None]:
+def errors_of(
+    key: str, way_out: str = "", *, of_files: str = "", kind: type[Exception] = Exception
+) -> Iterator[None]:
     """Raise the errors of components in one line that begins with their key and ends with what to do.
 
-    ``of_files`` is the way out where a file is missing or cannot be read; default: ``way_out``.
+    ``of_files`` is the way out where a file is missing or cannot be read; default: ``way_out``. Errors that are not of
+    the ``kind`` stay as they are.
     """
     try:
         yield
-    except Exception as error:  # whatever a component or a library below it may raise
+    except kind as error:  # of a component, or of a library below it
         what = next(iter(str(error).splitlines()), "") or type(error).__name__
         if isinstance(error, KeyError) and " " not in what:
             what = f"there is no {what}"

@@ -234,13 +234,12 @@ def test_every_door_takes_a_config_by_path_or_name(here: Path, door: Callable[..
     assert Path("ran").read_text().startswith("2 ")
 
 
-@DOORS
 @pytest.mark.parametrize(
     "recipe", [path.stem for path in RECIPES.glob("*.py") if "recipe_main" in path.read_text()]
 )
-def test_a_copied_recipe_runs(here: Path, capsys: Capture, recipe: str, door: Callable[..., None]) -> None:
+def test_a_copied_recipe_runs(here: Path, capsys: Capture, recipe: str) -> None:
     out_of(capsys, "cp", recipe, "mine.py")
-    ends(2, door, "run", "mine.py", "--config", "llama3_2/1B_ful")
+    ends(2, streampack, "run", "mine.py", "--config", "llama3_2/1B_ful")
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.startswith(

@@ -82,15 +82,9 @@ class CountMeter:
         self.steps += 1
         self.seconds += time.perf_counter() - self.started_at
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all ranks since the beginning, without padding."""
-        return int(self.total[COUNTS.index("tokens")])
-
-    @property
-    def computed(self) -> int:
-        """Tokens of all ranks since the beginning that went through the model, padding included."""
-        return int(self.total[COUNTS.index("capacity")])
+    def count(self, name: str) -> int:
+        """Return one of the `COUNTS` of all ranks since the beginning."""
+        return int(self.total[COUNTS.index(name)])
 
     def metrics(self) -> dict[str, float]:
         """Return the loss of the last step, and means over the steps since the last call.

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import modules, training
 from torchtune.modules import common_utils, peft
 
-from streampack.instantiate import build
+from streampack.instantiate import build, errors_of
 from streampack.training.config import RunConfig
 from streampack.training.quantization import quantize_in_training
 from streampack.training.world import World
@@ -33,10 +33,8 @@ def build_model(config: RunConfig, *, weights: Weights, device: torch.device, wo
     each layer together. With several ranks this function is a collective.
     ``weights`` have the names that the unsharded model has. If the model has adapters, all else is frozen.
     """
-    try:
+    with errors_of(f"dtype={config.dtype} on {device}"):  # which may not compute in bf16
         torch_dtype = training.get_dtype(config.dtype, device=device)
-    except RuntimeError as error:  # torchtune raises it if the GPU does not compute in bf16
-        raise ValueError(f"dtype={config.dtype} on {device}: {error}") from error
     common_utils._use_low_cpu_ram = config.low_cpu_ram  # torchtune has no other way; its builders read it
     with training.set_default_dtype(torch_dtype), torch.device("meta") if world.size > 1 else device:
         model: nn.Module = build(config.model)
@@ -49,7 +47,10 @@ def build_model(config: RunConfig, *, weights: Weights, device: torch.device, wo
     if config.compile:
         training.compile_model(model, verbose=False)
     if world.tensor_parallel > 1:
-        _split_layers(model, config, world)
+        way_out = "choose a model without adapters, or set tensor_parallel_dim=1"
+        with errors_of("tensor_parallel_plan", way_out, kind=NotImplementedError):
+            training.prepare_mha_for_tp(model, world.mesh["tp"])
+            parallelize_module(model, world.mesh["tp"], parallelize_plan=build(config.tensor_parallel_plan))
     _checkpoint_activations(model, config)
     offload = config.fsdp_cpu_offload and device.type != "cpu"  # on the CPU all of it is there
     if offload and world.data_size == 1:
@@ -81,12 +82,10 @@ def activation_context(config: RunConfig, model: nn.Module) -> AbstractContextMa
         raise ValueError(
             f"enable_activation_offloading=True moves activations off a GPU, and the device is {kind}; leave it out"
         )
-    try:
+    with errors_of("enable_activation_offloading", kind=NotImplementedError):
         context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(
             model, config.enable_activation_offloading
         )
-    except NotImplementedError as error:
-        raise ValueError(f"enable_activation_offloading: {error}") from error
     return context
 
 
@@ -104,20 +103,10 @@ def _checkpoint_activations(model: nn.Module, config: RunConfig) -> None:
         )
 
 
-def _split_layers(model: nn.Module, config: RunConfig, world: World) -> None:
-    """Split each layer over the ranks of a tensor-parallel group, as the config's plan says."""
-    try:
-        training.prepare_mha_for_tp(model, world.mesh["tp"])
-        parallelize_module(model, world.mesh["tp"], parallelize_plan=build(config.tensor_parallel_plan))
-    except NotImplementedError as error:  # torch's, of a layer with adapters
-        raise ValueError(
-            f"tensor_parallel_plan does not fit the model: {error} Choose a model without adapters, or set "
-            "tensor_parallel_dim=1"
-        ) from error
-
-
 def _shard(model: nn.Module, config: RunConfig, world: World, *, cpu_offload: bool) -> None:
-    try:
+    # torchao raises it: a rank needs complete groups of 64 * 256 quantized numbers.
+    way_out = "use a number of ranks that divides its quantized weights (powers of 2 usually do), or do not quantize"
+    with errors_of(f"model: cannot be sharded over {world.size} ranks", way_out, kind=AssertionError):
         training.shard_model(
             model,
             [partial(training.get_shard_conditions, names_to_match=config.custom_sharded_layers)],
@@ -125,28 +114,20 @@ def _shard(model: nn.Module, config: RunConfig, world: World, *, cpu_offload: bo
             reshard_after_forward=config.fsdp_reshard_after_forward,
             dp_mesh=world.data_mesh,
         )
-    except AssertionError as error:
-        # torchao raises it: a rank needs complete groups of 64 * 256 quantized numbers.
-        raise ValueError(
-            f"the model cannot be sharded over {world.size} ranks: {error}; use a number of ranks that divides its "
-            "quantized weights (powers of 2 usually do), or do not quantize"
-        ) from error
 
 
 def _load(
     model: nn.Module, weights: Weights, *, device: torch.device, world: World, cpu_offload: bool
 ) -> None:
+    way_out = "set it to 1, or do not quantize the base"
     try:
-        if world.size > 1:
-            training.load_from_full_model_state_dict(
-                model, weights, device, strict=True, cpu_offload=cpu_offload
-            )
-        else:
-            model.load_state_dict(weights)
-    except NotImplementedError as error:  # torchtune's, of quantized weights
-        raise ValueError(
-            f"data_parallel_replicate_dim={world.replicas}: {error}; set it to 1, or do not quantize the base"
-        ) from error
+        with errors_of(f"data_parallel_replicate_dim={world.replicas}", way_out, kind=NotImplementedError):
+            if world.size > 1:
+                training.load_from_full_model_state_dict(
+                    model, weights, device, strict=True, cpu_offload=cpu_offload
+                )
+            else:
+                model.load_state_dict(weights)
     except (RuntimeError, AttributeError) as error:
         raise _unfit_weights(model, weights) or error from error
 

@@ -47,10 +47,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """The exit status: 143 for SIGTERM, 130 for SIGINT, as a shell reports a process that the signal killed.
-
-        Not 0, which would tell schedulers and torchrun that the run is over.
-        """
+        """The exit status: 143 for SIGTERM, 130 for SIGINT, as of a process that the signal killed."""
         return 128 + self.number
 
 

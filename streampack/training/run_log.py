@@ -91,8 +91,8 @@ class RunLog:
         """Return the counts of the entire run up to a step."""
         return {
             "step": step,
-            "tokens": self.before["tokens"] + self.meter.tokens,
-            "computed": self.before["computed"] + self.meter.computed,
+            "tokens": self.before["tokens"] + self.meter.count("tokens"),
+            "computed": self.before["computed"] + self.meter.count("capacity"),
             "seconds": self.before["seconds"] + time.perf_counter() - self.started,
             "held_out": self.before["held_out"],
         }

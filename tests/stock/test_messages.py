@@ -131,12 +131,10 @@ def test_all_slips_are_told_at_once() -> None:
         "optimizer.learning_rate",
         "ac_option",
     }
-    slips = [changes for changes, _ in SLIPS if not alone & {*changes}]
-    changes = {key: value for slip in slips for key, value in slip.items()}
-    together = problems(FULL, changes)
-    for slip in slips:
-        (said,) = problems(FULL, slip)
-        assert said in together
+    slips = [slip for slip in SLIPS if not alone & {*slip[0]}]
+    together = problems(FULL, {key: value for changes, _ in slips for key, value in changes.items()})
+    for _, message in slips:
+        assert any(re.match(message, said) for said in together), message
     assert len(together) == len(slips) > 15
 
 

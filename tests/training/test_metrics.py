@@ -43,7 +43,7 @@ def test_metrics_of_a_step_cover_its_batches(loss_norm, weight):
         meter.add(batch, torch.tensor(6.0), label_weights(batch, loss_norm=loss_norm))
     assert float(meter.reduce()) == pytest.approx(1 / weight)
     meter.stop()
-    assert meter.tokens == 9
+    assert meter.count("tokens") == 9
     metrics = meter.metrics()
     assert metrics["loss"] == pytest.approx(12.0 / weight)
     assert metrics["trained_tokens"] == 6
@@ -85,7 +85,7 @@ def test_metrics_are_the_last_loss_and_means_since_the_last_call(monkeypatch):
     second = meter.metrics()
     assert (second["loss"], second["samples_per_step"]) == (0.5, 2)
     assert second["tokens_per_second"] == 6 / 2
-    assert meter.tokens == 18
+    assert meter.count("tokens") == 18
 
 
 def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest() -> None:
