@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
 from streampack.instantiate import COMPONENT, component_problems
 from streampack.training.conditions import LINEAR_LOSS, problems_of
-from streampack.training.config import RunConfig
+from streampack.training.config import REQUIRED, RunConfig
 from streampack.training.multi_dataset import with_dataset
 
 FP8 = "is not in these recipes; set dtype=bf16"
@@ -57,7 +56,7 @@ def checked(config: Any, *, built: Collection[str] | None = None) -> tuple[RunCo
 
     problems: list[str] = []
     try:
-        merged, given = _merged(config, built, problems)
+        merged = _merged(config, built, problems)
         plain: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
         cfg = OmegaConf.to_object(OmegaConf.create(merged))
     except OmegaConfBaseException as error:  # because of a key that was removed, if one was
@@ -68,17 +67,14 @@ def checked(config: Any, *, built: Collection[str] | None = None) -> tuple[RunCo
     for key in plain:
         # Recipes need no more than the name of this loss.
         linear = key == "loss" and isinstance(plain[key], dict) and plain[key].get(COMPONENT) == LINEAR_LOSS
-        if key in given and not linear:
+        if (built is None or key in built) and not linear:
             problems += component_problems(plain[key], key)
     problems += problems_of(cfg, built)
     return cfg, list(dict.fromkeys(problems))
 
 
-def _merged(config: Any, built: Collection[str] | None, problems: list[str]) -> tuple[Any, set[str]]:
-    """Return a config merged into `RunConfig`, and its keys that can be built; add to ``problems`` what does not fit.
-
-    Keys that do not fit are removed. Keys that are missing get a value that nobody uses.
-    """
+def _merged(config: Any, built: Collection[str] | None, problems: list[str]) -> Any:
+    """Return a config merged into `RunConfig`; remove what does not fit, and add it to ``problems``."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -92,11 +88,9 @@ def _merged(config: Any, built: Collection[str] | None, problems: list[str]) -> 
         )
     if "datasets" in given or "dataloader" in given:
         given = OmegaConf.create(with_dataset(to_plain(given)))
-    for name in (each.name for each in fields(RunConfig) if each.default is MISSING):
-        if name in given and OmegaConf.select(given, name, throw_on_missing=False) is None:
-            problems.append(f"{name} is null; the run needs one")
-            refused.add(name)
-            given[name] = "???"  # OmegaConf's word for what is missing; other keys may refer to it
+    for name in REQUIRED:
+        if OmegaConf.is_missing(given, name):  # its value is OmegaConf's word for it, ???
+            del given[name]
     while True:
         try:
             merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), given)
@@ -112,16 +106,12 @@ def _merged(config: Any, built: Collection[str] | None, problems: list[str]) -> 
                 raise
             refused.add(key)
             del node[last]
-    # Values inside of nodes may refer to one that is missing, or to a variable that was no key and is removed.
-    unfilled = {name for name in OmegaConf.missing_keys(merged) if name in RunConfig.__dataclass_fields__}
-    for name in unfilled:
-        merged[name] = "" if name == "output_dir" else {COMPONENT: ""}
-    missing = (unfilled | OmegaConf.missing_keys(merged)) - refused
+    missing = (OmegaConf.missing_keys(merged) | {name for name in REQUIRED if not merged[name]}) - refused
     if missing := missing if built is None else missing & {*built}:
         problems.append(
             f"missing: {', '.join(sorted(missing))}; the keys without a default must be in a config"
         )
-    return merged, ({str(key) for key in merged} if built is None else {*built}) - unfilled
+    return merged
 
 
 def _slip(given: Any, key: str) -> str | None:

@@ -277,7 +277,12 @@ def _too_long(cfg: RunConfig, name: str, wanted: Any) -> Iterator[str]:
 def _nodes(cfg: RunConfig) -> Iterator[str]:
     for each in fields(cfg):
         node = getattr(cfg, each.name)
-        if isinstance(node, dict) and each.name not in ("data", "fsdp", "dataset") and COMPONENT not in node:
+        if (
+            node
+            and isinstance(node, dict)
+            and each.name not in ("data", "fsdp", "dataset")
+            and COMPONENT not in node
+        ):
             yield f"{each.name} names no {COMPONENT}, so there is nothing to build"
     for key in OF_RESUMES:
         if value := cfg.checkpointer.get(key):

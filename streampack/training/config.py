@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from streampack.validation import require_positive
 
 Node = dict[str, Any]
 
+REQUIRED = ("output_dir", "tokenizer", "model", "checkpointer", "optimizer", "metric_logger")
+"""Keys that each config must have; without them they are empty."""
 REFERENCES = ("model", "data")
 DEVICES = ("auto", "cpu", "cuda", "npu", "xpu")
 DTYPES = ("auto", "bf16", "fp32", "fp64")
@@ -126,12 +128,12 @@ class RunConfig:
         profiler: a node of one of torchtune's profilers.
     """
 
-    output_dir: str
-    tokenizer: Node
-    model: Node
-    checkpointer: Node
-    optimizer: Node
-    metric_logger: Node
+    output_dir: str = field(default_factory=str)
+    tokenizer: Node = field(default_factory=dict)
+    model: Node = field(default_factory=dict)
+    checkpointer: Node = field(default_factory=dict)
+    optimizer: Node = field(default_factory=dict)
+    metric_logger: Node = field(default_factory=dict)
     dataset: Any = None
     data: Node | None = None
     shuffle: bool | None = None
