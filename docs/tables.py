@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import streampack
-from streampack.training.config import RunConfig, Validation
+from streampack.training.config import REQUIRED, RunConfig, Validation
 
 DOCS = Path(__file__).resolve().parent
 PASSED_BY_RECIPES = {"self", "source", "encoder", "tokenizer", "epochs", "vocab_size", "padding_idx"}
@@ -90,7 +90,9 @@ def keys(callable_: Callable[..., Any], section: str = "Args") -> list[list[str]
     rows = []
     for name, parameter in inspect.signature(callable_).parameters.items():
         if section == "Attributes" or name not in PASSED_BY_RECIPES:
-            default = None if repr(parameter.default) == "<factory>" else parameter.default
+            default = parameter.default
+            if repr(default) == "<factory>":
+                default = inspect.Parameter.empty if name in REQUIRED else None
             meaning = meanings[name].replace("``", "`")
             rows.append([f"`{name}`", plain_type(str(parameter.annotation)), plain_default(default), meaning])
     return rows
