@@ -166,12 +166,10 @@ def _unfit_weights(model: nn.Module, weights: Weights) -> ValueError | None:
     }
     given = {name: tuple(value.shape) for name, value in weights.items()}
     found = [
-        f"size mismatch for {name}, {given[name]} in the checkpoint and {shape} in the model"
-        for name, shape in wanted.items()
-        if given.get(name, shape) != shape
+        f"{name} is {given.get(name, 'missing')} in the checkpoint and {wanted.get(name, 'missing')} in the model"
+        for name in wanted | given
+        if given.get(name) != wanted.get(name)
     ]
-    found += [f"{name} is missing in the checkpoint" for name in wanted if name not in given]
-    found += [f"{name} is not in the model" for name in given if name not in wanted]
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
     if not found:
         return None

@@ -120,13 +120,9 @@ class _Row(NamedTuple):
 
     def line(self, scores: list[Score]) -> dict[str, Any]:
         """Return the row's columns and its scores."""
-        each: dict[str, list[Any]] = {
-            "logp": [one.logp for one in scores],
-            "num_tokens": [one.num_tokens for one in scores],
-            "greedy": [one.greedy for one in scores],
-        }
-        if scores and scores[0].token_logps is not None:
-            each["token_logps"] = [one.token_logps for one in scores]
+        per_token = bool(scores) and scores[0].token_logps is not None
+        names = ["logp", "num_tokens", "greedy", *["token_logps"] * per_token]
+        each: dict[str, list[Any]] = {name: [getattr(one, name) for one in scores] for name in names}
         if self.error is not None:
             found: dict[str, Any] = {"logp": 0.0, "num_tokens": 0, "error": self.error}
         elif self.is_group:

@@ -53,7 +53,9 @@ def bytes_of_a_step(folder: Path, **changes: object) -> dict[str, int]:
     below a size, the head's, and the last few that were saved.
     """
     config = read_config(
-        tiny_config(folder, model={"_component_": "torchtune.models.llama3.llama3", **MODEL}, **changes)
+        tiny_config(
+            folder, model={"_component_": "torchtune.models.llama3.llama3", **MODEL}, dtype="fp32", **changes
+        )
     )
     torch.manual_seed(0)
     model = build_model(config, weights=llama3(**MODEL).state_dict(), device=CPU, world=World())
